@@ -1,0 +1,192 @@
+"""The engine protocol: what the scheduler drives and a plugin implements.
+
+An engine is built, called and closed on one thread. It knows nothing of
+asyncio, output caching or other callers. Plugins that drive a server loop of
+their own (continuous batching) implement `Engine`; everybody else derives from
+`BatchEngine` and writes `evaluate`.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from genlm.core.errors import EvaluationError
+from genlm.core.query import Completion, Query
+from genlm.core.vocab import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BatchEngine", "Capability", "Engine", "LoraEngine", "PrefixCacheEngine"]
+
+
+class Capability(enum.StrEnum):
+    """Abilities beyond next-token rows that an engine may declare."""
+
+    LORA = "lora"
+    """Serves LoRA adapters per request; the engine is a `LoraEngine`."""
+
+    SAMPLE = "sample"
+    """Answers queries with `sampling` itself."""
+
+    PREFIX_CACHE = "prefix_cache"
+    """Keeps computed prefixes; the engine is a `PrefixCacheEngine`."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Answers queries, several at a time, in any order.
+
+    Attributes:
+        vocabulary: Defines the ids that queries use and rows are indexed by.
+        max_context: The most tokens a query may have, None for no limit.
+        capabilities: What the engine can do beyond next-token rows.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None
+    capabilities: frozenset[Capability]
+
+    def submit(self, query: Query) -> None:
+        """Accept a query; raising refuses this one alone."""
+        ...
+
+    def step(self) -> Iterable[Completion]:
+        """Make progress on what was submitted and return what finished.
+
+        Called only while queries are unanswered. A failing query is reported as a
+        `Completion` with an error. Raising means that the engine itself failed:
+        all unanswered queries are then aborted and fail.
+        """
+        ...
+
+    def abort(self, query_id: int) -> None:
+        """Forget a query; its completion, if one comes, is ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Called once, last."""
+        ...
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Figures of the engine's own, `tokens_computed` among them if it counts."""
+        ...
+
+
+@runtime_checkable
+class LoraEngine(Engine, Protocol):
+    """What an engine with `Capability.LORA` also has."""
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load the adapter in folder `path`, to be asked for as `name`.
+
+        Raises:
+            AdapterError: It cannot be loaded; the engine stays as it was.
+        """
+        ...
+
+
+@runtime_checkable
+class PrefixCacheEngine(Engine, Protocol):
+    """What an engine with `Capability.PREFIX_CACHE` also has."""
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix and keep it until `clear_prefix_cache`."""
+        ...
+
+    def clear_prefix_cache(self) -> None:
+        """Free all kept prefixes. Answers do not change."""
+        ...
+
+
+class BatchEngine(abc.ABC):
+    """An engine that evaluates batches: derive, set three attributes, write `evaluate`.
+
+    `step` evaluates all that was submitted in one call. When `evaluate` raises, the
+    batch is halved until the queries that make it raise stand alone; only those fail.
+
+    Attributes:
+        vocabulary: Defines the ids that queries use and rows are indexed by.
+        max_context: The most tokens a query may have, None for no limit.
+        capabilities: What the engine can do beyond next-token rows.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None = None
+    capabilities: frozenset[Capability] = frozenset()
+
+    @abc.abstractmethod
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the next-token row of each query.
+
+        Args:
+            queries: At least one; distinct in (adapter, token ids), never empty.
+
+        Returns:
+            Natural-log probabilities, shape `(len(queries), vocabulary.size)`,
+            float32, normalised, row i for query i (`genlm.rows_from_logits` makes
+            them from logits). The engine must not reuse the memory.
+        """
+
+    def submit(self, query: Query) -> None:
+        """Put a query into the next batch."""
+        self._pending[query.query_id] = query
+
+    def step(self) -> list[Completion]:
+        """Evaluate everything pending; halve the batch around queries that raise."""
+        batch = list(self._pending.values())
+        self._pending.clear()
+        return self._evaluate_or_halve(batch) if batch else []
+
+    def abort(self, query_id: int) -> None:
+        """Take a query out of the next batch."""
+        self._pending.pop(query_id, None)
+
+    def close(self) -> None:  # noqa: B027 - optional for subclasses
+        """Free the engine's resources; nothing by default."""
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Figures of the engine's own; none by default."""
+        return {}
+
+    @property
+    def _pending(self) -> OrderedDict[int, Query]:
+        # Made on first use, so that subclasses need not call super().__init__().
+        pending: OrderedDict[int, Query] = self.__dict__.setdefault(
+            "_pending_queries", OrderedDict()
+        )
+        return pending
+
+    def _evaluate_or_halve(self, batch: list[Query]) -> list[Completion]:
+        try:
+            rows = self._checked_rows(batch)
+        except Exception as error:
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                return self._evaluate_or_halve(batch[:middle]) + self._evaluate_or_halve(
+                    batch[middle:]
+                )
+            return [Completion(batch[0].query_id, error=error)]
+        return [
+            Completion(query.query_id, row) for query, row in zip(batch, rows, strict=True)
+        ]
+
+    def _checked_rows(self, batch: list[Query]) -> Sequence[torch.Tensor]:
+        """Evaluate and return rows that share no memory and can be changed in place."""
+        rows = self.evaluate(batch)
+        expected = (len(batch), self.vocabulary.size)
+        if tuple(rows.shape) != expected:
+            raise EvaluationError(
+                f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)} "
+                f"for {len(batch)} queries over {self.vocabulary.size} ids; "
+                f"expected {expected}"
+            )
+        if len(batch) == 1 and not rows.is_inference():
+            return [rows[0]]
+        import torch
+
+        return torch.unbind_copy(rows)

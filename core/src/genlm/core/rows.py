@@ -1,0 +1,41 @@
+"""From logits to rows: the one rule that every engine follows.
+
+A row is natural-log probabilities over the vocabulary, float32, normalised.
+Models often have more logits than the tokenizer has ids (embeddings padded to a
+round number) and sometimes fewer (tokens added to the tokenizer only).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from genlm.core.vocab import Vocabulary
+
+__all__ = ["rows_from_logits"]
+
+
+def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """Normalise logits over exactly the ids that the vocabulary has.
+
+    Logits beyond the vocabulary, and those of ids that no token has, are cut
+    before normalising; ids without logits get `-inf`.
+
+    Args:
+        logits: Shape `(n, width)`, any floating dtype, any device.
+        vocabulary: Decides the width of the result.
+
+    Returns:
+        Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the
+        device of `logits`, each row's `logsumexp` 0. Never aliases `logits`.
+    """
+    size = vocabulary.size
+    kept = logits[:, :size].float()
+    if vocabulary.missing_ids:
+        missing = torch.tensor(vocabulary.missing_ids, device=logits.device)
+        kept = kept.index_fill(1, missing[missing < kept.shape[1]], float("-inf"))
+    rows = torch.log_softmax(kept, dim=-1)
+    if rows.shape[1] == size:
+        return rows
+    padded = rows.new_full((rows.shape[0], size), float("-inf"))
+    padded[:, : rows.shape[1]] = rows
+    return padded

@@ -1,0 +1,1 @@
+"""Hugging Face transformers models as a genlm engine."""

@@ -1,0 +1,181 @@
+"""`ReferenceEngine`: serves the byte n-gram model of `ngram.py`.
+
+Its adapters are honest analogues of LoRA adapters: small, loaded by name, chosen
+per request, and exact. An adapter is a folder with a `text.txt`; a second model of
+the same order is counted on that text, and a request for it is answered with
+
+    (1 - w) P_base + w P_adapter,    w = adapter_weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from genlm.core.engine import BatchEngine, Capability
+from genlm.core.errors import AdapterError, ModelLoadError, UnknownAdapterError
+from genlm.core.query import Query
+from genlm.core.reference.exact import exact_row
+from genlm.core.reference.ngram import NgramModel
+from genlm.core.reference.text import default_text, split_documents
+from genlm.core.reference.tokenizer import byte_vocabulary
+
+if TYPE_CHECKING:
+    import torch
+
+    from genlm.core.reference.ngram import Floats
+
+__all__ = ["ReferenceEngine"]
+
+
+class ReferenceEngine(BatchEngine):
+    """Exact next-byte distributions of an interpolated n-gram model.
+
+    Token i is byte i; 256 ends a text and, as the first token of a prompt, begins one.
+    Rows are on the CPU. Only the newest `order - 1` tokens of a prompt matter.
+
+    Args:
+        model: `"default"` for the text that ships, or the path of a text file. Blank
+            lines end its documents.
+        text: Train on this instead; `model` must then be left alone.
+        order: Length of the longest n-gram.
+        adapter_weight: Share of the adapter in an adapted distribution, in (0, 1].
+        max_context: The most tokens a query may have, None for no limit.
+
+    Raises:
+        ModelLoadError: The text cannot be read or is empty, or an option is out of
+            range.
+    """
+
+    capabilities = frozenset({Capability.LORA})
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        text: str | bytes | None = None,
+        order: int = 3,
+        adapter_weight: float = 0.5,
+        max_context: int | None = None,
+    ) -> None:
+        if order < 1:
+            raise ModelLoadError(f"an n-gram model of order {order}; the least is 1")
+        if not 0 < adapter_weight <= 1:
+            raise ModelLoadError(
+                f"adapter_weight is {adapter_weight}; it is a share above 0, at most 1"
+            )
+        if text is not None and model != "default":
+            raise ModelLoadError(f"both model={model!r} and text are given; pass one")
+        self.order = order
+        self.adapter_weight = adapter_weight
+        self.max_context = max_context
+        self.vocabulary = byte_vocabulary()
+        self._documents = split_documents(_read_model(model) if text is None else text)
+        if not self._documents:
+            raise ModelLoadError("the training text is empty; an n-gram model needs some")
+        self._base = NgramModel(self._documents, order)
+        self._adapters: dict[str, _Adapter] = {}
+        self._tokens_computed = 0
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the rows of a batch, in float64 until they are logs."""
+        import torch
+
+        by_adapter: dict[str, list[int]] = {}
+        for index, query in enumerate(queries):
+            if query.adapter is not None:
+                by_adapter.setdefault(query.adapter, []).append(index)
+        chosen = {name: self._adapter(name) for name in by_adapter}
+        contexts = [query.token_ids for query in queries]
+        rows = self._base.probabilities(contexts)
+        for name, indices in by_adapter.items():
+            adapted = chosen[name].model.probabilities([contexts[i] for i in indices])
+            rows[indices] = self._mixed(rows[indices], adapted)
+        self._tokens_computed += sum(min(len(c), self.order - 1) for c in contexts)
+        return torch.from_numpy(np.log(rows).astype(np.float32))
+
+    def exact_row(self, token_ids: Sequence[int], adapter: str | None = None) -> Floats:
+        """Compute one distribution straight from the formula, by scanning the text.
+
+        Shares no code with `evaluate`: the oracle to test it, or a client, against.
+
+        Returns:
+            Probabilities (no logs), shape `(257,)`, float64.
+
+        Raises:
+            UnknownAdapterError: No adapter of that name is loaded.
+        """
+        row = exact_row(self._documents, token_ids, self.order)
+        if adapter is None:
+            return row
+        documents = self._adapter(adapter).documents
+        return self._mixed(row, exact_row(documents, token_ids, self.order))
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Count the text of `path/text.txt`, to be asked for as `name`.
+
+        Loading the same folder under the same name again changes nothing.
+
+        Raises:
+            AdapterError: The folder has no readable `text.txt`, or it is empty, or
+                another folder is loaded under that name; the engine stays as it was.
+        """
+        folder = Path(path).resolve()
+        loaded = self._adapters.get(name)
+        if loaded is not None:
+            if loaded.folder == folder:
+                return
+            raise AdapterError(
+                f"adapter {name!r} is already loaded from {loaded.folder}; choose "
+                f"another name for {folder}"
+            )
+        try:
+            documents = split_documents((folder / "text.txt").read_bytes())
+        except OSError as error:
+            raise AdapterError(
+                f"no adapter in {path!r}: a folder with a text.txt is needed ({error})"
+            ) from error
+        if not documents:
+            raise AdapterError(f"the text.txt of the adapter in {path!r} is empty")
+        self._adapters[name] = _Adapter(folder, documents, self.order)
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Tokens looked at, at most `order - 1` a query, and the size of the model."""
+        return {
+            "tokens_computed": self._tokens_computed,
+            "order": self.order,
+            "training_bytes": sum(map(len, self._documents)),
+            "adapters": len(self._adapters),
+        }
+
+    def _adapter(self, name: str) -> _Adapter:
+        if name not in self._adapters:
+            raise UnknownAdapterError(name, self._adapters)
+        return self._adapters[name]
+
+    def _mixed(self, base: Floats, adapter: Floats) -> Floats:
+        return (1 - self.adapter_weight) * base + self.adapter_weight * adapter
+
+
+class _Adapter:
+    """A text and the model counted on it."""
+
+    def __init__(self, folder: Path, documents: list[bytes], order: int) -> None:
+        self.folder = folder
+        self.documents = documents
+        self.model = NgramModel(documents, order)
+
+
+def _read_model(model: str) -> bytes:
+    if model == "default":
+        return default_text()
+    try:
+        return Path(model).read_bytes()
+    except OSError as error:
+        raise ModelLoadError(
+            f"no text to train the reference engine on at {model!r} ({error}); pass "
+            f"'default' or the path of a text file"
+        ) from error

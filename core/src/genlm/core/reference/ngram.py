@@ -1,0 +1,228 @@
+"""`NgramModel`: an interpolated n-gram model over bytes, in closed form.
+
+With c(h b) the times that symbol b followed history h in the training text, c(h)
+its sum over b, and d(h) the number of different b, the model is Witten and Bell's
+(1991, method C), interpolated:
+
+    P_0(b)     = 1 / 257
+    P_k(b | h) = (c(h b) + d(h) P_{k-1}(b | h')) / (c(h) + d(h))
+
+where h is the newest k-1 symbols of the context and h' is h without its oldest
+symbol. A history that never occurred, or is longer than the context, says nothing:
+P_k = P_{k-1}. There is no parameter to fit, and no probability is 0.
+
+Symbols are the bytes 0-255 and `END_OF_TEXT` = 256. A document b1 ... bm is read as
+256 b1 ... bm 256: the first 256 is only history (so 256 also marks the beginning
+of a text), the last one is predicted. No history reaches across documents.
+
+All arithmetic is float64 numpy. The module knows nothing of engines or torch;
+`exact.py` has the same formula without any of the machinery below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["END_OF_TEXT", "SYMBOLS", "NgramModel"]
+
+END_OF_TEXT = 256
+"""The symbol that ends a document, and precedes its first byte as history."""
+
+SYMBOLS = 257
+"""Number of symbols: 256 bytes and the end of text."""
+
+_NOTHING = 257
+"""Fills the history of a short context; no training history has it."""
+
+_RADIX = 258
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """What followed every history of one length.
+
+    A history is a node of a tree that grows from the newest symbol to the oldest,
+    so finding the longest history seen is a walk that stops where a child lacks.
+
+    Attributes:
+        node_keys: `parent node * _RADIX + oldest symbol`, ascending; node i is at i.
+        pair_keys: `node * SYMBOLS + following symbol`, ascending.
+        pair_counts: Times that each pair occurred.
+        starts: Node i's pairs begin at `starts[i]` and end at `starts[i + 1]`.
+        totals: c(h) of each node.
+        distinct: d(h) of each node.
+    """
+
+    node_keys: Ints
+    pair_keys: Ints
+    pair_counts: Floats
+    starts: Ints
+    totals: Floats
+    distinct: Ints
+
+    @classmethod
+    def count(cls, node_keys: Ints, nodes: Ints, following: Ints) -> _Level:
+        pair_keys, counts = np.unique(nodes * SYMBOLS + following, return_counts=True)
+        owners = pair_keys // SYMBOLS
+        size = len(node_keys)
+        return cls(
+            node_keys=node_keys,
+            pair_keys=pair_keys,
+            pair_counts=counts.astype(np.float64),
+            starts=np.searchsorted(owners, np.arange(size + 1)).astype(np.int64),
+            totals=np.bincount(owners, weights=counts, minlength=size).astype(np.float64),
+            distinct=np.bincount(owners, minlength=size).astype(np.int64),
+        )
+
+
+class NgramModel:
+    """Probabilities of the next byte given the `order - 1` bytes before it.
+
+    Args:
+        documents: The training text, at least one document.
+        order: Length of the longest n-gram: 1 is a unigram model, 3 a trigram model.
+
+    Raises:
+        ValueError: There is no document, or `order` is less than 1.
+    """
+
+    def __init__(self, documents: Iterable[bytes], order: int = 3) -> None:
+        if order < 1:
+            raise ValueError(f"an n-gram model of order {order}; the least is 1")
+        self.order = order
+        self._levels = _count_levels([_symbols(document) for document in documents], order)
+
+    def probabilities(self, contexts: Sequence[Sequence[int]]) -> Floats:
+        """Compute the distribution of the symbol after each context.
+
+        Args:
+            contexts: Symbols 0-256, oldest first. An empty one knows nothing of what
+                came before; `[256]` is the beginning of a text.
+
+        Returns:
+            Shape `(len(contexts), 257)`, float64, positive, each row's sum 1 up to
+            rounding. The array is the caller's.
+        """
+        rows = np.full((len(contexts), SYMBOLS), 1 / SYMBOLS)
+        for level, indices, nodes in self._walk(self._histories(contexts)):
+            distinct = level.distinct[nodes]
+            share = 1 / (level.totals[nodes] + distinct)
+            rows[indices] *= (distinct * share)[:, None]
+            pairs = _ranges(level.starts[nodes], distinct)
+            symbols = level.pair_keys[pairs] % SYMBOLS
+            rows[np.repeat(indices, distinct), symbols] += level.pair_counts[pairs] * np.repeat(
+                share, distinct
+            )
+        return rows
+
+    def document_logprobs(self, document: bytes) -> Floats:
+        """Score a document from its beginning to its end.
+
+        Returns:
+            Natural logs of the probability of each byte and then of the end of text,
+            each given all before it; shape `(len(document) + 1,)`, float64.
+        """
+        symbols = _symbols(document)
+        following = symbols[1:]
+        histories = np.full((len(following), self.order - 1), _NOTHING, dtype=np.int64)
+        for age in range(min(self.order - 1, len(following))):
+            histories[age:, age] = symbols[: len(following) - age]
+        result = np.full(len(following), 1 / SYMBOLS)
+        for level, indices, nodes in self._walk(histories):
+            pairs, seen = _find(level.pair_keys, nodes * SYMBOLS + following[indices])
+            counts = np.where(seen, level.pair_counts[pairs], 0.0)
+            distinct = level.distinct[nodes]
+            result[indices] = (counts + distinct * result[indices]) / (
+                level.totals[nodes] + distinct
+            )
+        logprobs: Floats = np.log(result)
+        return logprobs
+
+    def bits_per_byte(self, documents: Iterable[bytes], *, count_ends: bool = True) -> float:
+        """Compute the bits that the model needs for each byte of some documents.
+
+        Args:
+            documents: What to score, each from the beginning of a text.
+            count_ends: Also pay for each document's end of text (the number of bytes
+                to divide by stays the same).
+
+        Returns:
+            Negative log2 probability of all documents over their length in bytes.
+
+        Raises:
+            ValueError: The documents have no bytes.
+        """
+        nats, size = [], 0
+        for document in documents:
+            logprobs = self.document_logprobs(document)
+            nats.append(math.fsum(logprobs if count_ends else logprobs[:-1]))
+            size += len(document)
+        if size == 0:
+            raise ValueError("bits per byte of documents without bytes; pass some text")
+        return -math.fsum(nats) / math.log(2) / size
+
+    def _histories(self, contexts: Sequence[Sequence[int]]) -> Ints:
+        """Cut contexts to the symbols that matter, newest first."""
+        width = self.order - 1
+        padding = (_NOTHING,) * width
+        newest_first = [(*context[: -width - 1 : -1], *padding)[:width] for context in contexts]
+        return np.array(newest_first, dtype=np.int64).reshape(len(contexts), width)
+
+    def _walk(self, histories: Ints) -> Iterator[tuple[_Level, Ints, Ints]]:
+        """Yield, from no history to the longest seen, which rows are at which nodes."""
+        indices = np.arange(len(histories))
+        nodes = np.zeros(len(histories), dtype=np.int64)
+        yield self._levels[0], indices, nodes
+        for level, symbols in zip(self._levels[1:], histories.T, strict=False):
+            nodes, seen = _find(level.node_keys, nodes * _RADIX + symbols[indices])
+            indices, nodes = indices[seen], nodes[seen]
+            if not len(indices):
+                return
+            yield level, indices, nodes
+
+
+def _symbols(document: bytes) -> Ints:
+    symbols = np.full(len(document) + 2, END_OF_TEXT, dtype=np.int64)
+    symbols[1:-1] = np.frombuffer(document, dtype=np.uint8)
+    return symbols
+
+
+def _count_levels(documents: list[Ints], order: int) -> list[_Level]:
+    if not documents:
+        raise ValueError("an n-gram model of no documents; pass at least one")
+    symbols = np.concatenate(documents)
+    # How many symbols of its own document stand before each symbol.
+    depths = np.concatenate([np.arange(len(document)) for document in documents])
+    positions = np.flatnonzero(depths > 0)
+    nodes = np.zeros(len(positions), dtype=np.int64)
+    levels = [_Level.count(np.zeros(1, dtype=np.int64), nodes, symbols[positions])]
+    for length in range(1, order):
+        deep = depths[positions] >= length
+        positions, nodes = positions[deep], nodes[deep]
+        if not len(positions):
+            break
+        keys = nodes * _RADIX + symbols[positions - length]
+        node_keys, nodes = np.unique(keys, return_inverse=True)
+        levels.append(_Level.count(node_keys, nodes, symbols[positions]))
+    return levels
+
+
+def _find(ascending: Ints, keys: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Position of each key and whether it is there (if not, the position is any)."""
+    positions = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
+    return positions, ascending[positions] == keys
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Concatenate `arange(start, start + length)` of each pair."""
+    before = np.cumsum(lengths) - lengths
+    ranges: Ints = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return ranges

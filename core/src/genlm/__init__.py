@@ -50,11 +50,14 @@ if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
     from genlm.core.loading import load_model, load_model_by_name
     from genlm.core.plugins import (
+        BackendInfo,
         BackendSpec,
+        find_backend,
         get_backend,
         get_trie,
         hookimpl,
         list_backends,
+        refresh,
         use_backend,
     )
     from genlm.core.query import Completion, Query, SamplingParams
@@ -98,11 +101,14 @@ _HOME = {
     "genlm.core.lm": ["AsyncLM"],
     "genlm.core.loading": ["load_model", "load_model_by_name"],
     "genlm.core.plugins": [
+        "BackendInfo",
         "BackendSpec",
+        "find_backend",
         "get_backend",
         "get_trie",
         "hookimpl",
         "list_backends",
+        "refresh",
         "use_backend",
     ],
     "genlm.core.query": ["Completion", "Query", "SamplingParams"],

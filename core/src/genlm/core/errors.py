@@ -210,20 +210,119 @@ class PluginError(GenlmError, RuntimeError):
 
 
 class UnknownBackendError(PluginError, LookupError):
-    """No plugin provides the name asked for, or none could be chosen."""
+    """No plugin provides the name asked for, or none could be chosen.
+
+    Attributes:
+        name: The name asked for; None when none was given and none stood out.
+        kind: `"engine"` or `"trie"`.
+        installed: The names of that kind that are installed.
+        hint: What to do about it, in a sentence or two.
+        source: Where the name came from, None for an argument.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        kind: str,
+        installed: Iterable[str] = (),
+        hint: str = "",
+        source: str | None = None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.installed = tuple(sorted(set(installed)))
+        self.hint = hint
+        self.source = source
+        super().__init__(name, kind, self.installed, hint, source)
+
+    def __str__(self) -> str:
+        what = f"no {self.kind} chosen"
+        if self.name is not None:
+            what = f"no {self.kind} named {self.name!r}"
+            what += f" (from {self.source})" if self.source else ""
+        installed = ", ".join(self.installed) or "none"
+        return f"{what}. Installed: {installed}. {self.hint}".rstrip()
 
 
 class AmbiguousBackendError(PluginError, LookupError):
-    """Several distributions provide the name asked for."""
+    """Several distributions provide the name asked for.
+
+    Attributes:
+        name: The name asked for.
+        kind: `"engine"` or `"trie"`.
+        providers: The full names, `"distribution:name"`, of those that do.
+    """
+
+    def __init__(self, name: str, kind: str, providers: Iterable[str]) -> None:
+        self.name = name
+        self.kind = kind
+        self.providers = tuple(sorted(providers))
+        super().__init__(name, kind, self.providers)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.providers)} distributions provide the {self.kind} {self.name!r}; "
+            f"ask for one by its full name: {' or '.join(map(repr, self.providers))}"
+        )
 
 
 class MissingRequirementError(PluginError, ImportError):
-    """A plugin is installed, but not the library that it drives."""
+    """A plugin is installed, but not the library that it drives.
+
+    Attributes:
+        plugin: The plugin, `"distribution:name"`.
+        missing: The modules that were not found.
+        install: The command that installs them.
+    """
+
+    def __init__(self, plugin: str, missing: Iterable[str], install: str) -> None:
+        self.plugin = plugin
+        self.missing = tuple(missing)
+        self.install = install
+        super().__init__(plugin, self.missing, install)
+
+    def __str__(self) -> str:
+        missing = ", ".join(self.missing)
+        return f"{self.plugin} needs {missing}, which is not installed: {self.install}"
 
 
 class BrokenPluginError(PluginError):
-    """A plugin raised while it was imported or asked for its backends."""
+    """A plugin raised, or answered nonsense, when it was imported or asked for its backends.
+
+    Attributes:
+        plugin: The plugin, `"distribution:name"`.
+        reason: What is wrong with it; `__cause__` is what it raised, if it did.
+    """
+
+    def __init__(self, plugin: str, reason: str) -> None:
+        super().__init__(plugin, reason)
+        self.plugin = plugin
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the plugin {self.plugin} is broken: {self.reason}"
 
 
 class PluginApiError(PluginError):
-    """A plugin was written for another version of the plugin interface."""
+    """A plugin was written for another version of the plugin interface.
+
+    Attributes:
+        plugin: The plugin, `"distribution:name"`.
+        found: The version that it was written for.
+        expected: The version that this core speaks.
+    """
+
+    def __init__(self, plugin: str, found: int, expected: int) -> None:
+        super().__init__(plugin, found, expected)
+        self.plugin = plugin
+        self.found = found
+        self.expected = expected
+
+    def __str__(self) -> str:
+        distribution = "genlm-core"
+        if isinstance(self.found, int) and self.found < self.expected:
+            distribution = self.plugin.partition(":")[0]
+        return (
+            f"the plugin {self.plugin} speaks version {self.found} of the plugin "
+            f"interface, this genlm-core {self.expected}: pip install --upgrade {distribution}"
+        )

@@ -1,1 +1,20 @@
 """Registers the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm import BackendSpec, hookimpl
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the engine without importing transformers or torch."""
+    yield BackendSpec(
+        name="hf",
+        kind="engine",
+        target="genlm_hf.engine:HFEngine",
+        summary="Any decoder-only Hugging Face transformers model, batched across prefixes",
+        capabilities=("lora",),
+        requires=("transformers",),
+    )

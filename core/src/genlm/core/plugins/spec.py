@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = ["API_VERSION", "BackendSpec", "Kind"]
 
@@ -30,6 +30,10 @@ class BackendSpec:
             distribution's name when empty.
         api: Version of the plugin interface that it was written for.
         conformance: `"package.module:attribute"` of its conformance target.
+
+    Raises:
+        TypeError: A list field is a bare string or holds something else.
+        ValueError: The kind, a reference or a required module is malformed.
     """
 
     name: str
@@ -41,3 +45,26 @@ class BackendSpec:
     install: str = ""
     api: int = API_VERSION
     conformance: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.api != API_VERSION:
+            return  # another interface has rules of its own; the registry refuses it
+        if not self.name or ":" in self.name:
+            raise ValueError(f"name={self.name!r}: expected a name without ':'")
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind={self.kind!r}: expected one of {get_args(Kind)}")
+        _check_reference("target", self.target)
+        if self.conformance is not None:
+            _check_reference("conformance", self.conformance)
+        for field in ("capabilities", "requires"):
+            value: object = getattr(self, field)
+            if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
+                raise TypeError(f"{field}={value!r}: expected a tuple of strings")
+        for module in self.requires:
+            if not module.isidentifier():
+                raise ValueError(f"requires={module!r}: expected a top-level module's name")
+
+
+def _check_reference(field: str, value: object) -> None:
+    if not isinstance(value, str) or not all(value.partition(":")):
+        raise ValueError(f"{field}={value!r}: expected 'package.module:attribute'")

@@ -1,1 +1,19 @@
 """Registers the reference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm.core.plugins.hookspecs import hookimpl
+from genlm.core.plugins.spec import BackendSpec
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the reference engine."""
+    yield BackendSpec(
+        name="reference",
+        kind="engine",
+        target="genlm.core.reference:ReferenceEngine",
+        summary="Exact byte n-gram model in closed form; small, for tests and trials",
+    )

@@ -6,6 +6,8 @@ outcomes of the model and stay apart here.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["Token"]
 
 
@@ -15,8 +17,8 @@ class Token(bytes):
     Equality, hash and order are those of `token_id`, so tokens that share bytes
     stay apart in sets and dictionaries and a sorted vocabulary is in id order.
     Everything else (indexing, slicing, `startswith`, `+`) is that of `bytes` and
-    gives plain `bytes`. A token never equals a plain `bytes` object; compare
-    `token.byte_string` for that.
+    gives plain `bytes`. A token never equals a plain `bytes` object and has no
+    order relative to one; compare `token.byte_string` for that.
 
     Attributes:
         token_id: Position in the vocabulary.
@@ -26,6 +28,58 @@ class Token(bytes):
     token_id: int
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
+        """Join an id and its bytes."""
         self = super().__new__(cls, byte_string)
         self.token_id = token_id
         return self
+
+    @property
+    def byte_string(self) -> bytes:
+        """The bytes as a plain `bytes` object, which compares by content."""
+        return bytes(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Token):
+            return self.token_id == other.token_id
+        # NotImplemented would let bytes compare the contents from its side.
+        if isinstance(other, bytes | bytearray | memoryview):
+            return False
+        return NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        # bytes defines its own, which object's default would not replace.
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    def __hash__(self) -> int:
+        return hash(self.token_id)
+
+    def __lt__(self, other: bytes) -> bool:
+        return self.token_id < _id_to_compare(other, "<")
+
+    def __le__(self, other: bytes) -> bool:
+        return self.token_id <= _id_to_compare(other, "<=")
+
+    def __gt__(self, other: bytes) -> bool:
+        return self.token_id > _id_to_compare(other, ">")
+
+    def __ge__(self, other: bytes) -> bool:
+        return self.token_id >= _id_to_compare(other, ">=")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.token_id, self.byte_string)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.token_id}, {self.byte_string!r})"
+
+    __str__ = __repr__
+
+
+def _id_to_compare(other: object, operator: str) -> int:
+    """The id of `other`, for tokens are ordered among themselves only."""
+    if isinstance(other, Token):
+        return other.token_id
+    raise TypeError(
+        f"{operator!r} between a Token and {type(other).__name__}: tokens are ordered by id; "
+        f"compare token.byte_string for the order of bytes"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from genlm.core.vocab.decoding import token_bytes, tokens_and_strings
 from genlm.core.vocab.token import Token
 
 __all__ = ["Vocabulary"]
@@ -26,6 +27,21 @@ class Vocabulary:
     byte_vocab: list[Token]
     str_vocab: list[str]
     missing_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
+        """Decode a tokenizer and note the ids that no token has.
+
+        Args:
+            tokenizer: Any that `decode_vocab` takes; kept, not copied.
+
+        Raises:
+            VocabularyError: Its tokens cannot be decoded to exact bytes.
+        """
+        found = token_bytes(tokenizer)
+        byte_vocab, str_vocab = tokens_and_strings(found)
+        missing = tuple(key for key in range(len(byte_vocab)) if key not in found)
+        return cls(tokenizer, byte_vocab, str_vocab, missing)
 
     @property
     def size(self) -> int:

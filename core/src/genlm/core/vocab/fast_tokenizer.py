@@ -1,0 +1,95 @@
+"""Tokenizers of the `tokenizers` library, bare or inside a transformers tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from genlm.core.errors import VocabularyError
+from genlm.core.vocab.decoder_chain import DecoderChain, UnknownStepError
+from genlm.core.vocab.verification import Decode, check_decoding
+
+__all__ = ["fast_tokenizer_bytes"]
+
+
+def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[int, bytes]:
+    """Derive the bytes of every id of a `tokenizers.Tokenizer`.
+
+    A token of the model is what the decoder makes of it in mid-text. Added tokens
+    are their content as UTF-8, for that is the text they are cut from, whatever the
+    decoder makes of it (a byte-level decoder reads an added "é" as byte E9). Of
+    tokens that are both, special ones count as added, others as the model's (Gemma
+    lists its runs of "▁", which are spaces, among the added tokens).
+
+    Args:
+        backend: The `tokenizers.Tokenizer`.
+        decode: How the tokenizer that users hold decodes ids.
+        tokenizer: That tokenizer, for error messages.
+
+    Raises:
+        VocabularyError: The decoder has a step that is not known, or decoding
+            disagrees with what was derived.
+    """
+    chain = _chain(backend, tokenizer)
+    names = _names(backend)
+    derived = {token_id: chain(name) for token_id, name in names.items()}
+    check_decoding(derived, decode, tokenizer)
+    model_vocab = backend.get_vocab(with_added_tokens=False)
+    for token_id, added in backend.get_added_tokens_decoder().items():
+        content = added.content.encode()
+        if derived[token_id] == content:
+            continue
+        if added.special or model_vocab.get(added.content) != token_id:
+            _check_added(backend, token_id, added.content, tokenizer)
+            derived[token_id] = content
+    return derived
+
+
+def _chain(backend: Any, tokenizer: Any) -> DecoderChain:
+    family = type(tokenizer).__name__
+    model = type(backend.model).__name__
+    if backend.decoder is None and model != "WordLevel":
+        raise VocabularyError(
+            f"{family} has a {model} model and no decoder, so its tokens have no exact "
+            f"bytes; set tokenizer.decoder (tokenizers.decoders.Fuse() if tokens are text)"
+        )
+    try:
+        state = None if backend.decoder is None else backend.decoder.__getstate__()
+        return DecoderChain(None if state is None else json.loads(state))
+    except UnknownStepError as error:
+        raise VocabularyError(
+            f"{family} has a {error}; tokens that depend on their neighbours have no exact "
+            f"bytes. Use a tokenizer with one of the decoders ByteLevel, ByteFallback, "
+            f"Metaspace, WordPiece, BPEDecoder, Replace, Strip, Fuse"
+        ) from error
+    except Exception as error:
+        raise VocabularyError(
+            f"{family} has the decoder {type(backend.decoder).__name__}, which the "
+            f"tokenizers library cannot serialise ({error}); use a decoder of the library"
+        ) from error
+
+
+def _names(backend: Any) -> dict[int, str]:
+    """The string that the library decodes for each id."""
+    names = {token_id: name for name, token_id in backend.get_vocab(False).items()}
+    added: Mapping[int, Any] = backend.get_added_tokens_decoder()
+    names.update({token_id: token.content for token_id, token in added.items()})
+    # Strings that several ids share are listed for one of them only.
+    for token_id in set(range(max(names, default=-1) + 1)).difference(names):
+        name = backend.id_to_token(token_id)
+        if name is not None:
+            names[token_id] = name
+    return dict(sorted(names.items()))
+
+
+def _check_added(backend: Any, token_id: int, content: str, tokenizer: Any) -> None:
+    """Make sure that the text of an added token is read as that token."""
+    encoding = backend.encode(content, add_special_tokens=False)
+    found = [key for key, kept in zip(encoding.ids, encoding.attention_mask) if kept]
+    if found != [token_id]:
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} has the added token {content!r} (id {token_id}), "
+            f"which it neither decodes to that text nor reads from it (it reads {found}); "
+            f"remove the token or give it a content that the tokenizer keeps"
+        )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from genlm.core.errors import BrokenPluginError
-from genlm.core.plugins.discovery import Plugin, disabled_by, normalized
+from genlm.core.plugins.discovery import Plugin, normalized, why_disabled
 from genlm.core.plugins.info import BackendInfo, Status
 from genlm.core.plugins.loading import install_command, missing_modules, read_specs
 from genlm.core.plugins.spec import API_VERSION, BackendSpec
@@ -73,9 +73,9 @@ class Catalog:
 
     def _backends(self, plugin: Plugin) -> Iterator[BackendInfo]:
         """Describe what a plugin offers under its entry point's name."""
-        variable = disabled_by(plugin)
-        if variable is not None:
-            yield _unread(plugin, "disabled", f"see {variable}")
+        disabled = why_disabled(plugin)
+        if disabled is not None:
+            yield _unread(plugin, "disabled", disabled)
             return
         specs = self._read(plugin)
         if isinstance(specs, BrokenPluginError):
@@ -89,7 +89,7 @@ class Catalog:
         """Describe specs that no entry point of their distribution names."""
         declared = {(plugin.distribution, plugin.name) for plugin in self._plugins}
         for plugin in self._plugins:
-            specs = () if disabled_by(plugin) else self._read(plugin)
+            specs = () if why_disabled(plugin) else self._read(plugin)
             if isinstance(specs, BrokenPluginError):
                 continue
             for spec in specs:

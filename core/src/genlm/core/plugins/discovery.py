@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from genlm.core.plugins.hookspecs import PROJECT
 
-__all__ = ["CORE", "Plugin", "disabled_by", "find_plugins", "normalized"]
+__all__ = ["CORE", "Plugin", "find_plugins", "normalized", "why_disabled"]
 
 CORE = "genlm-core"
 """The distribution whose own backends are always installed."""
@@ -88,18 +88,18 @@ def _declaring_distributions() -> Iterator[importlib.metadata.Distribution]:
         yield first
 
 
-def disabled_by(plugin: Plugin, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Name the environment variable that switches a plugin off, None if none does.
+def why_disabled(plugin: Plugin, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Say which environment variable switches a plugin off, None if none does.
 
     `GENLM_PLUGINS` lists the plugins allowed beside the core's own,
     `GENLM_DISABLE_PLUGINS` those that are not. Entries are separated by commas
     and are names of backends, of distributions, or `distribution:name`.
     """
     if _lists(environment.get("GENLM_DISABLE_PLUGINS", ""), plugin):
-        return "GENLM_DISABLE_PLUGINS"
+        return "GENLM_DISABLE_PLUGINS lists it"
     allowed = environment.get("GENLM_PLUGINS", "")
     if allowed.strip() and plugin.distribution != CORE and not _lists(allowed, plugin):
-        return "GENLM_PLUGINS"
+        return "GENLM_PLUGINS does not list it"
     return None
 
 

@@ -1,0 +1,48 @@
+"""The list of commands, and how their errors reach the terminal."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Annotated
+
+import typer
+
+from genlm.cli.plugins import plugins
+from genlm.core.errors import GenlmError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="genlm",
+    help="Next-token distributions from any inference engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(plugins)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"genlm {importlib.metadata.version('genlm-core')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Next-token distributions from any inference engine."""
+
+
+def main() -> None:
+    """Run the command line; an error that genlm raises on purpose is one line, exit 1."""
+    try:
+        app()
+    except GenlmError as error:
+        typer.echo(f"genlm: {error}", err=True)
+        sys.exit(1)

@@ -14,111 +14,81 @@ from typing import TYPE_CHECKING, Any
 
 __path__ = extend_path(__path__, __name__)
 
-if TYPE_CHECKING:
-    from genlm.core.cache import OutputCache
-    from genlm.core.engine import (
-        BatchEngine,
-        Capability,
-        Engine,
-        LoraEngine,
-        PrefixCacheEngine,
-    )
-    from genlm.core.errors import (
-        AdapterError,
-        AmbiguousBackendError,
-        BrokenPluginError,
-        ContextLengthError,
-        EmptySequenceError,
-        EngineClosedError,
-        EngineDiedError,
-        EngineError,
-        EvaluationError,
-        GenlmError,
-        MissingRequirementError,
-        ModelLoadError,
-        PluginApiError,
-        PluginError,
-        QueryError,
-        QueryResetError,
-        TokenIdError,
-        TokenTypeError,
-        UnknownAdapterError,
-        UnknownBackendError,
-        UnsupportedCapability,
-        VocabularyError,
-    )
-    from genlm.core.lm import AsyncLM
-    from genlm.core.loading import load_model, load_model_by_name
-    from genlm.core.plugins import (
-        BackendInfo,
-        BackendSpec,
-        find_backend,
-        get_backend,
-        get_trie,
-        hookimpl,
-        list_backends,
-        refresh,
-        use_backend,
-    )
-    from genlm.core.query import Completion, Query, SamplingParams
-    from genlm.core.rows import rows_from_logits
-    from genlm.core.scheduler import Scheduler
-    from genlm.core.vocab import Token, Vocabulary, decode_vocab
+if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against _HOME
+    from genlm.core.cache import OutputCache as OutputCache
+    from genlm.core.engine import BatchEngine as BatchEngine
+    from genlm.core.engine import Capability as Capability
+    from genlm.core.engine import Engine as Engine
+    from genlm.core.engine import LoraEngine as LoraEngine
+    from genlm.core.engine import PrefixCacheEngine as PrefixCacheEngine
+    from genlm.core.errors import AdapterError as AdapterError
+    from genlm.core.errors import AmbiguousBackendError as AmbiguousBackendError
+    from genlm.core.errors import BrokenPluginError as BrokenPluginError
+    from genlm.core.errors import ContextLengthError as ContextLengthError
+    from genlm.core.errors import EmptySequenceError as EmptySequenceError
+    from genlm.core.errors import EngineClosedError as EngineClosedError
+    from genlm.core.errors import EngineDiedError as EngineDiedError
+    from genlm.core.errors import EngineError as EngineError
+    from genlm.core.errors import EvaluationError as EvaluationError
+    from genlm.core.errors import GenlmError as GenlmError
+    from genlm.core.errors import MissingRequirementError as MissingRequirementError
+    from genlm.core.errors import ModelLoadError as ModelLoadError
+    from genlm.core.errors import PluginApiError as PluginApiError
+    from genlm.core.errors import PluginError as PluginError
+    from genlm.core.errors import QueryError as QueryError
+    from genlm.core.errors import QueryResetError as QueryResetError
+    from genlm.core.errors import TokenIdError as TokenIdError
+    from genlm.core.errors import TokenTypeError as TokenTypeError
+    from genlm.core.errors import UnknownAdapterError as UnknownAdapterError
+    from genlm.core.errors import UnknownBackendError as UnknownBackendError
+    from genlm.core.errors import UnsupportedCapability as UnsupportedCapability
+    from genlm.core.errors import VocabularyError as VocabularyError
+    from genlm.core.lm import AsyncLM as AsyncLM
+    from genlm.core.loading import load_model as load_model
+    from genlm.core.loading import load_model_by_name as load_model_by_name
+    from genlm.core.plugins import BackendInfo as BackendInfo
+    from genlm.core.plugins import BackendSpec as BackendSpec
+    from genlm.core.plugins import get_backend as get_backend
+    from genlm.core.plugins import get_trie as get_trie
+    from genlm.core.plugins import hookimpl as hookimpl
+    from genlm.core.plugins import list_backends as list_backends
+    from genlm.core.plugins import refresh as refresh
+    from genlm.core.plugins import use_backend as use_backend
+    from genlm.core.query import Completion as Completion
+    from genlm.core.query import Query as Query
+    from genlm.core.query import SamplingParams as SamplingParams
+    from genlm.core.rows import rows_from_logits as rows_from_logits
+    from genlm.core.scheduler import Scheduler as Scheduler
+    from genlm.core.statistics import Statistics as Statistics
+    from genlm.core.vocab import Token as Token
+    from genlm.core.vocab import Vocabulary as Vocabulary
+    from genlm.core.vocab import decode_vocab as decode_vocab
 
 _HOME = {
-    "genlm.core.cache": ["OutputCache"],
-    "genlm.core.engine": [
-        "BatchEngine",
-        "Capability",
-        "Engine",
-        "LoraEngine",
-        "PrefixCacheEngine",
-    ],
-    "genlm.core.errors": [
-        "AdapterError",
-        "AmbiguousBackendError",
-        "BrokenPluginError",
-        "ContextLengthError",
-        "EmptySequenceError",
-        "EngineClosedError",
-        "EngineDiedError",
-        "EngineError",
-        "EvaluationError",
-        "GenlmError",
-        "MissingRequirementError",
-        "ModelLoadError",
-        "PluginApiError",
-        "PluginError",
-        "QueryError",
-        "QueryResetError",
-        "TokenIdError",
-        "TokenTypeError",
-        "UnknownAdapterError",
-        "UnknownBackendError",
-        "UnsupportedCapability",
-        "VocabularyError",
-    ],
-    "genlm.core.lm": ["AsyncLM"],
-    "genlm.core.loading": ["load_model", "load_model_by_name"],
-    "genlm.core.plugins": [
-        "BackendInfo",
-        "BackendSpec",
-        "find_backend",
-        "get_backend",
-        "get_trie",
-        "hookimpl",
-        "list_backends",
-        "refresh",
-        "use_backend",
-    ],
-    "genlm.core.query": ["Completion", "Query", "SamplingParams"],
-    "genlm.core.rows": ["rows_from_logits"],
-    "genlm.core.scheduler": ["Scheduler"],
-    "genlm.core.vocab": ["Token", "Vocabulary", "decode_vocab"],
+    "genlm.core.cache": "OutputCache",
+    "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
+    "genlm.core.errors": (
+        "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "
+        "EmptySequenceError EngineClosedError EngineDiedError EngineError EvaluationError "
+        "GenlmError MissingRequirementError ModelLoadError PluginApiError PluginError "
+        "QueryError QueryResetError TokenIdError TokenTypeError UnknownAdapterError "
+        "UnknownBackendError UnsupportedCapability VocabularyError"
+    ),
+    "genlm.core.lm": "AsyncLM",
+    "genlm.core.loading": "load_model load_model_by_name",
+    "genlm.core.plugins": (
+        "BackendInfo BackendSpec get_backend get_trie hookimpl list_backends refresh "
+        "use_backend"
+    ),
+    "genlm.core.query": "Completion Query SamplingParams",
+    "genlm.core.rows": "rows_from_logits",
+    "genlm.core.scheduler": "Scheduler",
+    "genlm.core.statistics": "Statistics",
+    "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - the imports above keep it true
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot go stale
 
 
 def __getattr__(name: str) -> Any:

@@ -73,7 +73,10 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Figures of the engine's own, `tokens_computed` among them if it counts."""
+        """Figures of the engine's own, `tokens_computed` among them if it counts.
+
+        The one method that is called from any thread, also while `step` runs.
+        """
         ...
 
 
@@ -164,16 +167,14 @@ class BatchEngine(abc.ABC):
     def _evaluate_or_halve(self, batch: list[Query]) -> list[Completion]:
         try:
             rows = self._checked_rows(batch)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it fails the query that causes it
             if len(batch) > 1:
                 middle = len(batch) // 2
                 return self._evaluate_or_halve(batch[:middle]) + self._evaluate_or_halve(
                     batch[middle:]
                 )
             return [Completion(batch[0].query_id, error=error)]
-        return [
-            Completion(query.query_id, row) for query, row in zip(batch, rows, strict=True)
-        ]
+        return [Completion(query.query_id, row) for query, row in zip(batch, rows, strict=True)]
 
     def _checked_rows(self, batch: list[Query]) -> Sequence[torch.Tensor]:
         """Evaluate and return rows that share no memory and can be changed in place."""
@@ -189,4 +190,5 @@ class BatchEngine(abc.ABC):
             return [rows[0]]
         import torch
 
-        return torch.unbind_copy(rows)
+        copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
+        return copies

@@ -150,7 +150,10 @@ class UnknownAdapterError(QueryError, LookupError):
 
     def __str__(self) -> str:
         loaded = ", ".join(self.loaded) or "none"
-        return f"no adapter named {self.name!r}. Loaded: {loaded}. Load it with add_new_lora(path, name)"
+        return (
+            f"no adapter named {self.name!r}. Loaded: {loaded}. "
+            "Load it with add_new_lora(path, name)"
+        )
 
 
 class AdapterError(GenlmError, ValueError):

@@ -1,0 +1,88 @@
+"""`OutputCache`: rows of log-probabilities that were asked for, bounded twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OutputCache"]
+
+
+class OutputCache:
+    """Keeps the least recently used rows out: bounded by entries and by bytes.
+
+    Rows go in and come out as copies, so what a caller does to a row never reaches
+    the cache. Safe to use from several threads.
+
+    Args:
+        max_entries: Most rows kept; 0 disables the cache.
+        max_bytes: Most memory kept, None for no bound. A larger row is not cached.
+        move_to_cpu: Keep the rows in main memory; they return to the device on which
+            they were put.
+
+    Raises:
+        ValueError: A negative bound.
+    """
+
+    def __init__(
+        self, max_entries: int, *, max_bytes: int | None = None, move_to_cpu: bool = False
+    ) -> None:
+        for name, value in (("max_entries", max_entries), ("max_bytes", max_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must not be negative")
+        self.max_entries = max_entries
+        self.max_bytes = max_bytes
+        self.move_to_cpu = move_to_cpu
+        self._lock = threading.Lock()
+        self._entries: LRUCache[Hashable, tuple[torch.Tensor, torch.device]] = LRUCache(
+            float("inf") if max_bytes is None else max_bytes,
+            getsizeof=lambda entry: entry[0].nbytes,
+        )
+
+    def get(self, key: Hashable) -> torch.Tensor | None:
+        """Return a copy of the row, on the device on which it was put, or None."""
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is None:
+            return None
+        row, device = entry
+        return row.to(device, copy=True)
+
+    def put(self, key: Hashable, row: torch.Tensor) -> None:
+        """Keep a copy of a row, evicting the least recently used ones it displaces.
+
+        Overwriting a key evicts nobody else. A row larger than `max_bytes` is left out.
+        """
+        if self.max_entries == 0 or (
+            self.max_bytes is not None and row.nbytes > self.max_bytes
+        ):
+            return
+        kept = row.to("cpu" if self.move_to_cpu else row.device, copy=True)
+        with self._lock:
+            # cachetools would make room for both the old and the new value of a key.
+            self._entries.pop(key, None)
+            self._entries[key] = (kept, row.device)
+            while len(self._entries) > self.max_entries:
+                self._entries.popitem()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows kept."""
+        return int(self._entries.currsize)

@@ -1,0 +1,470 @@
+"""`AsyncLM`: the language model that users hold, the same class for every engine.
+
+It validates, looks into the output cache, and asks the engine through the scheduler.
+It knows which adapter a request is for; the engine knows what an adapter is. Longer than
+other modules because it is the whole public interface in one place, most of it
+docstrings; every method is a few lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from genlm.core.cache import OutputCache
+from genlm.core.engine import Capability, Engine
+from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapability
+from genlm.core.query import Query, SamplingParams
+from genlm.core.sampling import draw_tokens, stream_seeds
+from genlm.core.scheduler import Scheduler
+from genlm.core.statistics import Statistics
+from genlm.core.validation import checked_token_ids
+from genlm.core.vocab import Token, Vocabulary
+
+if TYPE_CHECKING:
+    from genlm.core.validation import TokenIds
+
+__all__ = ["AsyncLM"]
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+"""A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
+
+DEFAULT_CACHE_ENTRIES = 65_536
+
+Key = tuple[str | None, tuple[int, ...]]
+"""What makes two requests the same: adapter and token ids."""
+
+
+class _Counters:
+    """What was asked, counted by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.requests = self.cache_hits = self.tokens_asked = 0
+
+    def count(self, tokens: int, *, hit: bool) -> None:
+        with self._lock:
+            self.requests += 1
+            self.cache_hits += hit
+            self.tokens_asked += tokens
+
+
+class AsyncLM:
+    """A language model: next-token log-probabilities of any number of sequences at once.
+
+    Concurrent calls may share one forward pass; how they are grouped never changes which
+    sequence an answer belongs to. Every method may be called from any thread and from
+    any number of event loops. Use it as a context manager, or call `close`.
+
+    Rows are natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
+    device, `logsumexp` 0 within 1e-4. They belong to the caller: changing one changes
+    neither the cache nor anybody else's row.
+
+    Args:
+        build_engine: Makes the engine; called on a thread that the engine then owns.
+        name: Of the engine, for messages.
+        output_cache: Rows to remember; by default up to 65,536 rows and 256 MiB.
+            `OutputCache(0)` remembers nothing.
+        max_batch_size: Most queries in the engine at a time, None for no limit.
+        max_wait_s: How long an incomplete batch waits for more requests.
+        max_pending: Most queries accepted at a time; more wait their turn outside.
+
+    Raises:
+        Exception: Whatever `build_engine` raised.
+    """
+
+    def __init__(
+        self,
+        build_engine: Callable[[], Engine],
+        *,
+        name: str = "engine",
+        output_cache: OutputCache | None = None,
+        max_batch_size: int | None = None,
+        max_wait_s: float = 0.0,
+        max_pending: int | None = None,
+    ) -> None:
+        if output_cache is None:
+            output_cache = OutputCache(DEFAULT_CACHE_ENTRIES, max_bytes=DEFAULT_CACHE_BYTES)
+        cache = self._cache = output_cache
+
+        def remember(query: Query, result: Any) -> None:
+            if query.sampling is None:
+                cache.put((query.adapter, query.token_ids), result)
+
+        self._scheduler: Scheduler[Engine] = Scheduler(
+            build_engine,
+            on_result=remember,
+            copy_result=torch.clone,
+            max_batch_size=max_batch_size,
+            max_wait_s=max_wait_s,
+            max_pending=max_pending,
+            name=f"genlm-{name}",
+        )
+        engine = self._scheduler.engine
+        self.name = name
+        self.vocabulary: Vocabulary = engine.vocabulary
+        self.max_context: int | None = engine.max_context
+        self.capabilities: frozenset[Capability] = engine.capabilities
+        self._adapters: dict[str, str] = {}
+        self._adapter: str | None = None
+        self._counters = _Counters()
+        self._query_ids = itertools.count()
+
+    @classmethod
+    def from_name(
+        cls, model: str | os.PathLike[str], backend: str | None = None, **options: Any
+    ) -> AsyncLM:
+        """Load a model; the same as `genlm.load_model`."""
+        from genlm.core.loading import load_model
+
+        return load_model(model, backend, **options)
+
+    # -- vocabulary -------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's own tokenizer object."""
+        return self.vocabulary.tokenizer
+
+    @property
+    def byte_vocab(self) -> list[Token]:
+        """One token with its exact bytes per id."""
+        return self.vocabulary.byte_vocab
+
+    @property
+    def str_vocab(self) -> list[str]:
+        """One readable string per id, for display only."""
+        return self.vocabulary.str_vocab
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, the length of every row."""
+        return self.vocabulary.size
+
+    # -- next-token log-probabilities -------------------------------------------------
+
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Score every possible next token after `token_ids`.
+
+        Args:
+            token_ids: Prompt and continuation, oldest first: a list, tuple, numpy or
+                torch array of at least one integer.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            Natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
+            device. The tensor is the caller's.
+
+        Raises:
+            EmptySequenceError: `token_ids` is empty.
+            ContextLengthError: Longer than `max_context`.
+            TokenIdError: An id outside the vocabulary.
+            TokenTypeError: Not a flat sequence of integers.
+            UnknownAdapterError: `lora_name` was not loaded.
+            EvaluationError: The engine raised for this sequence.
+            EngineClosedError: Closed before the answer.
+            EngineDiedError: The engine's thread ended before the answer.
+            QueryResetError: `reset_async_queries` came before the answer.
+        """
+        key = self._key(token_ids, lora_name)
+        row = self._cached(key)
+        if row is None:
+            row = await self._scheduler.answer(self._query(key), key)
+        return row
+
+    async def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Score the next token as `next_token_logprobs`, never from the output cache."""
+        key = self._key(token_ids, lora_name)
+        self._counters.count(len(key[1]), hit=False)
+        row: torch.Tensor = await self._scheduler.answer(self._query(key), key)
+        return row
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[TokenIds], *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Score the next token after each of several sequences.
+
+        All sequences are checked before any is evaluated.
+
+        Returns:
+            Row i for sequence i, shape `(len(token_ids_list), vocab_size)`, float32;
+            an empty list gives a tensor of shape `(0, vocab_size)`. The caller's.
+
+        Raises:
+            GenlmError: As `next_token_logprobs`, for the first sequence that fails.
+        """
+        rows, asked = self._cached_and_missing(token_ids_list, lora_name)
+        return self._stacked(rows, await self._scheduler.answer_all(asked))
+
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Score the next token and wait; for threads and programs without an event loop.
+
+        Also works inside a running event loop, which it blocks until the answer.
+        """
+        return self.batch_next_token_logprobs_sync([token_ids], lora_name=lora_name)[0]
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Score several sequences and wait; see `batch_next_token_logprobs`."""
+        rows, asked = self._cached_and_missing(token_ids_list, lora_name)
+        return self._stacked(rows, self._scheduler.answer_sync(asked))
+
+    # -- sampling ---------------------------------------------------------------------
+
+    async def sample(
+        self,
+        prompt: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        temperature: float = 1.0,
+        seed: int | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """Draw a continuation of `prompt`.
+
+        Args:
+            prompt: At least one token id.
+            max_tokens: The most ids to draw.
+            eos_token_ids: Drawing one of these ends the continuation.
+            temperature: Divides the log-probabilities; 0 takes the most likely token.
+            seed: Makes the continuation reproducible with the same engine.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            The drawn ids, without the prompt and without the end-of-sequence id; at
+            most `max_tokens`, fewer when the context is full.
+
+        Raises:
+            ValueError: A negative temperature or number of tokens.
+            GenlmError: As `next_token_logprobs`.
+        """
+        drawn = await self.batch_sample(
+            [prompt], max_tokens, eos_token_ids, temperature, seed, lora_name=lora_name
+        )
+        return drawn[0]
+
+    async def batch_sample(
+        self,
+        prompts: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        temperature: float = 1.0,
+        seed: int | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> list[list[int]]:
+        """Draw a continuation of each prompt, concurrently; see `sample`.
+
+        Every continuation has its own stream of randomness: equal prompts give different
+        draws, and draw i does not depend on how many prompts there are.
+        """
+        if max_tokens < 0 or not temperature >= 0:
+            raise ValueError(
+                f"max_tokens={max_tokens}, temperature={temperature}: neither may be negative"
+            )
+        keys = [self._key(prompt, lora_name) for prompt in prompts]
+        if max_tokens == 0:
+            return [[] for _ in keys]
+        stop = frozenset(eos_token_ids)
+        plans = [
+            SamplingParams(max_tokens, temperature, stop, stream)
+            for stream in stream_seeds(seed, len(keys))
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._continuation(key, plan))
+                    for key, plan in zip(keys, plans, strict=True)
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _continuation(self, key: Key, params: SamplingParams) -> list[int]:
+        adapter, prompt = key
+        if Capability.SAMPLE in self.capabilities:
+            self._counters.count(len(prompt), hit=False)
+            query = Query(next(self._query_ids), prompt, adapter, params)
+            drawn: list[int] = await self._scheduler.answer(query)
+            return drawn
+        bound = self.with_lora(adapter)
+        return await draw_tokens(bound.next_token_logprobs, prompt, params, self.max_context)
+
+    # -- adapters ---------------------------------------------------------------------
+
+    def add_new_lora(
+        self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1"
+    ) -> None:
+        """Load a LoRA adapter, to be asked for by name. Loading it again does nothing.
+
+        Args:
+            lora_path: Folder of the adapter.
+            lora_name: How requests ask for it.
+
+        Raises:
+            UnsupportedCapability: The engine serves no adapters.
+            AdapterError: It cannot be loaded, or the name stands for another folder.
+        """
+        self._require(Capability.LORA)
+        path = os.fspath(lora_path)
+        known = self._adapters.get(lora_name)
+        if known is not None and known != path:
+            raise AdapterError(
+                f"asked to load {path!r} as adapter {lora_name!r}, which is already loaded "
+                f"from {known!r}; choose another name"
+            )
+        if known is None:
+            self._scheduler.run(lambda engine: engine.add_adapter(lora_name, path))  # type: ignore[attr-defined]
+            self._adapters[lora_name] = path
+
+    def with_lora(self, lora_name: str | None) -> AsyncLM:
+        """Return this model with another default adapter, None for the base model.
+
+        Both share the engine, the caches and the counters, and their requests can be in
+        one batch. Closing either closes both.
+
+        Raises:
+            UnknownAdapterError: `lora_name` was not loaded.
+        """
+        if lora_name is not None:
+            self._check_adapter(lora_name)
+        bound = copy.copy(self)
+        bound._adapter = lora_name  # noqa: SLF001 - a copy of this object
+        return bound
+
+    def set_lora(self, lora_name: str = "lora_1") -> None:
+        """Use an adapter for all later requests of this object that name none.
+
+        Raises:
+            UnknownAdapterError: `lora_name` was not loaded.
+        """
+        self._check_adapter(lora_name)
+        self._adapter = lora_name
+
+    def clear_lora(self) -> None:
+        """Use the base model for all later requests of this object that name no adapter."""
+        self._adapter = None
+
+    # -- caches, statistics, end ------------------------------------------------------
+
+    def cache_kv(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
+        """Compute a prefix and keep it in the engine until `clear_kv_cache`.
+
+        Raises:
+            UnsupportedCapability: The engine keeps no prefixes.
+            GenlmError: As `next_token_logprobs`.
+        """
+        self._require(Capability.PREFIX_CACHE)
+        adapter, ids = self._key(prompt, lora_name)
+        self._scheduler.run(lambda engine: engine.cache_prefix(ids, adapter))  # type: ignore[attr-defined]
+
+    def clear_kv_cache(self) -> None:
+        """Free the prefixes that the engine keeps. Answers do not change.
+
+        Raises:
+            UnsupportedCapability: The engine keeps no prefixes.
+        """
+        self._require(Capability.PREFIX_CACHE)
+        self._scheduler.run(lambda engine: engine.clear_prefix_cache())  # type: ignore[attr-defined]
+
+    def clear_cache(self) -> None:
+        """Forget all rows in the output cache. Answers do not change."""
+        self._cache.clear()
+
+    def reset_async_queries(self) -> None:
+        """End all unanswered requests with `QueryResetError`; the model stays usable."""
+        self._scheduler.reset()
+
+    def statistics(self) -> Statistics:
+        """What was asked and how it was answered since the model was loaded."""
+        return Statistics(
+            **asdict(self._scheduler.statistics()),
+            requests=self._counters.requests,
+            cache_hits=self._counters.cache_hits,
+            tokens_asked=self._counters.tokens_asked,
+            cache_entries=len(self._cache),
+            cache_bytes=self._cache.nbytes,
+            engine=dict(self._scheduler.engine.statistics()),
+        )
+
+    def close(self) -> None:
+        """End all unanswered requests with `EngineClosedError` and free the engine.
+
+        Waits for the engine's current step. Closing twice is allowed; any later request
+        raises `EngineClosedError`.
+        """
+        self._scheduler.close()
+        self._cache.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # -- one request ------------------------------------------------------------------
+
+    def _key(self, token_ids: TokenIds, lora_name: str | None) -> Key:
+        if lora_name is not None:
+            self._check_adapter(lora_name)
+        ids = checked_token_ids(
+            token_ids, vocab_size=self.vocabulary.size, max_context=self.max_context
+        )
+        return (self._adapter if lora_name is None else lora_name, ids)
+
+    def _query(self, key: Key) -> Query:
+        adapter, ids = key
+        return Query(next(self._query_ids), ids, adapter)
+
+    def _cached(self, key: Key) -> torch.Tensor | None:
+        row = self._cache.get(key)
+        self._counters.count(len(key[1]), hit=row is not None)
+        return row
+
+    def _cached_and_missing(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None
+    ) -> tuple[list[torch.Tensor | None], list[tuple[Query, Key]]]:
+        keys = [self._key(token_ids, lora_name) for token_ids in token_ids_list]
+        rows = [self._cached(key) for key in keys]
+        missing = [key for key, row in zip(keys, rows, strict=True) if row is None]
+        return rows, [(self._query(key), key) for key in missing]
+
+    def _stacked(
+        self, rows: Sequence[torch.Tensor | None], answers: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Fill the gaps in `rows` with the answers, in order."""
+        if not rows:
+            return torch.empty(0, self.vocabulary.size)
+        remaining = iter(answers)
+        return torch.stack([next(remaining) if row is None else row for row in rows])
+
+    def _require(self, capability: Capability) -> None:
+        if capability not in self.capabilities:
+            raise UnsupportedCapability(capability, self.name)
+
+    def _check_adapter(self, lora_name: str) -> None:
+        if lora_name not in self._adapters:
+            self._require(Capability.LORA)
+            raise UnknownAdapterError(lora_name, self._adapters)

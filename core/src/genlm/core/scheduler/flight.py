@@ -1,0 +1,138 @@
+"""Requests in flight and the delivery of their answers.
+
+A flight is one evaluation together with everybody who waits for it. Callers wait
+on an `asyncio.Future` (coroutines) or a `concurrent.futures.Future` (threads).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+from genlm.core.errors import EvaluationError, GenlmError
+
+__all__ = ["Delivery", "Flight", "Identified", "Waiter"]
+
+Waiter = asyncio.Future[Any] | concurrent.futures.Future[Any]
+
+
+class Identified(Protocol):
+    """Anything that can be scheduled: it has an id of its own."""
+
+    @property
+    def query_id(self) -> int:
+        """Names the answer; unique among the scheduler's queries."""
+        ...
+
+
+class Flight:
+    """One evaluation and its waiting callers; guarded by the worker's lock.
+
+    Finishing a flight takes its waiters away, so that a caller who leaves at that
+    moment finds itself gone already.
+
+    Attributes:
+        query: What the engine is asked.
+        key: Identical requests have equal keys; None is never shared.
+        waiters: Who wants the answer. Empty means abandoned.
+        arrived_s: `time.perf_counter()` at arrival.
+    """
+
+    __slots__ = ("arrived_s", "key", "query", "waiters")
+
+    def __init__(self, query: Any, key: Hashable, waiter: Waiter, arrived_s: float) -> None:
+        self.query = query
+        self.key = key
+        self.waiters: dict[Waiter, None] = {waiter: None}  # an ordered set
+        self.arrived_s = arrived_s
+
+    def take_waiters(self) -> list[Waiter]:
+        """Remove and return all waiters."""
+        waiters = list(self.waiters)
+        self.waiters.clear()
+        return waiters
+
+
+class Delivery:
+    """Answers of one step, grouped so that each event loop is woken once.
+
+    Used by one thread; the futures may meanwhile be cancelled by their owners.
+    """
+
+    def __init__(self) -> None:
+        self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any, bool]]] = {}
+        self._by_thread: list[tuple[concurrent.futures.Future[Any], Any, bool]] = []
+
+    def add_result(
+        self, waiters: list[Waiter], result: Any, copy_result: Callable[[Any], Any]
+    ) -> None:
+        """Give the first waiter the result itself and every other one a copy."""
+        for position, waiter in enumerate(waiters):
+            try:
+                own = copy_result(result) if position else result
+            except Exception as error:  # noqa: BLE001 - out of memory hurts this one alone
+                self._add(waiter, _own_error(error), failed=True)
+            else:
+                self._add(waiter, own, failed=False)
+
+    def add_error(self, waiters: list[Waiter], error: BaseException) -> None:
+        """Give every waiter an exception object of its own."""
+        for waiter in waiters:
+            self._add(waiter, _own_error(error), failed=True)
+
+    def _add(self, waiter: Waiter, value: Any, *, failed: bool) -> None:
+        if isinstance(waiter, concurrent.futures.Future):
+            self._by_thread.append((waiter, value, failed))
+        else:
+            answers = self._by_loop.setdefault(waiter.get_loop(), [])
+            answers.append((waiter, value, failed))
+
+    @property
+    def reaches_loops(self) -> bool:
+        """Whether some answer goes to a coroutine."""
+        return bool(self._by_loop)
+
+    def send(self, afterwards: Callable[[], None] = lambda: None) -> None:
+        """Finish all futures, each on the thread it belongs to.
+
+        Args:
+            afterwards: Called on every event loop that got answers, after them.
+        """
+        for loop, answers in self._by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_finish_on_loop, answers, afterwards)
+            except RuntimeError:
+                # The loop is closed: its futures can never be awaited again.
+                continue
+        _finish(self._by_thread)
+
+
+def _finish_on_loop(
+    answers: list[tuple[Any, Any, bool]], afterwards: Callable[[], None]
+) -> None:
+    _finish(answers)
+    afterwards()
+
+
+def _finish(answers: list[tuple[Any, Any, bool]]) -> None:
+    for future, value, failed in answers:
+        if future.done():  # cancelled by its owner while the engine worked
+            continue
+        if failed:
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """An exception that one waiter can raise without changing another's traceback."""
+    if isinstance(error, GenlmError):
+        own = copy.copy(error)
+        own.__cause__ = error.__cause__
+        return own
+    own_evaluation_error = EvaluationError(f"the engine raised {type(error).__name__}: {error}")
+    own_evaluation_error.__cause__ = error
+    return own_evaluation_error

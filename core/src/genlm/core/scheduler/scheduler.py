@@ -1,0 +1,212 @@
+"""`Scheduler`: what callers, coroutines and threads alike, use to ask an engine.
+
+It turns many concurrent requests into batches on one engine thread. It knows nothing
+of language models: the token trie's asynchronous front uses it as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+from genlm.core.errors import EngineClosedError, QueryResetError
+from genlm.core.scheduler.flight import Flight, Identified, Waiter
+from genlm.core.scheduler.gate import Limits
+from genlm.core.scheduler.worker import Worker
+from genlm.core.statistics import SchedulerStatistics
+
+__all__ = ["Scheduler"]
+
+EngineT = TypeVar("EngineT")
+T = TypeVar("T")
+
+EXIT_TIMEOUT_S = 10.0
+"""How long the interpreter's exit waits for an engine to end its step and close."""
+
+
+class Scheduler(Generic[EngineT]):
+    """Answers requests through an engine on a thread of its own, batching without timers.
+
+    When the engine is idle, a batch leaves as soon as the asking event loop has run
+    what was ready; while the engine steps, arrivals collect for its next step. Requests
+    with equal keys share one evaluation while it is in flight. A caller that is
+    cancelled disturbs nobody; an evaluation that nobody waits for is aborted. Methods may
+    be called from any thread and from several event loops.
+
+    Args:
+        build_engine: Makes the engine; called on the engine's thread. The engine has
+            `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
+            query with a `query_id`.
+        on_result: Sees `(query, result)` on the engine's thread before any caller does.
+        copy_result: Copies a result for the second and later callers that share it.
+        max_batch_size: Most queries in the engine at a time, None for no limit.
+        max_wait_s: How long an incomplete batch waits for more requests when the
+            engine is idle; 0 for no timer.
+        max_pending: Most queries accepted at a time; further requests wait their turn
+            outside, first come, first served. None for no limit.
+        name: Of the engine's thread.
+
+    Raises:
+        Exception: Whatever `build_engine` raised.
+    """
+
+    def __init__(
+        self,
+        build_engine: Callable[[], EngineT],
+        *,
+        on_result: Callable[[Any, Any], None] = lambda _query, _result: None,
+        copy_result: Callable[[Any], Any] = lambda result: result,
+        max_batch_size: int | None = None,
+        max_wait_s: float = 0.0,
+        max_pending: int | None = None,
+        name: str = "genlm-engine",
+    ) -> None:
+        self._worker = Worker(
+            build_engine,
+            on_result=on_result,
+            copy_result=copy_result,
+            limits=Limits(max_batch_size, max_wait_s, max_pending),
+            name=name,
+        )
+        self.engine: EngineT = self._worker.wait_until_built()
+        _live_workers.add(self._worker)
+        # A scheduler that is dropped without `close` must not leave its thread behind.
+        weakref.finalize(self, self._worker.stop, _closed()).atexit = False
+
+    async def answer(self, query: Identified, key: Hashable = None) -> Any:
+        """Have the engine answer a query.
+
+        Args:
+            query: Its `query_id` must be unique among this scheduler's queries.
+            key: Requests with equal keys get the same answer; None shares with nobody.
+
+        Returns:
+            The engine's result; the caller's own (`copy_result`).
+
+        Raises:
+            EvaluationError: The engine raised for this query; errors of genlm's own
+                that it raised come as they are.
+            EngineClosedError: Closed before the answer.
+            EngineDiedError: The engine's thread ended before the answer.
+            QueryResetError: `reset` came before the answer.
+        """
+        future, flight = self._enqueue(query, key)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._worker.leave(flight, future)
+            raise
+
+    async def answer_all(self, queries: Sequence[tuple[Identified, Hashable]]) -> list[Any]:
+        """Have the engine answer several queries, given with their keys.
+
+        Returns:
+            The results, in order.
+
+        Raises:
+            GenlmError: As `answer`; the first error in order, the rest is abandoned.
+        """
+        asked = [self._enqueue(query, key) for query, key in queries]
+        try:
+            return [await future for future, _ in asked]
+        except BaseException:
+            self._abandon(asked)
+            raise
+
+    def answer_sync(self, queries: Sequence[tuple[Identified, Hashable]]) -> list[Any]:
+        """Have the engine answer several queries, given with their keys, and wait.
+
+        Works in and outside a running event loop, which it blocks.
+
+        Returns:
+            The results, in order.
+
+        Raises:
+            GenlmError: As `answer`; the first error in order, the rest is abandoned.
+            RuntimeError: Called on the engine's own thread, where it would never end.
+        """
+        self._refuse_own_thread()
+        asked: list[tuple[Waiter, Flight]] = []
+        try:
+            for query, key in queries:
+                waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
+                asked.append((waiter, self._worker.enqueue(query, key, waiter)))
+            self._worker.open_gate()
+            return [future.result() for future, _ in asked]
+        except BaseException:
+            self._abandon(asked)
+            raise
+
+    def run(self, function: Callable[[EngineT], T]) -> T:
+        """Call `function(engine)` on the engine's thread between two steps, and wait.
+
+        Raises:
+            EngineClosedError: Closed before it ran.
+            RuntimeError: Called on the engine's own thread.
+            Exception: Whatever the function raised.
+        """
+        self._refuse_own_thread()
+        result: T = self._worker.call(function).result()
+        return result
+
+    def reset(self) -> None:
+        """End all unanswered requests with `QueryResetError`; the engine works on."""
+        self._worker.reset(
+            QueryResetError("the request was dropped by reset_async_queries; ask again")
+        )
+
+    def close(self) -> None:
+        """End all unanswered requests with `EngineClosedError` and close the engine.
+
+        Waits until the engine has finished its current step. Closing twice is allowed.
+        """
+        self._worker.stop(_closed())
+        self._worker.join()
+
+    def statistics(self) -> SchedulerStatistics:
+        """Counters since the start."""
+        return self._worker.statistics()
+
+    def _enqueue(
+        self, query: Identified, key: Hashable = None
+    ) -> tuple[asyncio.Future[Any], Flight]:
+        """Start answering a query for the running event loop; returns its future."""
+        future = asyncio.get_running_loop().create_future()
+        flight = self._worker.enqueue(query, key, future)
+        self._worker.turns.open_after_turn()
+        return future, flight
+
+    def _abandon(self, asked: Sequence[tuple[Waiter, Flight]]) -> None:
+        for future, flight in asked:
+            self._worker.leave(flight, future)
+            if future.done() and not future.cancelled():
+                future.exception()  # retrieved, so that asyncio does not complain
+            else:
+                future.cancel()
+
+    def _refuse_own_thread(self) -> None:
+        if self._worker.runs_here:
+            raise RuntimeError(
+                "called from the engine's own thread, which would wait for itself; "
+                "call from another thread"
+            )
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine was closed; load the model again to go on")
+
+
+_live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    workers = list(_live_workers)
+    for worker in workers:
+        worker.stop(_closed())
+    for worker in workers:
+        worker.join(EXIT_TIMEOUT_S)

@@ -1,0 +1,280 @@
+"""The engine's thread: takes what arrived, steps the engine, hands answers over.
+
+The worker knows flights and an engine with `submit`, `step`, `abort` and `close`. It
+leaves the bookkeeping to `board`, the event loops to `flight` and the moment at which
+a batch leaves to `gate`. What several threads touch is guarded by one condition.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from genlm.core.errors import EngineDiedError, EngineError, EvaluationError
+from genlm.core.query import Completion
+from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter
+from genlm.core.scheduler.gate import Gate, Limits, LoopTurns
+from genlm.core.statistics import SchedulerStatistics
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger("genlm")
+
+
+@dataclass
+class Call:
+    """A function to run on the engine's thread and the future of its result."""
+
+    function: Callable[[Any], Any]
+    future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
+
+    def run(self, engine: Any) -> None:
+        """Run it and finish the future, with its exception if it raises."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function(engine))
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+
+class Worker:
+    """Runs one engine on one thread; see `Scheduler` for the arguments."""
+
+    def __init__(
+        self,
+        build_engine: Callable[[], Any],
+        *,
+        on_result: Callable[[Any, Any], None],
+        copy_result: Callable[[Any], Any],
+        limits: Limits,
+        name: str,
+    ) -> None:
+        self._build_engine = build_engine
+        self._on_result = on_result
+        self._copy_result = copy_result
+        self._changed = threading.Condition(threading.Lock())
+        self._board = Board(limits.max_pending)
+        self._gate = Gate(limits)
+        self._max_batch_size = limits.max_batch_size
+        self._aborts: list[int] = []
+        self._calls: list[Call] = []
+        self._stopped: EngineError | None = None  # why nothing is accepted any more
+        self.turns = LoopTurns(self.open_gate, lambda: len(self._board.inbox))
+        self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # -- the callers' side: any thread ------------------------------------------------
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is the engine's own."""
+        return threading.current_thread() is self._thread
+
+    def wait_until_built(self) -> Any:
+        """Return the engine once it is built, or raise what its construction raised."""
+        return self._built.result()
+
+    def enqueue(self, query: Identified, key: Hashable, waiter: Waiter) -> Flight:
+        """Accept a request; raises the error that stopped the worker, if it is."""
+        with self._changed:
+            self._raise_if_stopped()
+            return self._board.enqueue(query, key, waiter, time.perf_counter())
+
+    def leave(self, flight: Flight, waiter: Waiter) -> None:
+        """Forget a caller; the evaluation is dropped when it was the last one."""
+        with self._changed:
+            if self._board.leave(flight, waiter):
+                self._aborts.append(flight.query.query_id)
+                self._changed.notify()
+
+    def open_gate(self) -> None:
+        """Let the requests that have arrived go to the engine."""
+        with self._changed:
+            self._gate.open(self._board.inbox)
+            self._changed.notify()
+
+    def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
+        """Run `function(engine)` on the engine's thread, between two steps."""
+        call = Call(function)
+        with self._changed:
+            self._raise_if_stopped()
+            self._calls.append(call)
+            self._changed.notify()
+        return call.future
+
+    def reset(self, error: EngineError) -> None:
+        """Fail all unanswered requests; the engine forgets them and works on."""
+        with self._changed:
+            delivery = self._fail_all(error)
+            self._changed.notify()
+        delivery.send()
+
+    def stop(self, error: EngineError) -> None:
+        """Fail all unanswered requests and end the thread after its current step."""
+        with self._changed:
+            if self._stopped is not None:
+                return
+            self._stopped = error
+            delivery = self._fail_all(error)
+            calls, self._calls = self._calls, []
+            self._changed.notify()
+        delivery.send()
+        for call in calls:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(error)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has ended; returns at once on that thread itself."""
+        if not self.runs_here:
+            self._thread.join(timeout_s)
+
+    def statistics(self) -> SchedulerStatistics:
+        """A snapshot of the counters."""
+        with self._changed:
+            return self._board.statistics()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped is not None:
+            error = type(self._stopped)(*self._stopped.args)
+            raise error from self._stopped.__cause__
+
+    def _fail_all(self, error: EngineError) -> Delivery:
+        self._aborts.extend(self._board.in_engine)
+        delivery = Delivery()
+        delivery.add_error(self._board.clear(), error)
+        return delivery
+
+    # -- the engine's side: the worker's thread only ----------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = self._build_engine()
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            self._stopped = EngineDiedError("the engine could not be built")
+            self._built.set_exception(error)
+            return
+        self._built.set_result(engine)
+        try:
+            self._serve(engine)
+        except BaseException as error:  # noqa: BLE001 - every waiter is told
+            self._die(error)
+        try:
+            engine.close()
+        except Exception:
+            logger.exception("closing %s raised", type(engine).__name__)
+
+    def _die(self, cause: BaseException) -> None:
+        logger.error("the engine's thread ended", exc_info=cause)
+        error = EngineDiedError(
+            f"the engine's thread ended: {type(cause).__name__}: {cause}. Load the model again"
+        )
+        error.__cause__ = cause
+        self.stop(error)
+
+    def _serve(self, engine: Any) -> None:
+        while self._wait_for_work():
+            with self._changed:
+                aborts, self._aborts = self._aborts, []
+                calls, self._calls = self._calls, []
+                flights = self._take_flights()
+            for query_id in aborts:
+                engine.abort(query_id)
+            for call in calls:
+                call.run(engine)
+            self._hand_over(self._submit(engine, flights))
+            if self._board.in_engine:
+                start_s = time.perf_counter()
+                completions = self._step(engine)
+                self._hand_over(completions, step_s=time.perf_counter() - start_s)
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is something to do; False once the worker is stopped."""
+        with self._changed:
+            while self._stopped is None:
+                if self._aborts or self._calls or self._board.in_engine:
+                    return True
+                wait_s = self._gate.seconds_to_departure(self._board.inbox)
+                if wait_s is not None and wait_s <= 0:
+                    return True
+                self._changed.wait(wait_s)
+            return False
+
+    def _take_flights(self) -> list[Flight]:
+        if not self._board.in_engine:  # a running batch is joined at any time
+            wait_s = self._gate.seconds_to_departure(self._board.inbox)
+            if wait_s is None or wait_s > 0:
+                return []
+        room = None
+        if self._max_batch_size is not None:
+            room = self._max_batch_size - len(self._board.in_engine)
+        flights = self._board.take(room, time.perf_counter())
+        if not self._board.inbox:
+            self._gate.shut()
+        return flights
+
+    def _submit(self, engine: Any, flights: list[Flight]) -> list[Completion]:
+        """Give the flights to the engine; returns the answers of those it refused."""
+        refused = []
+        for flight in flights:
+            try:
+                engine.submit(flight.query)
+            except Exception as error:  # noqa: BLE001 - it fails this query alone
+                refused.append(Completion(flight.query.query_id, error=error))
+        return refused
+
+    def _step(self, engine: Any) -> list[Completion]:
+        try:
+            return list(engine.step())
+        except Exception as error:  # noqa: BLE001 - every query in the engine is told
+            with self._changed:
+                query_ids = list(self._board.in_engine)
+            for query_id in query_ids:
+                engine.abort(query_id)
+            return [Completion(query_id, error=error) for query_id in query_ids]
+
+    def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
+        """Store the results, take their flights off the board and wake the callers."""
+        # Stored before the flights end: a repeated request finds one or the other.
+        completions = [self._stored(completion) for completion in completions]
+        with self._changed:
+            finished = [
+                (answer, self._board.finish(answer.query_id, failed=answer.error is not None))
+                for answer in completions
+            ]
+            size = sum(1 for _, waiters in finished if waiters)
+            if step_s and size:
+                self._board.count_batch(size)
+        delivery = Delivery()
+        for completion, waiters in finished:
+            if completion.error is not None:
+                delivery.add_error(waiters, completion.error)
+            else:
+                delivery.add_result(waiters, completion.result, self._copy_result)
+        with self._changed:
+            if delivery.reaches_loops and not self._board.in_engine:
+                self._gate.linger(step_s)
+        delivery.send(afterwards=self.turns.open_after_turn)
+
+    def _stored(self, completion: Completion) -> Completion:
+        """Show a result to `on_result`; a completion with its error if that raises."""
+        flight = self._board.in_engine.get(completion.query_id)
+        if flight is None or completion.error is not None:
+            return completion
+        if completion.result is None:
+            error = EvaluationError("the engine gave neither a result nor an error")
+            return Completion(completion.query_id, error=error)
+        try:
+            self._on_result(flight.query, completion.result)
+        except Exception as error:  # noqa: BLE001 - it fails this query alone
+            return Completion(completion.query_id, error=error)
+        return completion

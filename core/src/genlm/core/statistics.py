@@ -1,0 +1,68 @@
+"""Counters that the scheduler and `AsyncLM` report, as frozen snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["SchedulerStatistics", "Statistics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerStatistics:
+    """What became of the requests that reached the scheduler, since it started.
+
+    Attributes:
+        joined: Requests that shared the evaluation of an identical one in flight.
+        answered: Evaluations that gave a result.
+        failed: Evaluations that gave an error.
+        abandoned: Evaluations dropped because every caller had left.
+        batches: Engine steps that finished something.
+        batch_sizes: How many batches had how many evaluations.
+        queue_seconds: Time from arrival to the engine, summed over evaluations.
+        pending: Evaluations accepted and unfinished now.
+        waiting: Requests held back by `max_pending` now.
+    """
+
+    joined: int
+    answered: int
+    failed: int
+    abandoned: int
+    batches: int
+    batch_sizes: Mapping[int, int]
+    queue_seconds: float
+    pending: int
+    waiting: int
+
+    @property
+    def largest_batch(self) -> int:
+        """Most evaluations that one batch finished."""
+        return max(self.batch_sizes, default=0)
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Evaluations per batch."""
+        finished = sum(size * count for size, count in self.batch_sizes.items())
+        return finished / self.batches if self.batches else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics(SchedulerStatistics):
+    """What a language model was asked and how it was answered, since it was loaded.
+
+    Attributes:
+        requests: Rows and continuations asked for.
+        cache_hits: Requests answered from the output cache.
+        tokens_asked: Lengths of the sequences asked for, summed.
+        cache_entries: Rows in the output cache now.
+        cache_bytes: Their memory.
+        engine: The engine's own figures; `tokens_computed` against `tokens_asked`
+            says how much work was saved.
+    """
+
+    requests: int
+    cache_hits: int
+    tokens_asked: int
+    cache_entries: int
+    cache_bytes: int
+    engine: Mapping[str, int | float | str]

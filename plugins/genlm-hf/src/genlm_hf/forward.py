@@ -1,0 +1,108 @@
+"""One padded forward pass: the logits that follow each of several sequences.
+
+Sequences are padded on the right and nothing is cached, which is right for every
+causal model, whatever its attention, positions or state. Position ids are left to
+the model: under right padding its own default numbers each sequence from 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["next_logits"]
+
+
+def next_logits(
+    model: Any,
+    sequences: Sequence[Sequence[int]],
+    *,
+    pad_id: int,
+    device: torch.device,
+    positions: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Compute the logits at one position of each sequence, in one forward pass.
+
+    The output embedding is applied to these positions only, so that nothing of
+    shape (sequences, positions, vocabulary) is made.
+
+    Args:
+        model: A causal language model of transformers' interface.
+        sequences: Token ids that the model can embed, none empty.
+        pad_id: Fills the right of shorter sequences; never attended to.
+        device: Where the model takes its input.
+        positions: One for each sequence; its last token by default.
+
+    Returns:
+        Logits, shape `(len(sequences), width of the model's output)`, in the
+        model's dtype, on the device of its output.
+    """
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+    kept = lengths - 1 if positions is None else torch.tensor(positions, device=device)
+    longest = max(len(sequence) for sequence in sequences)
+    padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
+    mask = torch.arange(longest, device=device) < lengths[:, None]
+    inputs = {
+        "input_ids": torch.tensor(padded, device=device),
+        "attention_mask": mask.long(),
+        "use_cache": False,
+        "return_dict": True,
+    }
+    with torch.inference_mode(), _evaluation_mode(model), _head_sees(model, kept, longest):
+        output = model(**_accepted(model, inputs))
+        logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+        return logits[:, 0] if logits.shape[1] == 1 else _take(logits, kept)
+
+
+def _accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in parameters}
+
+
+def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(states.shape[0], device=states.device)
+    return states[rows, positions.to(states.device)]
+
+
+@contextmanager
+def _head_sees(model: Any, positions: torch.Tensor, longest: int) -> Iterator[None]:
+    """Hand one position per row to the output embedding while in this context.
+
+    The model's own scaling or capping of logits still follows. A model that uses
+    its output embedding otherwise keeps all its logits; the caller takes its pick.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Module):
+        yield
+        return
+
+    def keep_positions(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or tuple(args[0].shape[:-1]) != (len(positions), longest):
+            return None
+        return (_take(args[0], positions)[:, None], *args[1:])
+
+    handle = head.register_forward_pre_hook(keep_positions)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switch off what is random in training (dropout) while in this context.
+
+    A model that its owner is training is in training mode again afterwards.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,214 @@
+"""From a name or folder and options to a model and its tokenizer.
+
+Everything that can be refused before weights are read is refused before. Errors
+of transformers are reported as `ModelLoadError` with what was asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genlm import MissingRequirementError, ModelLoadError
+
+__all__ = ["LoadOptions", "load_checkpoint", "refuse_encoder_decoder"]
+
+_DEMO = Path(__file__).parent / "demo"
+
+# Options of `hf_opts` that say where files are; config and tokenizer need them too.
+_LOCATION_OPTIONS = frozenset(
+    {"cache_dir", "force_download", "gguf_file", "local_files_only"}
+    | {"proxies", "revision", "subfolder", "token"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load; the fields are `HFEngine`'s arguments."""
+
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype | None = None
+    hf_opts: Mapping[str, Any] | None = None
+    bitsandbytes_opts: Mapping[str, Any] | None = None
+    trust_remote_code: bool = False
+
+
+def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        model: `"demo"`, a folder, or the id of a repository on the hub.
+        options: See `HFEngine`.
+
+    Returns:
+        The model, in evaluation mode, where the options want it; its tokenizer.
+
+    Raises:
+        ModelLoadError: There is no such model, or it cannot be served.
+        MissingRequirementError: It or an option needs a library that is missing.
+        ValueError: Options that contradict each other or do not exist.
+    """
+    import transformers
+
+    source = _source(model)
+    arguments, device = _model_arguments(options)
+    where = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
+    where["trust_remote_code"] = options.trust_remote_code
+    config = _read(transformers.AutoConfig, source, where)
+    refuse_encoder_decoder(config, source)
+    tokenizer = _read(transformers.AutoTokenizer, source, where)
+    if getattr(config, "quantization_config", None) is not None and device is not None:
+        arguments["device_map"], device = {"": device}, None
+    arguments |= {**where, "output_loading_info": True}
+    loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)
+    _refuse_random_weights(source, config, info)
+    return (loaded if device is None else loaded.to(device)).eval(), tokenizer
+
+
+def refuse_encoder_decoder(config: Any, source: str) -> None:
+    """Raise `ModelLoadError` if a config is of a model with an encoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelLoadError(
+            f"{source!r} is an encoder-decoder ({config.model_type}), which has no "
+            f"next-token distribution of a sequence alone; use a decoder-only model"
+        )
+
+
+def _source(model: str | os.PathLike[str]) -> str:
+    """Return what transformers should load: a folder that exists, or a hub id."""
+    if model == "demo":
+        if not (_DEMO / "config.json").is_file():
+            raise ModelLoadError(
+                f"the packaged model 'demo' is not in {_DEMO}; reinstall genlm-hf"
+            )
+        return str(_DEMO)
+    name = os.fspath(model)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if (
+        isinstance(model, os.PathLike)
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+    ):
+        raise ModelLoadError(
+            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
+            f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
+        )
+    return name
+
+
+def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device | None]:
+    """Return `from_pretrained`'s arguments, and where to move the model afterwards."""
+    arguments = dict(options.hf_opts or {})
+    if "torch_dtype" in arguments:
+        arguments.setdefault("dtype", arguments.pop("torch_dtype"))
+    for name in ("dtype", "trust_remote_code"):
+        if name in arguments and getattr(options, name):
+            raise ValueError(f"{name!r} is given twice, as an argument and in hf_opts")
+    mapped = "device_map" in arguments
+    if mapped and options.device is not None:
+        raise ValueError("give either device or hf_opts['device_map'], not both")
+    device = None if mapped else _device(options.device)
+    if mapped:
+        _require("hf_opts['device_map']", "accelerate", extra="accelerate")
+    if options.bitsandbytes_opts:
+        arguments |= _quantisation(options.bitsandbytes_opts, arguments, device)
+        device = None
+    if "dtype" not in arguments:
+        on_cpu = device is not None and device.type == "cpu"
+        arguments["dtype"] = _dtype(options.dtype, "float32" if on_cpu else "auto")
+    return arguments, device
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"no device {device!r}; examples: 'cpu', 'cuda', 'cuda:1'") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(
+            f"asked for device {str(device)!r}; torch finds {torch.cuda.device_count()} CUDA "
+            f"devices. Use device='cpu', or a torch built for your GPU"
+        )
+    return found
+
+
+def _dtype(dtype: str | torch.dtype | None, default: str) -> torch.dtype | str:
+    wanted = default if dtype is None else dtype
+    if wanted == "auto":
+        return "auto"
+    found = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"no dtype {dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
+    return found
+
+
+def _quantisation(
+    wanted: Mapping[str, Any], arguments: Mapping[str, Any], device: torch.device | None
+) -> dict[str, Any]:
+    if "quantization_config" in arguments:
+        raise ValueError("give either bitsandbytes_opts or hf_opts['quantization_config']")
+    _require(
+        f"bitsandbytes_opts={dict(wanted)}", "bitsandbytes", "accelerate", extra="bitsandbytes"
+    )
+    import transformers
+
+    settings = {"quantization_config": transformers.BitsAndBytesConfig(**wanted)}
+    return settings if device is None else {**settings, "device_map": {"": device}}
+
+
+def _require(option: str, *libraries: str, extra: str) -> None:
+    missing = [library for library in libraries if importlib.util.find_spec(library) is None]
+    if missing:
+        raise MissingRequirementError(option, missing, f"pip install 'genlm-hf[{extra}]'")
+
+
+def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
+    """Call `from_pretrained`, reporting failures with what was asked for."""
+    try:
+        return auto_class.from_pretrained(source, **arguments)
+    except (ImportError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        if isinstance(error, ImportError) and error.name:
+            raise MissingRequirementError(
+                f"model {source!r}", [error.name], "install the package that provides it"
+            ) from error
+        # The first line says it; transformers goes on with lists of all it knows.
+        cause = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        raise ModelLoadError(
+            f"asked for model {source!r}; {auto_class.__name__}.from_pretrained raised {cause} "
+            f"({_advice(source)})"
+        ) from error
+
+
+def _advice(source: str) -> str:
+    if Path(source).is_dir():
+        found = ", ".join(sorted(path.name for path in Path(source).iterdir()))
+        return (
+            f"the folder holds {found or 'nothing'}; it must hold config.json, weights and "
+            f"tokenizer of a decoder-only model, and one with code of its own needs "
+            f"trust_remote_code=True"
+        )
+    return (
+        "there is no folder of that name; a hub id must exist, be accessible with your token, "
+        "and be in the local cache when the hub cannot be reached"
+    )
+
+
+def _refuse_random_weights(source: str, config: Any, info: Mapping[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelLoadError(
+            f"{source!r} lacks {len(missing)} of the weights of a causal language model "
+            f"({shown}), which would be random; its config names {config.architectures}. "
+            f"Use a checkpoint that was saved with its language-model head"
+        )

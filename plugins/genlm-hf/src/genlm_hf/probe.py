@@ -1,0 +1,64 @@
+"""Two small forward passes that show what may be batched, and what is no causal LM.
+
+No config flag decides either, so the model itself is asked, once, when it is
+loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from genlm import ModelLoadError
+
+__all__ = ["Logits", "padding_is_safe", "sample_ids"]
+
+Logits = Callable[[Sequence[Sequence[int]], Sequence[int]], torch.Tensor]
+"""Logits, shape (sequences, width), at one position of each sequence."""
+
+_TEXT = "Once upon a time, the 3 quick foxes ran home."
+_MAX_IDS = 9
+
+# In total variation: far above rounding, far below what one leaked token does.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_PRECISION_TOLERANCE = 0.1
+
+
+def sample_ids(tokenizer: object, limit: int, max_ids: int | None) -> list[int]:
+    """Return a few ids of ordinary text (no images' placeholders), all below `limit`."""
+    encode = getattr(tokenizer, "encode")  # noqa: B009 - tokenizers share no base class
+    ids = [i for i in encode(_TEXT, add_special_tokens=False) if i < limit]
+    if len(set(ids)) < 4:
+        ids = [i % limit for i in range(_MAX_IDS)]
+    return ids[: min(_MAX_IDS, max_ids or _MAX_IDS)]
+
+
+def padding_is_safe(logits: Logits, ids: Sequence[int]) -> bool:
+    """Whether a row stays the same when its sequence is padded on the right.
+
+    Args:
+        logits: Runs the model.
+        ids: At least two token ids.
+
+    Raises:
+        ModelLoadError: The row also depends on tokens that come later, so the
+            model is no causal language model (BERT without `is_decoder`, XLNet).
+    """
+    end = len(ids) // 2 - 1
+    start = ids[: end + 1]
+    alone = logits([start], [end])
+    padded, continued = logits([start, ids], [end, end])[:, None]
+    tolerance = _TOLERANCE.get(alone.dtype, _HALF_PRECISION_TOLERANCE)
+    if _total_variation(alone, continued) > tolerance:
+        raise ModelLoadError(
+            "its prediction after a token changes with the tokens that follow, so it is "
+            "no causal language model; use a decoder-only model (a BERT-like checkpoint "
+            'trained as a decoder needs hf_opts={"is_decoder": True})'
+        )
+    return _total_variation(alone, padded) <= tolerance
+
+
+def _total_variation(left: torch.Tensor, right: torch.Tensor) -> float:
+    difference = left.double().softmax(-1) - right.double().softmax(-1)
+    return float(difference.abs().sum()) / 2

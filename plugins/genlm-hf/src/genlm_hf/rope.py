@@ -1,0 +1,54 @@
+"""Rotary embeddings whose frequencies depend on the longest sequence of a batch.
+
+Dynamic NTK and longrope scaling choose their frequencies by the largest position
+in the forward pass, so that even padding changes the answer; dynamic NTK also
+remembers the longest sequence that it has met. Here: which models do that, and
+how to make one forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["depends_on_longest", "forget_longest", "rope_settings"]
+
+
+def rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary settings of a text config, one for each type of layer."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(settings, Mapping):
+        return
+    yield settings
+    yield from (value for value in settings.values() if isinstance(value, Mapping))
+
+
+def depends_on_longest(config: Any) -> bool:
+    """Whether sequences of different lengths must not share a batch."""
+    kinds = [s.get("rope_type", s.get("type")) or "default" for s in rope_settings(config)]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+
+
+def forget_longest(model: torch.nn.Module) -> None:
+    """Bring dynamic rotary embeddings back to the state that they were built in.
+
+    Without this, a sequence after a longer one would be computed with the longer
+    one's frequencies.
+    """
+    for module in model.modules():
+        if not hasattr(module, "original_max_seq_len"):
+            continue
+        for name in [n for n in vars(module) if n.endswith("max_seq_len_cached")]:
+            setattr(module, name, module.original_max_seq_len)
+        for name in _original_frequencies(module):
+            current = name.replace("original_", "")
+            original = getattr(module, name)
+            setattr(module, current, original.to(getattr(module, current).device))
+
+
+def _original_frequencies(module: torch.nn.Module) -> list[str]:
+    # An attribute or a buffer, by release of transformers.
+    names = [*vars(module), *(name for name, _ in module.named_buffers(recurse=False))]
+    return [name for name in names if name.endswith("original_inv_freq")]

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.loading import load_model_by_name as load_model_by_name
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
+    from genlm.core.plugins import find_backend as find_backend
     from genlm.core.plugins import get_backend as get_backend
     from genlm.core.plugins import get_trie as get_trie
     from genlm.core.plugins import hookimpl as hookimpl
@@ -77,8 +78,8 @@ _HOME = {
     "genlm.core.lm": "AsyncLM",
     "genlm.core.loading": "load_model load_model_by_name",
     "genlm.core.plugins": (
-        "BackendInfo BackendSpec get_backend get_trie hookimpl list_backends refresh "
-        "use_backend"
+        "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
+        "refresh use_backend"
     ),
     "genlm.core.query": "Completion Query SamplingParams",
     "genlm.core.rows": "rows_from_logits",

@@ -1,0 +1,108 @@
+"""`genlm plugins`, through the console script's own function in a fresh process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PLUGINS = {
+    "broken": "raise OSError('no disk')",
+    "missing": "requires=('no_such_module',), capabilities=('lora',)",
+    "fine": "capabilities=('lora', 'sample')",
+}
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Three plugins on `PYTHONPATH`, the installed ones disabled."""
+    for name, text in PLUGINS.items():
+        hook = (
+            "import genlm\n"
+            "@genlm.hookimpl\n"
+            "def genlm_backends():\n"
+            f"    yield genlm.BackendSpec({name!r}, 'engine', 'json:dumps', {text})\n"
+        )
+        (tmp_path / f"{name}_plugin.py").write_text(text if name == "broken" else hook)
+        folder = tmp_path / f"their_{name}-2.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: their-{name}\nVersion: 2.1\n"
+        )
+        (folder / "entry_points.txt").write_text(f"[genlm]\n{name} = {name}_plugin\n")
+    outer = {key: value for key, value in os.environ.items() if not key.startswith("GENLM_")}
+    return outer | {
+        "PYTHONPATH": str(tmp_path),
+        "GENLM_PLUGINS": "their-broken,their-missing,their-fine",
+    }
+
+
+def run(environment, *arguments, code="from genlm.cli import main; main()"):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_json_list_has_every_field_of_every_backend(environment):
+    done = run(environment, "plugins", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    infos = {info["provider"]: info for info in json.loads(done.stdout)}
+    fine = infos["their-fine:fine"]
+    assert fine["status"] == "ok"
+    assert fine["kind"] == "engine"
+    assert (fine["distribution"], fine["version"], fine["api"]) == ("their-fine", "2.1", 1)
+    assert fine["capabilities"] == ["lora", "sample"]
+    assert infos["their-missing:missing"]["missing"] == ["no_such_module"]
+    assert infos["their-missing:missing"]["install"] == "pip install their-missing"
+    assert infos["their-broken:broken"]["reason"] == "OSError: no disk"
+    assert infos["genlm-core:reference"]["status"] == "ok"
+
+
+def test_the_table_has_one_unwrapped_line_per_backend(environment):
+    done = run(environment, "plugins")
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, *rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert heading[0] == "name"
+    rows = dict(rows)
+    status = "missing: no_such_module; pip install their-missing"
+    assert rows["missing"].split() == [
+        "engine",
+        "their-missing",
+        "2.1",
+        "1",
+        "lora",
+        *status.split(),
+    ]
+    assert rows["broken"].split() == [
+        "?", "their-broken", "2.1", "?", "-", "broken:", "OSError:", "no", "disk",
+    ]  # fmt: skip
+    assert rows["fine"].split()[-1] == "ok"
+
+
+def test_torch_and_targets_are_not_imported(environment):
+    code = (
+        "import sys; from genlm.cli import app; app(['plugins'], standalone_mode=False);"
+        "assert 'fine_plugin' in sys.modules;"
+        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    done = run(environment, code=code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_error_of_genlms_own_is_one_line_and_exit_code_one(environment):
+    done = run(environment | {"GENLM_STRICT": "1"}, "plugins")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "genlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+
+
+def test_the_version_is_that_of_the_core(environment):
+    from importlib.metadata import version
+
+    done = run(environment, "--version")
+    assert (done.returncode, done.stdout) == (0, f"genlm {version('genlm-core')}\n")

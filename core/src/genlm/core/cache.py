@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
@@ -40,19 +41,19 @@ class OutputCache:
         self.max_bytes = max_bytes
         self.move_to_cpu = move_to_cpu
         self._lock = threading.Lock()
-        self._entries: LRUCache[Hashable, tuple[torch.Tensor, torch.device]] = LRUCache(
+        self._entries: LRUCache[Hashable, tuple[torch.Tensor, torch.device, int]] = LRUCache(
             float("inf") if max_bytes is None else max_bytes,
-            getsizeof=lambda entry: entry[0].nbytes,
+            getsizeof=itemgetter(2),
         )
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """Return a copy of the row, on the device on which it was put, or None."""
         with self._lock:
-            entry = self._entries.get(key)
-        if entry is None:
-            return None
-        row, device = entry
-        return row.to(device, copy=True)
+            try:
+                row, device, _ = self._entries[key]
+            except KeyError:
+                return None
+        return row.clone() if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of a row, evicting the least recently used ones it displaces.
@@ -63,11 +64,13 @@ class OutputCache:
             self.max_bytes is not None and row.nbytes > self.max_bytes
         ):
             return
-        kept = row.to("cpu" if self.move_to_cpu else row.device, copy=True)
+        on_cpu = self.move_to_cpu and row.device.type != "cpu"
+        kept = row.cpu() if on_cpu else row.clone()
         with self._lock:
-            # cachetools would make room for both the old and the new value of a key.
-            self._entries.pop(key, None)
-            self._entries[key] = (kept, row.device)
+            if key in self._entries:
+                # cachetools would make room for both the old and the new value.
+                del self._entries[key]
+            self._entries[key] = (kept, row.device, kept.nbytes)
             while len(self._entries) > self.max_entries:
                 self._entries.popitem()
 

@@ -2,7 +2,7 @@
 
 The worker knows flights and an engine with `submit`, `step`, `abort` and `close`. It
 leaves the bookkeeping to `board`, the event loops to `flight` and the moment at which
-a batch leaves to `gate`. What several threads touch is guarded by one condition.
+a batch leaves to `gate`. What several threads touch is guarded by one lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Worker:
         self._build_engine = build_engine
         self._on_result = on_result
         self._copy_result = copy_result
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._board = Board(limits.max_pending)
         self._gate = Gate(limits)
         self._max_batch_size = limits.max_batch_size
@@ -86,27 +87,27 @@ class Worker:
 
     def enqueue(self, query: Identified, key: Hashable, waiter: Waiter) -> Flight:
         """Accept a request; raises the error that stopped the worker, if it is."""
-        with self._changed:
+        with self._lock:
             self._raise_if_stopped()
             return self._board.enqueue(query, key, waiter, time.perf_counter())
 
     def leave(self, flight: Flight, waiter: Waiter) -> None:
         """Forget a caller; the evaluation is dropped when it was the last one."""
-        with self._changed:
+        with self._lock:
             if self._board.leave(flight, waiter):
                 self._aborts.append(flight.query.query_id)
                 self._changed.notify()
 
     def open_gate(self) -> None:
         """Let the requests that have arrived go to the engine."""
-        with self._changed:
+        with self._lock:
             self._gate.open(self._board.inbox)
             self._changed.notify()
 
     def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
         """Run `function(engine)` on the engine's thread, between two steps."""
         call = Call(function)
-        with self._changed:
+        with self._lock:
             self._raise_if_stopped()
             self._calls.append(call)
             self._changed.notify()
@@ -114,14 +115,14 @@ class Worker:
 
     def reset(self, error: EngineError) -> None:
         """Fail all unanswered requests; the engine forgets them and works on."""
-        with self._changed:
+        with self._lock:
             delivery = self._fail_all(error)
             self._changed.notify()
         delivery.send()
 
     def stop(self, error: EngineError) -> None:
         """Fail all unanswered requests and end the thread after its current step."""
-        with self._changed:
+        with self._lock:
             if self._stopped is not None:
                 return
             self._stopped = error
@@ -140,7 +141,7 @@ class Worker:
 
     def statistics(self) -> SchedulerStatistics:
         """A snapshot of the counters."""
-        with self._changed:
+        with self._lock:
             return self._board.statistics()
 
     def _raise_if_stopped(self) -> None:
@@ -183,7 +184,7 @@ class Worker:
 
     def _serve(self, engine: Any) -> None:
         while self._wait_for_work():
-            with self._changed:
+            with self._lock:
                 aborts, self._aborts = self._aborts, []
                 calls, self._calls = self._calls, []
                 flights = self._take_flights()
@@ -199,7 +200,7 @@ class Worker:
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False once the worker is stopped."""
-        with self._changed:
+        with self._lock:
             while self._stopped is None:
                 if self._aborts or self._calls or self._board.in_engine:
                     return True
@@ -236,7 +237,7 @@ class Worker:
         try:
             return list(engine.step())
         except Exception as error:  # noqa: BLE001 - every query in the engine is told
-            with self._changed:
+            with self._lock:
                 query_ids = list(self._board.in_engine)
             for query_id in query_ids:
                 engine.abort(query_id)
@@ -246,7 +247,7 @@ class Worker:
         """Store the results, take their flights off the board and wake the callers."""
         # Stored before the flights end: a repeated request finds one or the other.
         completions = [self._stored(completion) for completion in completions]
-        with self._changed:
+        with self._lock:
             finished = [
                 (answer, self._board.finish(answer.query_id, failed=answer.error is not None))
                 for answer in completions
@@ -260,7 +261,7 @@ class Worker:
                 delivery.add_error(waiters, completion.error)
             else:
                 delivery.add_result(waiters, completion.result, self._copy_result)
-        with self._changed:
+        with self._lock:
             if delivery.reaches_loops and not self._board.in_engine:
                 self._gate.linger(step_s)
         delivery.send(afterwards=self.turns.open_after_turn)

@@ -1,0 +1,114 @@
+"""What does the scheduler cost a request, on an engine that costs nothing?
+
+The physical limit is what asyncio itself takes to park and wake a coroutine, so a
+trivial asyncio batcher runs beside it: a list of futures, a `call_soon` that answers
+all of them on the same thread. It has no thread, no cache, no validation, no
+cancellation, and is the floor for anything built on futures.
+
+Each figure is the median over rounds, every round running all contestants in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+
+import torch
+from report import print_report
+
+from genlm import AsyncLM, BatchEngine, OutputCache, Query, Token, Vocabulary
+
+CONCURRENT = 1000
+ROUNDS = 30
+VOCAB_SIZE = 32
+
+
+class FreeEngine(BatchEngine):
+    """Answers every query with the same row, at no cost."""
+
+    def __init__(self) -> None:
+        tokens = [Token(i, bytes([i])) for i in range(VOCAB_SIZE)]
+        self.vocabulary = Vocabulary(None, tokens, [str(i) for i in range(VOCAB_SIZE)])
+        self._row = torch.full((VOCAB_SIZE,), 1 / VOCAB_SIZE).log()
+
+    def evaluate(self, queries: list[Query]) -> torch.Tensor:
+        return self._row.expand(len(queries), VOCAB_SIZE)
+
+
+class TrivialBatcher:
+    """The floor: futures in a list, answered together at the end of the turn."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[list[int], asyncio.Future[torch.Tensor]]] = []
+        self._row = torch.full((VOCAB_SIZE,), 1 / VOCAB_SIZE).log()
+
+    async def next_token_logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._answer)
+        self._waiting.append((token_ids, future))
+        return await future
+
+    def _answer(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        rows = self._row.expand(len(waiting), VOCAB_SIZE).unbind(0)
+        for (_, future), row in zip(waiting, rows, strict=True):
+            future.set_result(row.clone())
+
+
+Ask = Callable[[list[int]], Awaitable[torch.Tensor]]
+
+
+async def microseconds_each(ask: Ask, contexts: list[list[int]]) -> float:
+    start = time.perf_counter()
+    await asyncio.gather(*(ask(context) for context in contexts))
+    return (time.perf_counter() - start) / len(contexts) * 1e6
+
+
+async def measure() -> dict[str, list[float]]:
+    contexts = [[i % 32, i // 32 % 32, *range(14)] for i in range(CONCURRENT)]
+    uncached = AsyncLM(FreeEngine, output_cache=OutputCache(0))
+    cached = AsyncLM(FreeEngine)
+    contestants: dict[str, Ask] = {
+        "trivial asyncio batcher": TrivialBatcher().next_token_logprobs,
+        "genlm, no output cache": uncached.next_token_logprobs,
+        "genlm, filling the cache": cached.next_token_logprobs,
+        "genlm, all in the cache": cached.next_token_logprobs,
+    }
+    seconds: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        cached.clear_cache()
+        for name, ask in contestants.items():
+            many = await microseconds_each(ask, contexts)
+            seconds.setdefault(f"{name}, {CONCURRENT} at once", []).append(many)
+        cached.clear_cache()
+        for name, ask in contestants.items():
+            lone = await microseconds_each(ask, contexts[:1])
+            seconds.setdefault(f"{name}, one alone", []).append(lone)
+    uncached.close()
+    cached.close()
+    return seconds
+
+
+def main() -> None:
+    samples = asyncio.run(measure())
+    floor = {
+        suffix: statistics.median(samples[f"trivial asyncio batcher, {suffix}"])
+        for suffix in (f"{CONCURRENT} at once", "one alone")
+    }
+    print_report(
+        "scheduler",
+        samples,
+        unit="us a request",
+        ratios={
+            name: statistics.median(values) / floor[name.rsplit(", ", 1)[1]]
+            for name, values in samples.items()
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""How benchmarks report: a table for people, then one JSON line for the record.
+
+`--save` also appends that line to `benchmarks/results/<name>.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("genlm-core", "genlm-hf", "numpy", "torch", "transformers")
+
+
+def environment() -> dict[str, Any]:
+    """Commit, hardware and versions that figures belong to."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--short") else ""),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "versions": versions,
+    }
+
+
+def print_report(
+    name: str,
+    samples: dict[str, list[float]],
+    *,
+    unit: str,
+    ratios: dict[str, float] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Print medians, spread and ratios; save them if the command line says `--save`.
+
+    Args:
+        name: Of the benchmark, and of its results file.
+        samples: For each row, one measurement per round.
+        unit: Of the measurements.
+        ratios: For each row, how it compares with the contestant that the header names.
+        extra: Further facts for the record (seed, sizes).
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save", action="store_true", help="append to benchmarks/results/")
+    save = parser.parse_known_args()[0].save
+    width = max(map(len, samples))
+    print(f"{'':{width}}  {'median':>10} {'min':>10} {'max':>10}   ratio   ({unit})")
+    rows = {}
+    for row, values in samples.items():
+        median, low, high = statistics.median(values), min(values), max(values)
+        ratio = (ratios or {}).get(row)
+        rows[row] = {"median": round(median, 4), "min": round(low, 4), "max": round(high, 4)}
+        if ratio is not None:
+            rows[row]["ratio"] = round(ratio, 3)
+        shown = "" if ratio is None else f"{ratio:7.2f}"
+        print(f"{row:{width}}  {median:10.2f} {low:10.2f} {high:10.2f} {shown}")
+    record = {"benchmark": name, "unit": unit, "rows": rows, **(extra or {}), **environment()}
+    line = json.dumps(record)
+    print(line)
+    if save:
+        RESULTS.mkdir(exist_ok=True)
+        with (RESULTS / f"{name}.jsonl").open("a") as file:
+            file.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

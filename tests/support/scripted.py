@@ -1,0 +1,93 @@
+"""An engine whose answers are a closed form and whose every move a test controls.
+
+A row depends on the adapter and on every token id with its position, so an answer for
+another sequence, another order or another adapter is never right by chance.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from genlm import BatchEngine, Capability, Query, Token, Vocabulary
+
+TIMEOUT_S = 30.0
+"""How long a test waits for a condition before it fails; never reached when all is well."""
+
+
+def oracle_row(token_ids: Sequence[int], adapter: str | None, vocab_size: int) -> torch.Tensor:
+    """The next-token row of `ScriptedEngine`, computed without it: `(vocab_size,)`."""
+    seed = [0 if adapter is None else 1 + sum(adapter.encode()), len(token_ids), *token_ids]
+    logits = np.random.default_rng(seed).normal(size=vocab_size)
+    return torch.log_softmax(torch.from_numpy(logits), dim=-1).float()
+
+
+class ScriptedEngine(BatchEngine):
+    """Answers with `oracle_row`; can be held, made to fail, and watched.
+
+    Args:
+        vocab_size: Number of ids, at most 256.
+        max_context: The longest sequence taken.
+        poison: Sequences containing one of these ids make `evaluate` raise.
+    """
+
+    capabilities = frozenset({Capability.LORA})
+
+    def __init__(
+        self, vocab_size: int = 16, max_context: int | None = None, poison: Sequence[int] = ()
+    ) -> None:
+        tokens = [Token(i, bytes([i])) for i in range(vocab_size)]
+        self.vocabulary = Vocabulary(
+            None, tokens, [repr(token.byte_string) for token in tokens]
+        )
+        self.max_context = max_context
+        self.poison = set(poison)
+        self.batches: list[list[tuple[int, ...]]] = []  # of every `evaluate` call
+        self.aborted: list[int] = []
+        self.adapters: dict[str, str] = {}
+        self.closed = False
+        self.during_evaluate: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._held = False
+        self._entered = 0
+
+    def hold(self) -> None:
+        """Make every `evaluate` from now on wait for `release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Let held and later `evaluate` calls go on."""
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+    def wait_until_entered(self, count: int = 1) -> None:
+        """Block until `evaluate` has been entered `count` times in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._entered >= count, TIMEOUT_S)
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        with self._changed:
+            self.batches.append([query.token_ids for query in queries])
+            self._entered += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self._held, TIMEOUT_S)
+        self.during_evaluate()
+        for query in queries:
+            if self.poison & set(query.token_ids):
+                raise ArithmeticError(f"poisoned sequence {query.token_ids}")
+        size = self.vocabulary.size
+        return torch.stack([oracle_row(q.token_ids, q.adapter, size) for q in queries])
+
+    def abort(self, query_id: int) -> None:
+        self.aborted.append(query_id)
+        super().abort(query_id)
+
+    def add_adapter(self, name: str, path: str) -> None:
+        self.adapters[name] = path
+
+    def close(self) -> None:
+        self.closed = True

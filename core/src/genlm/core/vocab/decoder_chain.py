@@ -8,7 +8,7 @@ neighbours (CTC, a pattern that could span two tokens) have no bytes per token.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from genlm.core.vocab.byte_alphabet import bytes_from_characters
@@ -35,6 +35,7 @@ _CLEANUP = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
+_UNTIDY = re.compile("|".join(re.escape(untidy) for untidy, _ in _CLEANUP))
 
 
 class UnknownStepError(ValueError):
@@ -42,7 +43,7 @@ class UnknownStepError(ValueError):
 
 
 class DecoderChain:
-    """The bytes that one token adds between two others, by the decoder's own rules.
+    """The bytes that each token adds between two others, by the decoder's own rules.
 
     Args:
         state: The decoder as the library serialises it, None for no decoder: the
@@ -59,13 +60,13 @@ class DecoderChain:
         for step in [{"type": None}] if state is None else _flatten(state):
             self._append(step)
 
-    def __call__(self, token: str) -> bytes:
-        """Decode one token that has a neighbour on either side."""
-        piece: Piece = token
+    def decode(self, tokens: Iterable[str]) -> list[bytes]:
+        """Decode tokens of which each has a neighbour on either side."""
+        pieces: list[Piece] = list(tokens)
         for function in self._maps:
-            if isinstance(piece, str):
-                piece = function(piece)
-        return piece if isinstance(piece, bytes) else piece.encode()
+            # Step by step over all tokens: a vocabulary is decoded in one call.
+            pieces = [function(piece) if isinstance(piece, str) else piece for piece in pieces]
+        return [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
 
     def _append(self, step: Mapping[str, Any]) -> None:
         kind = step["type"]
@@ -128,7 +129,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> Piece:
-    match = _BYTE_FALLBACK.fullmatch(token)
+    match = _BYTE_FALLBACK.fullmatch(token) if token.startswith("<0x") else None
     return bytes([int(match[1], 16)]) if match else token
 
 
@@ -147,8 +148,9 @@ def _word_piece(step: Mapping[str, Any]) -> Callable[[str], str]:
 
     def decode(token: str) -> str:
         text = token[len(prefix) :] if token.startswith(prefix) else f" {token}"
-        for untidy, tidy in _CLEANUP if cleanup else ():
-            text = text.replace(untidy, tidy)
+        if cleanup and _UNTIDY.search(text):
+            for untidy, tidy in _CLEANUP:
+                text = text.replace(untidy, tidy)
         return text
 
     return decode

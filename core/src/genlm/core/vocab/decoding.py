@@ -58,8 +58,9 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 
 def tokens_and_strings(found: Mapping[int, bytes]) -> tuple[list[Token], list[str]]:
     """One token and one readable string per id up to the largest."""
-    byte_vocab = [Token(key, found.get(key, b"")) for key in range(max(found) + 1)]
-    return byte_vocab, [token.decode(errors="backslashreplace") for token in byte_vocab]
+    ordered = [found.get(key, b"") for key in range(max(found) + 1)]
+    byte_vocab = [Token(key, value) for key, value in enumerate(ordered)]
+    return byte_vocab, [value.decode(errors="backslashreplace") for value in ordered]
 
 
 def _family_bytes(tokenizer: Any) -> dict[int, bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from genlm.core.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain, UnknownStepError
-from genlm.core.vocab.verification import Decode, check_decoding
+from genlm.core.vocab.verification import Decode, check_added, check_decoding
 
 __all__ = ["fast_tokenizer_bytes"]
 
@@ -32,16 +32,24 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
             disagrees with what was derived.
     """
     chain = _chain(backend, tokenizer)
-    names = _names(backend)
-    derived = {token_id: chain(name) for token_id, name in names.items()}
+    _check_markers(backend.model, chain, tokenizer)
+    _check_byte_fallback(backend.model, chain, tokenizer)
+    model_vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    names = _names(backend, model_vocab)
+    derived = dict(zip(names, chain.decode(names.values()), strict=True))
     check_decoding(derived, decode, tokenizer)
-    model_vocab = backend.get_vocab(with_added_tokens=False)
+
+    def read(text: str) -> list[int]:
+        encoding = backend.encode(text, add_special_tokens=False)
+        # Ids without attention are padding.
+        return [key for key, kept in zip(encoding.ids, encoding.attention_mask) if kept]
+
     for token_id, added in backend.get_added_tokens_decoder().items():
         content = added.content.encode()
         if derived[token_id] == content:
             continue
         if added.special or model_vocab.get(added.content) != token_id:
-            _check_added(backend, token_id, added.content, tokenizer)
+            check_added(read, token_id, added.content, tokenizer)
             derived[token_id] = content
     return derived
 
@@ -70,9 +78,34 @@ def _chain(backend: Any, tokenizer: Any) -> DecoderChain:
         ) from error
 
 
-def _names(backend: Any) -> dict[int, str]:
+def _check_markers(model: Any, chain: DecoderChain, tokenizer: Any) -> None:
+    """Make sure that the decoder removes the marks of the model's word boundaries."""
+    suffix = getattr(model, "end_of_word_suffix", None) or ""
+    prefix = getattr(model, "continuing_subword_prefix", None) or ""
+    for mark, token in ((suffix, f"a{suffix}"), (prefix, f"{prefix}a")):
+        if mark and mark.encode() in chain.decode([token])[0]:
+            raise VocabularyError(
+                f"{type(tokenizer).__name__} marks parts of words with {mark!r}, which its "
+                f"decoder leaves in the text; set tokenizer.decoder (BPEDecoder for a "
+                f"suffix, WordPiece for a prefix)"
+            )
+
+
+def _check_byte_fallback(model: Any, chain: DecoderChain, tokenizer: Any) -> None:
+    """Make sure that the decoder undoes the model's spelling of unknown characters."""
+    if model.token_to_id("<0xF4>") is None or chain.decode(["<0xF4>"]) == [b"\xf4"]:
+        return
+    # The last code point is in no vocabulary; not every model has a flag to read.
+    if [token.value for token in model.tokenize("\U0010ffff")][:1] == ["<0xF4>"]:
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} spells unknown characters as <0x..>, which its "
+            f"decoder leaves in the text; put tokenizers.decoders.ByteFallback() into it"
+        )
+
+
+def _names(backend: Any, model_vocab: Mapping[str, int]) -> dict[int, str]:
     """The string that the library decodes for each id."""
-    names = {token_id: name for name, token_id in backend.get_vocab(False).items()}
+    names = {token_id: name for name, token_id in model_vocab.items()}
     added: Mapping[int, Any] = backend.get_added_tokens_decoder()
     names.update({token_id: token.content for token_id, token in added.items()})
     # Strings that several ids share are listed for one of them only.
@@ -80,16 +113,4 @@ def _names(backend: Any) -> dict[int, str]:
         name = backend.id_to_token(token_id)
         if name is not None:
             names[token_id] = name
-    return dict(sorted(names.items()))
-
-
-def _check_added(backend: Any, token_id: int, content: str, tokenizer: Any) -> None:
-    """Make sure that the text of an added token is read as that token."""
-    encoding = backend.encode(content, add_special_tokens=False)
-    found = [key for key, kept in zip(encoding.ids, encoding.attention_mask) if kept]
-    if found != [token_id]:
-        raise VocabularyError(
-            f"{type(tokenizer).__name__} has the added token {content!r} (id {token_id}), "
-            f"which it neither decodes to that text nor reads from it (it reads {found}); "
-            f"remove the token or give it a content that the tokenizer keeps"
-        )
+    return names

@@ -34,4 +34,4 @@ def sentencepiece_bytes(processor: Any) -> dict[int, bytes]:
         else:
             derived[token_id] = piece.replace(SPACE_SYMBOL, " ").encode()
     check_decoding(derived, processor.decode, processor)
-    return dict(sorted((derived | named).items()))
+    return derived | named

@@ -7,14 +7,18 @@ are compared byte for byte and not as replacement characters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from genlm.core.errors import VocabularyError
 
-__all__ = ["check_decoding"]
+__all__ = ["check_added", "check_decoding"]
 
 Decode = Callable[[list[int]], str]
 
+Context = tuple[tuple[int, ...], bytes]
+"""Ids that are decoded together, and the bytes they should give."""
+
+_PLAIN_LENGTH = 8  # no vocabulary of text is without a shorter token
 # A lead byte for the one to three continuation bytes that a token starts with.
 _LEADS = (b"", b"\xc2", b"\xe1", b"\xf1")
 # What can complete a character; after E0 and F0 not every continuation may follow.
@@ -37,73 +41,92 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
         return
     spelling = {value[0]: key for key, value in bytes_by_id.items() if len(value) == 1}
     contexts = [_context(key, value, spelling) for key, value in bytes_by_id.items()]
-    if _agree(contexts, plain, bytes_by_id, decode):
+    if _agree(contexts, plain, decode):
         return
     while len(contexts) > 1:
         half = contexts[: len(contexts) // 2]
         rest = contexts[len(contexts) // 2 :]
-        contexts = rest if _agree(half, plain, bytes_by_id, decode) else half
-    context = contexts[0]
-    shown = [plain, *context, plain]
+        contexts = rest if _agree(half, plain, decode) else half
+    ids, expected = contexts[0]
+    shown = [*plain[0], *ids, *plain[0]]
     raise VocabularyError(
-        f"{type(tokenizer).__name__} decodes the ids {shown} as {decode(shown)!r}, "
-        f"but by its decoder their bytes are {[bytes_by_id[key] for key in shown]}; its "
-        f"decoding is not known here, so no bytes were derived. Use a tokenizer that "
-        f"decodes token by token, or report its class"
+        f"{type(tokenizer).__name__} decodes the ids {shown} as {decode(shown)!r}, but by "
+        f"its decoder that should be {expected!r} between two {plain[1]!r}; its decoding is "
+        f"not known here, so no bytes were derived. Use a tokenizer that decodes token by "
+        f"token, or report its class"
     )
 
 
-def _agree(
-    contexts: Iterable[Sequence[int]],
-    plain: int,
-    bytes_by_id: Mapping[int, bytes],
-    decode: Decode,
-) -> bool:
+def check_added(
+    encode: Callable[[str], list[int]], token_id: int, content: str, tokenizer: object
+) -> None:
+    """Make sure that the content of an added token is read as that token.
+
+    Raises:
+        VocabularyError: It is not, so nothing says that the content is its text.
+    """
+    found = encode(content)
+    if found != [token_id]:
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} has the added token {content!r} (id {token_id}), "
+            f"which it neither decodes to that text nor reads from it (it reads {found}); "
+            f"remove the token or give it a content that the tokenizer keeps"
+        )
+
+
+def _agree(contexts: Sequence[Context], plain: Context, decode: Decode) -> bool:
     """Whether decoding the contexts, a plain token between any two, gives their bytes."""
-    middle = [plain]
-    for context in contexts:
-        middle.extend(context)
-        middle.append(plain)
-    expected = b"".join([bytes_by_id[key] for key in middle]).decode(errors="replace")
-    decoded = decode([plain, *middle, plain])
+    between, separator = plain
+    ids = [*between, *between]
+    for context, _ in contexts:
+        ids += context
+        ids += between
+    ids += between
+    parts = separator.join([value for _, value in contexts])
+    expected = (separator + parts + separator).decode(errors="replace")
+    decoded = decode(ids)
     # The outer plain tokens absorb what happens at the ends of a text (a space
     # stripped, a prefix kept), which changes their length by a few characters.
     slack = len(decoded) - len(expected)
-    return 0 <= slack <= 2 * len(bytes_by_id[plain]) + 4 and any(
+    return 0 <= slack <= 2 * len(separator) + 4 and any(
         decoded.startswith(expected, start) for start in range(slack + 1)
     )
 
 
-def _plain_token(bytes_by_id: Mapping[int, bytes]) -> int | None:
-    """A short token of ASCII letters, otherwise any text, otherwise none."""
+def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
+    """A short token of ASCII letters, otherwise any text, otherwise none.
+
+    Byte pieces will not do, for a run of them is decoded together: so two letters
+    are better than one, and of single letters the last, as byte pieces come first.
+    """
     texts = [
-        (not value.strip().isalpha(), len(value), key)
+        (not value.strip().isalpha(), len(value) == 1, len(value), -key)
         for key, value in bytes_by_id.items()
-        if value.isascii() and value.strip()
+        if len(value) < _PLAIN_LENGTH and value.isascii() and value.strip()
     ]
     if texts:
-        return min(texts)[2]
-    return next((key for key, value in bytes_by_id.items() if _is_text(value)), None)
+        chosen = -min(texts)[3]
+        return (chosen,), bytes_by_id[chosen]
+    others = ((key, value) for key, value in bytes_by_id.items() if value and _is_text(value))
+    return next((((key,), value) for key, value in others), None)
 
 
-def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> list[int]:
+def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Context:
     """The token among single-byte tokens that complete its first and last characters."""
-    if _is_text(value):
-        return [token_id]
+    if value.isascii() or _is_text(value):
+        return (token_id,), value
     continuations = 0
-    while value[continuations : continuations + 1] and value[continuations] & 0xC0 == 0x80:
+    while continuations < len(value) and value[continuations] & 0xC0 == 0x80:
         continuations += 1
     if continuations >= len(_LEADS):
-        return [token_id]
+        return (token_id,), value
     lead = _LEADS[continuations]
     for tail in _TAILS:
-        if _is_text(lead + value + tail) and all(byte in spelling for byte in lead + tail):
-            return [
-                *map(spelling.__getitem__, lead),
-                token_id,
-                *map(spelling.__getitem__, tail),
-            ]
-    return [token_id]
+        whole = lead + value + tail
+        if _is_text(whole) and all(byte in spelling for byte in lead + tail):
+            before, after = ([spelling[byte] for byte in part] for part in (lead, tail))
+            return (*before, token_id, *after), whole
+    return (token_id,), value
 
 
 def _is_text(value: bytes) -> bool:

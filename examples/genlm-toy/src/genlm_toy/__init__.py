@@ -1,0 +1,1 @@
+"""The smallest complete genlm plugin: bytes that repeat themselves."""

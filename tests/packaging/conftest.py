@@ -1,0 +1,111 @@
+"""Fresh virtual environments, and the wheels that are installed into them.
+
+Nothing is downloaded: wheels are built with the tools of the environment that
+runs the tests, and its third-party packages are visible in the fresh ones, those
+of this project are not.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# What a build frontend does, each hook in a process of its own.
+BUILD = """
+import importlib, sys
+backend, hook, folder = sys.argv[1:]
+getattr(importlib.import_module(backend), hook)(folder)
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment of its own."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def run(self, *command: str | Path, **variables: str) -> str:
+        """Run a command away from the repository and return what it printed."""
+        outer = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("GENLM_", "PYTHON", "PIP_"))
+        }
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=self.folder,
+            env=outer | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def run_code(self, code: str, *arguments: str) -> str:
+        return self.run(self.python, "-c", code, *arguments)
+
+    def install(self, *wheels: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--no-cache-dir"]
+        options = ["--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check"]
+        self.run(*pip, "install", "--quiet", *options, *wheels, PYTHONWARNINGS="default")
+
+
+@pytest.fixture(scope="session")
+def third_party(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of links to every installed package that is not this project's."""
+    folder = tmp_path_factory.mktemp("third_party")
+    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(library).iterdir():
+            # Path files run only from a site-packages, so none of them comes along.
+            if "genlm" not in entry.name and entry.suffix != ".pth":
+                (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def new_environment(
+    tmp_path_factory: pytest.TempPathFactory, third_party: Path
+) -> Callable[..., Environment]:
+    """Make a virtual environment and install wheels into it."""
+
+    def create(*wheels: Path) -> Environment:
+        folder = tmp_path_factory.mktemp("environment")
+        venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "third_party.pth").write_text(f"{third_party}\n")
+        environment = Environment(folder)
+        environment.install(*wheels)
+        return environment
+
+    return create
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Build a project, normal or editable, once each, and return the wheel."""
+
+    @functools.cache
+    def build(
+        project: Path, *, editable: bool = False, backend: str = "hatchling.build"
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("wheel")
+        hook = "build_editable" if editable else "build_wheel"
+        command = [sys.executable, "-c", BUILD, backend, hook, str(folder)]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
+    return build

@@ -1,0 +1,71 @@
+"""`import genlm` is light, and its list of public names is true."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import genlm
+from genlm.core import errors
+
+
+def run(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_importing_genlm_loads_nothing_but_itself_and_the_standard_library():
+    run(
+        "import sys; before = set(sys.modules); import genlm\n"
+        "new = {name for name in set(sys.modules) - before}\n"
+        "foreign = {n for n in new if n.partition('.')[0] not in sys.stdlib_module_names}\n"
+        "assert foreign == {'genlm'}, foreign"
+    )
+
+
+def test_listing_the_public_names_loads_nothing_either():
+    run(
+        "import sys, genlm\n"
+        "assert set(genlm.__all__) <= set(dir(genlm))\n"
+        "assert not [n for n in sys.modules if n.startswith(('genlm.', 'torch'))]"
+    )
+
+
+@pytest.mark.parametrize("name", genlm.__all__)
+def test_every_public_name_is_the_object_of_the_module_that_lists_it(name):
+    module = import_module(genlm._MODULE_OF[name])
+    assert getattr(genlm, name) is getattr(module, name)
+    assert name in module.__all__
+
+
+def test_a_star_import_gives_exactly_the_public_names():
+    names: dict[str, object] = {}
+    exec("from genlm import *", names)
+    assert set(names) - {"__builtins__"} == set(genlm.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
+        _ = genlm.load_modle
+
+
+def test_type_checkers_see_the_names_that_programs_see():
+    tree = ast.parse(Path(genlm.__file__).read_text())
+    seen = {
+        alias.asname or alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == genlm._MODULE_OF
+
+
+def test_every_error_is_public():
+    assert set(errors.__all__) <= set(genlm.__all__)

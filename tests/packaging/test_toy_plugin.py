@@ -1,0 +1,89 @@
+"""The example plugin works from an installation, and the tutorial says what it is."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TOY = REPOSITORY / "examples" / "genlm-toy"
+TUTORIAL = REPOSITORY / "docs" / "plugins" / "writing-a-plugin.md"
+
+
+@pytest.fixture(scope="module")
+def environment(build, new_environment):
+    """A fresh environment with nothing of this project but the core and the toy."""
+    return new_environment(build(REPOSITORY / "core"), build(TOY))
+
+
+def test_the_installed_command_lists_the_plugin(environment):
+    infos = json.loads(
+        environment.run(environment.folder / "bin" / "genlm", "plugins", "--json")
+    )
+    assert {info["provider"]: info["status"] for info in infos} == {
+        "genlm-core:reference": "ok",
+        "genlm-toy:toy": "ok",
+    }
+
+
+def test_a_model_of_the_plugin_answers_with_its_closed_form(environment):
+    code = (
+        "import genlm, json, sys\n"
+        "assert genlm.__file__.startswith(sys.prefix)\n"
+        "with genlm.load_model('any', backend='toy') as llm:\n"
+        "    ids = llm.tokenizer.encode('banana')\n"
+        "    print(json.dumps(llm.next_token_logprobs_sync(ids).tolist()))\n"
+    )
+    row = json.loads(environment.run_code(code))
+    weights = [1.0] * 256
+    for age, byte in enumerate(reversed(b"banana"), start=1):
+        weights[byte] += 1 / age
+    expected = [math.log(weight / sum(weights)) for weight in weights]
+    assert row == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_plugin_is_what_a_call_means_when_it_is_the_only_one(environment):
+    assert environment.run_code("import genlm; print(genlm.find_backend().name)") == "toy\n"
+
+
+def test_an_absent_plugin_is_named_with_its_command(environment):
+    code = (
+        "import genlm\n"
+        "try: genlm.load_model('gpt2', backend='hf')\n"
+        "except genlm.UnknownBackendError as error: print(error)"
+    )
+    assert environment.run_code(code) == (
+        "no engine named 'hf'. Installed: reference, toy. "
+        "It is provided by genlm-hf: pip install genlm-hf\n"
+    )
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_the_plugin_has_at_most_forty_lines_of_python():
+    sources = TOY.glob("src/**/*.py")
+    assert sum(len(path.read_text().splitlines()) for path in sources) <= 40
+
+
+@pytest.mark.parametrize("file", ["plugin.py", "engine.py"])
+def test_the_tutorial_shows_the_modules_of_the_plugin(file):
+    source = (TOY / "src" / "genlm_toy" / file).read_text()
+    assert source in blocks(TUTORIAL, "python")
+
+
+def test_the_tutorial_shows_the_entry_point_of_the_plugin():
+    (toml,) = blocks(TUTORIAL, "toml")
+    assert toml in (TOY / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("document", [TOY / "README.md", TUTORIAL], ids=["readme", "tutorial"])
+def test_the_program_in_the_document_prints_what_its_comment_says(environment, document):
+    program = blocks(document, "python")[-1]
+    expected = re.findall(r"# (b'.*')$", program, re.MULTILINE)
+    assert environment.run_code(program).splitlines() == expected != []

@@ -1,0 +1,79 @@
+"""Sequential Monte Carlo under a hard constraint on bytes, short enough to copy.
+
+Particles continue a prompt with tokens drawn from the model's rows, cut to what the
+constraint allows; the mass that was left multiplies the particle's weight. When a few
+particles carry most of the weight, all are resampled. `exp(log_evidence)` estimates
+without bias the probability that the model by itself keeps to the constraint.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from itertools import zip_longest
+
+import numpy as np
+
+from genlm import AsyncLM, load_model
+
+
+def max_word_length(limit: int, llm: AsyncLM) -> np.ndarray:
+    """Table `[state, token] -> state`: letters so far in a word; the last state is dead."""
+    letters = np.array([byte > 127 or chr(byte).isalpha() for byte in range(256)])
+    states = np.arange(limit + 2)[:, None]
+    step = np.where(letters | (states > limit), np.minimum(states + 1, limit + 1), 0)
+    step = np.hstack([step, states])  # byte 256 fills the shorter tokens
+    table = np.repeat(states, llm.vocab_size, axis=1)
+    for column in zip_longest(*llm.byte_vocab, fillvalue=256):
+        table = step[table, column]
+    table[:, llm.tokenizer.eos_token_id] = states[:, 0]
+    return table
+
+
+def resample(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw ancestors, i `len(weights) * weights[i]` times on average (systematic)."""
+    points = (rng.random() + np.arange(len(weights))) / len(weights)
+    return np.searchsorted(np.cumsum(weights) / np.sum(weights), points)
+
+
+async def steer(
+    llm: AsyncLM, prompt: list[int], table: np.ndarray, *, size: int, steps: int, seed: int
+) -> AsyncIterator[tuple[list[tuple[int, ...]], np.ndarray, float]]:
+    """Yield the particles (prompt included), their weights and the log-evidence each step."""
+    rng, log_evidence, state = np.random.default_rng(seed), 0.0, 0
+    for token in prompt:
+        state = table[state, token]
+    texts, states = [tuple(prompt)] * size, np.full(size, state)
+    live, weights = np.full(size, True), np.full(size, 1 / size)
+    for _ in range(steps):
+        asked = [texts[i] for i in np.flatnonzero(live)]
+        rows = (await llm.batch_next_token_logprobs(asked)).double().exp().cpu().numpy()
+        mass = np.cumsum(rows * (table[states[live]] < len(table) - 1), axis=1)
+        weights[live] *= mass[:, -1]
+        log_evidence += math.log(weights.sum())  # an error if no particle can go on
+        weights, row_of = weights / weights.sum(), np.cumsum(live) - 1
+        if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
+            chosen, weights = resample(weights, rng), np.full(size, 1 / size)
+            texts, states = [texts[i] for i in chosen], states[chosen]
+            live, row_of = live[chosen], row_of[chosen]
+        live &= weights > 0
+        for i in np.flatnonzero(live):
+            row = mass[row_of[i]]
+            token = int(np.searchsorted(row, rng.random() * row[-1], side="right"))
+            texts[i] += (token,)
+            states[i], live[i] = table[states[i], token], token != llm.tokenizer.eos_token_id
+        yield list(texts), weights.copy(), log_evidence
+        if not live.any():
+            return
+
+
+async def _main() -> None:
+    with load_model("default", "reference") as llm:  # or ("demo", "hf")
+        prompt, table = llm.tokenizer.encode("The"), max_word_length(5, llm)
+        drawn = steer(llm, prompt, table, size=50, steps=40, seed=0)
+        *_, (texts, weights, _) = [population async for population in drawn]
+        for text, weight in zip(texts, weights):
+            print(f"{weight:.3f} {llm.tokenizer.decode(text)!r}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

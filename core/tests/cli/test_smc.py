@@ -1,0 +1,280 @@
+"""The SMC example is exact where exactness can be enumerated."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import genlm
+from genlm.cli import smc
+
+EOS = 0
+TOKENS = [b"<end>", b"a", b"bb", b" ", b"a b"]
+LIMIT = 2
+STEPS = 4
+REPOSITORY = Path(__file__).parents[3]
+
+
+class TinyEngine(genlm.BatchEngine):
+    """Five tokens, each with a fixed random row after every sequence."""
+
+    def __init__(self) -> None:
+        byte_vocab = [genlm.Token(index, token) for index, token in enumerate(TOKENS)]
+        self.vocabulary = genlm.Vocabulary(
+            SimpleNamespace(eos_token_id=EOS), byte_vocab, [repr(token) for token in TOKENS]
+        )
+
+    def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+        return torch.stack([row(query.token_ids) for query in queries])
+
+
+def row(token_ids: tuple[int, ...]) -> torch.Tensor:
+    """Peaked rows, so that weights differ and resampling happens."""
+    logits = np.random.default_rng((1, *token_ids)).normal(scale=2.0, size=len(TOKENS))
+    logits[EOS] -= 2
+    return torch.log_softmax(torch.from_numpy(logits), dim=0).float()
+
+
+def obeys(token_ids: Sequence[int], limit: int = LIMIT) -> bool:
+    text = b"".join(TOKENS[token_id] for token_id in token_ids if token_id != EOS)
+    return all(len(word) <= limit for word in re.findall(rb"[a-zA-Z\x80-\xff]+", text))
+
+
+def outcomes(prompt: tuple[int, ...], steps: int = STEPS) -> dict[tuple[int, ...], float]:
+    """Every sequence the model can draw, with its probability."""
+    finished: dict[tuple[int, ...], float] = {}
+    growing = {prompt: 1.0}
+    for _ in range(steps):
+        grown: dict[tuple[int, ...], float] = {}
+        for sequence, p in growing.items():
+            for token_id, q in enumerate(row(sequence).double().exp().tolist()):
+                place = finished if token_id == EOS else grown
+                place[(*sequence, token_id)] = p * q
+        growing = grown
+    return finished | growing
+
+
+@pytest.fixture
+def llm() -> Iterator[genlm.AsyncLM]:
+    with genlm.AsyncLM(TinyEngine) as model:
+        yield model
+
+
+def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any]:
+    table = options.pop("table", smc.max_word_length(LIMIT, llm))
+    steps = options.pop("steps", STEPS)
+
+    async def collect() -> list[Any]:
+        return [
+            each async for each in smc.steer(llm, list(prompt), table, steps=steps, **options)
+        ]
+
+    return asyncio.run(collect())
+
+
+@given(
+    st.lists(st.binary(max_size=6), min_size=1, max_size=6),
+    st.integers(0, 4),
+    st.integers(0, 3),
+)
+def test_the_table_agrees_with_splitting_the_text_into_words(
+    tokens: list[bytes], limit: int, state: int
+) -> None:
+    state = min(state, limit)
+    byte_vocab = [genlm.Token(index, token) for index, token in enumerate([b"", *tokens])]
+    fake: Any = SimpleNamespace(
+        byte_vocab=byte_vocab,
+        vocab_size=len(byte_vocab),
+        tokenizer=SimpleNamespace(eos_token_id=0),
+    )
+    table = smc.max_word_length(limit, fake)
+    assert table.shape == (limit + 2, len(byte_vocab))
+    assert (table[-1, 1:] == limit + 1).all()
+    np.testing.assert_array_equal(table[:, 0], np.arange(limit + 2))
+    for token in byte_vocab[1:]:
+        runs = [len(run) for run in re.split(rb"[^a-zA-Z\x80-\xff]", b"x" * state + token)]
+        expected = limit + 1 if max(runs) > limit else runs[-1]
+        assert table[state, token.token_id] == expected
+
+
+@pytest.mark.parametrize("prompt", [(3,), (1,)])
+def test_the_evidence_is_unbiased(
+    llm: genlm.AsyncLM, prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also against each sequence alone: E[Z weight(x)] is the probability of x.
+
+    The mean of 600 independent estimates is within 4.5 standard errors of the truth with
+    probability above 1 - 1e-5; the seeds are fixed, so it is either always so or never.
+    """
+    resample = Mock(wraps=smc.resample)
+    monkeypatch.setattr(smc, "resample", resample)
+    allowed = {x: p for x, p in outcomes(prompt).items() if obeys(x)}
+    evidence, masses = [], []
+    for seed in range(600):
+        particles, weights, log_evidence = run(llm, prompt, size=6, seed=seed)[-1]
+        estimate = math.exp(log_evidence)
+        evidence.append(estimate)
+        mass = dict.fromkeys(allowed, 0.0)
+        for particle, weight in zip(particles, weights, strict=True):
+            mass[particle] += estimate * weight
+        masses.append(list(mass.values()))
+    assert resample.call_count > 60, "resampling hardly happened"
+    exact = sum(allowed.values())
+    error = np.std(evidence, ddof=1) / np.sqrt(len(evidence))
+    assert 0 < 4.5 * error < 0.1 * exact, "the bound says nothing"
+    assert abs(np.mean(evidence) - exact) < 4.5 * error
+    probabilities = np.array(list(allowed.values()))
+    likely = probabilities > 0.02 * exact
+    errors = np.std(masses, axis=0, ddof=1)[likely] / np.sqrt(len(masses))
+    deviations = np.abs(np.mean(masses, axis=0) - probabilities)[likely]
+    assert likely.sum() >= 5
+    assert (deviations < 4.5 * errors).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 30])
+def test_every_particle_obeys_and_weights_sum_to_one(llm: genlm.AsyncLM, size: int) -> None:
+    prompt = (3, 1)
+    for seed in range(10):
+        populations = run(llm, prompt, size=size, seed=seed)
+        assert 1 <= len(populations) <= STEPS
+        for step, (particles, weights, log_evidence) in enumerate(populations, start=1):
+            assert len(particles) == len(weights) == size
+            assert weights.sum() == pytest.approx(1, abs=1e-12)
+            assert (weights >= 0).all()
+            assert log_evidence <= 0
+            for particle in particles:
+                assert obeys(particle)
+                assert particle[:2] == prompt
+                assert EOS not in particle[:-1]
+                assert len(particle) == 2 + step or particle[-1] == EOS
+
+
+def test_one_particle_has_the_product_of_the_masses_it_was_left(llm: genlm.AsyncLM) -> None:
+    table = smc.max_word_length(LIMIT, llm)
+    for seed in range(20):
+        [particle], weights, log_evidence = run(llm, (3,), size=1, seed=seed)[-1]
+        expected, state = 0.0, 0
+        for position in range(1, len(particle)):
+            mass = row(particle[:position]).double().exp()[table[state] <= LIMIT].sum()
+            expected += math.log(mass)
+            state = table[state, particle[position]]
+        assert log_evidence == pytest.approx(expected, rel=1e-6)
+        assert weights == [1]
+
+
+def test_without_a_constraint_the_evidence_is_one(llm: genlm.AsyncLM) -> None:
+    everything = np.zeros((2, len(TOKENS)), dtype=np.int64)
+    particles, weights, log_evidence = run(llm, (3,), size=40, seed=0, table=everything)[-1]
+    assert log_evidence == pytest.approx(0, abs=1e-6)
+    np.testing.assert_allclose(weights, 1 / 40, rtol=1e-5)
+    assert len(set(particles)) > 10
+
+
+def test_a_dead_end_costs_its_weight_and_keeps_the_evidence_unbiased(
+    llm: genlm.AsyncLM,
+) -> None:
+    # From state 0: token 1 to where anything goes, 2 into the trap, 3 stays.
+    trap, dead = 2, 3
+    table = np.full((4, len(TOKENS)), dead)
+    table[0, [1, 2, 3]] = 1, trap, 0
+    table[1] = 1
+    exact = 0.0
+    for sequence, p in outcomes((3,), steps=2).items():
+        state = 0
+        for token_id in sequence:
+            state = table[state, token_id]
+        exact += p * (state != dead)
+    evidence, trapped = [], 0
+    for seed in range(400):
+        try:
+            particles, weights, log_evidence = run(
+                llm, (3,), size=4, seed=seed, table=table, steps=2
+            )[-1]
+        except ValueError:  # every particle went into the trap
+            evidence.append(0.0)
+            continue
+        evidence.append(math.exp(log_evidence))
+        for particle, weight in zip(particles, weights, strict=True):
+            assert (weight == 0) == (particle == (3, 2))
+            trapped += weight == 0
+    error = np.std(evidence, ddof=1) / np.sqrt(len(evidence))
+    assert trapped > 10
+    assert 0 < 4.5 * error < 0.2 * exact
+    assert abs(np.mean(evidence) - exact) < 4.5 * error
+
+
+def test_no_way_on_is_an_error(llm: genlm.AsyncLM) -> None:
+    with pytest.raises(ValueError, match=r"math domain|positive"):
+        run(llm, (2, 2), size=3, seed=0)
+
+
+def test_seeds_reproduce_and_differ(llm: genlm.AsyncLM) -> None:
+    first, again, other = (run(llm, (3,), size=10, seed=seed)[-1] for seed in (5, 5, 6))
+    assert first[0] == again[0]
+    assert first[2] == again[2]
+    np.testing.assert_array_equal(first[1], again[1])
+    assert first[0] != other[0]
+
+
+class FixedUniform:
+    """A generator whose uniform numbers are known."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def random(self) -> float:
+        return self._value
+
+
+WEIGHTS = st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(lambda w: sum(w) > 1e-3)
+
+
+@given(WEIGHTS)
+def test_resampling_copies_in_proportion_to_the_weights(raw: list[float]) -> None:
+    """Averaged over a grid of the one uniform number that is drawn, counts are N w."""
+    weights = np.array(raw) / sum(raw)
+    size, grid = len(weights), 200
+    counts = np.zeros((grid, size))
+    for index in range(grid):
+        fixed: Any = FixedUniform((index + 0.5) / grid)
+        chosen = smc.resample(weights, fixed)
+        assert len(chosen) == size
+        counts[index] = np.bincount(chosen, minlength=size)
+    expected = size * weights
+    assert (np.abs(counts - expected) < 1 + 1e-9).all()
+    # Each particle's count changes at two of the grid's points at most.
+    assert (np.abs(counts.mean(axis=0) - expected) <= 2 / grid + 1e-9).all()
+
+
+def test_the_example_is_the_same_file_and_short() -> None:
+    example = REPOSITORY / "examples" / "smc.py"
+    assert example.samefile(Path(smc.__file__))
+    assert len(example.read_text().splitlines()) < 80
+
+
+def test_the_example_runs_as_a_script() -> None:
+    script = REPOSITORY / "examples" / "smc.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], check=True, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 50
+    for line in lines:
+        weight, text = line.split(" ", 1)
+        assert 0 <= float(weight) <= 1
+        text = text.replace("<|endoftext|>", "")
+        assert max(map(len, re.findall("[a-zA-Z]+", text))) <= 5

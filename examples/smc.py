@@ -1,0 +1,1 @@
+../core/src/genlm/cli/smc.py

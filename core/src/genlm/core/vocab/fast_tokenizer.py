@@ -8,7 +8,7 @@ from typing import Any
 
 from genlm.core.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain, UnknownStepError
-from genlm.core.vocab.verification import Decode, check_added, check_decoding
+from genlm.core.vocab.verification import Decode, check_added, check_decoding, is_text
 
 __all__ = ["fast_tokenizer_bytes"]
 
@@ -20,7 +20,8 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
     are their content as UTF-8, for that is the text they are cut from, whatever the
     decoder makes of it (a byte-level decoder reads an added "é" as byte E9). Of
     tokens that are both, special ones count as added, others as the model's (Gemma
-    lists its runs of "▁", which are spaces, among the added tokens).
+    lists its runs of "▁", which are spaces, among the added tokens), provided that the
+    tokenizer reads it from that text.
 
     Args:
         backend: The `tokenizers.Tokenizer`.
@@ -45,10 +46,17 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
         return [key for key, kept in zip(encoding.ids, encoding.attention_mask) if kept]
 
     for token_id, added in backend.get_added_tokens_decoder().items():
-        content = added.content.encode()
-        if derived[token_id] == content:
+        content, value = added.content.encode(), derived[token_id]
+        if value == content:
             continue
-        if added.special or model_vocab.get(added.content) != token_id:
+        in_model = model_vocab.get(added.content) == token_id
+        if in_model and not (is_text(value) and token_id in read(value.decode())):
+            raise VocabularyError(
+                f"{type(tokenizer).__name__} has id {token_id} for the added token "
+                f"{added.content!r} and for the model's token with the bytes {value!r}, so "
+                f"it has no exact bytes; remove the added token or change its content"
+            )
+        if added.special or not in_model:
             check_added(read, token_id, added.content, tokenizer)
             derived[token_id] = content
     return derived

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from genlm.core.errors import VocabularyError
 
-__all__ = ["check_added", "check_decoding"]
+__all__ = ["check_added", "check_decoding", "is_text"]
 
 Decode = Callable[[list[int]], str]
 
@@ -107,13 +107,13 @@ def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
     if texts:
         chosen = -min(texts)[3]
         return (chosen,), bytes_by_id[chosen]
-    others = ((key, value) for key, value in bytes_by_id.items() if value and _is_text(value))
+    others = ((key, value) for key, value in bytes_by_id.items() if value and is_text(value))
     return next((((key,), value) for key, value in others), None)
 
 
 def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Context:
     """The token among single-byte tokens that complete its first and last characters."""
-    if value.isascii() or _is_text(value):
+    if value.isascii() or is_text(value):
         return (token_id,), value
     continuations = 0
     while continuations < len(value) and value[continuations] & 0xC0 == 0x80:
@@ -123,13 +123,14 @@ def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Contex
     lead = _LEADS[continuations]
     for tail in _TAILS:
         whole = lead + value + tail
-        if _is_text(whole) and all(byte in spelling for byte in lead + tail):
+        if is_text(whole) and all(byte in spelling for byte in lead + tail):
             before, after = ([spelling[byte] for byte in part] for part in (lead, tail))
             return (*before, token_id, *after), whole
     return (token_id,), value
 
 
-def _is_text(value: bytes) -> bool:
+def is_text(value: bytes) -> bool:
+    """Whether the bytes are UTF-8 on their own."""
     try:
         value.decode()
     except UnicodeDecodeError:

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from genlm.core.errors import VocabularyError
+from genlm.core.vocab import Vocabulary, decode_vocab
+
+
+def words(**ids: int) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def test_index_and_id_agree_in_every_family(byte_level, word_piece, llama, unigram, encoding):
+    for tokenizer in (byte_level, word_piece, llama, unigram, encoding):
+        byte_vocab, str_vocab = decode_vocab(tokenizer)
+        assert [token.token_id for token in byte_vocab] == list(range(len(byte_vocab)))
+        assert len(str_vocab) == len(byte_vocab)
+
+
+def test_a_vocabulary_knows_the_ids_that_no_token_has():
+    tokenizer = words(a=1, b=4)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    assert vocabulary.tokenizer is tokenizer
+    assert vocabulary.size == 5
+    assert vocabulary.missing_ids == (0, 2, 3)
+    assert [bytes(token) for token in vocabulary.byte_vocab] == [b"", b"a", b"", b"", b"b"]
+
+
+def test_a_token_with_no_bytes_is_not_missing():
+    vocabulary = Vocabulary.from_tokenizer(words(**{"a": 0, "": 1, "b": 2}))
+    assert vocabulary.byte_vocab[1].byte_string == b""
+    assert vocabulary.missing_ids == ()
+
+
+def test_a_vocabulary_is_frozen():
+    vocabulary = Vocabulary.from_tokenizer(words(a=0))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        vocabulary.missing_ids = (1,)
+
+
+def test_strings_for_display_show_pieces_of_characters(byte_level):
+    byte_vocab, str_vocab = decode_vocab(byte_level)
+    fragment = next(
+        token
+        for token in byte_vocab
+        if token == byte_vocab[token.token_id] and token[0] == 0xE6
+    )
+    shown = str_vocab[fragment.token_id]
+    assert shown.startswith("\\xe6")
+    assert str_vocab[byte_level.token_to_id("Ġfox")] == " fox"
+
+
+@pytest.mark.parametrize("found", [None, "gpt2", object(), 7])
+def test_what_is_no_tokenizer_is_an_error_naming_its_class(found):
+    with pytest.raises(VocabularyError, match=type(found).__qualname__):
+        decode_vocab(found)
+
+
+def test_a_tokenizer_without_tokens_is_an_error():
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.Fuse()
+    with pytest.raises(VocabularyError, match="Tokenizer has no tokens"):
+        decode_vocab(tokenizer)
+
+
+def test_importing_the_package_loads_no_tokenizer_library_and_no_torch():
+    code = (
+        "import sys, genlm.core.vocab; "
+        "print(*{'torch', 'transformers', 'tokenizers', 'sentencepiece', 'tiktoken'} "
+        "& set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == []

@@ -56,7 +56,7 @@ class Adapters:
             report = peft_model.load_adapter(
                 path, inner, torch_device="cpu", low_cpu_mem_usage=True
             )
-            _refuse_misfit(report)
+            _refuse_misfit(report, before.put_weights_back())
         except Exception as error:
             self._roll_back(inner, before)
             base, cause = type(self._model).__name__, " ".join(str(error).split())
@@ -107,11 +107,28 @@ class _Snapshot:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._children = {m: dict(m.named_children()) for m in model.modules()}
+        self._weights = {m: dict(m.named_parameters(recurse=False)) for m in model.modules()}
         self._trainable = {p: p.requires_grad for p in model.parameters()}
         self._has_config = hasattr(model, "peft_config")
 
+    def put_weights_back(self) -> list[str]:
+        """Undo the replacing of parameters; return the names of those that differed.
+
+        Adapters of embeddings are saved together with a copy of the base model's
+        weights, which peft puts in place of the model's own.
+        """
+        differing = []
+        for module, weights in self._weights.items():
+            for name, weight in weights.items():
+                found = getattr(module, name)
+                if found is not weight and not _same_but_for_rounding(found, weight):
+                    differing.append(f"{type(module).__name__}.{name}")
+                setattr(module, name, weight)
+        return differing
+
     def restore(self) -> None:
-        """Put the same modules back into the same places."""
+        """Put the same modules and weights back into the same places."""
+        self.put_weights_back()
         for module, children in self._children.items():
             for name, child in children.items():
                 setattr(module, name, child)
@@ -162,7 +179,18 @@ def _unsupported(config: Any) -> str | None:
     return None
 
 
-def _refuse_misfit(report: Any) -> None:
+def _same_but_for_rounding(left: torch.Tensor, right: torch.Tensor) -> bool:
+    # The copy may have been saved in another precision than the model is loaded in.
+    left, right = left.detach().float().cpu(), right.detach().float().cpu()
+    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-2, atol=1e-4)
+
+
+def _refuse_misfit(report: Any, replaced: list[str]) -> None:
+    if replaced:
+        raise ValueError(
+            f"it brings weights of the base model that are not this model's ({replaced[0]}); "
+            f"it was trained with another base model or changed its embeddings"
+        )
     if report.missing_keys or report.unexpected_keys:
         names = [*report.missing_keys, *report.unexpected_keys]
         raise ValueError(

@@ -1,0 +1,100 @@
+"""What models say about their context and their embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from genlm_hf.limits import context_window, embedding_rows, input_device, padding_id
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **settings}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("llama", {"max_position_embeddings": 64}, 64),
+        ("gpt2", {"n_positions": 64}, 64),
+        ("opt", {"max_position_embeddings": 64}, 64),
+        ("mpt", {"max_seq_len": 64}, 64),
+        ("mistral", {"max_position_embeddings": 64, "sliding_window": 4}, 64),
+        ("falcon", {"max_position_embeddings": 64}, 64),
+        ("falcon", {"alibi": True}, None),
+        ("bloom", {}, None),
+        ("mamba", {}, None),
+        ("recurrent_gemma", {"attention_window_size": 4}, None),
+        ("xlnet", {}, None),
+        (
+            "llama",
+            {"max_position_embeddings": 16, "rope_parameters": rope("linear", factor=4.0)},
+            64,
+        ),
+        (
+            "llama",
+            {"max_position_embeddings": 16, "rope_parameters": rope("dynamic", factor=4.0)},
+            64,
+        ),
+        (
+            "qwen2",
+            {
+                "max_position_embeddings": 16,
+                "rope_parameters": rope(
+                    "yarn", factor=4.0, original_max_position_embeddings=16
+                ),
+            },
+            64,
+        ),
+        (
+            "qwen2",
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": rope(
+                    "yarn", factor=4.0, original_max_position_embeddings=16
+                ),
+            },
+            64,
+        ),
+    ],
+)
+def test_the_window_is_what_the_config_states(
+    model_type: str, settings: dict[str, Any], expected: int | None
+) -> None:
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    assert context_window(config) == expected
+
+
+def test_the_window_of_a_multimodal_model_is_that_of_its_text_model() -> None:
+    text = {"max_position_embeddings": 64}
+    config = transformers.AutoConfig.for_model("gemma3", text_config=text)
+    assert context_window(config) == 64
+
+
+def test_the_longest_context_that_is_admitted_can_be_computed(
+    llama: Any, tokenizer: Any
+) -> None:
+    from genlm_hf.engine import HFEngine
+
+    from .tiny import answers, ids_of_lengths
+
+    engine = HFEngine.from_model(llama, tokenizer)
+    assert engine.max_context == 64
+    [row] = answers(engine, ids_of_lengths(64))
+    assert abs(float(row.logsumexp(0))) <= 1e-4
+
+
+def test_embedding_rows_device_and_padding_come_from_the_model(llama: Any) -> None:
+    assert embedding_rows(llama) == 320
+    assert input_device(llama) == torch.device("cpu")
+    assert padding_id(llama.config, 320) == 0
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 0), (-1, 0), (320, 0), (5, 5)])
+def test_padding_always_has_an_embedding(own: int | None, expected: int) -> None:
+    config = transformers.LlamaConfig()
+    config.pad_token_id = own
+    assert padding_id(config, 320) == expected

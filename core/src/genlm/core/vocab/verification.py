@@ -41,16 +41,23 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
         return
     spelling = {value[0]: key for key, value in bytes_by_id.items() if len(value) == 1}
     contexts = [_context(key, value, spelling) for key, value in bytes_by_id.items()]
-    if _agree(contexts, plain, decode):
-        return
-    while len(contexts) > 1:
-        half = contexts[: len(contexts) // 2]
-        rest = contexts[len(contexts) // 2 :]
-        contexts = rest if _agree(half, plain, decode) else half
-    ids, expected = contexts[0]
-    shown = [*plain[0], *ids, *plain[0]]
+    try:
+        if _agree(contexts, plain, decode):
+            return
+        while len(contexts) > 1:
+            half = contexts[: len(contexts) // 2]
+            rest = contexts[len(contexts) // 2 :]
+            contexts = rest if _agree(half, plain, decode) else half
+        ids, expected = contexts[0]
+        shown = [*plain[0], *ids, *plain[0]]
+        decoded = decode(shown)
+    except Exception as error:
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} raised {error!r} when it was asked to decode all of "
+            f"its ids; repair its decoding or its vocabulary"
+        ) from error
     raise VocabularyError(
-        f"{type(tokenizer).__name__} decodes the ids {shown} as {decode(shown)!r}, but by "
+        f"{type(tokenizer).__name__} decodes the ids {shown} as {decoded!r}, but by "
         f"its decoder that should be {expected!r} between two {plain[1]!r}; its decoding is "
         f"not known here, so no bytes were derived. Use a tokenizer that decodes token by "
         f"token, or report its class"
@@ -85,11 +92,13 @@ def _agree(contexts: Sequence[Context], plain: Context, decode: Decode) -> bool:
     parts = separator.join([value for _, value in contexts])
     expected = (separator + parts + separator).decode(errors="replace")
     decoded = decode(ids)
-    # The outer plain tokens absorb what happens at the ends of a text (a space
-    # stripped, a prefix kept), which changes their length by a few characters.
-    slack = len(decoded) - len(expected)
-    return 0 <= slack <= 2 * len(separator) + 4 and any(
-        decoded.startswith(expected, start) for start in range(slack + 1)
+    # What happens at the ends of a text (a space stripped, a prefix kept) shows in
+    # three plain tokens, of which only the middle one is sure to give its bytes.
+    three, middle = decode([*between, *between, *between]), separator.decode()
+    return any(
+        decoded == three[:start] + expected + three[start + len(middle) :]
+        for start in range(len(three))
+        if three.startswith(middle, start)
     )
 
 

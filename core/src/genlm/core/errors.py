@@ -175,7 +175,7 @@ class UnsupportedCapability(GenlmError, NotImplementedError):
 
     def __str__(self) -> str:
         return (
-            f"engine {self.engine!r} does not support {self.capability!r}; "
+            f"engine {self.engine!r} does not support {str(self.capability)!r}; "
             f"`genlm plugins` lists what each installed engine supports"
         )
 

@@ -168,17 +168,17 @@ class BatchEngine(abc.ABC):
         try:
             rows = self._checked_rows(batch)
         except Exception as error:  # noqa: BLE001 - it fails the query that causes it
-            if len(batch) > 1:
-                middle = len(batch) // 2
-                return self._evaluate_or_halve(batch[:middle]) + self._evaluate_or_halve(
-                    batch[middle:]
-                )
-            return [Completion(batch[0].query_id, error=error)]
-        return [Completion(query.query_id, row) for query, row in zip(batch, rows, strict=True)]
+            if len(batch) == 1:
+                return [Completion(batch[0].query_id, error=error)]
+        else:
+            return [Completion(q.query_id, row) for q, row in zip(batch, rows, strict=True)]
+        # Outside `except`: an error of a half is not "during the handling" of this one.
+        middle = len(batch) // 2
+        return self._evaluate_or_halve(batch[:middle]) + self._evaluate_or_halve(batch[middle:])
 
     def _checked_rows(self, batch: list[Query]) -> Sequence[torch.Tensor]:
         """Evaluate and return rows that share no memory and can be changed in place."""
-        rows = self.evaluate(batch)
+        rows = self.evaluate(batch).detach()  # a graph would live as long as its row
         expected = (len(batch), self.vocabulary.size)
         if tuple(rows.shape) != expected:
             raise EvaluationError(
@@ -186,7 +186,9 @@ class BatchEngine(abc.ABC):
                 f"for {len(batch)} queries over {self.vocabulary.size} ids; "
                 f"expected {expected}"
             )
-        if len(batch) == 1 and not rows.is_inference():
+        # A slice of something larger would pin all of it; an expanded row aliases itself.
+        owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
+        if len(batch) == 1 and owns_memory and not rows.is_inference():
             return [rows[0]]
         import torch
 

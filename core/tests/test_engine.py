@@ -1,0 +1,202 @@
+"""`BatchEngine` answers everything, fails only the queries at fault, and gives rows away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import ScriptedEngine, oracle_row
+
+from genlm.core.engine import BatchEngine, Engine, LoraEngine, PrefixCacheEngine
+from genlm.core.errors import EvaluationError
+from genlm.core.query import Completion, Query
+from genlm.core.vocab import Token, Vocabulary
+
+VOCAB_SIZE = 8
+POISON = 5
+
+
+def submitted(engine: BatchEngine, sequences: Sequence[Sequence[int]]) -> list[Query]:
+    queries = [Query(100 + i, tuple(ids)) for i, ids in enumerate(sequences)]
+    for query in queries:
+        engine.submit(query)
+    return queries
+
+
+def row_of(completion: Completion) -> torch.Tensor:
+    assert isinstance(completion.result, torch.Tensor), completion
+    return completion.result
+
+
+class FunctionEngine(BatchEngine):
+    """Evaluates with a function of the batch's size; has no `super().__init__()`."""
+
+    def __init__(self, rows: Callable[[int], torch.Tensor]) -> None:
+        tokens = [Token(i, bytes([i])) for i in range(VOCAB_SIZE)]
+        self.vocabulary = Vocabulary(None, tokens, list(map(repr, tokens)))
+        self.rows = rows
+        self.calls = 0
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        self.calls += 1
+        return self.rows(len(queries))
+
+
+# -- halving --------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.data())
+def test_halving_fails_exactly_the_queries_that_raise(count: int, data: st.DataObject) -> None:
+    culprits = data.draw(st.sets(st.integers(0, count - 1)))
+    engine = ScriptedEngine(VOCAB_SIZE, poison=[POISON])
+    sequences = [[i % 4, POISON if i in culprits else 4, i % 3] for i in range(count)]
+    queries = submitted(engine, sequences)
+    completions = engine.step()
+    assert [each.query_id for each in completions] == [query.query_id for query in queries]
+    for index, (query, completion) in enumerate(zip(queries, completions, strict=True)):
+        if index in culprits:
+            assert completion.result is None
+            assert isinstance(completion.error, ArithmeticError)
+            assert str(query.token_ids) in str(completion.error)
+        else:
+            assert completion.error is None
+            expected = oracle_row(query.token_ids, None, VOCAB_SIZE)
+            assert torch.equal(row_of(completion), expected)
+    # Every evaluation that fails above a culprit costs two more, one level further down.
+    depth = math.ceil(math.log2(count))
+    assert len(engine.batches) <= 1 + 2 * len(culprits) * depth
+
+
+@pytest.mark.parametrize("position", range(16))
+def test_one_culprit_among_sixteen_costs_nine_evaluations(position: int) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE, poison=[POISON])
+    submitted(engine, [[POISON] if i == position else [1, i % 4] for i in range(16)])
+    engine.step()
+    assert list(map(len, engine.batches)).count(8) == 2
+    assert len(engine.batches) == 1 + 2 * 4
+
+
+def test_a_batch_without_culprits_is_evaluated_once() -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    submitted(engine, [[i] for i in range(VOCAB_SIZE)])
+    engine.step()
+    assert engine.batches == [[(i,) for i in range(VOCAB_SIZE)]]
+
+
+def test_the_error_of_a_query_is_its_own_and_not_a_chain_of_all_halvings() -> None:
+    engine = ScriptedEngine(VOCAB_SIZE, poison=[POISON])
+    submitted(engine, [[POISON] if i == 3 else [i] for i in range(5)])
+    error = next(each.error for each in engine.step() if each.error is not None)
+    assert error.__cause__ is None
+    assert error.__context__ is None
+
+
+# -- what `evaluate` returns ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(VOCAB_SIZE,), (1, VOCAB_SIZE + 1), (2, VOCAB_SIZE), (1, 1, VOCAB_SIZE), ()]
+)
+def test_a_wrong_shape_is_an_error_naming_both_shapes(shape: tuple[int, ...]) -> None:
+    engine = FunctionEngine(lambda count: torch.zeros(shape))
+    submitted(engine, [[1]])
+    [completion] = engine.step()
+    assert completion.result is None
+    assert isinstance(completion.error, EvaluationError)
+    message = str(completion.error)
+    assert "FunctionEngine.evaluate" in message
+    assert f"returned shape {shape} for 1 queries" in message
+    assert f"expected (1, {VOCAB_SIZE})" in message
+
+
+ROWS: dict[str, Callable[[int], torch.Tensor]] = {
+    "fresh": lambda count: torch.zeros(count, VOCAB_SIZE),
+    "with a graph": lambda count: torch.zeros(count, VOCAB_SIZE, requires_grad=True) * 2,
+    "a leaf of a graph": lambda count: torch.zeros(count, VOCAB_SIZE, requires_grad=True),
+    "last of each sequence": lambda count: torch.zeros(count, 7, VOCAB_SIZE)[:, -1],
+    "cut from padded ones": lambda count: torch.zeros(count, VOCAB_SIZE + 5)[:, :VOCAB_SIZE],
+    "expanded": lambda count: torch.zeros(1, 1).expand(count, VOCAB_SIZE),
+    "transposed": lambda count: torch.zeros(VOCAB_SIZE, count).T,
+    "inference": torch.inference_mode()(lambda count: torch.zeros(count, VOCAB_SIZE)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_row_owns_exactly_its_memory_and_can_be_changed(kind: str, count: int) -> None:
+    engine = FunctionEngine(ROWS[kind])
+    submitted(engine, [[i] for i in range(count)])
+    rows = [row_of(completion) for completion in engine.step()]
+    for index, row in enumerate(rows):
+        assert row.shape == (VOCAB_SIZE,)
+        assert row.is_contiguous()
+        assert row.untyped_storage().nbytes() == row.nbytes
+        assert not row.requires_grad
+        row.add_(torch.arange(VOCAB_SIZE) + index)
+    for index, row in enumerate(rows):
+        assert row.tolist() == [float(i + index) for i in range(VOCAB_SIZE)]
+
+
+def test_a_lone_row_is_handed_over_without_a_copy() -> None:
+    made: list[torch.Tensor] = []
+
+    def rows(count: int) -> torch.Tensor:
+        made.append(torch.zeros(count, VOCAB_SIZE))
+        return made[-1]
+
+    engine = FunctionEngine(rows)
+    submitted(engine, [[1]])
+    assert row_of(engine.step()[0]).data_ptr() == made[0].data_ptr()
+
+
+# -- the protocol ---------------------------------------------------------------------
+
+
+def test_a_step_without_queries_evaluates_nothing() -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    assert engine.step() == []
+    submitted(engine, [[1]])
+    engine.step()
+    assert engine.step() == []
+    assert len(engine.batches) == 1
+
+
+def test_an_aborted_query_is_not_evaluated() -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    queries = submitted(engine, [[1], [2], [3]])
+    engine.abort(queries[1].query_id)
+    engine.abort(queries[1].query_id)
+    engine.abort(12345)
+    assert [each.query_id for each in engine.step()] == [100, 102]
+    assert engine.batches == [[(1,), (3,)]]
+
+
+def test_a_subclass_needs_neither_init_nor_statistics_nor_close() -> None:
+    first = FunctionEngine(ROWS["fresh"])
+    second = FunctionEngine(ROWS["fresh"])
+    submitted(first, [[1]])
+    assert second.step() == []  # what is pending belongs to one engine
+    assert len(first.step()) == 1
+    assert first.statistics() == {}
+    assert first.max_context is None
+    assert first.capabilities == frozenset()
+    first.close()
+
+
+def test_a_batch_engine_is_an_engine_and_no_more_than_it_implements() -> None:
+    plain = FunctionEngine(ROWS["fresh"])
+    assert isinstance(plain, Engine)
+    assert not isinstance(plain, LoraEngine | PrefixCacheEngine)
+    assert isinstance(ScriptedEngine(), LoraEngine)
+
+
+def test_an_engine_without_evaluate_cannot_be_made() -> None:
+    class Unfinished(BatchEngine):
+        pass
+
+    with pytest.raises(TypeError, match="evaluate"):
+        Unfinished()  # type: ignore[abstract]

@@ -1,0 +1,123 @@
+"""Rows are the float64 softmax over exactly the ids that the vocabulary has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm.core.rows import rows_from_logits
+from genlm.core.vocab import Token, Vocabulary
+
+# float32 keeps 24 bits; log-probabilities here are below 2**9 and softmax adds a few roundings.
+TOLERANCE = 2**9 * 2**-24
+
+
+def vocabulary_of(size: int, missing: Sequence[int] = ()) -> Vocabulary:
+    tokens = [Token(i, b"" if i in missing else bytes([i])) for i in range(size)]
+    return Vocabulary(None, tokens, list(map(repr, tokens)), tuple(sorted(missing)))
+
+
+def oracle(logits: torch.Tensor, size: int, missing: Sequence[int] = ()) -> np.ndarray:
+    """The definition, one entry at a time, in float64."""
+    rows = np.full((len(logits), size), -np.inf)
+    for row, source in zip(rows, logits.double().tolist(), strict=True):
+        ids = [i for i in range(min(size, len(source))) if i not in missing]
+        largest = max(source[i] for i in ids)
+        total = sum(np.exp(source[i] - largest) for i in ids)
+        for i in ids:
+            row[i] = source[i] - largest - np.log(total)
+    return rows
+
+
+def logits_of(count: int, width: int, scale: float = 5.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@given(
+    count=st.integers(1, 4),
+    width=st.integers(1, 20),
+    size=st.integers(1, 20),
+    missing=st.sets(st.integers(1, 19)),
+    seed=st.integers(0, 99),
+)
+def test_rows_match_float64_whatever_is_padded_short_or_missing(
+    count: int, width: int, size: int, missing: set[int], seed: int
+) -> None:
+    missing = {i for i in missing if i < size}  # id 0 stays: some id has to
+    logits = logits_of(count, width, seed=seed)
+    before = logits.clone()
+    rows = rows_from_logits(logits, vocabulary_of(size, sorted(missing)))
+    assert rows.shape == (count, size)
+    assert rows.dtype == torch.float32
+    np.testing.assert_allclose(rows, oracle(logits, size, sorted(missing)), atol=TOLERANCE)
+    assert torch.equal(logits, before)
+    assert np.allclose(rows.double().logsumexp(-1), 0, atol=1e-6)
+
+
+def test_padded_logits_are_cut_before_normalising() -> None:
+    logits = torch.tensor([[0.0, 0.0, 1000.0]])
+    rows = rows_from_logits(logits, vocabulary_of(2))
+    assert torch.allclose(rows, torch.full((1, 2), -np.log(2.0)))
+
+
+def test_ids_without_logits_get_no_probability() -> None:
+    rows = rows_from_logits(torch.zeros(2, 3), vocabulary_of(5))
+    assert torch.equal(rows[:, 3:], torch.full((2, 2), float("-inf")))
+    assert torch.allclose(rows[:, :3], torch.full((2, 3), -np.log(3.0)))
+
+
+def test_ids_that_no_token_has_get_no_probability_even_beyond_the_logits() -> None:
+    rows = rows_from_logits(torch.tensor([[0.0, 99.0, 0.0]]), vocabulary_of(6, (1, 4)))
+    expected = torch.tensor([[-np.log(2.0), -np.inf, -np.log(2.0), *[-np.inf] * 3]])
+    assert torch.allclose(rows, expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("width", [7, 9, 12])
+def test_logits_of_any_precision_are_normalised_in_float32(
+    dtype: torch.dtype, width: int
+) -> None:
+    logits = logits_of(3, width).to(dtype)
+    rows = rows_from_logits(logits, vocabulary_of(9, (2,)))
+    assert rows.dtype == torch.float32
+    np.testing.assert_allclose(rows, oracle(logits, 9, (2,)), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("offset", [-1e30, -1e4, 1e4, 3e38])
+def test_large_logits_neither_overflow_nor_vanish(offset: float) -> None:
+    rows = rows_from_logits(torch.full((1, 4), offset), vocabulary_of(4))
+    assert torch.allclose(rows, torch.full((1, 4), -np.log(4.0)))
+
+
+def test_logits_of_minus_infinity_stay_impossible() -> None:
+    rows = rows_from_logits(torch.tensor([[0.0, -np.inf, 0.0]]), vocabulary_of(3))
+    assert rows[0, 1] == -np.inf
+    assert torch.allclose(rows[0, ::2], torch.full((2,), -np.log(2.0)))
+
+
+@pytest.mark.parametrize(("width", "missing"), [(5, ()), (8, ()), (3, ()), (5, (1,))])
+def test_rows_share_no_memory_with_the_logits(width: int, missing: tuple[int, ...]) -> None:
+    logits = logits_of(2, width)
+    before = logits.clone()
+    rows = rows_from_logits(logits, vocabulary_of(5, missing))
+    rows.zero_()
+    assert torch.equal(logits, before)
+    assert rows.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
+
+
+def test_no_logits_give_no_rows() -> None:
+    assert rows_from_logits(torch.zeros(0, 9), vocabulary_of(5, (1,))).shape == (0, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_stay_on_the_device_of_the_logits() -> None:
+    logits = logits_of(3, 7)
+    rows = rows_from_logits(logits.cuda(), vocabulary_of(9, (2,)))
+    assert rows.device.type == "cuda"
+    np.testing.assert_allclose(rows.cpu(), oracle(logits, 9, (2,)), atol=TOLERANCE)

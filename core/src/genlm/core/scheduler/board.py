@@ -21,11 +21,14 @@ class Board:
     Attributes:
         inbox: Flights admitted and not yet in the engine, by query id.
         in_engine: Flights that the engine works on, by query id.
+        admitted_late: Whether the inbox has flights that were held back first: no caller
+            is about to say that they may leave.
     """
 
     def __init__(self, max_pending: int | None) -> None:
         self.inbox: OrderedDict[int, Flight] = OrderedDict()
         self.in_engine: dict[int, Flight] = {}
+        self.admitted_late = False
         self._held_back: OrderedDict[int, Flight] = OrderedDict()
         self._joinable: dict[Hashable, Flight] = {}
         self._max_pending = max_pending
@@ -66,6 +69,7 @@ class Board:
         """Move up to `limit` flights from the inbox to the engine, oldest first."""
         count = len(self.inbox) if limit is None else min(limit, len(self.inbox))
         taken = [self.inbox.popitem(last=False)[1] for _ in range(count)]
+        self.admitted_late = self.admitted_late and bool(self.inbox)
         for flight in taken:
             self.in_engine[flight.query.query_id] = flight
             self._queue_seconds += now_s - flight.arrived_s
@@ -92,6 +96,7 @@ class Board:
         flights = [*self.in_engine.values(), *self.inbox.values(), *self._held_back.values()]
         for places in (self.in_engine, self.inbox, self._held_back, self._joinable):
             places.clear()
+        self.admitted_late = False
         self._failed += len(flights)
         return [waiter for flight in flights for waiter in flight.take_waiters()]
 
@@ -113,12 +118,15 @@ class Board:
     def _pending(self) -> int:
         return len(self.inbox) + len(self.in_engine)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Fill the inbox up to `max_pending`; True if that admitted anything."""
+        before = len(self.inbox)
         while self._held_back and (
             self._max_pending is None or self._pending < self._max_pending
         ):
             query_id, flight = self._held_back.popitem(last=False)
             self.inbox[query_id] = flight
+        return len(self.inbox) > before
 
     def _remove(self, flight: Flight) -> None:
         if flight.key is not None and self._joinable.get(flight.key) is flight:
@@ -126,4 +134,4 @@ class Board:
         for place in (self.in_engine, self.inbox, self._held_back):
             if place.pop(flight.query.query_id, None) is not None:
                 break
-        self._admit()
+        self.admitted_late = self._admit() or self.admitted_late

@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from genlm.core.scheduler.flight import Flight
+from genlm.core.scheduler.board import Board
 
 __all__ = ["Gate", "Limits", "LoopTurns"]
 
@@ -60,10 +59,10 @@ class Gate:
         self._is_open = False
         self._linger_until_s: float | None = None
 
-    def open(self, inbox: OrderedDict[int, Flight]) -> None:
+    def open(self, board: Board) -> None:
         """Let go what is in the inbox; a later request must open the gate again."""
         self._linger_until_s = None
-        self._is_open = bool(inbox)
+        self._is_open = bool(board.inbox)
 
     def shut(self) -> None:
         """Hold what arrives from now on until the gate is opened."""
@@ -76,17 +75,18 @@ class Gate:
             self._is_open = False
             self._linger_until_s = time.perf_counter() + LINGER_SHARE * step_s
 
-    def seconds_to_departure(self, inbox: OrderedDict[int, Flight]) -> float | None:
+    def seconds_to_departure(self, board: Board) -> float | None:
         """When the inbox should leave if nothing else happens; None: when told to."""
+        inbox, limits = board.inbox, self._limits
         if not inbox:
             return None
-        limits = self._limits
         if limits.max_batch_size is not None and len(inbox) >= limits.max_batch_size:
             return 0.0
-        if self._is_open and not limits.max_wait_s:
+        is_open = self._is_open or board.admitted_late
+        if is_open and not limits.max_wait_s:
             return 0.0
         now_s = time.perf_counter()
-        if self._is_open:
+        if is_open:
             return next(iter(inbox.values())).arrived_s + limits.max_wait_s - now_s
         return None if self._linger_until_s is None else self._linger_until_s - now_s
 

@@ -96,12 +96,13 @@ class Worker:
         with self._lock:
             if self._board.leave(flight, waiter):
                 self._aborts.append(flight.query.query_id)
+            if self._aborts or self._board.admitted_late:
                 self._changed.notify()
 
     def open_gate(self) -> None:
         """Let the requests that have arrived go to the engine."""
         with self._lock:
-            self._gate.open(self._board.inbox)
+            self._gate.open(self._board)
             self._changed.notify()
 
     def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
@@ -204,7 +205,7 @@ class Worker:
             while self._stopped is None:
                 if self._aborts or self._calls or self._board.in_engine:
                     return True
-                wait_s = self._gate.seconds_to_departure(self._board.inbox)
+                wait_s = self._gate.seconds_to_departure(self._board)
                 if wait_s is not None and wait_s <= 0:
                     return True
                 self._changed.wait(wait_s)
@@ -212,7 +213,7 @@ class Worker:
 
     def _take_flights(self) -> list[Flight]:
         if not self._board.in_engine:  # a running batch is joined at any time
-            wait_s = self._gate.seconds_to_departure(self._board.inbox)
+            wait_s = self._gate.seconds_to_departure(self._board)
             if wait_s is None or wait_s > 0:
                 return []
         room = None

@@ -1,0 +1,131 @@
+"""Law: a cancelled or timed-out caller disturbs nobody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from scripted import oracle_row
+
+
+def run_strictly(main) -> None:
+    """Run a coroutine; any error that asyncio would only log fails the test."""
+
+    async def strict():
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context)
+        )
+        await main
+        await asyncio.sleep(0)
+        assert complaints == []
+
+    asyncio.run(strict())
+
+
+def test_a_request_cancelled_before_its_batch_left_is_never_evaluated(start):
+    llm, engine = start()
+
+    async def main():
+        doomed = asyncio.create_task(llm.next_token_logprobs([1]))
+        kept = asyncio.create_task(llm.next_token_logprobs([2]))
+        await asyncio.sleep(0)  # both are in the inbox, the gate opens after this turn
+        doomed.cancel()
+        torch.testing.assert_close(await kept, oracle_row([2], None, 16))
+        assert doomed.cancelled()
+
+    run_strictly(main())
+    assert engine.batches == [[(2,)]]
+    assert llm.statistics().abandoned == 1
+
+
+def test_a_request_cancelled_during_its_evaluation_leaves_the_others_alone(start):
+    llm, engine = start()
+    engine.hold()
+
+    async def main():
+        tasks = [asyncio.create_task(llm.next_token_logprobs([i])) for i in range(4)]
+        await asyncio.to_thread(engine.wait_until_entered)
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        engine.release()
+        for i in (0, 2, 3):
+            torch.testing.assert_close(await tasks[i], oracle_row([i], None, 16))
+
+    run_strictly(main())
+    assert len(engine.aborted) == 1
+    assert llm.statistics().pending == 0
+
+
+def test_a_request_cancelled_when_its_answer_is_on_the_way_is_no_invalid_state(start):
+    llm, engine = start()
+    engine.hold()
+
+    async def main():
+        tasks = [asyncio.create_task(llm.next_token_logprobs([i])) for i in range(2)]
+        await asyncio.to_thread(engine.wait_until_entered)
+        engine.release()
+        # A call waits behind the step: afterwards the answers are in the loop's queue.
+        llm._scheduler.run(lambda _: None)
+        tasks[0].cancel()
+        torch.testing.assert_close(await tasks[1], oracle_row([1], None, 16))
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+
+    run_strictly(main())
+
+
+def test_a_timed_out_caller_disturbs_nobody(start):
+    llm, engine = start()
+    engine.hold()
+
+    async def main():
+        patient = asyncio.create_task(llm.next_token_logprobs([2]))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.next_token_logprobs([1]), timeout=0.01)
+        engine.release()
+        torch.testing.assert_close(await patient, oracle_row([2], None, 16))
+        torch.testing.assert_close(
+            await llm.next_token_logprobs([1]), oracle_row([1], None, 16)
+        )
+
+    run_strictly(main())
+
+
+def test_cancelling_a_batch_call_abandons_all_its_sequences(start):
+    llm, engine = start()
+    engine.hold()
+
+    async def main():
+        batch = asyncio.create_task(llm.batch_next_token_logprobs([[i] for i in range(5)]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        batch.cancel()
+        await asyncio.wait([batch])
+        assert llm.statistics().pending == 0
+        engine.release()
+
+    run_strictly(main())
+    assert llm.statistics().abandoned == 5
+
+
+def test_many_callers_cancelled_at_random_leave_the_rest_right(start):
+    llm, engine = start()
+
+    async def main():
+        tasks = [
+            asyncio.create_task(llm.next_token_logprobs([i % 16, i // 16])) for i in range(200)
+        ]
+        for turn in range(6):
+            for task in tasks[turn::7]:
+                task.cancel()
+            await asyncio.sleep(0)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        for i, answer in enumerate(answers):
+            if not isinstance(answer, asyncio.CancelledError):
+                torch.testing.assert_close(answer, oracle_row([i % 16, i // 16], None, 16))
+        assert any(isinstance(answer, torch.Tensor) for answer in answers)
+        assert any(isinstance(answer, asyncio.CancelledError) for answer in answers)
+
+    run_strictly(main())
+    assert llm.statistics().pending == 0

@@ -1,0 +1,173 @@
+"""Laws: `close`, `reset_async_queries` and the interpreter's exit leave no waiter hanging."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
+
+from genlm import AsyncLM, EngineClosedError, OutputCache, QueryResetError
+
+
+def start_waiters(llm, engine, pool):
+    """One request that the engine works on and one in the inbox, from two threads."""
+    engine.hold()
+    working = pool.submit(llm.next_token_logprobs_sync, [1])
+    engine.wait_until_entered()
+    queued = pool.submit(asyncio.run, llm.next_token_logprobs([2]))
+    while llm.statistics().pending < 2:
+        pass
+    return working, queued
+
+
+def test_close_fails_all_waiters_at_once_and_ends_the_thread(start):
+    llm, engine = start()
+    with ThreadPoolExecutor(3) as pool:
+        waiters = start_waiters(llm, engine, pool)
+        closing = pool.submit(llm.close)
+        for waiter in waiters:  # answered although the engine is still held in its step
+            with pytest.raises(EngineClosedError):
+                waiter.result(TIMEOUT_S)
+        assert not closing.done()
+        engine.release()
+        closing.result(TIMEOUT_S)
+    assert engine.closed
+    assert not any(thread.name == f"genlm-{llm.name}" for thread in threading.enumerate())
+
+
+def test_closing_twice_is_allowed_and_asking_afterwards_is_an_error(start):
+    llm, _ = start(output_cache=OutputCache(10))
+    llm.next_token_logprobs_sync([1])
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosedError, match="load the model again"):
+        llm.next_token_logprobs_sync([1])
+    with pytest.raises(EngineClosedError):
+        asyncio.run(llm.next_token_logprobs([1]))
+    with pytest.raises(EngineClosedError):
+        llm.add_new_lora("folder")
+    assert llm.statistics().requests >= 1
+
+
+def test_reset_fails_all_waiters_and_leaves_the_model_usable(start):
+    llm, engine = start()
+    with ThreadPoolExecutor(2) as pool:
+        waiters = start_waiters(llm, engine, pool)
+        llm.reset_async_queries()
+        for waiter in waiters:
+            with pytest.raises(QueryResetError):
+                waiter.result(TIMEOUT_S)
+    assert llm.statistics().pending == 0
+    engine.release()
+    torch.testing.assert_close(llm.next_token_logprobs_sync([1]), oracle_row([1], None, 16))
+    assert len(engine.aborted) == 1
+
+
+def test_a_call_on_the_engines_thread_that_close_overtakes_is_an_error(start):
+    llm, engine = start()
+    engine.hold()
+    with ThreadPoolExecutor(3) as pool:
+        asked = pool.submit(llm.next_token_logprobs_sync, [1])
+        engine.wait_until_entered()
+        loading = pool.submit(llm.add_new_lora, "folder")
+        while not llm._scheduler._worker._calls:
+            pass
+        closing = pool.submit(llm.close)
+        with pytest.raises(EngineClosedError):
+            loading.result(TIMEOUT_S)
+        engine.release()
+        closing.result(TIMEOUT_S)
+        with pytest.raises(EngineClosedError):
+            asked.result(TIMEOUT_S)
+
+
+def test_the_context_managers_close():
+    engine = ScriptedEngine()
+    with AsyncLM(lambda: engine):
+        assert not engine.closed
+    assert engine.closed
+
+    async_engine = ScriptedEngine()
+
+    async def main():
+        async with AsyncLM(lambda: async_engine) as llm:
+            await llm.next_token_logprobs([1])
+
+    asyncio.run(main())
+    assert async_engine.closed
+
+
+def test_a_model_that_is_dropped_without_close_ends_its_thread():
+    llm = AsyncLM(ScriptedEngine, name="dropped")
+    llm.next_token_logprobs_sync([1])
+    thread = next(t for t in threading.enumerate() if t.name == "genlm-dropped")
+    del llm
+    gc.collect()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def test_a_bound_model_keeps_the_engine_alive():
+    engine = ScriptedEngine()
+    llm = AsyncLM(lambda: engine)
+    llm.add_new_lora("folder", "a")
+    bound = llm.with_lora("a")
+    del llm
+    gc.collect()
+    row = bound.next_token_logprobs_sync([1])
+    torch.testing.assert_close(row, oracle_row([1], "a", 16))
+    bound.close()
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",  # the main thread ends while threads wait
+        "import sys; sys.exit(0)",
+        "raise SystemExit(0)",
+    ],
+)
+def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
+    program = textwrap.dedent("""
+        import asyncio, sys, threading
+        sys.path.insert(0, sys.argv[1])
+        from scripted import ScriptedEngine
+        from genlm import AsyncLM, EngineClosedError
+
+        engine = ScriptedEngine()
+        llm = AsyncLM(lambda: engine)
+        engine.hold()
+
+        def ask():
+            try:
+                llm.next_token_logprobs_sync([1])
+            except EngineClosedError:
+                print("told", flush=True)
+
+        threading.Thread(target=ask, daemon=True).start()
+        engine.wait_until_entered()
+
+        async def main():
+            asyncio.create_task(llm.next_token_logprobs([2]))
+            await asyncio.sleep(0)
+
+        asyncio.run(main())
+        engine.release()
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program + ending, str(pytestconfig.rootpath / "tests/support")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,161 @@
+"""Law: one bad request fails alone, also when the engine itself raises; a dead engine says why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from scripted import ScriptedEngine, oracle_row
+
+from genlm import (
+    Completion,
+    EngineDiedError,
+    EvaluationError,
+    QueryError,
+    TokenIdError,
+)
+
+
+async def ask_all(llm, contexts):
+    return await asyncio.gather(
+        *(llm.next_token_logprobs(ids) for ids in contexts), return_exceptions=True
+    )
+
+
+def test_a_request_that_makes_evaluate_raise_fails_alone(start):
+    llm, engine = start(ScriptedEngine(poison=[13]))
+    answers = asyncio.run(ask_all(llm, [[i] for i in range(16)]))
+    for i, answer in enumerate(answers):
+        if i == 13:
+            assert isinstance(answer, EvaluationError)
+            assert "ArithmeticError: poisoned sequence (13,)" in str(answer)
+            assert isinstance(answer.__cause__, ArithmeticError)
+        else:
+            torch.testing.assert_close(answer, oracle_row([i], None, 16))
+    assert llm.statistics().failed == 1
+    assert llm.statistics().answered == 15
+
+
+def test_a_request_refused_by_submit_fails_alone(start):
+    class Picky(ScriptedEngine):
+        def submit(self, query):
+            if 5 in query.token_ids:
+                raise TokenIdError(5, 0, 16)
+            super().submit(query)
+
+    llm, _ = start(Picky())
+    answers = asyncio.run(ask_all(llm, [[4], [5], [6]]))
+    assert isinstance(answers[1], TokenIdError)
+    assert answers[1].token_id == 5
+    torch.testing.assert_close(answers[0], oracle_row([4], None, 16))
+    torch.testing.assert_close(answers[2], oracle_row([6], None, 16))
+
+
+def test_callers_that_share_a_failed_evaluation_get_exceptions_of_their_own(start):
+    llm, _ = start(ScriptedEngine(poison=[1]))
+    first, second = asyncio.run(ask_all(llm, [[1], [1]]))
+    assert isinstance(first, EvaluationError)
+    assert isinstance(second, EvaluationError)
+    assert first is not second
+
+
+def test_a_step_that_raises_fails_what_is_in_the_engine_and_the_engine_stays_usable(start):
+    class Stumbling(ScriptedEngine):
+        stumbles = True
+
+        def step(self):
+            if self.stumbles:
+                self.stumbles = False
+                raise OSError("the device went away")
+            return super().step()
+
+    llm, engine = start(Stumbling())
+    answers = asyncio.run(ask_all(llm, [[1], [2]]))
+    for answer in answers:
+        assert isinstance(answer, EvaluationError)
+        assert "OSError: the device went away" in str(answer)
+    torch.testing.assert_close(llm.next_token_logprobs_sync([1]), oracle_row([1], None, 16))
+    assert len(engine.aborted) == 2
+
+
+def test_a_completion_without_result_or_error_is_an_error(start):
+    class Empty(ScriptedEngine):
+        def step(self):
+            return [Completion(completion.query_id) for completion in super().step()]
+
+    llm, _ = start(Empty())
+    with pytest.raises(EvaluationError, match="neither a result nor an error"):
+        llm.next_token_logprobs_sync([1])
+
+
+def test_completions_of_unknown_queries_are_ignored(start):
+    class Noisy(ScriptedEngine):
+        def step(self):
+            yield Completion(10**9, torch.zeros(16))
+            for completion in super().step():
+                yield completion
+                yield Completion(completion.query_id, torch.zeros(16))
+
+    llm, _ = start(Noisy())
+    torch.testing.assert_close(llm.next_token_logprobs_sync([1]), oracle_row([1], None, 16))
+
+
+@pytest.mark.parametrize("fatal", [SystemExit("stop"), KeyboardInterrupt()])
+def test_an_engine_thread_that_dies_fails_all_waiters_and_says_why(start, fatal, caplog):
+    class Dying(ScriptedEngine):
+        def step(self):
+            if len(self.batches) == 1:
+                raise fatal
+            return super().step()
+
+    llm, engine = start(Dying(), max_batch_size=2)
+
+    async def main():
+        return await ask_all(llm, [[i] for i in range(6)])
+
+    with caplog.at_level(logging.CRITICAL, "genlm"):
+        answers = asyncio.run(main())
+    assert sum(isinstance(answer, torch.Tensor) for answer in answers) == 2
+    dead = [answer for answer in answers if not isinstance(answer, torch.Tensor)]
+    for answer in dead:
+        assert isinstance(answer, EngineDiedError)
+        assert type(fatal).__name__ in str(answer)
+        assert answer.__cause__ is fatal
+    with pytest.raises(EngineDiedError, match=type(fatal).__name__):
+        llm.next_token_logprobs_sync([1])
+    llm._scheduler._worker.join(30)
+    assert engine.closed
+
+
+def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
+    class Unstorable(Exception):
+        pass
+
+    from genlm import Query, Scheduler
+
+    def store(query, _):
+        if query.token_ids == (2,):
+            raise Unstorable("no room")
+
+    scheduler = Scheduler(ScriptedEngine, on_result=store)
+
+    async def main():
+        return await asyncio.gather(
+            *(scheduler.answer(Query(i, (i,))) for i in range(4)), return_exceptions=True
+        )
+
+    answers = asyncio.run(main())
+    scheduler.close()
+    assert isinstance(answers[2], EvaluationError)
+    assert isinstance(answers[2].__cause__, Unstorable)
+    assert sum(isinstance(answer, torch.Tensor) for answer in answers) == 3
+
+
+def test_invalid_requests_never_reach_the_engine(start):
+    llm, engine = start(ScriptedEngine(max_context=3))
+    answers = asyncio.run(ask_all(llm, [[], [16], [-1], [1, 2, 3, 4], ["a"], [1.5], [1]]))
+    assert all(isinstance(answer, QueryError) for answer in answers[:-1])
+    torch.testing.assert_close(answers[-1], oracle_row([1], None, 16))
+    assert engine.batches == [[(1,)]]

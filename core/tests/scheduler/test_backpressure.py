@@ -44,19 +44,24 @@ def test_a_caller_that_leaves_while_held_back_gives_its_place_to_the_next(start)
     assert engine.batches == [[(0,)], [(2,)], [(3,)]]
 
 
-def test_a_caller_that_leaves_the_engine_lets_the_next_one_in(start):
-    llm, engine = start(max_pending=2)
+def test_a_caller_that_leaves_the_inbox_lets_the_next_one_in(start):
+    llm, engine = start(max_pending=3)
+    engine.hold()
 
     async def main():
+        first = asyncio.create_task(llm.next_token_logprobs([9]))
+        await asyncio.to_thread(engine.wait_until_entered)
         tasks = [asyncio.create_task(llm.next_token_logprobs([i])) for i in range(4)]
         await asyncio.sleep(0)
         tasks[0].cancel()
         await asyncio.wait([tasks[0]])
-        assert llm.statistics().pending == 2
-        await asyncio.gather(*tasks[1:])
+        statistics = llm.statistics()
+        assert (statistics.pending, statistics.waiting) == (3, 1)
+        engine.release()
+        await asyncio.gather(first, *tasks[1:])
 
     asyncio.run(main())
-    assert (0,) not in [ids for batch in engine.batches for ids in batch]
+    assert [ids for batch in engine.batches for ids in batch] == [(9,), (1,), (2,), (3,)]
 
 
 def test_requests_join_one_that_is_held_back(start):

@@ -110,7 +110,7 @@ def test_cancelling_a_batch_call_abandons_all_its_sequences(start):
 
 
 def test_many_callers_cancelled_at_random_leave_the_rest_right(start):
-    llm, engine = start()
+    llm, _ = start()
 
     async def main():
         tasks = [

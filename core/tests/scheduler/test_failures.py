@@ -1,4 +1,4 @@
-"""Law: one bad request fails alone, also when the engine itself raises; a dead engine says why."""
+"""Laws: one bad request fails alone, also when the engine raises; a dead engine says why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def ask_all(llm, contexts):
 
 
 def test_a_request_that_makes_evaluate_raise_fails_alone(start):
-    llm, engine = start(ScriptedEngine(poison=[13]))
+    llm, _ = start(ScriptedEngine(poison=[13]))
     answers = asyncio.run(ask_all(llm, [[i] for i in range(16)]))
     for i, answer in enumerate(answers):
         if i == 13:

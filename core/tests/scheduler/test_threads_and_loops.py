@@ -1,4 +1,4 @@
-"""Laws: several threads and event loops at once; sync calls inside and outside running loops."""
+"""Laws: several threads and event loops at once; sync calls in and out of running loops."""
 
 from __future__ import annotations
 

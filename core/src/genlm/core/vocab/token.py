@@ -29,7 +29,8 @@ class Token(bytes):
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
         """Join an id and its bytes."""
-        self = super().__new__(cls, byte_string)
+        # Not super(): vocabularies make one of these for every id.
+        self = bytes.__new__(cls, byte_string)
         self.token_id = token_id
         return self
 

@@ -40,7 +40,10 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
     if plain is None:
         return
     spelling = {value[0]: key for key, value in bytes_by_id.items() if len(value) == 1}
-    contexts = [_context(key, value, spelling) for key, value in bytes_by_id.items()]
+    contexts = [
+        ((key,), value) if value.isascii() else _context(key, value, spelling)
+        for key, value in bytes_by_id.items()
+    ]
     try:
         if _agree(contexts, plain, decode):
             return
@@ -122,7 +125,7 @@ def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
 
 def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Context:
     """The token among single-byte tokens that complete its first and last characters."""
-    if value.isascii() or is_text(value):
+    if is_text(value):
         return (token_id,), value
     continuations = 0
     while continuations < len(value) and value[continuations] & 0xC0 == 0x80:

@@ -58,11 +58,14 @@ class OutputCache:
     def put(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of a row, evicting the least recently used ones it displaces.
 
-        Overwriting a key evicts nobody else. A row larger than `max_bytes` is left out.
+        Overwriting a row with one of its size evicts nobody else. A row larger than
+        `max_bytes` is not kept, and neither is the one that it was to replace.
         """
-        if self.max_entries == 0 or (
-            self.max_bytes is not None and row.nbytes > self.max_bytes
-        ):
+        if self.max_entries == 0:
+            return
+        if self.max_bytes is not None and row.nbytes > self.max_bytes:
+            with self._lock:
+                self._entries.pop(key, None)
             return
         on_cpu = self.move_to_cpu and row.device.type != "cpu"
         kept = row.cpu() if on_cpu else row.clone()

@@ -35,12 +35,15 @@ def draw_token(
 
     Args:
         logprobs: Shape `(vocab_size,)`, not necessarily normalised; not changed.
-        temperature: Not negative.
+        temperature: Finite and not negative, however small.
         generator: Gives one uniform number, whatever the row.
     """
     if temperature == 0:
         return int(torch.argmax(logprobs))
-    cumulative = torch.softmax(logprobs.double() / temperature, dim=-1).cumsum(-1)
+    logits = logprobs.double()
+    # The largest becomes 0 before the division, which could take all of them to -inf.
+    logits = (logits - logits.max()) / temperature
+    cumulative = torch.softmax(logits, dim=-1).cumsum(-1)
     threshold = cumulative[-1:] * generator.random()
     return int(torch.searchsorted(cumulative, threshold, right=True))
 

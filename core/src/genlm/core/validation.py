@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     TokenIds = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
 
-__all__ = ["checked_token_ids"]
+__all__ = ["checked_integers", "checked_token_ids"]
 
 
 def checked_token_ids(
@@ -38,14 +38,7 @@ def checked_token_ids(
         ContextLengthError: More than `max_context` ids.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    if isinstance(token_ids, (str, bytes, bytearray)) or not isinstance(token_ids, Iterable):
-        raise TokenTypeError(f"{type(token_ids).__name__} {_shortened(token_ids)}")
-    array_values = getattr(token_ids, "tolist", None)
-    values: Any = token_ids if array_values is None else array_values()
-    try:
-        ids = tuple(map(index, values))
-    except TypeError:
-        raise TokenTypeError(_first_wrong(values)) from None
+    ids = checked_integers(token_ids)
     if not ids:
         raise EmptySequenceError
     if max_context is not None and len(ids) > max_context:
@@ -56,13 +49,42 @@ def checked_token_ids(
     return ids
 
 
+def checked_integers(values: TokenIds) -> tuple[int, ...]:
+    """Return a flat sequence of integers as a tuple of Python integers.
+
+    Sets, mappings and generators are refused: they have no order or give it once. So
+    are arrays of booleans, which are masks.
+
+    Raises:
+        TokenTypeError: Not a flat sequence of integers.
+    """
+    array_values = getattr(values, "tolist", None)
+    if array_values is None and (
+        isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
+    ):
+        raise TokenTypeError(f"{type(values).__name__} {_shortened(values)}")
+    if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:
+        raise TokenTypeError("an array of booleans")
+    plain: Any = values if array_values is None else array_values()
+    try:
+        return tuple(map(index, plain))
+    except TypeError:
+        raise TokenTypeError(_first_wrong(plain)) from None
+
+
 def _first_wrong(values: Any) -> str:
     if not isinstance(values, Iterable):
         return f"a single {type(values).__name__}, {_shortened(values)}"
-    for position, value in enumerate(values):
-        if not hasattr(value, "__index__"):
-            return f"{type(value).__name__} {_shortened(value)} at position {position}"
-    return "an array that is not one-dimensional"
+    position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
+    return f"{type(value).__name__} {_shortened(value)} at position {position}"
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _shortened(value: object) -> str:

@@ -1,0 +1,213 @@
+"""Draws follow the row, never leave its support, and repeat with their seed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import oracle_row
+
+from genlm.core.query import SamplingParams
+from genlm.core.sampling import draw_token, draw_tokens, stream_seeds
+
+LARGEST_UNIFORM = 1 - 2**-53
+INF = math.inf
+
+
+class FixedUniform(np.random.Generator):
+    """Gives the uniform numbers that the test chose, and none beyond them."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.values = list(values)
+
+    def random(self, *args: Any, **kwargs: Any) -> Any:
+        return self.values.pop(0)
+
+
+# -- one draw -------------------------------------------------------------------------
+
+
+CHI_SQUARE_LIMIT = 23.5
+"""Exceeded by chance once in 10,000 runs with 4 degrees of freedom."""
+
+
+def chi_square(draws: list[int], logprobs: torch.Tensor, temperature: float) -> float:
+    """The statistic of draws against `exp(logprobs / temperature)`, impossible ids aside."""
+    expected = torch.exp(logprobs.double() / temperature).numpy()
+    expected = len(draws) * expected / expected.sum()
+    counts = np.bincount(draws, minlength=len(expected))
+    assert not counts[expected == 0].any()
+    possible = expected > 0
+    return float(np.sum((counts - expected)[possible] ** 2 / expected[possible]))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_tempered_distribution_and_no_other(temperature: float) -> None:
+    # The seed is fixed, so the outcome is too.
+    row = oracle_row([1, 2], None, 6).index_fill(0, torch.tensor([3]), -INF)
+    generator = np.random.default_rng(17)
+    draws = [draw_token(row, temperature, generator) for _ in range(10_000)]
+    assert chi_square(draws, row, temperature) < CHI_SQUARE_LIMIT
+    for other in (0.8 * temperature, 1.25 * temperature):
+        assert chi_square(draws, row, other) > CHI_SQUARE_LIMIT
+
+
+def test_each_uniform_number_gives_the_token_whose_interval_it_is_in() -> None:
+    row = torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25]).log()
+    uniforms = [0.0, 0.2499, 0.2501, 0.7499, 0.7501, LARGEST_UNIFORM]
+    generator = FixedUniform(*uniforms)
+    assert [draw_token(row, 1.0, generator) for _ in uniforms] == [1, 1, 2, 2, 4, 4]
+
+
+@given(
+    probabilities=st.lists(st.sampled_from([0.0, 1e-300, 1e-30, 0.1, 1.0]), min_size=1).filter(
+        any
+    ),
+    temperature=st.sampled_from([1e-310, 1e-3, 1.0, 7.0, 1e300]),
+    uniform=st.sampled_from([0.0, 2**-53, 0.5, LARGEST_UNIFORM]),
+)
+def test_an_impossible_token_is_never_drawn_even_at_the_extremes(
+    probabilities: list[float], temperature: float, uniform: float
+) -> None:
+    row = torch.tensor(probabilities, dtype=torch.float64).log()
+    token_id = draw_token(row, temperature, FixedUniform(uniform))
+    assert 0 <= token_id < len(probabilities)
+    assert probabilities[token_id] > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000, 128_000])
+def test_the_largest_uniform_number_draws_the_last_possible_token(size: int) -> None:
+    row = torch.full((size + 3,), -math.log(size))
+    row[size:] = -INF
+    assert draw_token(row, 1.0, FixedUniform(LARGEST_UNIFORM)) == size - 1
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-308, 5e-324])
+def test_a_vanishing_temperature_draws_the_most_likely_token(temperature: float) -> None:
+    row = torch.tensor([-30.0, -1.0, -0.5, -20.0])
+    for uniform in (0.0, 0.5, LARGEST_UNIFORM):
+        assert draw_token(row, temperature, FixedUniform(uniform)) == 2
+
+
+def test_temperature_0_takes_the_first_of_the_most_likely_without_drawing() -> None:
+    row = torch.tensor([-5.0, -1.0, -INF, -1.0])
+    assert draw_token(row, 0, FixedUniform()) == 1
+    assert draw_token(row, 0.0, FixedUniform()) == 1
+
+
+def test_one_uniform_number_is_used_whatever_the_row() -> None:
+    for row in (torch.zeros(1), torch.tensor([0.0, -INF]), oracle_row([1], None, 9)):
+        generator = FixedUniform(0.5, 0.5)
+        draw_token(row, 1.0, generator)
+        assert len(generator.values) == 1
+
+
+def test_the_row_need_not_be_normalised_and_is_not_changed() -> None:
+    row = oracle_row([1, 2, 3], None, 9)
+    before = row.clone()
+    for uniform in np.linspace(0, LARGEST_UNIFORM, 50):
+        own = draw_token(row, 0.7, FixedUniform(uniform))
+        assert own == draw_token(row + 40, 0.7, FixedUniform(uniform))
+    assert torch.equal(row, before)
+
+
+# -- seeds ----------------------------------------------------------------------------
+
+
+@given(st.none() | st.integers(0, 2**64), st.integers(0, 40))
+def test_stream_seeds_are_distinct_and_fit_signed_64_bits(seed: int | None, count: int) -> None:
+    seeds = stream_seeds(seed, count)
+    assert len(set(seeds)) == len(seeds) == count
+    assert all(type(each) is int and 0 <= each < 2**63 for each in seeds)
+
+
+@given(st.integers(0, 2**64), st.integers(0, 20), st.integers(0, 20))
+def test_the_first_seeds_do_not_depend_on_how_many_there_are(
+    seed: int, few: int, more: int
+) -> None:
+    assert stream_seeds(seed, few + more)[:few] == stream_seeds(seed, few)
+
+
+def test_neighbouring_seeds_share_no_stream() -> None:
+    assert len({each for seed in range(100) for each in stream_seeds(seed, 20)}) == 2000
+
+
+def test_without_a_seed_the_streams_are_fresh() -> None:
+    assert stream_seeds(None, 3) != stream_seeds(None, 3)
+
+
+# -- a continuation -------------------------------------------------------------------
+
+
+class Successor:
+    """A model certain that token n is followed by n + 1; records what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    async def __call__(self, sequence: Sequence[int]) -> torch.Tensor:
+        self.asked.append(list(sequence))
+        row = torch.full((50,), -INF)
+        row[sequence[-1] + 1] = 0.0
+        return row
+
+
+def drawn(
+    model: Successor, params: SamplingParams, max_context: int | None = None
+) -> list[int]:
+    return asyncio.run(draw_tokens(model, (3, 4), params, max_context))
+
+
+def test_a_continuation_asks_for_the_row_after_each_of_its_tokens() -> None:
+    model = Successor()
+    assert drawn(model, SamplingParams(3, seed=0)) == [5, 6, 7]
+    assert model.asked == [[3, 4], [3, 4, 5], [3, 4, 5, 6]]
+
+
+def test_a_continuation_ends_before_a_stop_id() -> None:
+    model = Successor()
+    params = SamplingParams(9, stop_token_ids=frozenset({7, 20}), seed=0)
+    assert drawn(model, params) == [5, 6]
+    assert len(model.asked) == 3
+
+
+def test_a_stop_id_of_the_prompt_ends_nothing() -> None:
+    params = SamplingParams(2, stop_token_ids=frozenset({3, 4}), seed=0)
+    assert drawn(Successor(), params) == [5, 6]
+
+
+@pytest.mark.parametrize(("max_context", "expected"), [(2, [5]), (4, [5, 6, 7])])
+def test_a_continuation_ends_when_no_longer_sequence_can_be_asked(
+    max_context: int, expected: list[int]
+) -> None:
+    model = Successor()
+    assert drawn(model, SamplingParams(9, seed=0), max_context) == expected
+    assert max(map(len, model.asked)) == max_context
+
+
+def test_a_continuation_of_no_tokens_asks_nothing() -> None:
+    model = Successor()
+    assert drawn(model, SamplingParams(0, seed=0)) == []
+    assert model.asked == []
+
+
+def test_a_continuation_is_the_chain_of_draws_from_its_seed() -> None:
+    async def rows(sequence: Sequence[int]) -> torch.Tensor:
+        return oracle_row(sequence, None, 30)
+
+    params = SamplingParams(12, temperature=1.3, seed=5)
+    found = asyncio.run(draw_tokens(rows, (1,), params, None))
+    generator = np.random.default_rng(5)
+    sequence = [1]
+    for _ in range(12):
+        row = oracle_row(sequence, None, 30)
+        sequence.append(draw_token(row, 1.3, generator))
+    assert found == sequence[1:]

@@ -1,0 +1,38 @@
+# A fresh machine needs Python >= 3.11 (with venv), pip and make, nothing else.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PACKAGES := core plugins/genlm-hf
+
+# More OpenMP threads than free cores make torch several times slower.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)  ## particles of the embedded model under a hard constraint
+	$(BIN)/genlm demo
+
+test: $(READY)  ## everything that CI runs
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(READY)  ## run the benchmarks and append to benchmarks/results/
+	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench --save || exit 1; done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY): requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
+	touch $@

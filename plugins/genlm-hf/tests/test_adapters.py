@@ -152,7 +152,7 @@ def test_names_that_peft_forbids_work(engine: Any, base: Any, saved: Any) -> Non
 
 def test_an_unknown_adapter_fails_alone(engine: Any, base: Any, saved: Any) -> None:
     engine.add_adapter("red", saved["red"][0])
-    with pytest.raises(UnknownAdapterError, match="no adapter named 'green'. Loaded: red"):
+    with pytest.raises(UnknownAdapterError, match=r"no adapter named 'green'\. Loaded: red"):
         engine.submit(Query(7, (3, 4), "green"))
     assert largest_error(engine, saved, None, "red") <= 1e-4
 

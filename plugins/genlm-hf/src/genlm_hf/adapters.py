@@ -47,14 +47,15 @@ class Adapters:
             raise AdapterError(
                 f"an adapter named {name!r} is loaded already; take another name"
             )
-        config = _read_config(name, path)
+        folder = str(Path(path).expanduser())
+        config = _read_config(name, folder)
         # peft forbids some names (dots, for one), so it never sees the user's.
         inner = f"genlm_{len(self._inner_names)}"
         before = _Snapshot(self._model)
         try:
             peft_model = self._inject(inner, config)
             report = peft_model.load_adapter(
-                path, inner, torch_device="cpu", low_cpu_mem_usage=True
+                folder, inner, torch_device="cpu", low_cpu_mem_usage=True
             )
             _refuse_misfit(report, before.put_weights_back())
         except Exception as error:
@@ -141,7 +142,7 @@ class _Snapshot:
 def _read_config(name: str, path: str) -> Any:
     import peft
 
-    folder = Path(path).expanduser()
+    folder = Path(path)
     weights = [folder / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
     if not (folder / "adapter_config.json").is_file() or not any(w.is_file() for w in weights):
         raise AdapterError(
@@ -149,7 +150,7 @@ def _read_config(name: str, path: str) -> Any:
             f"adapter_model.safetensors, as peft's save_pretrained writes it"
         )
     try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
+        config = peft.PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise AdapterError(
             f"adapter {name!r}: {path!r} has no valid config: {error}"

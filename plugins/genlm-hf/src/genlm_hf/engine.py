@@ -130,11 +130,8 @@ class HFEngine(BatchEngine):
         )
 
     def _padding_is_safe(self) -> bool:
-        ids = sample_ids(
-            self.vocabulary.tokenizer,
-            min(self._embedding_rows, self.vocabulary.size),
-            self.max_context,
-        )
+        known = min(self._embedding_rows, self.vocabulary.size)
+        ids = sample_ids(self.vocabulary.tokenizer, known, self.max_context)
         return padding_is_safe(self._logits, ids)
 
     def submit(self, query: Query) -> None:

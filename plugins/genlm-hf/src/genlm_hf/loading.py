@@ -176,7 +176,7 @@ def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
     """Call `from_pretrained`, reporting failures with what was asked for."""
     try:
         return auto_class.from_pretrained(source, **arguments)
-    except (ImportError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except Exception as error:
         if isinstance(error, ImportError) and error.name:
             raise MissingRequirementError(
                 f"model {source!r}", [error.name], "install the package that provides it"

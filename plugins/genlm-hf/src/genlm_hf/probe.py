@@ -39,16 +39,23 @@ def padding_is_safe(logits: Logits, ids: Sequence[int]) -> bool:
 
     Args:
         logits: Runs the model.
-        ids: At least two token ids.
+        ids: A sequence to try, of no less than one token.
 
     Raises:
         ModelLoadError: The row also depends on tokens that come later, so the
-            model is no causal language model (BERT without `is_decoder`, XLNet).
+            model is no causal language model (BERT without `is_decoder`, XLNet);
+            or it does not run on token ids alone.
     """
-    end = len(ids) // 2 - 1
+    end = max(len(ids) // 2 - 1, 0)
     start = ids[: end + 1]
-    alone = logits([start], [end])
-    padded, continued = logits([start, ids], [end, end])[:, None]
+    try:
+        alone = logits([start], [end])
+        padded, continued = logits([start, ids], [end, end])[:, None]
+    except Exception as error:
+        raise ModelLoadError(
+            f"a first forward pass over {len(ids)} tokens raised {type(error).__name__}: "
+            f"{error}; the model must run on token ids alone and have room to"
+        ) from error
     tolerance = _TOLERANCE.get(alone.dtype, _HALF_PRECISION_TOLERANCE)
     if _total_variation(alone, continued) > tolerance:
         raise ModelLoadError(

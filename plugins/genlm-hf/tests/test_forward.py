@@ -1,0 +1,66 @@
+"""The padded forward pass computes no logits that nobody asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from genlm_hf.forward import next_logits
+
+from .tiny import WIDTH, alone, ids_of_lengths
+
+CPU = torch.device("cpu")
+
+
+def test_the_output_embedding_sees_one_position_per_sequence(llama: Any) -> None:
+    seen = []
+    llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    next_logits(llama, ids_of_lengths(9, 23, 4), pad_id=0, device=CPU)
+    assert seen == [(3, 1, WIDTH)]
+
+
+def test_a_model_that_hides_its_output_embedding_is_right_too(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "get_output_embeddings", lambda: None)
+    sequences = ids_of_lengths(9, 23, 1)
+    logits = next_logits(llama, sequences, pad_id=0, device=CPU)
+    for ids, row in zip(sequences, logits):
+        assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
+
+
+def test_earlier_positions_can_be_asked_for(llama: Any) -> None:
+    [ids] = ids_of_lengths(9)
+    logits = next_logits(llama, [ids, ids], pad_id=0, device=CPU, positions=[2, 8])
+    assert (logits[0].log_softmax(-1) - alone(llama, ids[:3], WIDTH)).abs().max() <= 1e-4
+    assert (logits[1].log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
+
+
+def test_the_hook_is_gone_when_the_model_raises(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    llama.train()
+    monkeypatch.setattr(llama.model, "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next_logits(llama, [[3]], pad_id=0, device=CPU)
+    assert not llama.lm_head._forward_pre_hooks
+    assert all(module.training for module in llama.modules())
+
+
+def test_forwards_of_older_signatures_are_called_with_what_they_take(llama: Any) -> None:
+    class Old(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+            return (llama(input_ids).logits,)
+
+        def get_output_embeddings(self) -> Any:
+            return llama.lm_head
+
+    sequences = ids_of_lengths(9, 4)
+    logits = next_logits(Old(), sequences, pad_id=0, device=CPU)
+    for ids, row in zip(sequences, logits):
+        assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4

@@ -1,0 +1,101 @@
+"""End to end: `genlm.load_model(..., backend="hf")`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import genlm
+from genlm_hf.engine import HFEngine
+
+from .test_adapters import make_adapter
+from .tiny import alone, ids_of_lengths
+
+SEQUENCES = ids_of_lengths(9, 1, 23, 4, 23)
+
+
+@pytest.fixture
+def lm(folder: Path) -> Iterator[genlm.AsyncLM]:
+    with genlm.load_model(str(folder), backend="hf", device="cpu") as lm:
+        yield lm
+
+
+@pytest.fixture
+def adapter(llama: Any, tmp_path: Path) -> tuple[str, Any]:
+    return str(tmp_path / "red"), make_adapter(llama, tmp_path / "red", 3)
+
+
+def test_concurrent_requests_equal_unbatched_forward_passes(lm: Any, llama: Any) -> None:
+    async def ask() -> list[torch.Tensor]:
+        return await asyncio.gather(*map(lm.next_token_logprobs, SEQUENCES))
+
+    rows = asyncio.run(ask())
+    for ids, row in zip(SEQUENCES, rows, strict=True):
+        assert (row - alone(llama, ids)).abs().max() <= 1e-4
+
+
+def test_one_gather_mixes_adapters_and_the_base_model(
+    lm: Any, llama: Any, adapter: tuple[str, Any]
+) -> None:
+    path, adapted = adapter
+    lm.add_new_lora(path, "red")
+
+    async def ask() -> list[torch.Tensor]:
+        return await asyncio.gather(
+            *(
+                lm.next_token_logprobs(ids, lora_name=name)
+                for ids in SEQUENCES
+                for name in (None, "red")
+            )
+        )
+
+    rows = asyncio.run(ask())
+    for ids, base_row, red_row in zip(SEQUENCES, rows[::2], rows[1::2], strict=True):
+        assert (base_row - alone(llama, ids)).abs().max() <= 1e-4
+        assert (red_row - alone(adapted, ids)).abs().max() <= 1e-4
+
+
+def test_a_stateful_adapter_is_never_stale(
+    lm: Any, llama: Any, adapter: tuple[str, Any]
+) -> None:
+    path, adapted = adapter
+    lm.add_new_lora(path, "red")
+    ids = SEQUENCES[0]
+    for _ in range(2):
+        lm.set_lora("red")
+        row = lm.next_token_logprobs_sync(ids)
+        assert (row - alone(adapted, ids)).abs().max() <= 1e-4
+        lm.clear_lora()
+        row = lm.next_token_logprobs_sync(ids)
+        assert (row - alone(llama, ids)).abs().max() <= 1e-4
+
+
+def test_wrong_requests_fail_alone(lm: Any, llama: Any) -> None:
+    async def ask() -> list[Any]:
+        wrong: list[Any] = [[], [3] * 65, [300], [-1]]
+        return await asyncio.gather(
+            *map(lm.next_token_logprobs, [*wrong, SEQUENCES[0]]), return_exceptions=True
+        )
+
+    empty, long, beyond, negative, row = asyncio.run(ask())
+    assert isinstance(empty, genlm.EmptySequenceError)
+    assert isinstance(long, genlm.ContextLengthError)
+    assert isinstance(beyond, genlm.TokenIdError)
+    assert isinstance(negative, genlm.TokenIdError)
+    assert (row - alone(llama, SEQUENCES[0])).abs().max() <= 1e-4
+
+
+def test_objects_of_the_users_own_are_served(llama: Any, tokenizer: Any) -> None:
+    with genlm.AsyncLM(lambda: HFEngine.from_model(llama, tokenizer), name="hf") as lm:
+        row = lm.next_token_logprobs_sync(SEQUENCES[0])
+        assert (row - alone(llama, SEQUENCES[0])).abs().max() <= 1e-4
+
+
+def test_an_unknown_option_names_the_known_ones(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"devise.*bitsandbytes_opts"):
+        genlm.load_model(str(folder), backend="hf", devise="cpu")

@@ -74,3 +74,20 @@ def test_an_added_token_must_be_read_from_its_content():
     check_added(lambda text: [7], 7, "<x>", Tok())
     with pytest.raises(VocabularyError, match=r"Tok has the added token '<x>' \(id 7\)"):
         check_added(lambda text: [1, 2], 7, "<x>", Tok())
+
+
+@pytest.mark.parametrize(
+    ("true", "believed"),
+    [
+        (b"\x82xy", b"\x83xy"),
+        (b"\x82\x80xy", b"\x82\x81xy"),
+        (b"\x82\x80\x80xy", b"\x83\x80\x80xy"),
+        (b"xy\xf2", b"xy\xf3"),
+        (b"xy\xe0", b"xy\xe1"),
+        (b"xy\xf0", b"xy\xf1"),
+    ],
+)
+def test_pieces_that_replacement_characters_would_hide_are_compared_exactly(true, believed):
+    assert true.decode(errors="replace") == believed.decode(errors="replace")
+    with pytest.raises(VocabularyError, match=r"\b400\b"):
+        check_decoding(VOCAB | {400: believed}, decoding(VOCAB | {400: true}), Tok())

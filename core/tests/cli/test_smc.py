@@ -156,6 +156,8 @@ def test_every_particle_obeys_and_weights_sum_to_one(llm: genlm.AsyncLM, size: i
             assert weights.sum() == pytest.approx(1, abs=1e-12)
             assert (weights >= 0).all()
             assert log_evidence <= 0
+            ended = all(particle[-1] == EOS for particle in particles)
+            assert not ended or step == len(populations)
             for particle in particles:
                 assert obeys(particle)
                 assert particle[:2] == prompt
@@ -219,7 +221,18 @@ def test_a_dead_end_costs_its_weight_and_keeps_the_evidence_unbiased(
 
 def test_no_way_on_is_an_error(llm: genlm.AsyncLM) -> None:
     with pytest.raises(ValueError, match=r"math domain|positive"):
-        run(llm, (2, 2), size=3, seed=0)
+        run(llm, (3,), size=3, seed=0, table=np.full((2, len(TOKENS)), 1))
+
+
+def test_a_prompt_may_break_the_rule_and_its_continuation_begins_afresh(
+    llm: genlm.AsyncLM,
+) -> None:
+    begun = set()
+    for seed in range(10):
+        for particle in run(llm, (2, 2), size=10, seed=seed)[-1][0]:
+            assert obeys(particle[2:])
+            begun.add(particle[2])
+    assert {1, 2} <= begun
 
 
 def test_seeds_reproduce_and_differ(llm: genlm.AsyncLM) -> None:

@@ -41,7 +41,7 @@ async def steer(
     """Yield the particles (prompt included), their weights and the log-evidence each step."""
     rng, log_evidence, state = np.random.default_rng(seed), 0.0, 0
     for token in prompt:
-        state = table[state, token]
+        state = table[state, token] % (len(table) - 1)  # a prompt may break the rule
     texts, states = [tuple(prompt)] * size, np.full(size, state)
     live, weights = np.full(size, True), np.full(size, 1 / size)
     for _ in range(steps):

@@ -1,0 +1,216 @@
+"""`genlm demo`: a few samples, then the SMC example on the same model, with figures."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+    from genlm.core.lm import AsyncLM
+
+__all__ = ["Particle", "Report", "demo"]
+
+_SAMPLES = 3
+_WORD = re.compile(rb"[A-Za-z\x80-\xff]+")
+_FIGURES = (
+    "requests",
+    "joined",
+    "cache_hits",
+    "batches",
+    "largest_batch",
+    "mean_batch_size",
+)
+_MODELS = {"reference": "default"}  # every other engine calls its demonstration model "demo"
+
+
+@dataclasses.dataclass(frozen=True)
+class Particle:
+    """One weighted text, prompt included."""
+
+    text: str
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a demonstration found; `--json` prints it.
+
+    Attributes:
+        backend: Name of the engine.
+        model: What the engine loaded.
+        prompt: What every text begins with.
+        constraint: What the particles keep to, in words.
+        seed: Of the samples and of the particles.
+        samples: Texts drawn without the constraint.
+        particles: Texts drawn under it, the heaviest first; the weights sum to 1.
+        effective_sample_size: 1 over the sum of the squared weights.
+        log_evidence: Estimated log-probability that the model keeps to the constraint.
+        tokens: Tokens drawn for the particles, those resampled away included.
+        seconds: Time that took.
+        tokens_per_second: Their ratio.
+        statistics: The batching and caching figures of `llm.statistics()`, for samples
+            and particles together.
+    """
+
+    backend: str
+    model: str
+    prompt: str
+    constraint: str
+    seed: int
+    samples: list[str]
+    particles: list[Particle]
+    effective_sample_size: float
+    log_evidence: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    statistics: dict[str, int | float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    prompt: str
+    particles: int
+    max_tokens: int
+    max_letters: int
+    seed: int
+
+
+def demo(
+    *,
+    backend: Annotated[
+        str, typer.Option(envvar="GENLM_BACKEND", help="An engine; see `genlm plugins`.")
+    ] = "hf",
+    model: Annotated[
+        str | None, typer.Option(help="What the engine calls a model.", show_default="demo")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="What every text begins with.")] = "The",
+    particles: Annotated[int, typer.Option(min=1, help="Texts under the constraint.")] = 50,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text, at most.")] = 40,
+    max_letters: Annotated[int, typer.Option(min=1, help="The longest word allowed.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of all randomness.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Draw texts freely, then in short words only, and say how fast it went."""
+    from genlm.core.loading import load_model
+
+    if max(map(len, _WORD.findall(prompt.encode())), default=0) > max_letters:
+        raise typer.BadParameter(
+            f"the prompt {prompt!r} itself has a word of more than {max_letters} letters",
+            param_hint="--prompt",
+        )
+    model = model or _MODELS.get(backend, "demo")
+    plan = _Plan(prompt, particles, max_tokens, max_letters, seed)
+    terminal = Console(stderr=True)
+    with (
+        load_model(model, backend) as llm,
+        Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
+    ):
+        task = bar.add_task("steering", total=max_tokens)
+        report = asyncio.run(_report(llm, model, plan, lambda: bar.advance(task)))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        _print(report, Console())
+
+
+async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], None]) -> Report:
+    """Draw the samples, then the particles, from independent streams of one seed."""
+    ids = llm.tokenizer.encode(plan.prompt)
+    drawn = await llm.batch_sample(
+        [ids] * _SAMPLES, plan.max_tokens, [llm.tokenizer.eos_token_id], seed=plan.seed
+    )
+    asked = llm.statistics().requests
+    began = time.perf_counter()
+    texts, weights, log_evidence = await _steered(llm, ids, plan, on_step)
+    seconds = time.perf_counter() - began
+    statistics = llm.statistics()
+    tokens = statistics.requests - asked  # one row for each token drawn
+    heaviest_first = sorted(range(len(texts)), key=lambda i: -weights[i])
+    return Report(
+        backend=llm.name,
+        model=model,
+        prompt=plan.prompt,
+        constraint=f"no word has more than {plan.max_letters} letters",
+        seed=plan.seed,
+        samples=[_text(llm, [*ids, *sample]) for sample in drawn],
+        particles=[Particle(_text(llm, texts[i]), float(weights[i])) for i in heaviest_first],
+        effective_sample_size=1 / float((weights**2).sum()),
+        log_evidence=log_evidence,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        statistics={name: getattr(statistics, name) for name in _FIGURES},
+    )
+
+
+async def _steered(
+    llm: AsyncLM, ids: list[int], plan: _Plan, on_step: Callable[[], None]
+) -> tuple[list[tuple[int, ...]], np.ndarray, float]:
+    """Return the last population of the SMC example."""
+    from genlm.cli.smc import max_word_length, steer
+
+    table = max_word_length(plan.max_letters, llm)
+    async for texts, weights, log_evidence in steer(
+        llm, ids, table, size=plan.particles, steps=plan.max_tokens, seed=plan.seed
+    ):
+        on_step()
+        last = texts, weights, log_evidence
+    return last
+
+
+def _text(llm: AsyncLM, token_ids: Sequence[int]) -> str:
+    """Decode without the end of text, which only says that the text ended."""
+    text: str = llm.tokenizer.decode(
+        [token_id for token_id in token_ids if token_id != llm.tokenizer.eos_token_id]
+    )
+    return text
+
+
+def _print(report: Report, console: Console) -> None:
+    console.print(Text(f"{report.backend}, model {report.model!r}: as it likes", "bold"))
+    for sample in report.samples:
+        console.print(Text(f"  {sample!r}"))
+    console.print(Text(f"\nsteered so that {report.constraint}", "bold"))
+    console.print(_table(report.particles))
+    figures = report.statistics
+    console.print(
+        Text(
+            f"\neffective sample size {report.effective_sample_size:.1f} "
+            f"of {len(report.particles)}, log-evidence {report.log_evidence:.3f}\n"
+            f"{report.tokens} tokens in {report.seconds:.2f} s: "
+            f"{report.tokens_per_second:,.0f} a second\n"
+            f"{figures['requests']} rows asked for: {figures['joined']} joined another in "
+            f"flight, {figures['cache_hits']} were in the output cache;\n"
+            f"{figures['batches']} batches, {figures['mean_batch_size']:.1f} sequences each, "
+            f"{figures['largest_batch']} at most"
+        )
+    )
+
+
+def _table(particles: Sequence[Particle]) -> Table:
+    """List the different texts, the heaviest first, with their copies' summed weight."""
+    copies: dict[str, list[float]] = {}
+    for particle in particles:
+        copies.setdefault(particle.text, []).append(particle.weight)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("weight", justify="right", no_wrap=True)
+    table.add_column("particles", justify="right", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    for text, weights in sorted(copies.items(), key=lambda item: -sum(item[1])):
+        table.add_row(f"{sum(weights):.4f}", str(len(weights)), Text(repr(text)))
+    return table

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from genlm.core.query import Query, SamplingParams
 from genlm.core.sampling import draw_tokens, stream_seeds
 from genlm.core.scheduler import Scheduler
 from genlm.core.statistics import Statistics
-from genlm.core.validation import checked_token_ids
+from genlm.core.validation import checked_integers, checked_token_ids
 from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
@@ -55,6 +56,14 @@ class _Counters:
             self.requests += 1
             self.cache_hits += hit
             self.tokens_asked += tokens
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "requests": self.requests,
+                "cache_hits": self.cache_hits,
+                "tokens_asked": self.tokens_asked,
+            }
 
 
 class AsyncLM:
@@ -94,10 +103,11 @@ class AsyncLM:
         if output_cache is None:
             output_cache = OutputCache(DEFAULT_CACHE_ENTRIES, max_bytes=DEFAULT_CACHE_BYTES)
         cache = self._cache = output_cache
+        model = self._model = object()  # in every key: models may share one cache
 
         def remember(query: Query, result: Any) -> None:
             if query.sampling is None:
-                cache.put((query.adapter, query.token_ids), result)
+                cache.put((model, query.adapter, query.token_ids), result)
 
         self._scheduler: Scheduler[Engine] = Scheduler(
             build_engine,
@@ -230,7 +240,7 @@ class AsyncLM:
         self,
         prompt: TokenIds,
         max_tokens: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: TokenIds = (),
         temperature: float = 1.0,
         seed: int | None = None,
         *,
@@ -241,7 +251,8 @@ class AsyncLM:
         Args:
             prompt: At least one token id.
             max_tokens: The most ids to draw.
-            eos_token_ids: Drawing one of these ends the continuation.
+            eos_token_ids: Drawing one of these ends the continuation; as `prompt`, or
+                empty.
             temperature: Divides the log-probabilities; 0 takes the most likely token.
             seed: Makes the continuation reproducible with the same engine.
             lora_name: A loaded adapter; by default the one set with `set_lora`.
@@ -251,7 +262,9 @@ class AsyncLM:
             most `max_tokens`, fewer when the context is full.
 
         Raises:
-            ValueError: A negative temperature or number of tokens.
+            ValueError: A temperature that is negative or not finite, or a negative
+                number of tokens or seed.
+            TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
             GenlmError: As `next_token_logprobs`.
         """
         drawn = await self.batch_sample(
@@ -263,7 +276,7 @@ class AsyncLM:
         self,
         prompts: Sequence[TokenIds],
         max_tokens: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: TokenIds = (),
         temperature: float = 1.0,
         seed: int | None = None,
         *,
@@ -274,14 +287,15 @@ class AsyncLM:
         Every continuation has its own stream of randomness: equal prompts give different
         draws, and draw i does not depend on how many prompts there are.
         """
-        if max_tokens < 0 or not temperature >= 0:
+        if max_tokens < 0 or not 0 <= temperature < math.inf:
             raise ValueError(
-                f"max_tokens={max_tokens}, temperature={temperature}: neither may be negative"
+                f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
+                "negative, and the temperature must be finite"
             )
+        stop = frozenset(checked_integers(eos_token_ids))
         keys = [self._key(prompt, lora_name) for prompt in prompts]
         if max_tokens == 0:
             return [[] for _ in keys]
-        stop = frozenset(eos_token_ids)
         plans = [
             SamplingParams(max_tokens, temperature, stop, stream)
             for stream in stream_seeds(seed, len(keys))
@@ -293,8 +307,10 @@ class AsyncLM:
                     for key, plan in zip(keys, plans, strict=True)
                 ]
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+            first = errors.exceptions[0]
+        else:
+            return [task.result() for task in tasks]
+        raise first  # here, where its own __cause__ survives
 
     async def _continuation(self, key: Key, params: SamplingParams) -> list[int]:
         adapter, prompt = key
@@ -323,15 +339,20 @@ class AsyncLM:
         """
         self._require(Capability.LORA)
         path = os.fspath(lora_path)
-        known = self._adapters.get(lora_name)
-        if known is not None and known != path:
-            raise AdapterError(
-                f"asked to load {path!r} as adapter {lora_name!r}, which is already loaded "
-                f"from {known!r}; choose another name"
-            )
-        if known is None:
-            self._scheduler.run(lambda engine: engine.add_adapter(lora_name, path))  # type: ignore[attr-defined]
-            self._adapters[lora_name] = path
+        folder = os.path.realpath(path)
+
+        def load(engine: Any) -> None:  # on the engine's thread, so one at a time
+            known = self._adapters.get(lora_name)
+            if known is None:
+                engine.add_adapter(lora_name, path)
+                self._adapters[lora_name] = folder
+            elif known != folder:
+                raise AdapterError(
+                    f"asked to load {path!r} as adapter {lora_name!r}, which is already "
+                    f"loaded from {known!r}; choose another name"
+                )
+
+        self._scheduler.run(load)
 
     def with_lora(self, lora_name: str | None) -> AsyncLM:
         """Return this model with another default adapter, None for the base model.
@@ -395,9 +416,7 @@ class AsyncLM:
         """What was asked and how it was answered since the model was loaded."""
         return Statistics(
             **asdict(self._scheduler.statistics()),
-            requests=self._counters.requests,
-            cache_hits=self._counters.cache_hits,
-            tokens_asked=self._counters.tokens_asked,
+            **self._counters.snapshot(),
             cache_entries=len(self._cache),
             cache_bytes=self._cache.nbytes,
             engine=dict(self._scheduler.engine.statistics()),
@@ -439,7 +458,7 @@ class AsyncLM:
         return Query(next(self._query_ids), ids, adapter)
 
     def _cached(self, key: Key) -> torch.Tensor | None:
-        row = self._cache.get(key)
+        row = self._cache.get((self._model, *key))
         self._counters.count(len(key[1]), hit=row is not None)
         return row
 
@@ -456,7 +475,7 @@ class AsyncLM:
     ) -> torch.Tensor:
         """Fill the gaps in `rows` with the answers, in order."""
         if not rows:
-            return torch.empty(0, self.vocabulary.size)
+            return torch.empty(0, self.vocabulary.size, dtype=torch.float32)
         remaining = iter(answers)
         return torch.stack([next(remaining) if row is None else row for row in rows])
 

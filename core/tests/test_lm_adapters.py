@@ -1,0 +1,292 @@
+"""Adapters are chosen per request, per view or by default, and never mixed up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
+
+from genlm.core.engine import Capability
+from genlm.core.errors import (
+    AdapterError,
+    EngineClosedError,
+    UnknownAdapterError,
+    UnsupportedCapability,
+)
+from genlm.core.lm import AsyncLM
+
+VOCAB_SIZE = 16
+MakeModel = Callable[..., AsyncLM]
+
+
+def expected(token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+    return oracle_row(token_ids, adapter, VOCAB_SIZE)
+
+
+class Loaded:
+    """An engine and its model with adapters "a" and "b" loaded."""
+
+    def __init__(self, make_model: MakeModel) -> None:
+        self.engine = ScriptedEngine(VOCAB_SIZE)
+        self.llm = make_model(self.engine, name="scripted")
+        self.llm.add_new_lora("folder/a", "a")
+        self.llm.add_new_lora(Path("folder/b"), "b")
+
+
+@pytest.fixture
+def loaded(make_model: MakeModel) -> Loaded:
+    return Loaded(make_model)
+
+
+# -- choosing -------------------------------------------------------------------------
+
+
+def test_one_batch_mixes_adapters_and_the_base(loaded: Loaded) -> None:
+    names = ["a", None, "b", "a"]
+
+    async def main() -> list[torch.Tensor]:
+        return await asyncio.gather(
+            *(loaded.llm.next_token_logprobs([1, 2], lora_name=name) for name in names)
+        )
+
+    for _ in range(2):  # from the engine, then from the cache
+        for row, name in zip(asyncio.run(main()), names, strict=True):
+            assert torch.equal(row, expected([1, 2], name))
+    assert loaded.engine.batches == [[(1, 2)] * 3]
+
+
+def test_every_method_takes_an_adapter(loaded: Loaded) -> None:
+    llm = loaded.llm
+    rows = [
+        asyncio.run(llm.next_token_logprobs([3], lora_name="a")),
+        asyncio.run(llm.next_token_logprobs_uncached([3], lora_name="a")),
+        asyncio.run(llm.batch_next_token_logprobs([[3]], lora_name="a"))[0],
+        llm.next_token_logprobs_sync([3], lora_name="a"),
+        llm.batch_next_token_logprobs_sync([[3]], lora_name="a")[0],
+    ]
+    assert all(torch.equal(row, expected([3], "a")) for row in rows)
+    best = int(expected([3], "a").argmax())
+    assert asyncio.run(llm.sample([3], 1, temperature=0, lora_name="a")) == [best]
+
+
+def test_set_lora_changes_the_default_until_cleared(loaded: Loaded) -> None:
+    llm = loaded.llm
+    llm.set_lora("b")
+    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], "b"))
+    assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="a"), expected([1], "a"))
+    llm.clear_lora()
+    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], None))
+
+
+def test_a_view_has_its_own_default_and_shares_everything_else(loaded: Loaded) -> None:
+    llm = loaded.llm
+    view, base = llm.with_lora("a"), llm.with_lora("a").with_lora(None)
+    llm.set_lora("b")
+    assert torch.equal(view.next_token_logprobs_sync([1]), expected([1], "a"))
+    assert torch.equal(base.next_token_logprobs_sync([1]), expected([1], None))
+    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], "b"))
+    view.set_lora("b")
+    llm.clear_lora()
+    assert torch.equal(view.next_token_logprobs_sync([1]), expected([1], "b"))
+    assert view.statistics() == llm.statistics()
+    assert llm.statistics().cache_hits == 1
+    view.add_new_lora("folder/c", "c")
+    assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="c"), expected([1], "c"))
+    view.close()
+    assert loaded.engine.closed
+    with pytest.raises(EngineClosedError):
+        llm.next_token_logprobs_sync([1])
+
+
+def test_requests_of_views_are_in_one_batch(loaded: Loaded) -> None:
+    views = [loaded.llm.with_lora(name) for name in ("a", "b", None)]
+
+    async def main() -> list[torch.Tensor]:
+        return await asyncio.gather(*(view.next_token_logprobs([5]) for view in views))
+
+    for row, name in zip(asyncio.run(main()), ("a", "b", None), strict=True):
+        assert torch.equal(row, expected([5], name))
+    assert loaded.engine.batches == [[(5,)] * 3]
+
+
+# -- loading --------------------------------------------------------------------------
+
+
+def test_the_engine_gets_the_name_and_the_path_as_given(loaded: Loaded) -> None:
+    assert loaded.engine.adapters == {"a": "folder/a", "b": "folder/b"}
+
+
+def test_another_folder_under_a_name_in_use_is_refused(loaded: Loaded) -> None:
+    with pytest.raises(AdapterError, match=r"'folder/b' as adapter 'a'.*folder/a"):
+        loaded.llm.add_new_lora("folder/b", "a")
+    assert loaded.engine.adapters["a"] == "folder/a"
+
+
+@pytest.mark.parametrize("again", ["folder/a", "folder/a/", "./folder/a", "folder/b/../a"])
+def test_loading_a_folder_again_does_nothing_however_it_is_spelt(
+    loaded: Loaded, again: str
+) -> None:
+    loaded.engine.adapters.clear()
+    loaded.llm.add_new_lora(again, "a")
+    loaded.llm.add_new_lora(os.path.realpath(again), "a")
+    assert loaded.engine.adapters == {}
+
+
+def test_an_adapter_that_cannot_be_loaded_leaves_its_name_free(make_model: MakeModel) -> None:
+    class PickyEngine(ScriptedEngine):
+        def add_adapter(self, name: str, path: str) -> None:
+            if path == "bad":
+                raise AdapterError("no adapter in 'bad'")
+            super().add_adapter(name, path)
+
+    llm = make_model(PickyEngine(VOCAB_SIZE))
+    with pytest.raises(AdapterError, match="no adapter in 'bad'"):
+        llm.add_new_lora("bad", "a")
+    with pytest.raises(UnknownAdapterError):
+        llm.next_token_logprobs_sync([1], lora_name="a")
+    llm.add_new_lora("good", "a")
+    assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="a"), expected([1], "a"))
+
+
+class AnnouncedPath:
+    """A path that tells when it is looked at."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.seen = threading.Event()
+
+    def __fspath__(self) -> str:
+        self.seen.set()
+        return self.path
+
+
+def test_threads_that_load_one_name_at_once_load_it_once(make_model: MakeModel) -> None:
+    class SlowEngine(ScriptedEngine):
+        calls = 0
+        may_go_on = threading.Event()
+
+        def add_adapter(self, name: str, path: str) -> None:
+            self.calls += 1
+            assert self.may_go_on.wait(TIMEOUT_S)
+            super().add_adapter(name, path)
+
+    engine = SlowEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    paths = [AnnouncedPath("folder") for _ in range(4)]
+    with ThreadPoolExecutor(5) as threads:
+        loads = [threads.submit(llm.add_new_lora, path, "a") for path in paths]
+        other = AnnouncedPath("elsewhere")
+        for path in paths:
+            assert path.seen.wait(TIMEOUT_S)
+        conflicting = threads.submit(llm.add_new_lora, other, "b")
+        assert other.seen.wait(TIMEOUT_S)
+        engine.may_go_on.set()
+        for load in [*loads, conflicting]:
+            load.result(TIMEOUT_S)
+    assert engine.calls == 2
+    assert engine.adapters == {"a": "folder", "b": "elsewhere"}
+
+
+# -- refusing -------------------------------------------------------------------------
+
+ASKING: dict[str, Callable[[AsyncLM], Any]] = {
+    "row": lambda llm: asyncio.run(llm.next_token_logprobs([1], lora_name="c")),
+    "uncached": lambda llm: asyncio.run(llm.next_token_logprobs_uncached([1], lora_name="c")),
+    "batch": lambda llm: asyncio.run(llm.batch_next_token_logprobs([[1]], lora_name="c")),
+    "sync": lambda llm: llm.next_token_logprobs_sync([1], lora_name="c"),
+    "batch_sync": lambda llm: llm.batch_next_token_logprobs_sync([[1]], lora_name="c"),
+    "sample": lambda llm: asyncio.run(llm.sample([1], 1, lora_name="c")),
+    "with_lora": lambda llm: llm.with_lora("c"),
+    "set_lora": lambda llm: llm.set_lora("c"),
+}
+asking = pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
+
+
+@asking
+def test_an_unknown_adapter_is_an_error_that_lists_the_known_ones(
+    loaded: Loaded, ask: Callable[[AsyncLM], Any]
+) -> None:
+    with pytest.raises(UnknownAdapterError) as unknown:
+        ask(loaded.llm)
+    assert (unknown.value.name, unknown.value.loaded) == ("c", ("a", "b"))
+    assert loaded.engine.batches == []
+    assert torch.equal(loaded.llm.next_token_logprobs_sync([1]), expected([1], None))
+
+
+class PlainEngine(ScriptedEngine):
+    capabilities = frozenset()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [*ASKING.values(), lambda llm: llm.add_new_lora("folder", "c")],
+    ids=[*ASKING, "add_new_lora"],
+)
+def test_an_engine_without_adapters_says_so(
+    make_model: MakeModel, ask: Callable[[AsyncLM], Any]
+) -> None:
+    llm = make_model(PlainEngine(VOCAB_SIZE), name="plain")
+    with pytest.raises(UnsupportedCapability, match="'plain' does not support 'lora'") as found:
+        ask(llm)
+    assert found.value.capability == Capability.LORA
+    llm.clear_lora()
+    llm.with_lora(None).next_token_logprobs_sync([1])
+
+
+# -- prefixes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [lambda llm: llm.cache_kv([1]), AsyncLM.clear_kv_cache])
+def test_an_engine_that_keeps_no_prefixes_says_so(
+    loaded: Loaded, call: Callable[[AsyncLM], None]
+) -> None:
+    with pytest.raises(UnsupportedCapability, match=r"'scripted' .* 'prefix_cache'"):
+        call(loaded.llm)
+
+
+class PrefixEngine(ScriptedEngine):
+    capabilities = frozenset({Capability.LORA, Capability.PREFIX_CACHE})
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB_SIZE, max_context=4)
+        self.kept: list[tuple[tuple[int, ...], str | None, str]] = []
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        self.kept.append((tuple(token_ids), adapter, threading.current_thread().name))
+
+    def clear_prefix_cache(self) -> None:
+        self.kept.clear()
+
+
+def test_prefixes_reach_the_engine_on_its_thread_with_their_adapter(
+    make_model: MakeModel,
+) -> None:
+    engine = PrefixEngine()
+    llm = make_model(engine, name="prefix")
+    llm.add_new_lora("folder", "a")
+    llm.cache_kv(torch.tensor([1, 2]))
+    llm.cache_kv([3], lora_name="a")
+    llm.with_lora("a").cache_kv([4])
+    assert [each[:2] for each in engine.kept] == [((1, 2), None), ((3,), "a"), ((4,), "a")]
+    assert {each[2] for each in engine.kept} == {"genlm-prefix"}
+    llm.clear_kv_cache()
+    assert engine.kept == []
+
+
+def test_a_wrong_prefix_is_refused_as_a_wrong_request_is(make_model: MakeModel) -> None:
+    engine = PrefixEngine()
+    llm = make_model(engine)
+    for wrong in ([], [1] * 5, [VOCAB_SIZE], [1.5]):
+        with pytest.raises((ValueError, TypeError)):
+            llm.cache_kv(wrong)
+    with pytest.raises(UnknownAdapterError):
+        llm.cache_kv([1], lora_name="a")
+    assert engine.kept == []

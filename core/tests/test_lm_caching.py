@@ -1,0 +1,179 @@
+"""`AsyncLM` answers from memory what it can, owns what it remembers, and counts it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
+
+from genlm.core.cache import OutputCache
+from genlm.core.errors import EvaluationError
+from genlm.core.lm import AsyncLM
+
+VOCAB_SIZE = 16
+ROW_BYTES = 4 * VOCAB_SIZE
+MakeModel = Callable[..., AsyncLM]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until a condition holds."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("cache_size", [0, 10])
+def test_every_caller_owns_its_row_fresh_joined_or_cached(
+    make_model: MakeModel, cache_size: int
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine, output_cache=OutputCache(cache_size))
+
+    async def main() -> list[torch.Tensor]:
+        engine.hold()
+        callers = [asyncio.create_task(llm.next_token_logprobs([1])) for _ in range(3)]
+        await asyncio.to_thread(engine.wait_until_entered)
+        callers.append(asyncio.create_task(llm.next_token_logprobs_uncached([1])))
+        await until(lambda: llm.statistics().joined == 3)
+        engine.release()
+        return [*await asyncio.gather(*callers), await llm.next_token_logprobs([1])]
+
+    rows = asyncio.run(main())
+    for index, row in enumerate(rows):
+        assert torch.equal(row, oracle_row([1], None, VOCAB_SIZE))
+        assert row.untyped_storage().nbytes() == ROW_BYTES
+        row.fill_(index)
+    assert [row.tolist() for row in rows] == [[float(i)] * VOCAB_SIZE for i in range(len(rows))]
+
+
+# -- cache and statistics -------------------------------------------------------------
+
+
+def test_a_repeated_request_comes_from_the_cache_until_it_is_cleared(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    for _ in range(3):
+        llm.next_token_logprobs_sync([1, 2])
+    assert len(engine.batches) == 1
+    llm.clear_cache()
+    assert llm.statistics().cache_entries == llm.statistics().cache_bytes == 0
+    llm.next_token_logprobs_sync([1, 2])
+    assert len(engine.batches) == 2
+
+
+def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    for _ in range(2):
+        asyncio.run(llm.next_token_logprobs_uncached([1]))
+    assert len(engine.batches) == 2
+    llm.next_token_logprobs_sync([1])
+    assert len(engine.batches) == 2
+    assert llm.statistics().cache_hits == 1
+
+
+def test_models_that_share_a_cache_keep_their_rows_apart(make_model: MakeModel) -> None:
+    class OtherEngine(ScriptedEngine):
+        def evaluate(self, queries: Any) -> torch.Tensor:
+            return super().evaluate(queries).flip(-1)
+
+    cache = OutputCache(10)
+    first = make_model(ScriptedEngine(VOCAB_SIZE), output_cache=cache)
+    second = make_model(OtherEngine(VOCAB_SIZE), output_cache=cache)
+    for _ in range(2):
+        assert torch.equal(first.next_token_logprobs_sync([1]), oracle_row([1], None, 16))
+        assert torch.equal(
+            second.next_token_logprobs_sync([1]), oracle_row([1], None, 16).flip(0)
+        )
+    assert len(cache) == 2
+
+
+def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeModel) -> None:
+    class CountingEngine(ScriptedEngine):
+        def statistics(self) -> dict[str, int]:
+            return {"tokens_computed": 42}
+
+    llm = make_model(CountingEngine(VOCAB_SIZE, poison=[7]))
+    llm.batch_next_token_logprobs_sync([[1], [2, 3], [1], [4]])  # the second [1] joins
+    asyncio.run(settled(llm, [[1], [2, 3], [5, 6, 8]]))  # two hits
+    with pytest.raises(EvaluationError):
+        llm.next_token_logprobs_sync([7, 7])
+    statistics = llm.statistics()
+    assert statistics.requests == 8
+    assert statistics.cache_hits == 2
+    assert statistics.joined == 1
+    assert statistics.answered == 4
+    assert statistics.failed == 1
+    assert statistics.abandoned == statistics.pending == statistics.waiting == 0
+    assert statistics.tokens_asked == 5 + 6 + 2
+    assert statistics.cache_entries == 4
+    assert statistics.cache_bytes == 4 * ROW_BYTES
+    assert sum(size * n for size, n in statistics.batch_sizes.items()) == 5
+    assert sum(statistics.batch_sizes.values()) == statistics.batches
+    assert statistics.mean_batch_size == 5 / statistics.batches
+    assert statistics.largest_batch == 3
+    assert statistics.queue_seconds > 0
+    assert statistics.engine == {"tokens_computed": 42}
+
+
+@pytest.mark.parametrize("cache_size", [0, 5, 1000])
+def test_statistics_add_up_exactly_whatever_threads_and_loops_ask(
+    make_model: MakeModel, cache_size: int
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE, poison=[13])
+    llm = make_model(engine, output_cache=OutputCache(cache_size))
+    threads, rounds = 4, 40
+    start = threading.Barrier(threads)
+
+    def work(thread: int) -> int:
+        generator = np.random.default_rng([thread])
+        start.wait(TIMEOUT_S)
+        tokens = 0
+        for turn in range(rounds):
+            sequences = [[int(each)] * (turn % 3 + 1) for each in generator.integers(0, 16, 5)]
+            tokens += sum(map(len, sequences))
+            if turn % 2:
+                rows = asyncio.run(settled(llm, sequences))
+            else:
+                rows = [sync_or_error(llm, each) for each in sequences]
+            for row, sequence in zip(rows, sequences, strict=True):
+                if 13 in sequence:
+                    assert isinstance(row, EvaluationError)
+                else:
+                    assert isinstance(row, torch.Tensor)
+                    assert torch.equal(row, oracle_row(sequence, None, VOCAB_SIZE))
+        return tokens
+
+    with ThreadPoolExecutor(threads) as pool:
+        tokens_asked = sum(pool.map(work, range(threads)))
+    found = llm.statistics()
+    assert found.requests == threads * rounds * 5
+    assert found.tokens_asked == tokens_asked
+    assert found.requests == found.cache_hits + found.joined + found.answered + found.failed
+    assert found.abandoned == found.pending == found.waiting == 0
+    assert sum(n * count for n, count in found.batch_sizes.items()) == (
+        found.answered + found.failed
+    )
+    assert (found.cache_hits > 0) == (cache_size > 0)
+
+
+async def settled(llm: AsyncLM, sequences: Sequence[list[int]]) -> list[Any]:
+    return await asyncio.gather(
+        *map(llm.next_token_logprobs, sequences), return_exceptions=True
+    )
+
+
+def sync_or_error(llm: AsyncLM, sequence: list[int]) -> torch.Tensor | EvaluationError:
+    try:
+        return llm.next_token_logprobs_sync(sequence)
+    except EvaluationError as error:
+        return error

@@ -1,0 +1,170 @@
+"""A model ends once, tells everybody who waits, and answers nothing afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
+
+from genlm.core.engine import Capability
+from genlm.core.errors import EngineClosedError, QueryResetError
+from genlm.core.lm import AsyncLM
+
+VOCAB_SIZE = 16
+MakeModel = Callable[..., AsyncLM]
+
+
+class FullEngine(ScriptedEngine):
+    """Declares everything, so that every method gets as far as the engine."""
+
+    capabilities = frozenset({Capability.LORA, Capability.PREFIX_CACHE})
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB_SIZE)
+        self.closings = 0
+
+    def close(self) -> None:
+        self.closings += 1
+        super().close()
+
+
+REQUESTS: dict[str, Callable[[AsyncLM], Any]] = {
+    "row": lambda llm: asyncio.run(llm.next_token_logprobs([1])),
+    "uncached": lambda llm: asyncio.run(llm.next_token_logprobs_uncached([1])),
+    "batch": lambda llm: asyncio.run(llm.batch_next_token_logprobs([[1], [2]])),
+    "sync": lambda llm: llm.next_token_logprobs_sync([1]),
+    "batch_sync": lambda llm: llm.batch_next_token_logprobs_sync([[1], [2]]),
+    "sample": lambda llm: asyncio.run(llm.sample([1], 2)),
+    "add_new_lora": lambda llm: llm.add_new_lora("folder", "a"),
+    "cache_kv": lambda llm: llm.cache_kv([1]),
+    "clear_kv_cache": lambda llm: llm.clear_kv_cache(),
+}
+
+
+@pytest.mark.parametrize("ask", REQUESTS.values(), ids=REQUESTS)
+def test_after_close_every_request_is_refused_though_it_was_answered_before(
+    make_model: MakeModel, ask: Callable[[AsyncLM], Any]
+) -> None:
+    llm = make_model(FullEngine())
+    llm.batch_next_token_logprobs_sync([[1], [2]])
+    llm.add_new_lora("folder", "a")
+    llm.close()
+    with pytest.raises(EngineClosedError, match="load the model again"):
+        ask(llm)
+
+
+def test_closing_twice_closes_the_engine_once(make_model: MakeModel) -> None:
+    engine = FullEngine()
+    llm = make_model(engine)
+    llm.close()
+    llm.close()
+    llm.reset_async_queries()
+    assert engine.closings == 1
+
+
+def test_a_closed_model_still_knows_its_vocabulary_and_figures(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    llm.next_token_logprobs_sync([1])
+    llm.close()
+    assert llm.vocab_size == len(llm.byte_vocab) == len(llm.str_vocab) == VOCAB_SIZE
+    statistics = llm.statistics()
+    assert (statistics.requests, statistics.answered) == (1, 1)
+    assert (statistics.cache_entries, statistics.cache_bytes) == (0, 0)
+
+
+def test_a_context_manager_closes_the_model() -> None:
+    engine = FullEngine()
+    with AsyncLM(lambda: engine) as llm:
+        row = llm.next_token_logprobs_sync([1])
+    assert torch.equal(row, oracle_row([1], None, VOCAB_SIZE))
+    assert engine.closings == 1
+
+
+def test_an_async_context_manager_closes_the_model_also_after_an_error() -> None:
+    engine = FullEngine()
+
+    async def main() -> None:
+        async with AsyncLM(lambda: engine) as llm:
+            await llm.next_token_logprobs([1])
+            raise KeyError("the caller's own")
+
+    with pytest.raises(KeyError):
+        asyncio.run(main())
+    assert engine.closings == 1
+
+
+def test_closing_ends_requests_in_the_engine_and_behind_it(make_model: MakeModel) -> None:
+    engine = FullEngine()
+    llm = make_model(engine)
+
+    async def main() -> list[Any]:
+        engine.hold()
+        first = asyncio.create_task(llm.next_token_logprobs([1]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        second = asyncio.create_task(llm.batch_next_token_logprobs([[2], [3]]))
+        third = asyncio.create_task(llm.sample([4], 3))
+        async with asyncio.timeout(TIMEOUT_S):
+            while llm.statistics().pending < 4:
+                await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(llm.close))
+        errors = await asyncio.gather(first, second, third, return_exceptions=True)
+        assert not closing.done()  # it waits for the step, the callers do not
+        engine.release()
+        await closing
+        return errors
+
+    assert [type(error) for error in asyncio.run(main())] == [EngineClosedError] * 3
+    assert engine.closings == 1
+
+
+def test_a_reset_ends_all_requests_and_the_model_works_on(make_model: MakeModel) -> None:
+    engine = FullEngine()
+    llm = make_model(engine)
+
+    async def main() -> list[Any]:
+        engine.hold()
+        tasks = [asyncio.create_task(llm.next_token_logprobs([1]))]
+        await asyncio.to_thread(engine.wait_until_entered)
+        tasks += [
+            asyncio.create_task(llm.next_token_logprobs([1])),
+            asyncio.create_task(llm.next_token_logprobs([2])),
+        ]
+        async with asyncio.timeout(TIMEOUT_S):
+            while llm.statistics().pending < 2 or not llm.statistics().joined:
+                await asyncio.sleep(0)
+        llm.reset_async_queries()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        engine.release()
+        rows = await llm.batch_next_token_logprobs([[1], [2]])
+        assert torch.equal(rows[0], oracle_row([1], None, VOCAB_SIZE))
+        assert torch.equal(rows[1], oracle_row([2], None, VOCAB_SIZE))
+        return errors
+
+    assert [type(error) for error in asyncio.run(main())] == [QueryResetError] * 3
+
+
+def thread_named(name: str) -> threading.Thread | None:
+    return next((each for each in threading.enumerate() if each.name == name), None)
+
+
+def test_a_model_that_is_dropped_frees_its_engine() -> None:
+    engine = FullEngine()
+    llm = AsyncLM(lambda: engine, name="dropped")
+    view = llm.with_lora(None)
+    llm.next_token_logprobs_sync([1])
+    thread = thread_named("genlm-dropped")
+    assert thread is not None
+    del llm
+    gc.collect()
+    assert torch.equal(view.next_token_logprobs_sync([2]), oracle_row([2], None, VOCAB_SIZE))
+    del view
+    gc.collect()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert engine.closings == 1

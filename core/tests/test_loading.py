@@ -1,0 +1,219 @@
+"""`load_model` hands options to whom they belong and leaves nothing behind when it fails."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import TIMEOUT_S, oracle_row
+
+import genlm
+from genlm.core.cache import OutputCache
+from genlm.core.errors import ModelLoadError, UnknownBackendError
+from genlm.core.lm import AsyncLM
+from genlm.core.loading import load_model, load_model_by_name
+from genlm.core.plugins import refresh
+
+BACKENDS = """
+    from genlm import BackendSpec, ModelLoadError, hookimpl
+    from scripted import ScriptedEngine
+
+    class Strict(ScriptedEngine):
+        def __init__(self, model, vocab_size=16, *, poison=()):
+            super().__init__(vocab_size, poison=poison)
+            self.model = model
+
+        def statistics(self):
+            return {"model": str(self.model), "batches": len(self.batches)}
+
+    def tolerant(model, **options):
+        engine = Strict(model)
+        engine.statistics = lambda: dict(options)
+        return engine
+
+    def bare(model):
+        return Strict(model)
+
+    def failing(model, reason="no reason"):
+        raise ModelLoadError(f"{model!r}: {reason}")
+
+    def interrupted(model):
+        raise KeyboardInterrupt
+
+    @hookimpl
+    def genlm_backends():
+        for name in ("Strict", "tolerant", "bare", "failing", "interrupted"):
+            yield BackendSpec(name.lower(), "engine", f"loading_backends:{name}")
+"""
+NAMES = ("strict", "tolerant", "bare", "failing", "interrupted")
+
+
+@pytest.fixture(autouse=True)
+def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A distribution that provides the engines above, installed as `pip` would have."""
+    (tmp_path / "loading_backends.py").write_text(textwrap.dedent(BACKENDS))
+    folder = tmp_path / "genlm_loading_backends-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: genlm-loading-backends\nVersion: 1.0\n"
+    )
+    entries = "".join(f"{name} = loading_backends\n" for name in NAMES)
+    (folder / "entry_points.txt").write_text(f"[genlm]\n{entries}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    refresh()
+    yield
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "loading_backends", raising=False)
+    refresh()
+
+
+def engine_threads() -> list[threading.Thread]:
+    names = {f"genlm-{name}" for name in NAMES}
+    return [each for each in threading.enumerate() if each.name in names]
+
+
+def assert_no_thread_is_left() -> None:
+    for thread in engine_threads():
+        thread.join(TIMEOUT_S)
+    assert engine_threads() == []
+
+
+# -- options --------------------------------------------------------------------------
+
+
+def test_the_model_and_the_options_reach_the_engine() -> None:
+    with load_model("a-model", "strict", vocab_size=9, poison=[5]) as llm:
+        assert llm.name == "strict"
+        assert llm.vocab_size == 9
+        assert llm.statistics().engine["model"] == "a-model"
+        assert torch.equal(llm.next_token_logprobs_sync([1]), oracle_row([1], None, 9))
+        with pytest.raises(genlm.EvaluationError):
+            llm.next_token_logprobs_sync([5])
+
+
+def test_a_path_reaches_the_engine_as_it_is(tmp_path: Path) -> None:
+    with load_model(tmp_path, backend="bare") as llm:
+        assert llm.statistics().engine["model"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options", [{"sise": 3}, {"vocab_size": 9, "sise": 3}, {"model_": "x"}]
+)
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones(
+    options: dict[str, Any],
+) -> None:
+    wrong = next(name for name in options if name != "vocab_size")
+    with pytest.raises(TypeError) as refused:
+        load_model("a-model", "strict", **options)
+    message = f"backend 'strict' takes no option {wrong!r}. It takes: vocab_size, poison"
+    assert str(refused.value) == message
+    assert_no_thread_is_left()
+
+
+def test_all_unknown_options_are_named() -> None:
+    with pytest.raises(TypeError, match=r"no option 'b', 'a'\. It takes: none"):
+        load_model("a-model", "bare", b=1, a=2)
+
+
+def test_an_engine_that_takes_any_option_gets_any() -> None:
+    with load_model("a-model", "tolerant", anything=3) as llm:
+        assert llm.statistics().engine == {"anything": 3}
+
+
+def test_the_output_cache_is_the_one_given() -> None:
+    cache = OutputCache(1)
+    with load_model("a-model", "bare", output_cache=cache) as llm:
+        for token_id in (1, 2, 1):
+            llm.next_token_logprobs_sync([token_id])
+        assert len(cache) == 1
+        assert llm.statistics().engine["batches"] == 3
+
+
+def test_the_batch_size_is_bounded_as_asked() -> None:
+    with load_model("a-model", "bare", max_batch_size=2) as llm:
+        llm.batch_next_token_logprobs_sync([[i] for i in range(7)])
+        assert llm.statistics().batch_sizes == {2: 3, 1: 1}
+
+
+def test_a_full_batch_does_not_wait_for_more() -> None:
+    with load_model("a-model", "bare", max_batch_size=2, max_wait_s=600.0) as llm:
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(llm.batch_next_token_logprobs_sync, [[1], [2]])
+            assert answer.result(TIMEOUT_S).shape == (2, 16)
+        assert llm.statistics().batch_sizes == {2: 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_batch_size": 0}, {"max_pending": 0}, {"max_wait_s": -1.0}], ids=str
+)
+def test_scheduler_options_reach_the_scheduler_which_refuses_wrong_ones(
+    options: dict[str, Any],
+) -> None:
+    [name] = options
+    with pytest.raises(ValueError, match=f"{name} is {options[name]}"):
+        load_model("a-model", "bare", **options)
+    assert_no_thread_is_left()
+
+
+# -- failures -------------------------------------------------------------------------
+
+
+def test_what_the_engine_raises_reaches_the_caller_and_leaves_no_thread() -> None:
+    with pytest.raises(ModelLoadError, match="'a-model': too large"):
+        load_model("a-model", "failing", reason="too large")
+    assert_no_thread_is_left()
+
+
+def test_an_interrupted_construction_reaches_the_caller_and_leaves_no_thread() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load_model("a-model", "interrupted")
+    assert_no_thread_is_left()
+
+
+def test_a_wrong_value_reaches_the_caller_and_leaves_no_thread() -> None:
+    with pytest.raises(TypeError):
+        load_model("a-model", "strict", vocab_size="many")
+    assert_no_thread_is_left()
+
+
+def test_an_unknown_backend_is_the_registrys_error() -> None:
+    with pytest.raises(UnknownBackendError, match="no engine named 'strickt'") as unknown:
+        load_model("a-model", "strickt")
+    assert "strict" in unknown.value.installed
+    assert_no_thread_is_left()
+
+
+# -- choice and names -----------------------------------------------------------------
+
+
+def test_the_backend_in_use_is_the_default() -> None:
+    with genlm.use_backend("bare"), load_model("a-model") as llm:
+        assert llm.name == "bare"
+
+
+def test_a_backend_may_be_named_in_full() -> None:
+    with load_model("a-model", "genlm-loading-backends:bare") as llm:
+        assert llm.name == "bare"
+
+
+def test_the_engine_lives_on_a_thread_with_its_name() -> None:
+    with load_model("a-model", "bare"):
+        assert [each.name for each in engine_threads()] == ["genlm-bare"]
+    assert_no_thread_is_left()
+
+
+def test_from_name_and_the_old_name_are_load_model() -> None:
+    assert load_model_by_name is load_model
+    with AsyncLM.from_name("a-model", "strict", vocab_size=9, max_batch_size=1) as llm:
+        assert llm.vocab_size == 9
+        llm.batch_next_token_logprobs_sync([[1], [2]])
+        assert llm.statistics().batch_sizes == {1: 2}

@@ -186,6 +186,16 @@ def test_a_lone_well_known_engine_that_is_broken_is_not_replaced_either(core):
         genlm.get_backend()
 
 
+def test_a_disabled_engine_counts_for_nothing(core, monkeypatch):
+    core.install("genlm-hf", "hf")
+    monkeypatch.setenv("GENLM_DISABLE_PLUGINS", "hf")
+    assert engine() == "reference"
+    with pytest.raises(
+        genlm.UnknownBackendError, match=r"Installed: reference\. genlm-hf:hf is"
+    ):
+        genlm.get_backend("hf")
+
+
 def test_two_providers_of_the_only_name_are_an_error_with_their_full_names(core):
     core.install("genlm-sgl", "sgl")
     core.install("their-sgl", "sgl")

@@ -1,5 +1,6 @@
 """What counts as installed, and how often it is looked for."""
 
+import os
 import sys
 import threading
 
@@ -86,17 +87,34 @@ def test_the_environment_is_scanned_once_until_refresh(core, monkeypatch):
     assert len(scans) == 2
 
 
+def test_a_hook_is_called_once_until_refresh(core):
+    body = """
+        calls = []
+
+        @genlm.hookimpl
+        def genlm_backends():
+            calls.append(1)
+            yield BackendSpec("toy", "engine", "json:dumps")
+        """
+    module = core.install("genlm-toy", "toy", body=body)
+    genlm.get_backend("toy")
+    genlm.get_backend("toy")
+    genlm.list_backends()
+    assert len(sys.modules[module].calls) == 1
+
+
 def test_an_installation_in_the_running_process_is_seen_after_refresh(core):
     module = core.install("genlm-a", "a")
     assert genlm.get_backend().distribution == "genlm-a"
-    # `Site.metadata` refreshes by itself, so write what pip would have written.
-    core.write(
-        "genlm_b_plugin", (core.folder / f"{module}.py").read_text().replace("'a'", "'b'")
-    )
+    before = core.folder.stat()
+    source = (core.folder / f"{module}.py").read_text().replace("'a'", "'b'")
+    (core.folder / "genlm_b_plugin.py").write_text(source)
     folder = core.folder / "genlm_b-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: genlm-b\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[genlm]\nb = genlm_b_plugin\n")
+    # Import caches go by the folder's time, which a coarse clock may leave as it was.
+    os.utime(core.folder, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(genlm.UnknownBackendError):
         genlm.get_backend("b")
     genlm.refresh()

@@ -73,6 +73,10 @@ def test_a_misspelt_name_of_an_absent_plugin_is_answered_with_its_command(core):
     )
 
 
+def test_an_absent_engine_asked_for_as_a_trie_is_not_offered_as_one(core):
+    assert "genlm-sgl" not in message(genlm.get_trie, "sgl")
+
+
 def test_an_engine_asked_for_as_a_trie_is_answered_with_the_right_call(core):
     assert message(genlm.get_trie, "reference") == (
         "no trie named 'reference'. Installed: none. "

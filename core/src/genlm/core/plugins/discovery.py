@@ -68,17 +68,12 @@ def find_plugins() -> tuple[Plugin, ...]:
 
 
 def _declaring_distributions() -> Iterator[importlib.metadata.Distribution]:
-    """Yield each installed distribution that declares plugins, once."""
-    seen: set[str] = set()
+    """Yield each installed distribution that declares plugins, some more than once."""
     for candidate in importlib.metadata.distributions():
         try:
             # Parsing metadata is slow (torch's is long), so look at the text first.
             if f"[{PROJECT}]" not in (candidate.read_text("entry_points.txt") or ""):
                 continue
-            name = normalized(candidate.metadata["Name"])
-            if name in seen:
-                continue
-            seen.add(name)
             first = importlib.metadata.distribution(candidate.metadata["Name"])
             first.entry_points.select(group=PROJECT)
             first.metadata["Version"].strip()

@@ -45,7 +45,7 @@ def read_specs(plugin: Plugin) -> tuple[BackendSpec, ...]:
 
 
 def _listed(answer: object) -> list[BackendSpec]:
-    if isinstance(answer, BackendSpec) or not isinstance(answer, Iterable):
+    if not isinstance(answer, Iterable):
         raise TypeError(
             f"genlm_backends returned {type(answer).__name__}; yield BackendSpec objects"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import logging
 import os
 import threading
@@ -39,6 +40,8 @@ class Registry:
     def refresh(self) -> None:
         """Forget the scan; the next question scans again."""
         importlib.invalidate_caches()
+        # Python 3.11 leaves this one out.
+        importlib.metadata.MetadataPathFinder().invalidate_caches()
         with self._lock:
             self._scanned = None
 

@@ -31,7 +31,7 @@ def report(*arguments: str) -> dict[str, Any]:
 def test_the_json_has_the_fields_of_the_report_and_true_sums() -> None:
     found = report("--prompt", "The ")
     assert set(found) == set(Report.__dataclass_fields__)
-    assert (found["backend"], found["model"], found["seed"]) == ("reference", "default", 0)
+    assert (found["backend"], found["model"], found["seed"]) == ("reference", "demo", 0)
     assert len(found["samples"]) == 3
     assert len(found["particles"]) == 12
     weights = [particle["weight"] for particle in found["particles"]]

@@ -34,7 +34,6 @@ _FIGURES = (
     "largest_batch",
     "mean_batch_size",
 )
-_MODELS = {"reference": "default"}  # every other engine calls its demonstration model "demo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +94,7 @@ def demo(
     backend: Annotated[
         str, typer.Option(envvar="GENLM_BACKEND", help="An engine; see `genlm plugins`.")
     ] = "hf",
-    model: Annotated[
-        str | None, typer.Option(help="What the engine calls a model.", show_default="demo")
-    ] = None,
+    model: Annotated[str, typer.Option(help="What the engine calls a model.")] = "demo",
     prompt: Annotated[str, typer.Option(help="What every text begins with.")] = "The",
     particles: Annotated[int, typer.Option(min=1, help="Texts under the constraint.")] = 50,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text, at most.")] = 40,
@@ -113,7 +110,6 @@ def demo(
             f"the prompt {prompt!r} itself has a word of more than {max_letters} letters",
             param_hint="--prompt",
         )
-    model = model or _MODELS.get(backend, "demo")
     plan = _Plan(prompt, particles, max_tokens, max_letters, seed)
     terminal = Console(stderr=True)
     with (

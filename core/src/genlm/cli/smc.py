@@ -32,7 +32,7 @@ def max_word_length(limit: int, llm: AsyncLM) -> np.ndarray:
 def resample(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw ancestors, i `len(weights) * weights[i]` times on average (systematic)."""
     points = (rng.random() + np.arange(len(weights))) / len(weights)
-    return np.searchsorted(np.cumsum(weights) / np.sum(weights), points)
+    return np.searchsorted((total := np.cumsum(weights)) / total[-1], points)
 
 
 async def steer(
@@ -67,7 +67,7 @@ async def steer(
 
 
 async def _main() -> None:
-    with load_model("default", "reference") as llm:  # or ("demo", "hf")
+    with load_model("demo", "reference") as llm:  # or "hf"
         prompt, table = llm.tokenizer.encode("The"), max_word_length(5, llm)
         drawn = steer(llm, prompt, table, size=50, steps=40, seed=0)
         *_, (texts, weights, _) = [population async for population in drawn]

@@ -38,7 +38,7 @@ class ReferenceEngine(BatchEngine):
     Rows are on the CPU. Only the newest `order - 1` tokens of a prompt matter.
 
     Args:
-        model: `"default"` for the text that ships, or the path of a text file. Blank
+        model: `"demo"` for the text that ships, or the path of a text file. Blank
             lines end its documents.
         text: Train on this instead; `model` must then be left alone.
         order: Length of the longest n-gram.
@@ -54,7 +54,7 @@ class ReferenceEngine(BatchEngine):
 
     def __init__(
         self,
-        model: str = "default",
+        model: str = "demo",
         *,
         text: str | bytes | None = None,
         order: int = 3,
@@ -67,7 +67,7 @@ class ReferenceEngine(BatchEngine):
             raise ModelLoadError(
                 f"adapter_weight is {adapter_weight}; it is a share above 0, at most 1"
             )
-        if text is not None and model != "default":
+        if text is not None and model != "demo":
             raise ModelLoadError(f"both model={model!r} and text are given; pass one")
         self.order = order
         self.adapter_weight = adapter_weight
@@ -170,12 +170,12 @@ class _Adapter:
 
 
 def _read_model(model: str) -> bytes:
-    if model == "default":
+    if model == "demo":
         return default_text()
     try:
         return Path(model).read_bytes()
     except OSError as error:
         raise ModelLoadError(
             f"no text to train the reference engine on at {model!r} ({error}); pass "
-            f"'default' or the path of a text file"
+            f"'demo' or the path of a text file"
         ) from error

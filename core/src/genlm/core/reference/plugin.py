@@ -15,5 +15,6 @@ def genlm_backends() -> Iterator[BackendSpec]:
         name="reference",
         kind="engine",
         target="genlm.core.reference:ReferenceEngine",
+        capabilities=("lora",),
         summary="Exact byte n-gram model in closed form; small, for tests and trials",
     )

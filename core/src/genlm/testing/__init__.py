@@ -1,0 +1,54 @@
+"""The conformance suite: laws that every engine and every token trie must keep.
+
+A backend brings a target (`EngineTarget`, `TrieTarget`): tiny models with an oracle for
+their answers. `genlm check NAME` runs every check against it, and so does one line in the
+backend's own tests:
+
+    test_conformance = conformance_tests("toy")
+
+Needs `pip install 'genlm-core[testing]'`; importing this package alone does not.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against _HOME
+    from genlm.testing.check import Check as Check
+    from genlm.testing.check import engine_check as engine_check
+    from genlm.testing.check import trie_check as trie_check
+    from genlm.testing.checks import all_checks as all_checks
+    from genlm.testing.failure import CheckFailure as CheckFailure
+    from genlm.testing.failure import NeverEnded as NeverEnded
+    from genlm.testing.failure import expect as expect
+    from genlm.testing.outcome import Outcome as Outcome
+    from genlm.testing.profile import FULL as FULL
+    from genlm.testing.profile import QUICK as QUICK
+    from genlm.testing.profile import Profile as Profile
+    from genlm.testing.running import run_case as run_case
+    from genlm.testing.selection import Case as Case
+    from genlm.testing.selection import cases_of as cases_of
+    from genlm.testing.target import EngineTarget as EngineTarget
+    from genlm.testing.target import TrieTarget as TrieTarget
+    from genlm.testing.trial import EngineTrial as EngineTrial
+    from genlm.testing.trial import TrieTrial as TrieTrial
+
+_HOME = {
+    "check": "Check engine_check trie_check",
+    "checks": "all_checks",
+    "failure": "CheckFailure NeverEnded expect",
+    "outcome": "Outcome",
+    "profile": "FULL QUICK Profile",
+    "running": "run_case",
+    "selection": "Case cases_of",
+    "target": "EngineTarget TrieTarget",
+    "trial": "EngineTrial TrieTrial",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot go stale
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,84 @@
+"""Threads on which a check waits with a limit, so that a lost answer is a failure.
+
+Daemon threads throughout: one that never ends must not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from genlm.testing.failure import NeverEnded
+
+__all__ = ["LoopThread", "call_with_limit"]
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop on a thread of its own.
+
+    Attributes:
+        complaints: What reached the loop's exception handler: errors that nobody
+            received, which no caller's code can see.
+    """
+
+    def __init__(self, name: str = "genlm-testing-loop") -> None:
+        self.complaints: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._complain)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], patience_s: float) -> T:
+        """Run a coroutine on the loop and wait for it.
+
+        Raises:
+            NeverEnded: It took longer than `patience_s`.
+            Exception: Whatever it raised.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        done, _ = concurrent.futures.wait([future], patience_s)
+        if not done:
+            future.cancel()
+            what = getattr(coroutine, "__qualname__", repr(coroutine))
+            raise NeverEnded(f"the coroutine {what}", patience_s)
+        return future.result()
+
+    def close(self) -> None:
+        """Let what is ready run, then stop the loop; a loop that is stuck is left behind."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        cause = f": {type(error).__name__}: {error}" if error is not None else ""
+        self.complaints.append(f"{context['message']}{cause}")
+
+
+def call_with_limit(function: Callable[[], T], patience_s: float) -> T:
+    """Call a function on a thread of its own and wait for it.
+
+    Raises:
+        NeverEnded: It took longer than `patience_s`.
+        BaseException: Whatever it raised.
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="genlm-testing-call", daemon=True).start()
+    done, _ = concurrent.futures.wait([future], patience_s)
+    if not done:
+        name = getattr(function, "__qualname__", repr(function))
+        raise NeverEnded(f"the call {name}", patience_s)
+    return future.result()

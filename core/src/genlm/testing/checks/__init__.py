@@ -1,0 +1,25 @@
+"""The checks, one module per subject; `all_checks(kind)` lists them in reading order."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from genlm.testing.check import Check
+from genlm.testing.target import Kind
+
+__all__ = ["all_checks"]
+
+_MODULES: dict[Kind, tuple[str, ...]] = {
+    "engine": ("engine_rows", "engine_batches"),
+    "trie": (),
+}
+
+
+def all_checks(kind: Kind) -> list[Check]:
+    """Every check of a kind."""
+    modules = [import_module(f"{__name__}.{name}") for name in _MODULES[kind]]
+    return [value for module in modules for value in vars(module).values() if _is(value, kind)]
+
+
+def _is(value: object, kind: Kind) -> bool:
+    return isinstance(value, Check) and value.kind == kind

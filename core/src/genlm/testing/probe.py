@@ -1,0 +1,145 @@
+"""`Probe`: an engine around an engine, which a check can hold, break and watch.
+
+The engine inside does all the work and is called exactly as before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from genlm import BatchEngine, Capability, Completion, Engine, Query, Vocabulary
+from genlm.testing.failure import NeverEnded
+
+__all__ = ["Injected", "Probe"]
+
+
+class Injected(Exception):
+    """The exception that a check puts into an engine."""
+
+
+class Probe:
+    """Passes everything on to an engine; can hold its steps and make it fail.
+
+    Use as `watch` of `EngineTarget.load`, once.
+
+    Args:
+        patience_s: How long a held step waits to be released.
+
+    Attributes:
+        submitted: Every query that the engine was given.
+        aborted: Ids that it was told to forget.
+        in_step: How many queries were unanswered at each step.
+        finished: How many each step answered.
+        refuse: Queries for which this is true are refused by `submit`.
+        poison: Queries for which this is true make `evaluate` raise.
+        break_step: Raised by the next step instead of stepping, then forgotten.
+        closed: How many times the engine was closed.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None
+    capabilities: frozenset[Capability]
+
+    def __init__(self, patience_s: float = 60.0) -> None:
+        self.submitted: list[Query] = []
+        self.aborted: list[int] = []
+        self.in_step: list[int] = []
+        self.finished: list[int] = []
+        self.refuse: Callable[[Query], bool] = lambda _query: False
+        self.poison: Callable[[Query], bool] = lambda _query: False
+        self.break_step: BaseException | None = None
+        self.closed = 0
+        self._patience_s = patience_s
+        self._unanswered: set[int] = set()
+        self._changed = threading.Condition()
+        self._held = False
+        self._entered = 0
+
+    def __call__(self, engine: Engine) -> Probe:
+        """Put the probe around an engine."""
+        self._engine = engine
+        self.vocabulary = engine.vocabulary
+        self.max_context = engine.max_context
+        self.capabilities = engine.capabilities
+        if isinstance(engine, BatchEngine):
+            self._poison_batches(engine)
+        return self
+
+    @property
+    def is_batch_engine(self) -> bool:
+        """Whether the engine has an `evaluate` that can be poisoned."""
+        return isinstance(self._engine, BatchEngine)
+
+    def hold(self) -> None:
+        """Make every step from now on wait for `release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Let held and later steps go on."""
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+    def wait_until_entered(self, count: int = 1) -> None:
+        """Block until `step` has been entered `count` times in all."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._entered >= count, self._patience_s):
+                raise NeverEnded(f"waiting for step {count} of the engine", self._patience_s)
+
+    # -- the engine -------------------------------------------------------------------
+
+    def submit(self, query: Query) -> None:
+        """Pass a query on, unless it is to be refused."""
+        if self.refuse(query):
+            raise Injected("refused")
+        self._engine.submit(query)
+        self.submitted.append(query)
+        self._unanswered.add(query.query_id)
+
+    def step(self) -> Iterable[Completion]:
+        """Step the engine, when the check lets it."""
+        with self._changed:
+            self._entered += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._held, self._patience_s)
+        if self.break_step is not None:
+            error, self.break_step = self.break_step, None
+            raise error
+        self.in_step.append(len(self._unanswered))
+        completions = list(self._engine.step())
+        answered = {completion.query_id for completion in completions}
+        self.finished.append(len(answered & self._unanswered))
+        self._unanswered -= answered
+        return completions
+
+    def abort(self, query_id: int) -> None:
+        """Pass it on."""
+        self.aborted.append(query_id)
+        self._unanswered.discard(query_id)
+        self._engine.abort(query_id)
+
+    def close(self) -> None:
+        """Pass it on."""
+        self.closed += 1
+        self._engine.close()
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Pass it on."""
+        return self._engine.statistics()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._engine, name)  # adapters, prefixes
+
+    def _poison_batches(self, engine: BatchEngine) -> None:
+        evaluate = engine.evaluate
+
+        def poisoned(queries: Any) -> Any:
+            if any(self.poison(query) for query in queries):
+                raise Injected("poisoned")
+            return evaluate(queries)
+
+        engine.evaluate = poisoned  # type: ignore[method-assign]

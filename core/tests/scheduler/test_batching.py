@@ -47,7 +47,8 @@ def test_an_endless_stream_of_arrivals_does_not_hold_a_batch_back_for_ever(start
         others = []
         while not first.done():  # one arrival in every turn, until the first is answered
             i = len(others)
-            others.append(asyncio.create_task(llm.next_token_logprobs([i % 15, i // 15 % 15])))
+            ids = [i >> shift & 15 for shift in (0, 4, 8, 12, 16)]  # never the same again
+            others.append(asyncio.create_task(llm.next_token_logprobs([0, *ids])))
             await asyncio.sleep(0)
         assert len(others) > gate.MAX_TURNS
         await asyncio.gather(*others)
@@ -93,7 +94,8 @@ def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypa
         particles = [asyncio.create_task(particle(i)) for i in range(4)]
         await asyncio.to_thread(engine.wait_until_entered)
         straggler = asyncio.create_task(particle(4))
-        await asyncio.sleep(0)
+        for _ in range(gate.MAX_TURNS + 2):
+            await asyncio.sleep(0)
         engine.release()
         await asyncio.gather(*particles, straggler)
 

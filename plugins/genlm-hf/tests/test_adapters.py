@@ -232,6 +232,7 @@ def test_a_failed_load_leaves_everything_as_it_was(
 
 
 def test_closing_gives_the_model_back_as_it_was(base: Any, saved: Any, tokenizer: Any) -> None:
+    base.requires_grad_(True)
     before = {name: (p, p.requires_grad) for name, p in base.named_parameters()}
     weights = {name: p.detach().clone() for name, p in base.named_parameters()}
     modules = dict(base.named_modules())

@@ -31,6 +31,21 @@ def test_a_model_that_hides_its_output_embedding_is_right_too(
         assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
 
 
+def test_the_model_is_told_what_is_padding(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    forward = llama.model.forward
+
+    def record(**inputs: Any) -> Any:
+        seen.update(inputs)
+        return forward(**inputs)
+
+    monkeypatch.setattr(llama.model, "forward", record)
+    next_logits(llama, [[0, 0, 5], [7]], pad_id=0, device=CPU)
+    assert seen["input_ids"].tolist() == [[0, 0, 5], [7, 0, 0]]
+    assert seen["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert seen["use_cache"] is False
+
+
 def test_earlier_positions_can_be_asked_for(llama: Any) -> None:
     [ids] = ids_of_lengths(9)
     logits = next_logits(llama, [ids, ids], pad_id=0, device=CPU, positions=[2, 8])

@@ -122,6 +122,18 @@ def test_overwriting_a_row_of_a_full_cache_evicts_nobody(bounds: dict[str, int])
     assert row.tolist() == [7.0] * 4
 
 
+def test_a_larger_row_replaces_its_older_one_before_anybody_is_evicted() -> None:
+    cache = OutputCache(9, max_bytes=3 * ROW_BYTES)
+    cache.put("a", row_of(1))
+    cache.put("b", row_of(1))
+    cache.put("b", row_of(2, length=8))
+    assert "a" in cache
+    assert cache.nbytes == 3 * ROW_BYTES
+    cache.put("b", row_of(3, length=9))
+    assert "a" not in cache
+    assert "b" in cache
+
+
 def test_a_row_above_the_byte_bound_is_left_out_and_evicts_nobody() -> None:
     cache = OutputCache(9, max_bytes=2 * ROW_BYTES)
     cache.put("a", row_of(1))

@@ -131,14 +131,25 @@ def test_an_error_keeps_its_data_and_says_what_to_do(
 @pytest.mark.parametrize("error", [example[0] for example in EXAMPLES], ids=repr)
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],
-    ids=["copy", "deepcopy", "pickle"],
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda error: pickle.loads(pickle.dumps(error)),
+        lambda error: type(error)(*error.args),
+    ],
+    ids=["copy", "deepcopy", "pickle", "from its args"],
 )
 def test_a_duplicate_is_the_same_error(error: errors.GenlmError, duplicate: Any) -> None:
-    error.add_note("seen twice")
     other = duplicate(error)
     assert other is not error
     assert type(other) is type(error)
     assert str(other) == str(error)
     assert other.args == error.args
     assert vars(other) == vars(error)
+
+
+def test_a_note_travels_with_the_error() -> None:
+    error = errors.TokenIdError(70, 2, 64)
+    error.add_note("in the third prompt")
+    for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert other.__notes__ == ["in the third prompt"]

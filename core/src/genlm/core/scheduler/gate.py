@@ -2,9 +2,9 @@
 
 A request on an idle engine does not leave at once: the coroutines that are ready to
 run in the same turn of the event loop are likely to ask too. So the first request of a
-turn puts a callback at the end of the loop's queue, and that callback opens the gate.
-While requests keep arriving it goes to the end of the queue again, a bounded number of
-times.
+turn puts a callback at the end of the loop's queue. When a whole turn has added nothing,
+that callback opens the gate; while requests keep arriving it goes to the end of the queue
+again, a bounded number of times.
 
 After a step the callers it answered are about to ask again. A request that arrived
 during the step (a straggler) lingers for them: until the event loop has run them, or
@@ -109,7 +109,7 @@ class LoopTurns:
         loop = asyncio.get_running_loop()
         if loop not in self._scheduled:
             self._scheduled.add(loop)
-            loop.call_soon(self._turn, loop, self._count_waiting(), MAX_TURNS)
+            loop.call_soon(self._turn, loop, 0, MAX_TURNS)
 
     def _turn(self, loop: asyncio.AbstractEventLoop, waiting_before: int, turns: int) -> None:
         waiting = self._count_waiting()

@@ -1,0 +1,5 @@
+"""Token tries: from weights of tokens to weights of every byte prefix.
+
+`layout` describes a trie as arrays, `segments` reduces weights over it, `trie` is the
+class that users see; each remaining module adds one ability to it.
+"""

@@ -1,0 +1,190 @@
+"""The token trie as arrays: every node is an interval of the sorted tokens.
+
+Sorted by their letters, the tokens below a node are neighbours: the node is the
+interval `[lo, hi)` of their ranks. This module builds the intervals with array
+operations and knows nothing of weights, views or torch; all tries share it.
+
+Nodes are numbered so that every child comes before its parent:
+
+* node `i < n_tokens` is the leaf of token `decode[i]`, an end-of-token edge below the
+  node of the token's last letter. Tokens with the same letters have a leaf each;
+* nodes from `n_tokens` on are the prefixes, the longest first; those of one length are
+  in the order of their letters, so the prefix children of a node are consecutive;
+* the last node is the root, the empty prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.errors import VocabularyError
+from genlm.core.trie.letters import Letters, shared_prefixes, sorted_order
+
+__all__ = ["TrieLayout"]
+
+Indices = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class TrieLayout:
+    """The shape of a trie; arrays are read-only and int32 unless said otherwise.
+
+    Attributes:
+        order: Token at each rank of the sorted order, `(n_tokens,)`.
+        lo: First rank below each node, `(n_nodes,)`.
+        hi: One past the last rank below each node, `(n_nodes,)`.
+        parent: Of each node, -1 for the root, `(n_nodes,)`.
+        child_start: The prefix children of prefix `n_tokens + p` are the nodes
+            `child_start[p]` up to `child_start[p + 1]`, `(n_prefixes + 1,)`.
+        letter: Code of the letter above each prefix, 0 for the root; uint8, uint16 or
+            uint32, `(n_prefixes,)`.
+        source: Where the value of each prefix comes from, int64, `(n_prefixes,)`: a rank
+            if one token is below it, else `n_tokens + k` for the k-th distinct interval.
+            Prefixes with the same tokens below have the same source.
+        distinct: The prefix of each distinct interval of two or more tokens, ascending
+            in `lo`, longer intervals first.
+        level: The prefixes of `d` letters are the nodes `level[d + 1]` up to `level[d]`;
+            `level[0]` is `n_nodes`, the last entry `n_tokens`.
+    """
+
+    order: Indices
+    lo: Indices
+    hi: Indices
+    parent: Indices
+    child_start: Indices
+    letter: npt.NDArray[Any]
+    source: npt.NDArray[np.int64]
+    distinct: Indices
+    level: Indices
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens, which is that of leaves."""
+        return len(self.order)
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes: leaves, prefixes and the root among them."""
+        return len(self.lo)
+
+    @property
+    def n_prefixes(self) -> int:
+        """Number of nodes that are no leaves, the root included."""
+        return len(self.letter)
+
+    @property
+    def root(self) -> int:
+        """The node of the empty prefix, the last one."""
+        return self.n_nodes - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays, in bytes."""
+        return sum(array.nbytes for array in vars(self).values())
+
+    @classmethod
+    def build(cls, letters: Letters) -> TrieLayout:
+        """Lay out the trie of a vocabulary.
+
+        Takes O(letters) memory and O(letters + items log items) time, in array operations.
+
+        Raises:
+            VocabularyError: There are no items.
+        """
+        n = len(letters.lengths)
+        if not n:
+            raise VocabularyError("a trie needs at least one token; the vocabulary is empty")
+        order = sorted_order(letters)
+        shared = shared_prefixes(letters, order)
+        lengths = letters.lengths[order]
+        # Token r brings a prefix for each of its letters beyond those shared with r - 1;
+        # listed like that, with the root first, the prefixes are in depth-first order.
+        new = lengths - shared
+        end = 1 + np.cumsum(new)  # one past the prefixes of tokens up to r
+        lo = np.concatenate([[0], np.repeat(np.arange(n), new)])
+        depth = np.arange(end[-1])
+        depth[1:] += np.repeat(shared + 1 - (end - new), new)
+        up, stop = _parents_and_ends(depth)
+        hi = np.concatenate([lo, [n]])[stop]
+        letter = np.zeros(len(lo), letters.codes.dtype)
+        letter[1:] = letters.codes[letters.starts[order][lo[1:]] + depth[1:] - 1]
+        source, representative = _sources(lo, hi, n)
+        # The longest prefixes get the lowest numbers, so that children precede parents.
+        rows = _stable_argsort(depth.max() - depth)
+        node = np.empty(len(rows), dtype=np.int64)
+        node[rows] = np.arange(n, n + len(rows))
+        parent = np.append(node, -1)[up[rows]]
+        brought = node[end - 1]  # the prefix that is the whole of token r
+        rank = np.empty(n, dtype=np.int64)
+        rank[order] = np.arange(n)
+        children = np.bincount(parent[:-1] - n, minlength=len(rows))
+        of_length = np.bincount(depth)[::-1]
+        fields = {
+            "order": order,
+            "lo": np.concatenate([rank, lo[rows]]),
+            "hi": np.concatenate([rank + 1, hi[rows]]),
+            "parent": np.concatenate([brought[rank], parent]),
+            "child_start": n + np.concatenate([[0], np.cumsum(children)]),
+            "letter": letter[rows],
+            "source": source[rows],
+            "distinct": node[representative],
+            "level": n + np.concatenate([[0], np.cumsum(of_length)])[::-1],
+        }
+        return cls.from_arrays(fields)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TrieLayout:
+        """Make a layout of arrays named like the attributes; copies none that fit."""
+        fields = {}
+        for field in dataclasses.fields(cls):
+            array = arrays[field.name]
+            if field.name not in {"letter", "source"}:
+                array = array.astype(np.int32, copy=False)
+            fields[field.name] = view = array.view()
+            view.flags.writeable = False
+        return cls(**fields)
+
+
+def _parents_and_ends(
+    depth: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Parent of each prefix and one past its subtree, both in depth-first order."""
+    parent = np.full(len(depth), -1)
+    stop = np.full(len(depth), len(depth))
+    by_depth = _stable_argsort(depth)
+    bounds = np.searchsorted(depth[by_depth], np.arange(depth.max() + 2))
+    above = by_depth[:1]
+    for d in range(1, len(bounds) - 1):
+        level = by_depth[bounds[d] : bounds[d + 1]]
+        parent[level] = above[np.searchsorted(above, level) - 1]
+        following = np.append(level[1:], len(depth))
+        stop[level] = np.minimum(following, stop[parent[level]])
+        above = level
+    return parent, stop
+
+
+def _stable_argsort(depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    # numpy sorts 16-bit integers by radix, several times faster.
+    narrow = depth.astype(np.uint16) if depth.max() < 1 << 16 else depth
+    return np.argsort(narrow, kind="stable")
+
+
+def _sources(
+    lo: npt.NDArray[np.int64], hi: npt.NDArray[np.int64], n_tokens: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Which interval each prefix has, and the last prefix of each that has several tokens.
+
+    In depth-first order, prefixes with the same interval are neighbours.
+    """
+    is_last = np.ones(len(lo), dtype=bool)
+    is_last[:-1] = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])
+    several = hi - lo > 1
+    representative = np.flatnonzero(is_last & several)
+    before = np.concatenate([[0], np.cumsum(is_last & several)[:-1]])
+    return np.where(several, n_tokens + before, lo), representative

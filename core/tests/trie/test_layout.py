@@ -1,0 +1,117 @@
+"""The layout is the trie that enumeration gives, for every kind of vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from trie_oracle import EOS, spelt, tokens_below, vocabularies
+
+from genlm import Token, VocabularyError
+from genlm.core.trie.layout import TrieLayout
+from genlm.core.trie.letters import Letters, spell
+
+
+def prefixes(layout: TrieLayout, letters: Letters) -> dict[int, tuple]:
+    """The letters of each prefix node, by following parents from the root."""
+    found = {layout.root: ()}
+    for node in range(layout.root - 1, layout.n_tokens - 1, -1):
+        code = int(layout.letter[node - layout.n_tokens])
+        found[node] = (*found[layout.parent[node]], *spell([code], letters.objects))
+    return found
+
+
+def tokens(*words: bytes) -> list[Token]:
+    return [Token(position, word) for position, word in enumerate(words)]
+
+
+@given(vocabularies())
+@example(tokens(b""))
+@example(tokens(b"", b"", b""))
+@example(tokens(b"a" * 1000, b"a" * 999, b"a" * 1000 + b"b"))
+@example(tokens(*(b"a" * length for length in range(40, 0, -1))))
+@example(tokens(b"abcdefg", b"abcdefg\x00", b"abcdefgh", b"abcdef"))
+@example(tokens(*(bytes([byte]) for byte in range(256))))
+@example([*tokens(b"abcd", b"abc"), EOS, ("a", "b", "c", "d"), "abc"])
+def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> None:
+    letters = Letters.of(items)
+    layout = TrieLayout.build(letters)
+    expected = tokens_below(items)
+    found = prefixes(layout, letters)
+    assert sorted(map(repr, found.values())) == sorted(map(repr, expected))
+    for node, prefix in found.items():
+        below = layout.order[layout.lo[node] : layout.hi[node]]
+        assert sorted(below) == expected[prefix]
+    for token in range(layout.n_tokens):
+        assert layout.order[layout.lo[token] : layout.hi[token]].tolist() == [token]
+        assert found[layout.parent[token]] == spelt(items[token])
+
+
+@given(vocabularies())
+def test_children_precede_parents_and_prefix_children_are_consecutive(items) -> None:
+    layout = TrieLayout.build(Letters.of(items))
+    n = layout.n_tokens
+    assert layout.parent[layout.root] == -1
+    assert (layout.parent[:-1] > np.arange(layout.n_nodes - 1)).all()
+    for row in range(layout.n_prefixes):
+        children = np.arange(layout.child_start[row], layout.child_start[row + 1])
+        assert children.tolist() == (n + np.flatnonzero(layout.parent[n:] == n + row)).tolist()
+        codes = layout.letter[children - n].tolist()
+        assert codes == sorted(set(codes))
+
+
+@given(vocabularies())
+def test_sources_name_the_interval_of_each_prefix(items) -> None:
+    layout = TrieLayout.build(Letters.of(items))
+    n = layout.n_tokens
+    assert (np.diff(layout.lo[layout.distinct]) >= 0).all()
+    for row, source in enumerate(layout.source.tolist()):
+        interval = (layout.lo[n + row], layout.hi[n + row])
+        if interval[1] - interval[0] == 1:
+            assert source == interval[0]
+        else:
+            same = layout.distinct[source - n]
+            assert (layout.lo[same], layout.hi[same]) == interval
+    assert len({(layout.lo[d], layout.hi[d]) for d in layout.distinct}) == len(layout.distinct)
+
+
+@given(vocabularies())
+def test_levels_hold_the_prefixes_of_each_length(items) -> None:
+    letters = Letters.of(items)
+    layout = TrieLayout.build(letters)
+    found = prefixes(layout, letters)
+    assert layout.level[0] == layout.n_nodes
+    assert layout.level[-1] == layout.n_tokens
+    for length in range(len(layout.level) - 1):
+        nodes = range(layout.level[length + 1], layout.level[length])
+        assert {len(found[node]) for node in nodes} == {length}
+
+
+def test_equal_tokens_are_ordered_by_position() -> None:
+    layout = TrieLayout.build(Letters.of(tokens(b"b", b"a", b"a", b"", b"a")))
+    assert layout.order.tolist() == [3, 1, 2, 4, 0]
+
+
+def test_the_arrays_cannot_be_changed() -> None:
+    layout = TrieLayout.build(Letters.of(tokens(b"a")))
+    with pytest.raises(ValueError, match="read-only"):
+        layout.lo[0] = 1
+
+
+def test_an_empty_vocabulary_is_refused() -> None:
+    with pytest.raises(VocabularyError, match="at least one token"):
+        TrieLayout.build(Letters.of([]))
+
+
+@pytest.mark.parametrize("item", [7, [[1]], None])
+def test_an_item_without_letters_is_named(item: object) -> None:
+    with pytest.raises(VocabularyError, match="item 1 of the vocabulary"):
+        Letters.of([Token(0, b"a"), item])
+
+
+def test_more_than_65536_distinct_letters_still_sort() -> None:
+    items = [Token(0, b"zz"), *((f"letter {k}",) for k in range(1 << 16)), Token(1, b"a")]
+    layout = TrieLayout.build(Letters.of(items))
+    assert layout.letter.dtype == np.uint32
+    assert layout.order[:3].tolist() == [(1 << 16) + 1, 0, 1]
+    assert layout.n_prefixes == 1 + 2 + 1 + (1 << 16)

@@ -150,10 +150,12 @@ def test_the_metrics_describe_the_shipped_model(model):
     assert scores["transformer"] < scores["trigram"] < scores["unigram"]
 
 
-def test_the_model_card_quotes_the_metrics():
+def test_the_model_card_and_the_readme_quote_the_metrics():
     card = (FOLDER / "MODEL.md").read_text("utf-8")
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
     for score in METRICS["bits_per_byte"].values():
         assert f"{score:.2f}" in card
+        assert f"{score:.2f}" in readme
     assert METRICS["corpus"]["sha256"] in card
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripted import ScriptedEngine
+from scripted_target import CertifiedEngine, scripted_target
 
 from genlm.testing import all_checks
 
-from .conftest import VOCAB_SIZE, RunCheck, scripted_target
+from .conftest import RunCheck
 
 
 @pytest.mark.parametrize("check_id", [check.id for check in all_checks("engine")])
@@ -18,11 +18,11 @@ def test_the_right_engine_passes(run_check: RunCheck, check_id: str) -> None:
 
 
 def test_a_wrong_row_is_reported_with_the_smallest_example(run_check: RunCheck) -> None:
-    class LastRowFirst(ScriptedEngine):
+    class LastRowFirst(CertifiedEngine):
         def evaluate(self, queries):
             return super().evaluate(queries).flip(0)
 
-    target = scripted_target(build=lambda: LastRowFirst(VOCAB_SIZE))
+    target = scripted_target(build=LastRowFirst)
     outcome = run_check("batch-equals-map", target)
     assert outcome.status == "failed"
     assert outcome.expected.startswith("the row of (")
@@ -31,11 +31,11 @@ def test_a_wrong_row_is_reported_with_the_smallest_example(run_check: RunCheck) 
 
 
 def test_a_check_that_raises_is_reported_with_its_traceback(run_check: RunCheck) -> None:
-    class NoRows(ScriptedEngine):
+    class NoRows(CertifiedEngine):
         def evaluate(self, queries):
             raise ArithmeticError("no rows today")
 
-    outcome = run_check("rows-are-right", scripted_target(build=lambda: NoRows(VOCAB_SIZE)))
+    outcome = run_check("rows-are-right", scripted_target(build=NoRows))
     assert outcome.status == "failed"
     assert "no rows today" in outcome.found
     assert "evaluate" in outcome.details
@@ -44,12 +44,12 @@ def test_a_check_that_raises_is_reported_with_its_traceback(run_check: RunCheck)
 def test_a_request_that_never_ends_is_a_failure_within_the_patience(
     run_check: RunCheck,
 ) -> None:
-    class Silent(ScriptedEngine):
+    class Silent(CertifiedEngine):
         def step(self):
             self._pending.clear()
             return []
 
-    target = scripted_target(build=lambda: Silent(VOCAB_SIZE), patience_s=0.5)
+    target = scripted_target(build=Silent, patience_s=0.5)
     outcome = run_check("rows-are-right", target)
     assert (outcome.status, outcome.expected) == ("failed", "every request to end")
     assert "did not end within 0.5 s" in outcome.found
@@ -63,10 +63,10 @@ def test_a_check_fails_if_its_interesting_case_never_occurred(run_check: RunChec
 
 
 def test_the_same_seed_finds_the_same_example(run_check: RunCheck) -> None:
-    class Rounded(ScriptedEngine):
+    class Rounded(CertifiedEngine):
         def evaluate(self, queries):
             return super().evaluate(queries).to(torch.float16).float()
 
-    target = scripted_target(build=lambda: Rounded(VOCAB_SIZE))
+    target = scripted_target(build=Rounded)
     first, second = (run_check("batch-equals-map", target, seed=5) for _ in range(2))
     assert first.example == second.example

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.checks import all_checks as all_checks
     from genlm.testing.failure import CheckFailure as CheckFailure
     from genlm.testing.failure import NeverEnded as NeverEnded
+    from genlm.testing.failure import NotApplicable as NotApplicable
     from genlm.testing.failure import expect as expect
     from genlm.testing.outcome import Outcome as Outcome
     from genlm.testing.profile import FULL as FULL
@@ -35,7 +36,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
 _HOME = {
     "check": "Check engine_check trie_check",
     "checks": "all_checks",
-    "failure": "CheckFailure NeverEnded expect",
+    "failure": "CheckFailure NeverEnded NotApplicable expect",
     "outcome": "Outcome",
     "profile": "FULL QUICK Profile",
     "running": "run_case",

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from genlm.testing.failure import NeverEnded
 
-__all__ = ["LoopThread", "call_with_limit"]
+__all__ = ["LoopThread", "call_together"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,8 @@ class LoopThread:
 
     def close(self) -> None:
         """Let what is ready run, then stop the loop; a loop that is stuck is left behind."""
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=1.0)
         if not self._thread.is_alive():
@@ -61,13 +63,23 @@ class LoopThread:
         self.complaints.append(f"{context['message']}{cause}")
 
 
-def call_with_limit(function: Callable[[], T], patience_s: float) -> T:
-    """Call a function on a thread of its own and wait for it.
+def call_together(functions: Sequence[Callable[[], T]], patience_s: float) -> list[T]:
+    """Call functions at the same time, each on a thread of its own, and wait for all.
 
     Raises:
-        NeverEnded: It took longer than `patience_s`.
-        BaseException: Whatever it raised.
+        NeverEnded: One took longer than `patience_s`.
+        BaseException: Whatever the first of them that raised, in order, raised.
     """
+    futures = [_started(function) for function in functions]
+    _, late = concurrent.futures.wait(futures, patience_s)
+    if late:
+        function = functions[next(i for i, future in enumerate(futures) if future in late)]
+        name = getattr(function, "__qualname__", repr(function))
+        raise NeverEnded(f"the call {name}", patience_s)
+    return [future.result() for future in futures]
+
+
+def _started(function: Callable[[], T]) -> concurrent.futures.Future[T]:
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def call() -> None:
@@ -77,8 +89,4 @@ def call_with_limit(function: Callable[[], T], patience_s: float) -> T:
             future.set_exception(error)
 
     threading.Thread(target=call, name="genlm-testing-call", daemon=True).start()
-    done, _ = concurrent.futures.wait([future], patience_s)
-    if not done:
-        name = getattr(function, "__qualname__", repr(function))
-        raise NeverEnded(f"the call {name}", patience_s)
-    return future.result()
+    return future

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckFailure", "NeverEnded", "expect"]
+__all__ = ["CheckFailure", "NeverEnded", "NotApplicable", "expect"]
 
 
 class CheckFailure(AssertionError):
@@ -46,6 +46,10 @@ class NeverEnded(BaseException):
 
     def __str__(self) -> str:
         return f"{self.what} did not end within {self.patience_s:g} s"
+
+
+class NotApplicable(Exception):
+    """Raised by a check that has nothing to check with this target; its text says why."""
 
 
 def expect(holds: bool, expected: str, found: object, **example: Any) -> None:

@@ -36,11 +36,13 @@ class Probe:
         poison: Queries for which this is true make `evaluate` raise.
         break_step: Raised by the next step instead of stepping, then forgotten.
         closed: How many times the engine was closed.
+        engine: The engine inside, once there is one.
     """
 
     vocabulary: Vocabulary
     max_context: int | None
     capabilities: frozenset[Capability]
+    engine: Engine
 
     def __init__(self, patience_s: float = 60.0) -> None:
         self.submitted: list[Query] = []
@@ -59,7 +61,7 @@ class Probe:
 
     def __call__(self, engine: Engine) -> Probe:
         """Put the probe around an engine."""
-        self._engine = engine
+        self.engine = engine
         self.vocabulary = engine.vocabulary
         self.max_context = engine.max_context
         self.capabilities = engine.capabilities
@@ -70,7 +72,7 @@ class Probe:
     @property
     def is_batch_engine(self) -> bool:
         """Whether the engine has an `evaluate` that can be poisoned."""
-        return isinstance(self._engine, BatchEngine)
+        return isinstance(self.engine, BatchEngine)
 
     def hold(self) -> None:
         """Make every step from now on wait for `release`."""
@@ -88,13 +90,21 @@ class Probe:
             if not self._changed.wait_for(lambda: self._entered >= count, self._patience_s):
                 raise NeverEnded(f"waiting for step {count} of the engine", self._patience_s)
 
+    def wait_until_stepped(self, count: int = 1) -> None:
+        """Block until `step` has ended `count` times in all."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: len(self.finished) >= count, self._patience_s
+            ):
+                raise NeverEnded(f"step {count} of the engine", self._patience_s)
+
     # -- the engine -------------------------------------------------------------------
 
     def submit(self, query: Query) -> None:
         """Pass a query on, unless it is to be refused."""
         if self.refuse(query):
             raise Injected("refused")
-        self._engine.submit(query)
+        self.engine.submit(query)
         self.submitted.append(query)
         self._unanswered.add(query.query_id)
 
@@ -108,9 +118,11 @@ class Probe:
             error, self.break_step = self.break_step, None
             raise error
         self.in_step.append(len(self._unanswered))
-        completions = list(self._engine.step())
+        completions = list(self.engine.step())
         answered = {completion.query_id for completion in completions}
-        self.finished.append(len(answered & self._unanswered))
+        with self._changed:
+            self.finished.append(len(answered & self._unanswered))
+            self._changed.notify_all()
         self._unanswered -= answered
         return completions
 
@@ -118,21 +130,21 @@ class Probe:
         """Pass it on."""
         self.aborted.append(query_id)
         self._unanswered.discard(query_id)
-        self._engine.abort(query_id)
+        self.engine.abort(query_id)
 
     def close(self) -> None:
         """Pass it on."""
         self.closed += 1
-        self._engine.close()
+        self.engine.close()
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Pass it on."""
-        return self._engine.statistics()
+        return self.engine.statistics()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "engine":
             raise AttributeError(name)
-        return getattr(self._engine, name)  # adapters, prefixes
+        return getattr(self.engine, name)  # adapters, prefixes
 
     def _poison_batches(self, engine: BatchEngine) -> None:
         evaluate = engine.evaluate

@@ -8,7 +8,7 @@ from typing import Any
 
 from genlm import Capability
 from genlm.testing.check import Check
-from genlm.testing.failure import CheckFailure, NeverEnded
+from genlm.testing.failure import CheckFailure, NeverEnded, NotApplicable
 from genlm.testing.outcome import Outcome
 from genlm.testing.profile import QUICK, Profile
 from genlm.testing.selection import Case
@@ -31,6 +31,8 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
             if found["status"] == "passed":
                 case.check.function(trial)
                 _demand_cases(case.check, trial)
+    except NotApplicable as reason:
+        found = {"status": "not applicable", "reason": str(reason)}
     except (Exception, NeverEnded) as error:  # noqa: BLE001 - whatever it is, it is reported
         found = {"status": "failed", **_described(error)}
     if trial is not None:

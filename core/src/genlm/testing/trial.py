@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
@@ -17,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache
-from genlm.testing.background import LoopThread, call_with_limit
+from genlm.testing.background import LoopThread, call_together
 from genlm.testing.failure import CheckFailure, NeverEnded, expect
 from genlm.testing.probe import Probe
 from genlm.testing.profile import Profile
@@ -62,12 +64,20 @@ class Trial:
         self.patience_s = patience_s
         self.cases: Counter[str] = Counter()
         self._resources = contextlib.ExitStack()
+        self._loops: list[LoopThread] = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self._resources.close()
+        # Where the check has failed already, an unreceived error is most likely a result.
+        complaints = [text for loop in self._loops for text in loop.complaints]
+        expect(
+            bool(error) or not complaints,
+            "no error that reaches an event loop's exception handler",
+            "; ".join(complaints[:3]),
+        )
 
     def saw(self, case: str, times: int = 1) -> None:
         """Note that an interesting case occurred."""
@@ -108,7 +118,27 @@ class Trial:
         Raises:
             NeverEnded: It took too long.
         """
-        return call_with_limit(function, self.patience_s)
+        return self.call_together([function])[0]
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Block until a condition that no callback announces is true.
+
+        Raises:
+            NeverEnded: It took too long.
+        """
+        give_up_s = time.monotonic() + self.patience_s
+        while not condition():
+            if time.monotonic() > give_up_s:
+                raise NeverEnded(f"waiting for {what}", self.patience_s)
+            time.sleep(1e-4)
+
+    def call_together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Call functions at the same time, each on a thread of its own.
+
+        Raises:
+            NeverEnded: One took too long.
+        """
+        return call_together(functions, self.patience_s)
 
 
 class EngineTrial(Trial):
@@ -169,7 +199,8 @@ class EngineTrial(Trial):
     def new_loop(self) -> LoopThread:
         """An event loop on a thread of its own, closed when the trial ends."""
         loop = LoopThread()
-        self._resources.callback(self._close_loop, loop)
+        self._loops.append(loop)
+        self._resources.callback(loop.close)
         return loop
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -179,14 +210,6 @@ class EngineTrial(Trial):
             NeverEnded: It took too long.
         """
         return self.loop.run(coroutine, self.patience_s)
-
-    def _close_loop(self, loop: LoopThread) -> None:
-        loop.close()
-        expect(
-            not loop.complaints,
-            "no error that reaches the event loop's exception handler",
-            "; ".join(loop.complaints[:3]),
-        )
 
     # -- sequences and their true rows ------------------------------------------------
 
@@ -217,6 +240,10 @@ class EngineTrial(Trial):
     ) -> st.SearchStrategy[list[TokenTuple]]:
         """Ragged batches, duplicates possible."""
         return st.lists(self.sequences(shorter_by=shorter_by), min_size=1, max_size=max_size)
+
+    def lengths(self) -> st.SearchStrategy[int]:
+        """Lengths of sequences."""
+        return st.integers(1, self.max_length)
 
     def some_sequences(self, count: int, *, salt: int = 0) -> list[TokenTuple]:
         """Different sequences of mixed lengths, decided by the seed."""
@@ -278,6 +305,42 @@ class EngineTrial(Trial):
         expect(len(rows) == len(asked), f"{len(asked)} rows", len(rows), **example)
         for position, (row, token_ids) in enumerate(zip(rows, asked, strict=True)):
             self.check_row(row, token_ids, adapter, position=position, **example)
+
+    # -- errors -----------------------------------------------------------------------
+
+    def expect_error(
+        self,
+        error: type[BaseException],
+        call: Callable[[], Any],
+        /,
+        **example: Any,
+    ) -> BaseException:
+        """Raise `CheckFailure` unless a call, or the coroutine it returns, raises `error`.
+
+        Returns:
+            What was raised.
+        """
+
+        async def awaited(coroutine: Any) -> Any:
+            return await coroutine
+
+        result: Any
+        try:
+            result = self.call(call)
+            if inspect.isawaitable(result):
+                result = self.run(awaited(result))
+        except Exception as raised:  # noqa: BLE001 - judged below
+            result = raised
+        return self.expect_raised(error, result, **example)
+
+    def expect_raised(
+        self, error: type[BaseException], found: object, /, **example: Any
+    ) -> BaseException:
+        """Raise `CheckFailure` unless `found` is an exception of the class `error`."""
+        if isinstance(found, error):
+            return found
+        words = "a result" if isinstance(found, torch.Tensor) else repr(found)
+        raise CheckFailure(error.__name__, words, example)
 
     def _asked_oracle(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
         if self.target.oracle is None:

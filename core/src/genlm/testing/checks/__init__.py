@@ -10,7 +10,21 @@ from genlm.testing.target import Kind
 __all__ = ["all_checks"]
 
 _MODULES: dict[Kind, tuple[str, ...]] = {
-    "engine": ("engine_rows", "engine_batches"),
+    "engine": (
+        "engine_rows",
+        "engine_batches",
+        "engine_caches",
+        "engine_requests",
+        "engine_cancellation",
+        "engine_threads",
+        "engine_faults",
+        "engine_endings",
+        "engine_statistics",
+        "engine_sampling",
+        "engine_adapters",
+        "engine_vocabulary",
+        "engine_programs",
+    ),
     "trie": (),
 }
 

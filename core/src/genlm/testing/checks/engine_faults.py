@@ -1,0 +1,126 @@
+"""Checks with exceptions put into the engine: who is told, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from genlm import AsyncLM, EngineDiedError, EvaluationError, Query
+from genlm.testing.check import engine_check
+from genlm.testing.failure import NotApplicable, expect
+from genlm.testing.probe import Injected
+from genlm.testing.sequences import TokenTuple
+from genlm.testing.trial import EngineTrial
+
+
+@engine_check(cases=("refused by submit",))
+def a_refused_query_fails_alone(trial: EngineTrial) -> None:
+    """An exception of `submit` reaches the caller of that query and nobody else."""
+    lm, probe = trial.load_probed()
+    asked = trial.some_sequences(4)
+    probe.refuse = _is(asked[1])
+    _check_one_fails(trial, lm, asked, bad=1)
+    trial.saw("refused by submit")
+
+
+@engine_check(cases=("poisoned batch",))
+def a_poisoned_sequence_fails_alone(trial: EngineTrial) -> None:
+    """A sequence that makes a whole batch raise fails; the rest of the batch is answered."""
+    lm, probe = trial.load_probed()
+    if not probe.is_batch_engine:
+        raise NotApplicable("the engine has no `evaluate` to put an exception into")
+    asked = trial.some_sequences(7)
+    for bad in (0, 3, 6):
+        lm.clear_cache()
+        probe.poison = _is(asked[bad])
+        _check_one_fails(trial, lm, asked, bad)
+        trial.saw("poisoned batch")
+
+
+@engine_check(cases=("broken step", "asked again"))
+def a_broken_step_is_survived(trial: EngineTrial) -> None:
+    """An exception of `step` ends the requests in the engine; later ones are answered."""
+    lm, probe = trial.load_probed()
+    asked = trial.some_sequences(4)
+    for _ in range(2):
+        lm.clear_cache()
+        probe.break_step = Injected("the step broke")
+        for found in trial.run(_gathered(lm, asked)):
+            _check_cause(trial, found)
+        trial.saw("broken step")
+        rows = trial.run(lm.batch_next_token_logprobs(asked))
+        trial.check_rows(rows, asked, after="a broken step")
+        trial.saw("asked again")
+
+
+@engine_check(cases=("in the engine", "asked later"))
+def a_dead_engine_leaves_nobody_waiting(trial: EngineTrial) -> None:
+    """When the engine's thread ends, every request, present and future, ends with an error."""
+    lm, probe = trial.load_probed()
+    asked = trial.some_sequences(3)
+    probe.break_step = SystemExit("the thread ends")
+    with _quiet_log():
+        for found in trial.run(_gathered(lm, asked)):
+            trial.expect_raised(EngineDiedError, found, when="in the engine")
+            trial.saw("in the engine")
+        calls = {
+            "next_token_logprobs": lambda: lm.next_token_logprobs(asked[0]),
+            "next_token_logprobs_sync": lambda: lm.next_token_logprobs_sync(asked[0]),
+            "sample": lambda: lm.sample(asked[0], 2),
+        }
+        for name, call in calls.items():
+            trial.expect_error(EngineDiedError, call, when="asked later", call=name)
+            trial.saw("asked later")
+        trial.call(lm.close)
+
+
+def _is(token_ids: TokenTuple) -> Any:
+    def is_bad(query: Query) -> bool:
+        return query.token_ids == token_ids
+
+    return is_bad
+
+
+async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor | BaseException]:
+    rows = map(lm.next_token_logprobs, asked)
+    return list(await asyncio.gather(*rows, return_exceptions=True))
+
+
+def _check_one_fails(
+    trial: EngineTrial, lm: AsyncLM, asked: list[TokenTuple], bad: int
+) -> None:
+    found = trial.run(_gathered(lm, asked))
+    _check_cause(trial, found.pop(bad))
+    good = [token_ids for token_ids in asked if token_ids != asked[bad]]
+    rows = [row if isinstance(row, torch.Tensor) else _complain(row) for row in found]
+    trial.check_rows(rows, good, failing=asked[bad])
+
+
+def _complain(error: BaseException) -> torch.Tensor:
+    expect(False, "a row for a good sequence", repr(error))
+    raise error
+
+
+def _check_cause(trial: EngineTrial, found: object) -> None:
+    error = trial.expect_raised(EvaluationError, found)
+    expect(
+        isinstance(error.__cause__, Injected),
+        "an EvaluationError whose __cause__ is what the engine raised",
+        repr(error.__cause__),
+    )
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keep the traceback that the core rightly logs from looking like a fault of the run."""
+    log = logging.getLogger("genlm")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

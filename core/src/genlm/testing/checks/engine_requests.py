@@ -1,0 +1,116 @@
+"""Checks of what requests may be: which are refused, and that nobody else suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from genlm import (
+    ContextLengthError,
+    EmptySequenceError,
+    TokenIdError,
+    TokenTypeError,
+)
+from genlm.testing.check import engine_check
+from genlm.testing.failure import expect
+from genlm.testing.sequences import TokenTuple
+from genlm.testing.trial import EngineTrial
+
+
+def bad_requests(
+    token_ids: TokenTuple, vocab_size: int, max_context: int | None
+) -> dict[str, tuple[Any, type[Exception]]]:
+    """Requests made of a good one that must be refused, and the error of each."""
+    bad: dict[str, tuple[Any, type[Exception]]] = {
+        "empty": ([], EmptySequenceError),
+        "id out of range": ([*token_ids, vocab_size], TokenIdError),
+        "negative id": ([-1, *token_ids], TokenIdError),
+        "float": ([*token_ids, 1.0], TokenTypeError),
+        "text": ("ab", TokenTypeError),
+        "None": ([*token_ids, None], TokenTypeError),
+        "nested": ([list(token_ids)], TokenTypeError),
+        "float array": (np.array(token_ids, dtype=np.float64), TokenTypeError),
+        "two-dimensional": (torch.tensor([token_ids]), TokenTypeError),
+    }
+    if max_context is not None:
+        longer = (token_ids * (max_context + 1))[: max_context + 1]
+        bad["too long"] = (list(longer), ContextLengthError)
+    return bad
+
+
+@engine_check(
+    cases=("empty", "id out of range", "negative id", "float", "text", "nested", "float array")
+)
+def bad_requests_hurt_nobody(trial: EngineTrial) -> None:
+    """A wrong request raises the error that says so; those around it are answered."""
+    lm, probe = trial.load_probed()
+
+    async def surrounded(good: TokenTuple, bad: Any) -> list[Any]:
+        asked = (lm.next_token_logprobs(ids) for ids in (good, bad, good[::-1]))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    good = trial.some_sequences(1)[0]
+    for case, (bad, error) in bad_requests(good, lm.vocab_size, lm.max_context).items():
+        lm.clear_cache()
+        first, found, last = trial.run(surrounded(good, bad))
+        trial.check_rows([first, last], [good, good[::-1]], beside=bad)
+        trial.expect_raised(error, found, request=bad)
+        for call in (lm.batch_next_token_logprobs, lm.batch_next_token_logprobs_sync):
+            trial.expect_error(error, functools.partial(call, [good, bad]), request=bad)
+        trial.saw(case)
+    trial.check_row(trial.run(lm.next_token_logprobs_uncached(good)), good, after="bad ones")
+    seen = [query for query in probe.submitted if query.token_ids not in {good, good[::-1]}]
+    expect(not seen, "no bad request to reach the engine", seen)
+
+
+@engine_check(cases=("numpy", "torch", "tuple", "list of numpy integers"))
+def integers_of_any_kind(trial: EngineTrial) -> None:
+    """Lists, tuples, numpy and torch integers of any width ask the same question."""
+    narrow = [i for i in trial.token_ids if i < 127]
+
+    def kinds(token_ids: TokenTuple) -> dict[str, Sequence[int] | Any]:
+        found: dict[str, Any] = {
+            "tuple": token_ids,
+            "list": list(token_ids),
+            "numpy": np.array(token_ids),
+            "numpy int32": np.array(token_ids, dtype=np.int32),
+            "numpy view": np.repeat(np.array(token_ids), 2)[::2],
+            "torch": torch.tensor(token_ids),
+            "torch int32": torch.tensor(token_ids, dtype=torch.int32),
+            "list of numpy integers": list(np.array(token_ids)),
+            "list of torch integers": list(torch.tensor(token_ids)),
+        }
+        if max(token_ids) < 128:
+            found["numpy uint8"] = np.array(token_ids, dtype=np.uint8)
+        return found
+
+    for token_ids in filter(None, (*trial.some_sequences(2), tuple(narrow[:2]))):
+        for kind, spelled in kinds(token_ids).items():
+            row = trial.run(trial.lm.next_token_logprobs_uncached(spelled))
+            trial.check_row(row, token_ids, kind=kind)
+            row = trial.run(trial.lm.next_token_logprobs(spelled))
+            trial.check_row(row, token_ids, kind=kind)
+            trial.saw(kind)
+
+
+@engine_check(cases=("full context",))
+def the_context_can_be_filled(trial: EngineTrial) -> None:
+    """A sequence of exactly `max_context` tokens is answered."""
+    limit = trial.lm.max_context
+    length = trial.max_length if limit is None else limit
+    (some, *_) = trial.some_sequences(1)
+    full = (some * length)[:length]
+    trial.saw("full context")
+    row = trial.run(trial.lm.next_token_logprobs(full))
+    expect(
+        tuple(row.shape) == (trial.lm.vocab_size,) and not bool(row.isnan().any()),
+        f"a row for a sequence of {length} tokens",
+        tuple(row.shape),
+    )
+    if length <= trial.target.max_length:
+        trial.check_row(row, full)

@@ -1,0 +1,231 @@
+"""Checks of `sample` and `batch_sample`, whether the engine or the core draws.
+
+A goodness-of-fit test with a fixed seed has one outcome for good; a correct sampler is
+unlucky with probability `ERROR_RATE` for each new seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import torch
+
+from genlm import Capability, EmptySequenceError
+from genlm.testing.check import engine_check
+from genlm.testing.failure import expect
+from genlm.testing.sequences import TokenTuple
+from genlm.testing.trial import EngineTrial
+
+ERROR_RATE = 1e-6
+"""Probability that a correct sampler fails one test of fit."""
+
+LEAST_EXPECTED = 5
+"""Outcomes expected less often are counted together: the chi-square test's usual rule."""
+
+STREAMS = 8
+
+
+@engine_check(cases=("several outcomes", "temperature below 1", "temperature above 1"))
+def samples_follow_the_logprobs(trial: EngineTrial) -> None:
+    """Pairs of drawn tokens occur as often as the log-probabilities say."""
+    prompt = trial.some_sequences(1)[0][: max(1, trial.max_length - 2)]
+    temperatures = {
+        "temperature 1": 1.0,
+        "temperature below 1": 0.6,
+        "temperature above 1": 1.5,
+    }
+    for case, temperature in temperatures.items():
+        drawn = trial.run(
+            trial.lm.batch_sample(
+                [prompt] * trial.profile.draws, 2, temperature=temperature, seed=trial.seed
+            )
+        )
+        counts = Counter(map(tuple, drawn))
+        wrong = [pair for pair in counts if len(pair) != 2]
+        expect(not wrong, "two tokens in each continuation", wrong[:3], prompt=prompt)
+        p_value, outcomes = _fit(trial, prompt, temperature, counts)
+        expect(
+            p_value >= ERROR_RATE,
+            f"pairs as likely as the log-probabilities say (p >= {ERROR_RATE:g})",
+            f"p = {p_value:.3g}; most frequent: {counts.most_common(4)}",
+            prompt=prompt,
+            temperature=temperature,
+        )
+        trial.saw("several outcomes", outcomes > 2)
+        trial.saw(case)
+
+
+def _fit(
+    trial: EngineTrial, prompt: TokenTuple, temperature: float, counts: Counter[TokenTuple]
+) -> tuple[float, int]:
+    """P-value of the chi-square test of drawn pairs, and the number of outcomes told apart."""
+    total = counts.total()
+    first = _probabilities(trial, prompt, temperature)
+    observed, expected = [0.0], [0.0]  # outcomes too rare to count alone come first
+    told_apart: Counter[TokenTuple] = Counter()
+    for token_id in np.flatnonzero(first * total >= LEAST_EXPECTED).tolist():
+        second = _probabilities(trial, (*prompt, token_id), temperature)
+        for other in np.flatnonzero(first[token_id] * second * total >= LEAST_EXPECTED):
+            pair = (token_id, int(other))
+            told_apart[pair] = counts[pair]
+            observed.append(counts[pair])
+            expected.append(float(first[token_id] * second[other] * total))
+    observed[0] = total - sum(observed)
+    expected[0] = max(total - sum(expected), 0.0)
+    if expected[0] < LEAST_EXPECTED:
+        observed[1:2] = [sum(observed[:2])]
+        expected[1:2] = [sum(expected[:2])]
+        observed, expected = observed[1:], expected[1:]
+    distance = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return _chi_square_tail(distance, len(observed) - 1), len(observed)
+
+
+def _chi_square_tail(distance: float, freedom: int) -> float:
+    """Probability of a chi-square variable to exceed `distance`."""
+    if freedom == 0:
+        return 1.0
+    half = torch.tensor([freedom / 2, distance / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def _probabilities(
+    trial: EngineTrial, token_ids: TokenTuple, temperature: float
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    logits = trial.expected(token_ids) / temperature
+    probabilities: np.ndarray[tuple[int], np.dtype[np.float64]] = logits.softmax(-1).numpy()
+    return probabilities
+
+
+@engine_check(cases=("same seed", "another seed", "no seed"))
+def sampling_is_reproducible(trial: EngineTrial) -> None:
+    """The same seed gives the same draws, whatever else is drawn; another seed gives others."""
+    prompts = [prompt[:2] for prompt in trial.some_sequences(6)]
+    length = max(1, min(6, trial.max_length - 2))
+
+    def draw(count: int, seed: int | None) -> list[list[int]]:
+        return trial.run(trial.lm.batch_sample(prompts[:count], length, seed=seed))
+
+    first = draw(6, trial.seed)
+    trial.lm.clear_cache()
+    expect(draw(6, trial.seed) == first, "the same draws", "others", prompts=prompts)
+    trial.saw("same seed")
+    expect(
+        draw(3, trial.seed) == first[:3],
+        "the same first three draws in a smaller batch",
+        "others",
+        prompts=prompts,
+    )
+    alone = trial.run(trial.lm.sample(prompts[0], length, seed=trial.seed))
+    expect(alone == first[0], f"{first[0]} from `sample` with the same seed", alone)
+    expect(draw(6, trial.seed + 1) != first, "other draws with another seed", "the same")
+    trial.saw("another seed")
+    expect(draw(6, None) != draw(6, None), "other draws without a seed", "the same twice")
+    trial.saw("no seed")
+
+
+@engine_check(cases=("equal prompts",))
+def streams_are_distinct(trial: EngineTrial) -> None:
+    """Equal prompts in a batch are continued independently of one another."""
+    prompt = trial.some_sequences(1)[0][:2]
+    length = max(1, min(8, trial.max_length - 2))
+    drawn = trial.run(
+        trial.lm.batch_sample([prompt] * STREAMS, length, temperature=2.0, seed=trial.seed)
+    )
+    distinct = len(set(map(tuple, drawn)))
+    expect(
+        distinct > STREAMS // 2,
+        f"{STREAMS} independent continuations",
+        f"{distinct} different ones: {drawn}",
+        prompt=prompt,
+    )
+    trial.saw("equal prompts")
+
+
+@engine_check(cases=("stopped early", "not stopped"))
+def sampling_stops(trial: EngineTrial) -> None:
+    """A continuation ends before a stop id, after `max_tokens`, or when the context is full."""
+    prompt = trial.some_sequences(1)[0][:2]
+    length = max(1, min(5, trial.max_length - 2))
+    prompts = [prompt] * (2 * STREAMS)
+    free = trial.run(trial.lm.batch_sample(prompts, length, seed=trial.seed))
+    expect(
+        {len(ids) for ids in free} == {length}, f"{length} tokens each", list(map(len, free))
+    )
+    by_frequency = [token_id for token_id, _ in Counter(itertools.chain(*free)).most_common()]
+    for stop in (by_frequency[:1], np.array(by_frequency[-1:])):
+        stops = set(map(int, stop))
+        stopped = trial.run(trial.lm.batch_sample(prompts, length, stop, seed=trial.seed))
+        for found, whole in zip(stopped, free, strict=True):
+            end = next((i for i, token_id in enumerate(whole) if token_id in stops), length)
+            cut = whole[:end]
+            expect(
+                found == cut,
+                f"{cut}: the continuation {whole} up to the first of {stops}",
+                found,
+                prompt=prompt,
+            )
+            trial.saw("stopped early" if len(cut) < length else "not stopped")
+    nothing = trial.run(trial.lm.batch_sample(prompts[:2], 0))
+    expect(nothing == [[], []], "no tokens with max_tokens=0", nothing)
+    limit = trial.lm.max_context
+    if limit is not None and limit <= trial.target.max_length:
+        full = trial.run(trial.lm.sample(prompt, limit + 5, seed=trial.seed))
+        room = limit + 1 - len(prompt)
+        expect(len(full) == room, f"{room} tokens until the context is full", len(full))
+
+
+@engine_check(cases=("drawn token",))
+def temperature_zero_is_greedy(trial: EngineTrial) -> None:
+    """At temperature 0 every drawn token is a most likely one."""
+    prompts = [prompt[:3] for prompt in trial.some_sequences(4)]
+    length = max(1, min(5, trial.max_length - 3))
+    drawn = trial.run(trial.lm.batch_sample(prompts, length, temperature=0))
+    for prompt, continuation in zip(prompts, drawn, strict=True):
+        expect(len(continuation) == length, f"{length} tokens", continuation, prompt=prompt)
+        for position, token_id in enumerate(continuation):
+            before = (*prompt, *continuation[:position])
+            row = trial.expected(before)
+            gap = float(row.max() - row[token_id])
+            expect(
+                gap
+                <= 2 * trial.target.largest_error,  # either of two that the engine cannot rank
+                f"the most likely token after {before}, {int(row.argmax())}",
+                f"{token_id}, less likely by {gap:.3g} nats",
+            )
+            trial.saw("drawn token")
+
+
+@engine_check(cases=("refused",))
+def wrong_sampling_requests_are_refused(trial: EngineTrial) -> None:
+    """Impossible temperatures and lengths, and bad prompts, raise before anything is drawn."""
+    prompt = trial.some_sequences(1)[0]
+    for max_tokens, temperature in ((2, -1.0), (2, math.inf), (2, math.nan), (-1, 1.0)):
+        draw = functools.partial(trial.lm.sample, prompt, max_tokens, temperature=temperature)
+        arguments = {"max_tokens": max_tokens, "temperature": temperature}
+        trial.expect_error(ValueError, draw, **arguments)
+        trial.saw("refused")
+    trial.expect_error(EmptySequenceError, lambda: trial.lm.batch_sample([prompt, []], 2))
+
+
+@engine_check(needs=Capability.SAMPLE, cases=("drawn by the engine",))
+def declared_sampling_is_native(trial: EngineTrial) -> None:
+    """An engine that declares `sample` draws the continuations itself."""
+    lm, probe = trial.load_probed()
+    trial.run(lm.batch_sample(trial.some_sequences(2), 2, seed=trial.seed))
+    native = [query for query in probe.submitted if query.sampling is not None]
+    expect(len(native) == 2, "two queries with `sampling` in the engine", len(native))
+    trial.saw("drawn by the engine")
+
+
+@engine_check(unless=Capability.SAMPLE, cases=("drawn from rows",))
+def undeclared_sampling_asks_for_rows(trial: EngineTrial) -> None:
+    """An engine that does not declare `sample` is asked for rows only."""
+    lm, probe = trial.load_probed()
+    trial.run(lm.batch_sample(trial.some_sequences(2), 2, seed=trial.seed))
+    native = [query for query in probe.submitted if query.sampling is not None]
+    expect(not native, "no query with `sampling` in the engine", native)
+    trial.saw("drawn from rows")

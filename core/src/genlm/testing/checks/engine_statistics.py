@@ -1,0 +1,72 @@
+"""Checks that the figures a model reports add up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from genlm import AsyncLM, EmptySequenceError, Statistics
+from genlm.testing.check import engine_check
+from genlm.testing.failure import expect
+from genlm.testing.sequences import TokenTuple
+from genlm.testing.trial import EngineTrial
+
+DISTINCT, DUPLICATES, REPEATED = 6, 3, 4
+
+
+@engine_check(cases=("joined", "cache hit", "failed", "abandoned"))
+def statistics_add_up(trial: EngineTrial) -> None:
+    """Each request is counted once: answered, joined, from the cache, failed or abandoned."""
+    lm, probe = trial.load_probed()
+    asked = trial.some_sequences(DISTINCT + 2)
+    poisoned, left, distinct = asked[0], asked[1], asked[2:]
+    probe.refuse = lambda query: query.token_ids == poisoned
+
+    async def traffic() -> None:
+        requests = [*distinct, *distinct[:DUPLICATES]]
+        await asyncio.gather(*map(lm.next_token_logprobs, requests))
+        await lm.batch_next_token_logprobs(distinct[:REPEATED])
+        await asyncio.gather(lm.next_token_logprobs(poisoned), return_exceptions=True)
+        await _ask_and_leave(lm, left)
+
+    trial.run(traffic())
+    trial.expect_error(EmptySequenceError, lambda: lm.next_token_logprobs([]))
+    found = lm.statistics()
+    lengths = sum(map(len, [*asked, *distinct[:DUPLICATES], *distinct[:REPEATED]]))
+    _check_counts(found, lengths, lm.vocab_size)
+    for case, count in {
+        "joined": found.joined,
+        "cache hit": found.cache_hits,
+        "failed": found.failed,
+        "abandoned": found.abandoned,
+    }.items():
+        trial.saw(case, count)
+
+
+async def _ask_and_leave(lm: AsyncLM, token_ids: TokenTuple) -> None:
+    task = asyncio.ensure_future(lm.next_token_logprobs(token_ids))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _check_counts(found: Statistics, lengths: int, vocab_size: int) -> None:
+    expected = {
+        "requests": DISTINCT + DUPLICATES + REPEATED + 2,
+        "tokens_asked": lengths,
+        "joined": DUPLICATES,
+        "cache_hits": REPEATED,
+        "answered": DISTINCT,
+        "failed": 1,
+        "abandoned": 1,
+        "pending": 0,
+        "waiting": 0,
+        "cache_entries": DISTINCT,
+        "cache_bytes": DISTINCT * 4 * vocab_size,
+        "batches": sum(found.batch_sizes.values()),
+    }
+    for name, value in expected.items():
+        count = getattr(found, name)
+        expect(count == value, f"{name} = {value}", count, statistics=found)
+    in_batches = sum(size * count for size, count in found.batch_sizes.items())
+    expect(in_batches == DISTINCT, f"{DISTINCT} rows in all batches", in_batches)
+    expect(found.queue_seconds >= 0, "queue_seconds of at least 0", found.queue_seconds)

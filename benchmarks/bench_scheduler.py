@@ -21,6 +21,7 @@ from report import print_report
 from genlm import AsyncLM, BatchEngine, OutputCache, Query, Token, Vocabulary
 
 CONCURRENT = 1000
+LONE = 50
 ROUNDS = 30
 VOCAB_SIZE = 32
 
@@ -86,8 +87,8 @@ async def measure() -> dict[str, list[float]]:
             seconds.setdefault(f"{name}, {CONCURRENT} at once", []).append(many)
         cached.clear_cache()
         for name, ask in contestants.items():
-            lone = await microseconds_each(ask, contexts[:1])
-            seconds.setdefault(f"{name}, one alone", []).append(lone)
+            alone = [await microseconds_each(ask, [context]) for context in contexts[:LONE]]
+            seconds.setdefault(f"{name}, one alone", []).append(statistics.median(alone))
     uncached.close()
     cached.close()
     return seconds

@@ -103,6 +103,24 @@ def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypa
     assert [len(batch) for batch in engine.batches] == [4, 5, 5, 1]
 
 
+def test_a_straggler_leaves_when_the_callers_of_the_step_ask_nothing_more(start, monkeypatch):
+    monkeypatch.setattr(gate, "LINGER_SHARE", 1e6)
+    llm, engine = start()
+    engine.hold()
+
+    async def main():
+        answered = asyncio.create_task(llm.next_token_logprobs([1]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        straggler = asyncio.create_task(llm.next_token_logprobs([2]))
+        for _ in range(gate.MAX_TURNS + 2):
+            await asyncio.sleep(0)
+        engine.release()
+        await asyncio.gather(answered, straggler)
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    assert engine.batches == [[(1,)], [(2,)]]
+
+
 def test_a_straggler_does_not_wait_for_callers_whose_event_loop_is_blocked(start, monkeypatch):
     monkeypatch.setattr(gate, "MIN_LINGER_S", 0.0)
     llm, engine = start()

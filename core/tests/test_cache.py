@@ -250,6 +250,30 @@ def test_rows_of_a_gpu_return_to_it_from_main_memory() -> None:
     assert row.tolist() == [1.0] * 4
 
 
+class LockedKey:
+    """A key that is compared and hashed only while the cache is locked."""
+
+    def __init__(self, cache: OutputCache) -> None:
+        self.cache = cache
+
+    def __hash__(self) -> int:
+        assert self.cache._lock.locked()
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        assert self.cache._lock.locked()
+        return isinstance(other, LockedKey)
+
+
+def test_the_order_of_use_is_touched_under_the_lock_alone() -> None:
+    cache = OutputCache(1, max_bytes=ROW_BYTES)
+    for _ in range(2):
+        cache.put(LockedKey(cache), row_of(1))
+        assert cache.get(LockedKey(cache)) is not None
+    cache.put(LockedKey(cache), row_of(1, length=5))
+    assert cache.get(LockedKey(cache)) is None
+
+
 def test_threads_see_whole_rows_of_their_own_keys_within_the_bounds() -> None:
     cache = OutputCache(6, max_bytes=5 * ROW_BYTES)
     start = threading.Barrier(4)

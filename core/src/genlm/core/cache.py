@@ -71,7 +71,7 @@ class OutputCache:
         kept = row.cpu() if on_cpu else row.clone()
         with self._lock:
             if key in self._entries:
-                # cachetools would make room for both the old and the new value.
+                # Older cachetools make room for both the old and the new value.
                 del self._entries[key]
             self._entries[key] = (kept, row.device, kept.nbytes)
             while len(self._entries) > self.max_entries:

@@ -45,6 +45,11 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (errors.ModelLoadError("no such model"), {}, ["no such model"]),
     (errors.VocabularyError("no bytes"), {}, ["no bytes"]),
     (
+        errors.WeightsError("shape (3,)", "shape (2,)"),
+        {"expected": "shape (3,)", "found": "shape (2,)"},
+        ["expected shape (3,); found shape (2,)", "position of the token"],
+    ),
+    (
         errors.UnknownBackendError("sgl", "engine", ["hf", "a", "hf"], "Do this.", "GENLM_B"),
         {"name": "sgl", "kind": "engine", "installed": ("a", "hf"), "hint": "Do this."},
         ["no engine named 'sgl' (from GENLM_B). Installed: a, hf. Do this."],

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.errors import UnknownBackendError as UnknownBackendError
     from genlm.core.errors import UnsupportedCapability as UnsupportedCapability
     from genlm.core.errors import VocabularyError as VocabularyError
+    from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.lm import AsyncLM as AsyncLM
     from genlm.core.loading import load_model as load_model
     from genlm.core.loading import load_model_by_name as load_model_by_name
@@ -61,6 +62,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.statistics import Statistics as Statistics
+    from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
+    from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
@@ -73,7 +76,8 @@ _HOME = {
         "EmptySequenceError EngineClosedError EngineDiedError EngineError EvaluationError "
         "GenlmError MissingRequirementError ModelLoadError PluginApiError PluginError "
         "QueryError QueryResetError TokenIdError TokenTypeError UnknownAdapterError "
-        "UnknownBackendError UnsupportedCapability VocabularyError"
+        "UnknownBackendError UnsupportedCapability VocabularyError "
+        "WeightsError"
     ),
     "genlm.core.lm": "AsyncLM",
     "genlm.core.loading": "load_model load_model_by_name",
@@ -85,6 +89,7 @@ _HOME = {
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.statistics": "Statistics",
+    "genlm.core.trie": "TokenCharacterTrie TrieLayout",
     "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -15,7 +15,9 @@
     │   ├── EngineDiedError                 its thread ended; see __cause__
     │   └── QueryResetError                 `reset_async_queries` dropped the request
     ├── ModelLoadError (ValueError)         a model that cannot be served
-    ├── VocabularyError (ValueError)        a tokenizer that cannot be decoded
+    ├── VocabularyError (ValueError)        a tokenizer that cannot be decoded, or
+    │                                       items that make no token trie
+    ├── WeightsError (ValueError)           not one weight for each token of a trie
     └── PluginError (RuntimeError)          see below
         ├── UnknownBackendError (LookupError)
         ├── AmbiguousBackendError (LookupError)
@@ -54,6 +56,7 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedCapability",
     "VocabularyError",
+    "WeightsError",
 ]
 
 
@@ -205,7 +208,27 @@ class ModelLoadError(GenlmError, ValueError):
 
 
 class VocabularyError(GenlmError, ValueError):
-    """A tokenizer whose tokens cannot be decoded to exact bytes."""
+    """Tokens without exact bytes, or items that cannot make a token trie."""
+
+
+class WeightsError(GenlmError, ValueError):
+    """Weights that are not one real number for each token of a trie.
+
+    Attributes:
+        expected: What was asked for, in words.
+        found: What was given, in words.
+    """
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(expected, found)
+        self.expected = expected
+        self.found = found
+
+    def __str__(self) -> str:
+        return (
+            f"expected {self.expected}; found {self.found}. Weights are indexed by the "
+            f"position of the token in the trie's `decode`"
+        )
 
 
 class PluginError(GenlmError, RuntimeError):

@@ -1,0 +1,96 @@
+"""Weights of some nodes without computing all: children, a path, a frontier.
+
+The intervals' bounds cut the ranks below the nodes into pieces. Each token's weight is
+read once, however many of the nodes it is below; nested nodes are then put together
+from the pieces. Time is O(tokens below + nodes log nodes) for each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.trie.layout import TrieLayout
+from genlm.core.trie.segments import interval_pieces
+from genlm.core.trie.weights import Weights
+
+__all__ = ["Operation", "partial_weights"]
+
+Operation = Literal["sum", "max", "logsumexp"]
+Floats = npt.NDArray[np.floating[Any]]
+Positions = npt.NDArray[np.int64]
+
+_COMBINE: dict[Operation, np.ufunc] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "logsumexp": np.logaddexp,
+}
+
+
+def partial_weights(
+    layout: TrieLayout, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation
+) -> tuple[Floats, Weights]:
+    """Reduce the weights below each of some nodes.
+
+    Args:
+        layout: Of the trie.
+        ws: Weights of all tokens, `(n_tokens,)` or `(rows, n_tokens)`.
+        nodes: Valid nodes in any order, `(k,)`.
+        operation: What to do with the weights below a node.
+
+    Returns:
+        The results, `(rows, k)`, in the dtype of the weights that were read, and those.
+    """
+    lo, hi = layout.lo[nodes].astype(np.int64), layout.hi[nodes].astype(np.int64)
+    bounds = np.unique(np.concatenate([lo, hi]))
+    opened = np.bincount(np.searchsorted(bounds, lo), minlength=len(bounds))
+    closed = np.bincount(np.searchsorted(bounds, hi), minlength=len(bounds))
+    covered = np.flatnonzero(np.cumsum(opened - closed)[:-1])
+    start, sizes = bounds[covered], bounds[covered + 1] - bounds[covered]
+    offset = np.cumsum(sizes) - sizes
+    ranks = np.repeat(start - offset, sizes) + np.arange(sizes.sum())
+    read = Weights.of_tokens(ws, layout.n_tokens, layout.order[ranks].astype(np.int64))
+    if not len(nodes):
+        return read.rows, read
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        pieces = _pieces(read.rows, offset, sizes, operation)
+        first, last = np.searchsorted(start, lo), np.searchsorted(start, hi)
+        if (last - first == 1).all():
+            result = pieces[:, first]
+        else:
+            result = _assembled(pieces, first, last, _COMBINE[operation])
+        return result.astype(read.rows.dtype, copy=False), read
+
+
+def _pieces(rows: Floats, offset: Positions, sizes: Positions, operation: Operation) -> Floats:
+    """Reduce each run of columns, in float64."""
+    values = rows.astype(np.float64)
+    if operation == "sum":
+        return np.add.reduceat(values, offset, axis=1)
+    tops: Floats = np.maximum.reduceat(values, offset, axis=1)
+    if operation == "max":
+        return tops
+    finite = np.where(np.isfinite(tops), tops, 0.0)
+    values -= np.repeat(finite, sizes, axis=1)
+    np.exp(values, out=values)
+    result: Floats = finite + np.log(np.add.reduceat(values, offset, axis=1))
+    return result
+
+
+def _assembled(pieces: Floats, first: Positions, last: Positions, combine: np.ufunc) -> Floats:
+    """Combine the pieces `[first, last)` of each node over a binary tree of the pieces."""
+    n = pieces.shape[1]
+    slots = np.empty((len(pieces), 2 * n))
+    slots[:, n:] = pieces
+    top = n
+    while top > 1:
+        low = (top + 1) // 2
+        pairs = slots[:, 2 * low : 2 * top]
+        combine(pairs[:, ::2], pairs[:, 1::2], out=slots[:, low:top])
+        top = low
+    node, slot = interval_pieces(first, last, n)
+    count = np.bincount(node, minlength=len(first))
+    result: Floats = combine.reduceat(slots[:, slot], np.cumsum(count) - count, axis=1)
+    return result

@@ -1,0 +1,175 @@
+"""`TokenCharacterTrie`: weights of tokens become weights of all their prefixes.
+
+The class joins what the other modules do: `layout` and `segments` compute, `navigation`
+finds nodes, `partial` reduces below a few of them, `views` shows all as dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.trie.layout import TrieLayout
+from genlm.core.trie.letters import Letters
+from genlm.core.trie.partial import Operation, partial_weights
+from genlm.core.trie.segments import SegmentPlan
+from genlm.core.trie.views import Views, check_keys
+from genlm.core.trie.weights import Returns, Weights
+
+__all__ = ["TokenCharacterTrie"]
+
+
+class TokenCharacterTrie(Views):
+    """A vocabulary as a trie of letters, and reductions of weights over it.
+
+    Every prefix of a token is a node, and every token has a leaf below the node of its
+    last letter; tokens with the same bytes have a leaf each. `TrieLayout` says how nodes
+    are numbered: leaf `i` is token `decode[i]`, children come before parents, the root is
+    last. Weights are indexed by the position in `decode`, results by node.
+
+    The weights given are never changed, and results are the caller's own. float32,
+    bfloat16 and float16 give float32 results; float64 and integers give float64. Sums are
+    added in float64 as a balanced tree, without subtraction. A nan or an infinity reaches
+    the nodes above its token and no other. Instances may be shared between threads.
+
+    Args:
+        decode: Tokens, bytes, or other iterables of hashable letters (an end-of-sequence
+            object that yields itself, for example); or anything with a `byte_vocab`.
+
+    Attributes:
+        decode: The vocabulary as a list.
+
+    Raises:
+        VocabularyError: It is empty, an item has no letters, or an item occurs twice
+            (tokens with the same bytes are the same item only if they share their id).
+    """
+
+    def __init__(self, decode: Any) -> None:
+        self.decode: list[Any] = list(getattr(decode, "byte_vocab", decode))
+        letters = Letters.of(self.decode)
+        super().__init__(TrieLayout.build(letters), letters.objects)
+        check_keys(self.decode, self.layout)
+
+    # -- all nodes ----------------------------------------------------------------------
+
+    def weight_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
+        """Sum the weights of the tokens below every node.
+
+        Args:
+            ws: One weight for each token, `(len(decode),)`, numpy or torch.
+            returns: `"torch"` for a tensor on the device of the weights.
+
+        Returns:
+            One value for each node, `(len(trie),)`.
+
+        Raises:
+            WeightsError: The shape or the kind of number is another.
+        """
+        return self.reduce(ws, "sum", batch=False, returns=returns)
+
+    def weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
+        """Find the largest weight below every node, negative ones too; as `weight_sum`."""
+        return self.reduce(ws, "max", batch=False, returns=returns)
+
+    def weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
+        """Add log-weights below every node, in the log domain; as `weight_sum`."""
+        return self.reduce(ws, "logsumexp", batch=False, returns=returns)
+
+    def batch_weight_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
+        """Sum each of several rows of weights.
+
+        A row's result does not depend on the rows beside it.
+
+        Args:
+            ws: `(rows, len(decode))`, numpy or torch, or a sequence of rows.
+            returns: `"torch"` for a tensor on the device of the weights.
+
+        Returns:
+            One row of node values for each row of weights, `(rows, len(trie))`.
+
+        Raises:
+            WeightsError: The shape or the kind of number is another.
+        """
+        return self.reduce(ws, "sum", batch=True, returns=returns)
+
+    def batch_weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
+        """Find the largest weights of several rows; as `batch_weight_sum`."""
+        return self.reduce(ws, "max", batch=True, returns=returns)
+
+    def batch_weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
+        """Add the log-weights of several rows; as `batch_weight_sum`."""
+        return self.reduce(ws, "logsumexp", batch=True, returns=returns)
+
+    def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
+        """Do what the six methods above do; the one method another device overrides."""
+        weights = (Weights.of_batch if batch else Weights.of)(ws, self.layout.n_tokens)
+        out = np.empty((len(weights.rows), self.layout.n_nodes), weights.rows.dtype)
+        reduce_row: Callable[..., None] = getattr(self._plan, f"weight_{operation}")
+        # Infinities and nan are answers here, and a sum may exceed float32.
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            for row, result in zip(weights.rows, out, strict=True):
+                reduce_row(row, result)
+        return weights.deliver(out if batch else out[0], returns)
+
+    # -- some nodes ---------------------------------------------------------------------
+
+    def partial_sum(
+        self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
+    ) -> Any:
+        """Sum the weights below some nodes, in time O(tokens below them).
+
+        For the children of a node pass `child_prefixes(node)`, for a path `path(prefix)`;
+        any other nodes will do, in any order, nested or repeated.
+
+        Args:
+            ws: `(len(decode),)` or `(rows, len(decode))`, numpy or torch. Only the
+                weights of tokens below the nodes are read.
+            nodes: Which, `(k,)`.
+            returns: `"torch"` for a tensor on the device of the weights.
+
+        Returns:
+            The values `weight_sum` has for these nodes, `(k,)` or `(rows, k)`, to within
+            rounding.
+
+        Raises:
+            WeightsError: The shape or the kind of number is another.
+            IndexError: There is no such node.
+        """
+        return self.reduce_some(ws, nodes, "sum", returns=returns)
+
+    def partial_max(
+        self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
+    ) -> Any:
+        """Find the largest weight below some nodes; as `partial_sum`."""
+        return self.reduce_some(ws, nodes, "max", returns=returns)
+
+    def partial_logsumexp(
+        self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
+    ) -> Any:
+        """Add the log-weights below some nodes; as `partial_sum`."""
+        return self.reduce_some(ws, nodes, "logsumexp", returns=returns)
+
+    def reduce_some(
+        self,
+        ws: Any,
+        nodes: Sequence[int] | npt.NDArray[Any],
+        operation: Operation,
+        *,
+        returns: Returns,
+    ) -> Any:
+        """Do what the three methods above do; the other method to override."""
+        chosen = np.asarray(nodes, dtype=np.int64).reshape(-1)
+        if len(chosen):
+            self._checked(int(chosen.min()))
+            self._checked(int(chosen.max()))
+        result, read = partial_weights(self.layout, ws, chosen, operation)
+        single = np.ndim(ws) == 1
+        return read.deliver(result[0] if single else result, returns)
+
+    @cached_property
+    def _plan(self) -> SegmentPlan:
+        return SegmentPlan.of(self.layout)

@@ -1,0 +1,138 @@
+"""The dict-shaped views of a trie that clients read, each derived when asked for.
+
+`children`, `jump` and `node2prefix` make a node's entry when it is read; a client that
+walks from the root pays for the nodes that it visits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.errors import VocabularyError
+from genlm.core.trie.layout import TrieLayout
+from genlm.core.trie.letters import item_key
+from genlm.core.trie.navigation import Navigation
+
+__all__ = ["NodeView", "Views", "check_keys"]
+
+T = TypeVar("T")
+
+
+class NodeView(Sequence[T], Generic[T]):
+    """A list with an entry for every node, each made when it is first read and then kept."""
+
+    def __init__(self, length: int, entry: Callable[[int], T]) -> None:
+        self._length = length
+        self._entry = entry
+        self._made: dict[int, T] = {}
+
+    @overload
+    def __getitem__(self, node: int) -> T: ...
+    @overload
+    def __getitem__(self, node: slice) -> list[T]: ...
+    def __getitem__(self, node: int | slice) -> T | list[T]:
+        if isinstance(node, slice):
+            return [self[index] for index in range(*node.indices(self._length))]
+        try:
+            return self._made[node]
+        except KeyError:
+            index = operator.index(node)
+        if not -self._length <= index < self._length:
+            raise IndexError(f"no node {index}; the trie's nodes are 0 to {self._length - 1}")
+        made = self._made[index] = self._entry(index % self._length)
+        return made
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[node] for node in range(self._length))
+
+
+class Views(Navigation):
+    """The views of a trie as attributes; what they give must not be changed.
+
+    Attributes:
+        decode: The vocabulary.
+    """
+
+    decode: list[Any]
+
+    @cached_property
+    def children(self) -> NodeView[dict[Any, int]]:
+        """For every node its children by edge.
+
+        An edge is a letter (bytes as integers) or, for a leaf, `(None, position)` with the
+        token's position in `decode`. End-of-token edges come first, letters in order.
+        """
+        return NodeView(len(self), self._edges)
+
+    @cached_property
+    def jump(self) -> NodeView[npt.NDArray[np.int32]]:
+        """For every node its children, leaves among them, as a sorted array."""
+        return NodeView(len(self), self._sorted_children)
+
+    @cached_property
+    def node2prefix(self) -> NodeView[list[Any]]:
+        """For every node the letters from the root to it."""
+        return NodeView(len(self), self.prefix_of)
+
+    @cached_property
+    def word2leaf(self) -> dict[Hashable, int]:
+        """The leaf of every item: of tokens by `(bytes, token id)`, others by themselves."""
+        return {item_key(item): leaf for leaf, item in enumerate(self.decode)}
+
+    @cached_property
+    def leaf2word(self) -> dict[int, Hashable]:
+        """`word2leaf` the other way round."""
+        return {leaf: word for word, leaf in self.word2leaf.items()}
+
+    @cached_property
+    def idx_to_leaf(self) -> npt.NDArray[np.int32]:
+        """Rows of a position in `decode` and its leaf, `(len(decode), 2)`: equal here."""
+        positions = np.arange(self.layout.n_tokens, dtype=np.int32)
+        return np.stack([positions, positions], axis=1)
+
+    @cached_property
+    def ordering(self) -> npt.NDArray[np.int32]:
+        """All nodes but the leaves, children before parents."""
+        return np.arange(self.layout.n_tokens, self.layout.n_nodes, dtype=np.int32)
+
+    def _edges(self, node: int) -> dict[Any, int]:
+        if node < self.layout.n_tokens:
+            return {}
+        edges: dict[Any, int] = {(None, leaf): leaf for leaf in self.tokens_at(node).tolist()}
+        edges.update(zip(self.child_letters(node), self.child_prefixes(node), strict=True))
+        return edges
+
+    def _sorted_children(self, node: int) -> npt.NDArray[np.int32]:
+        if node < self.layout.n_tokens:
+            return np.empty(0, np.int32)
+        prefixes = np.array(self.child_prefixes(node), dtype=np.int32)
+        return np.concatenate([np.sort(self.tokens_at(node)), prefixes])
+
+
+def check_keys(decode: Sequence[Any], layout: TrieLayout) -> None:
+    """Refuse an item that occurs twice: only neighbours in sorted order can be equal.
+
+    Raises:
+        VocabularyError: Two positions hold the same item.
+    """
+    end = layout.parent[layout.order]
+    alike = np.flatnonzero(end[1:] == end[:-1])
+    position_of: dict[Hashable, int] = {}
+    ranks = np.union1d(alike, alike + 1)
+    for position in np.sort(layout.order[ranks]).tolist():
+        key = item_key(decode[position])
+        first = position_of.setdefault(key, position)
+        if first != position:
+            raise VocabularyError(
+                f"items {first} and {position} of the vocabulary are both {key!r}; tokens that "
+                f"share bytes need ids of their own: Token(token_id, byte_string)"
+            )

@@ -62,7 +62,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.statistics import Statistics as Statistics
+    from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
+    from genlm.core.trie import TokenTrie as TokenTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
@@ -89,7 +91,7 @@ _HOME = {
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.statistics": "Statistics",
-    "genlm.core.trie": "TokenCharacterTrie TrieLayout",
+    "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie TokenTrie TrieLayout",
     "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

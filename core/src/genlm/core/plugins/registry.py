@@ -82,10 +82,11 @@ class Registry:
         others = [info for info in known if info.distribution != CORE]
         usable = [info for info in others or known if info.status == "ok"]
         faulty = [info for info in infos if info.error() is not None]
-        if len(usable) == 1:
+        # One backend may have several names.
+        if len({(info.distribution, info.target) for info in usable}) == 1:
             self._report_ignored(faulty)
             return usable[0]
-        if len(others) == 1:
+        if len({(info.distribution, info.target) for info in others}) == 1:
             self._raise_fault(others[0])
         raise UnknownBackendError(None, kind, _names(known), _how_to_choose(kind, known))
 

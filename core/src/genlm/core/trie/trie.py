@@ -6,9 +6,10 @@ finds nodes, `partial` reduces below a few of them, `views` shows all as diction
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import Letters
 from genlm.core.trie.partial import Operation, partial_weights
 from genlm.core.trie.segments import SegmentPlan
+from genlm.core.trie.storage import StoredTrie, load_trie, save_trie
 from genlm.core.trie.views import Views, check_keys
 from genlm.core.trie.weights import Returns, Weights
 
@@ -49,10 +51,44 @@ class TokenCharacterTrie(Views):
     """
 
     def __init__(self, decode: Any) -> None:
-        self.decode: list[Any] = list(getattr(decode, "byte_vocab", decode))
+        self.decode: list[Any]
+        if isinstance(decode, StoredTrie):
+            self.decode = decode.decode
+            super().__init__(decode.layout, decode.letter_objects)
+            return
+        self.decode = list(getattr(decode, "byte_vocab", decode))
         letters = Letters.of(self.decode)
         super().__init__(TrieLayout.build(letters), letters.objects)
         check_keys(self.decode, self.layout)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trie to a file for `load`, without pickle.
+
+        Items that are neither tokens nor bytes are not in the file.
+        """
+        save_trie(path, self.decode, self.layout)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        decode: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Read a trie that `save` wrote.
+
+        Args:
+            path: Of the file.
+            decode: The vocabulary; needed only if it has items that are neither tokens
+                nor bytes, and then compared with the trie in the file.
+            **options: Further arguments of the class.
+
+        Raises:
+            VocabularyError: The vocabulary is missing or another one, or the file is not
+                a trie of this format.
+            OSError: The file cannot be read.
+        """
+        return cls(load_trie(path, decode), **options)
 
     # -- all nodes ----------------------------------------------------------------------
 

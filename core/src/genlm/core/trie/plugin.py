@@ -1,0 +1,20 @@
+"""Registers the token trie on numpy, under its own name and the published one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm.core.plugins.hookspecs import hookimpl
+from genlm.core.plugins.spec import BackendSpec
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the trie."""
+    for name in ("numpy", "sequential"):
+        yield BackendSpec(
+            name=name,
+            kind="trie",
+            target="genlm.core.trie:TokenCharacterTrie",
+            summary="Token trie on the CPU; arrays only, no recursion",
+        )

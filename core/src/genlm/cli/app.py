@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from genlm.cli.check import check
 from genlm.cli.demo import demo
 from genlm.cli.plugins import plugins
 from genlm.core.errors import GenlmError
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(check)
 app.command()(demo)
 app.command()(plugins)
 

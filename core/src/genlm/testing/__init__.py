@@ -25,6 +25,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.profile import FULL as FULL
     from genlm.testing.profile import QUICK as QUICK
     from genlm.testing.profile import Profile as Profile
+    from genlm.testing.pytest_form import conformance_tests as conformance_tests
+    from genlm.testing.report import Report as Report
+    from genlm.testing.run import Run as Run
+    from genlm.testing.run import Settings as Settings
+    from genlm.testing.run import prepared as prepared
     from genlm.testing.running import run_case as run_case
     from genlm.testing.selection import Case as Case
     from genlm.testing.selection import cases_of as cases_of
@@ -39,6 +44,9 @@ _HOME = {
     "failure": "CheckFailure NeverEnded NotApplicable expect",
     "outcome": "Outcome",
     "profile": "FULL QUICK Profile",
+    "pytest_form": "conformance_tests",
+    "report": "Report",
+    "run": "Run Settings prepared",
     "running": "run_case",
     "selection": "Case cases_of",
     "target": "EngineTarget TrieTarget",

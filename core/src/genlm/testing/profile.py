@@ -26,7 +26,7 @@ class Profile:
     draws: int
 
 
-QUICK = Profile("quick", examples=12, programs=12, program_steps=20, draws=400)
+QUICK = Profile("quick", examples=20, programs=25, program_steps=20, draws=400)
 FULL = Profile("full", examples=150, programs=80, program_steps=50, draws=5000)
 
 PROFILES = {profile.name: profile for profile in (QUICK, FULL)}

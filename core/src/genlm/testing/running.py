@@ -44,7 +44,8 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
 
 def _trial(case: Case, profile: Profile, seed: int) -> EngineTrial | TrieTrial:
     if isinstance(case.target, EngineTarget):
-        return EngineTrial(case.target, profile, seed)
+        listed = None if case.info is None else frozenset(case.info.capabilities)
+        return EngineTrial(case.target, profile, seed, listed)
     return TrieTrial(case.target, profile, seed)
 
 

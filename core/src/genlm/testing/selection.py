@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,16 @@ from genlm.testing.check import Check
 from genlm.testing.checks import all_checks
 from genlm.testing.target import EngineTarget, Target, TrieTarget
 
-__all__ = ["Case", "cases_of", "find", "targets_of"]
+__all__ = ["Case", "cases_of", "chosen", "find", "targets_of"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One check of one target."""
+    """One check of one target; of which backend, if it is an installed one's."""
 
     check: Check
     target: Target
+    info: BackendInfo | None = None
 
     @property
     def id(self) -> str:
@@ -73,9 +75,48 @@ def targets_of(info: BackendInfo, folder: Path, model: str | None = None) -> lis
     return targets
 
 
-def cases_of(targets: Sequence[Target]) -> list[Case]:
-    """Every check with every target, target by target."""
-    return [Case(check, target) for target in targets for check in all_checks(target.kind)]
+def cases_of(targets: Sequence[Target], info: BackendInfo | None = None) -> list[Case]:
+    """Every check with every target, target by target.
+
+    Args:
+        targets: Of one backend.
+        info: That backend, if it is installed.
+    """
+    return [
+        Case(check, target, info) for target in targets for check in all_checks(target.kind)
+    ]
+
+
+def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) -> list[Case]:
+    """The cases of these checks and models; of all, where none are named.
+
+    Args:
+        cases: All there are.
+        only: Ids of checks, or of cases.
+        models: Names of targets.
+
+    Raises:
+        LookupError: A name that nothing has.
+    """
+    known = {case.check.id for case in cases} | {case.id for case in cases}
+    _refuse_unknown("check", only, known)
+    _refuse_unknown("model", models, {case.target.model for case in cases})
+    return [
+        case
+        for case in cases
+        if (not only or case.id in only or case.check.id in only)
+        and (not models or case.target.model in models)
+    ]
+
+
+def _refuse_unknown(what: str, names: Sequence[str], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise LookupError(
+                f"no {what} {name!r}.{hint} There are: {', '.join(sorted(known))}"
+            )
 
 
 def _without_oracle(info: BackendInfo, model: str) -> EngineTarget:

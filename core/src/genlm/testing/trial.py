@@ -146,12 +146,20 @@ class EngineTrial(Trial):
 
     Attributes:
         target: The model under test.
+        listed: Capabilities that `genlm plugins` lists for its backend, if installed.
         devices: On which rows were seen.
     """
 
-    def __init__(self, target: EngineTarget, profile: Profile, seed: int) -> None:
+    def __init__(
+        self,
+        target: EngineTarget,
+        profile: Profile,
+        seed: int,
+        listed: frozenset[str] | None = None,
+    ) -> None:
         super().__init__(profile, seed, target.patience_s)
         self.target = target
+        self.listed = listed
         self.devices: set[str] = set()
         self.loop = self.new_loop()
         self._oracle = functools.lru_cache(maxsize=4096)(self._asked_oracle)

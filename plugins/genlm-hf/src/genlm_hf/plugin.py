@@ -17,4 +17,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
         summary="Any decoder-only Hugging Face transformers model, batched across prefixes",
         capabilities=("lora",),
         requires=("transformers",),
+        conformance="genlm_hf.conformance:targets",
     )

@@ -52,12 +52,18 @@ def text_survives_the_vocabulary(trial: EngineTrial) -> None:
 
 @engine_check(cases=("engine",))
 def capabilities_are_implemented(trial: EngineTrial) -> None:
-    """An engine has the methods of each capability that it declares."""
+    """An engine has the methods of each capability it declares, and its plugin lists it."""
     _, probe = trial.load_probed()
     declared = probe.capabilities
     unknown = [name for name in declared if not isinstance(name, Capability)]
     expect(not unknown, "a set of `Capability` values", unknown)
     trial.saw("engine")
+    if trial.listed is not None:
+        expect(
+            declared <= trial.listed,
+            "BackendSpec.capabilities to list what the engine declares",
+            f"engine: {sorted(declared)}, spec: {sorted(trial.listed)}",
+        )
     for capability, protocol in (
         (Capability.LORA, LoraEngine),
         (Capability.PREFIX_CACHE, PrefixCacheEngine),

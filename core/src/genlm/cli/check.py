@@ -1,0 +1,80 @@
+"""`genlm check`: does an engine or a trie keep every law?"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genlm.core.errors import GenlmError, MissingRequirementError
+
+if TYPE_CHECKING:
+    from genlm.testing.report import Report
+    from genlm.testing.run import Run
+
+__all__ = ["check"]
+
+
+def check(
+    backend: Annotated[str, typer.Argument(help="An installed engine or trie.")],
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="A model to check without an oracle.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="A check; may be repeated.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    xfail: Annotated[Path | None, typer.Option(help="File of expected failures.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides every example.")] = 0,
+    no_skips: Annotated[
+        bool, typer.Option("--no-skips", help="A check that cannot run is a failure.")
+    ] = False,
+    as_list: Annotated[bool, typer.Option("--list", help="List the checks; run none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run the conformance suite against a backend.
+
+    Exit code 0: nothing speaks against it. 1: a check failed, or the backend cannot be
+    used. 2: what was asked for does not exist.
+    """
+    _require_hypothesis()
+    from genlm.testing.run import Settings, prepared
+
+    settings = Settings(backend, model, tuple(only or ()), (), profile, xfail, seed, no_skips)
+    with contextlib.ExitStack() as stack:
+        try:
+            run = stack.enter_context(prepared(settings))
+        except GenlmError:
+            raise
+        except (LookupError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from error
+        if as_list:
+            for case in run.cases:
+                typer.echo(f"{case.id}: {case.check.law}")
+            return
+        report = _reported(run, quiet=as_json)
+    typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
+    raise typer.Exit(code=bool(report.failures))
+
+
+def _reported(run: Run, *, quiet: bool) -> Report:
+    from genlm.testing.report import Report, one_line
+
+    outcomes = []
+    for outcome in run.outcomes():
+        outcomes.append(outcome)
+        if not quiet:
+            typer.echo(one_line(outcome))
+    return Report(run, outcomes)
+
+
+def _require_hypothesis() -> None:
+    if importlib.util.find_spec("hypothesis") is None:
+        raise MissingRequirementError(
+            "genlm check", ["hypothesis"], "pip install 'genlm-core[testing]'"
+        )

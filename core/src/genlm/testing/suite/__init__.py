@@ -1,0 +1,4 @@
+"""The conformance suite as tests.
+
+pytest -p genlm.testing.plugin --pyargs genlm.testing.suite --genlm-backend=NAME
+"""

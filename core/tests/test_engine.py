@@ -109,8 +109,17 @@ def test_a_wrong_shape_is_an_error_naming_both_shapes(shape: tuple[int, ...]) ->
     assert isinstance(completion.error, EvaluationError)
     message = str(completion.error)
     assert "FunctionEngine.evaluate" in message
-    assert f"returned shape {shape} for 1 queries" in message
+    assert f"returned shape {shape}, torch.float32, for 1 queries" in message
     assert f"expected (1, {VOCAB_SIZE})" in message
+
+
+def test_rows_of_another_dtype_are_an_error_naming_both() -> None:
+    engine = FunctionEngine(lambda count: torch.zeros(count, VOCAB_SIZE, dtype=torch.float64))
+    submitted(engine, [[1]])
+    [completion] = engine.step()
+    assert isinstance(completion.error, EvaluationError)
+    assert "torch.float64" in str(completion.error)
+    assert "torch.float32" in str(completion.error)
 
 
 ROWS: dict[str, Callable[[int], torch.Tensor]] = {

@@ -89,6 +89,7 @@ def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypa
     async def particle(i: int) -> None:
         for step in range(3):
             await llm.next_token_logprobs([i, step])
+            await asyncio.sleep(0)  # the program's own work: the engine's thread may run
 
     async def main():
         particles = [asyncio.create_task(particle(i)) for i in range(4)]

@@ -171,3 +171,14 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
     assert done.returncode == (3 if ending else 0), done.stderr
     assert done.stderr == ""
     assert done.stdout.split() == ["told", "closed"]
+
+
+def test_a_model_may_be_dropped_by_a_thread_that_holds_its_lock():
+    llm = AsyncLM(ScriptedEngine, name="dropped-inside")
+    worker = llm._scheduler._worker
+    thread = next(t for t in threading.enumerate() if t.name == "genlm-dropped-inside")
+    with worker._lock:  # as when garbage is collected in the middle of the worker's work
+        del llm
+        gc.collect()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()

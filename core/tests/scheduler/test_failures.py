@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from scripted import ScriptedEngine, oracle_row
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import (
     Completion,
     EngineDiedError,
     EvaluationError,
+    GenlmError,
     QueryError,
     TokenIdError,
 )
@@ -159,3 +161,60 @@ def test_invalid_requests_never_reach_the_engine(start):
     assert all(isinstance(answer, QueryError) for answer in answers[:-1])
     torch.testing.assert_close(answers[-1], oracle_row([1], None, 16))
     assert engine.batches == [[(1,)]]
+
+
+def test_an_error_that_cannot_be_copied_still_reaches_every_waiter(start):
+    class Uncopyable(GenlmError):
+        def __init__(self, needed, *, also):
+            super().__init__("only this")
+            self.needed, self.also = needed, also
+
+    class Refusing(ScriptedEngine):
+        def submit(self, query):
+            raise Uncopyable(1, also=2)
+
+    llm, _ = start(Refusing())
+    for error in asyncio.run(ask_all(llm, [[1], [1]])):
+        assert isinstance(error, EvaluationError)
+        assert "Uncopyable: only this" in str(error)
+        assert isinstance(error.__cause__, Uncopyable)
+
+
+def test_a_call_behind_one_that_kills_the_thread_is_answered(start):
+    llm, engine = start()
+    engine.hold()
+
+    def kill(_):
+        raise SystemExit("killed by a call")
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(llm.next_token_logprobs_sync, [1])
+        engine.wait_until_entered()
+        worker = llm._scheduler._worker
+        calls = [worker.call(kill), worker.call(lambda _: None)]
+        engine.release()
+        with pytest.raises(SystemExit):
+            calls[0].result(TIMEOUT_S)
+        with pytest.raises(EngineDiedError, match="killed by a call"):
+            calls[1].result(TIMEOUT_S)
+
+
+def test_an_abort_that_raises_leaves_no_call_unanswered(start):
+    class Stuck(ScriptedEngine):
+        def abort(self, query_id):
+            raise OSError("cannot abort")
+
+    llm, engine = start(Stuck())
+    engine.hold()
+
+    async def main():
+        asked = asyncio.create_task(llm.next_token_logprobs([1]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        asked.cancel()
+        await asyncio.wait([asked])
+        call = llm._scheduler._worker.call(lambda _: None)
+        engine.release()
+        with pytest.raises(EngineDiedError, match="cannot abort"):
+            await asyncio.to_thread(call.result, TIMEOUT_S)
+
+    asyncio.run(main())

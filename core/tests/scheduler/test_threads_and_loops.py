@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from scripted import TIMEOUT_S, oracle_row
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
-from genlm import OutputCache
+from genlm import EvaluationError, OutputCache
 
 
 def check(row, ids) -> None:
@@ -175,3 +175,16 @@ def test_what_building_the_engine_raises_reaches_the_caller_and_no_thread_stays(
         if thread.name == "genlm-unbuildable":
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
+
+
+def test_a_sync_call_that_fails_while_others_are_answered_leaves_the_engine_alive(start):
+    """Its cancelled futures race with the answers on the engine's thread."""
+    llm, _ = start(ScriptedEngine(poison=[15]), max_batch_size=1)
+
+    def fail(_):
+        with pytest.raises(EvaluationError):
+            llm.batch_next_token_logprobs_sync([[15], *([i, i] for i in range(8))])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fail, range(40)))
+    check(llm.next_token_logprobs_sync([1]), [1])

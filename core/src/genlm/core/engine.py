@@ -69,13 +69,14 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything. Called once, last."""
+        """Free everything. Called once, last but for `statistics`."""
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Figures of the engine's own, `tokens_computed` among them if it counts.
 
-        The one method that is called from any thread, also while `step` runs.
+        The one method that is called from any thread, also while `step` runs and after
+        `close`.
         """
         ...
 
@@ -178,19 +179,19 @@ class BatchEngine(abc.ABC):
 
     def _checked_rows(self, batch: list[Query]) -> Sequence[torch.Tensor]:
         """Evaluate and return rows that share no memory and can be changed in place."""
+        import torch
+
         rows = self.evaluate(batch).detach()  # a graph would live as long as its row
         expected = (len(batch), self.vocabulary.size)
-        if tuple(rows.shape) != expected:
+        if tuple(rows.shape) != expected or rows.dtype != torch.float32:
             raise EvaluationError(
-                f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)} "
-                f"for {len(batch)} queries over {self.vocabulary.size} ids; "
-                f"expected {expected}"
+                f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)}, "
+                f"{rows.dtype}, for {len(batch)} queries over {self.vocabulary.size} ids; "
+                f"expected {expected}, torch.float32"
             )
         # A slice of something larger would pin all of it; an expanded row aliases itself.
         owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
         if len(batch) == 1 and owns_memory and not rows.is_inference():
             return [rows[0]]
-        import torch
-
         copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
         return copies

@@ -31,8 +31,9 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     size = vocabulary.size
     kept = logits[:, :size].float()
     if vocabulary.missing_ids:
-        missing = torch.tensor(vocabulary.missing_ids, device=logits.device)
-        kept = kept.index_fill(1, missing[missing < kept.shape[1]], float("-inf"))
+        missing = [token_id for token_id in vocabulary.missing_ids if token_id < kept.shape[1]]
+        index = torch.tensor(missing, dtype=torch.long, device=logits.device)
+        kept = kept.index_fill(1, index, float("-inf"))
     rows = torch.log_softmax(kept, dim=-1)
     if rows.shape[1] == size:
         return rows

@@ -107,32 +107,44 @@ class Delivery:
             except RuntimeError:
                 # The loop is closed: its futures can never be awaited again.
                 continue
-        _finish(self._by_thread)
+        for waiter, value, failed in self._by_thread:
+            if waiter.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+                _finish(waiter, value, failed=failed)
 
 
 def _finish_on_loop(
     answers: list[tuple[Any, Any, bool]], afterwards: Callable[[], None]
 ) -> None:
-    _finish(answers)
+    for future, value, failed in answers:
+        if not future.done():  # not cancelled by its owner while the engine worked
+            _finish(future, value, failed=failed)
     afterwards()
 
 
-def _finish(answers: list[tuple[Any, Any, bool]]) -> None:
-    for future, value, failed in answers:
-        if future.done():  # cancelled by its owner while the engine worked
-            continue
-        if failed:
-            future.set_exception(value)
-        else:
-            future.set_result(value)
+def _finish(future: Waiter, value: Any, *, failed: bool) -> None:
+    if failed:
+        future.set_exception(value)
+    else:
+        future.set_result(value)
 
 
 def _own_error(error: BaseException) -> BaseException:
     """An exception that one waiter can raise without changing another's traceback."""
+    own: BaseException
     if isinstance(error, GenlmError):
-        own = copy.copy(error)
-        own.__cause__ = error.__cause__
+        try:
+            own = copy.copy(error)
+        except Exception:  # noqa: BLE001 - a plugin's own class may not be copyable
+            own = EvaluationError(f"the engine raised {_described(error)}")
+        own.__cause__ = error.__cause__ if type(own) is type(error) else error
         return own
-    own_evaluation_error = EvaluationError(f"the engine raised {type(error).__name__}: {error}")
-    own_evaluation_error.__cause__ = error
-    return own_evaluation_error
+    own = EvaluationError(f"the engine raised {_described(error)}")
+    own.__cause__ = error
+    return own
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - even `str` of a foreign exception may raise
+        return type(error).__name__

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import functools
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
@@ -75,7 +78,7 @@ class Scheduler(Generic[EngineT]):
         self.engine: EngineT = self._worker.wait_until_built()
         _live_workers.add(self._worker)
         # A scheduler that is dropped without `close` must not leave its thread behind.
-        weakref.finalize(self, self._worker.stop, _closed()).atexit = False
+        weakref.finalize(self, _undertaker().put, self._worker).atexit = False
 
     async def answer(self, query: Identified, key: Hashable = None) -> Any:
         """Have the engine answer a query.
@@ -98,6 +101,8 @@ class Scheduler(Generic[EngineT]):
         try:
             return await future
         except asyncio.CancelledError:
+            # Not on GeneratorExit: garbage collection may raise it on a thread that
+            # holds the worker's lock. The evaluation then goes on, for the cache.
             self._worker.leave(flight, future)
             raise
 
@@ -110,8 +115,10 @@ class Scheduler(Generic[EngineT]):
         Raises:
             GenlmError: As `answer`; the first error in order, the rest is abandoned.
         """
-        asked = [self._enqueue(query, key) for query, key in queries]
+        asked: list[tuple[asyncio.Future[Any], Flight]] = []
         try:
+            for query, key in queries:
+                asked.append(self._enqueue(query, key))
             return [await future for future, _ in asked]
         except BaseException:
             self._abandon(asked)
@@ -198,6 +205,23 @@ class Scheduler(Generic[EngineT]):
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine was closed; load the model again to go on")
+
+
+@functools.cache
+def _undertaker() -> queue.SimpleQueue[Worker]:
+    """A queue whose workers are stopped by a thread of its own.
+
+    Finalizers run on any thread at any moment, also on one that holds the worker's lock.
+    `SimpleQueue.put` is the one hand-over that is safe there.
+    """
+    dropped: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+
+    def stop_dropped() -> None:
+        while True:
+            dropped.get().stop(_closed())
+
+    threading.Thread(target=stop_dropped, name="genlm-undertaker", daemon=True).start()
+    return dropped
 
 
 _live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -11,6 +11,7 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class Worker:
         self._gate = Gate(limits)
         self._max_batch_size = limits.max_batch_size
         self._aborts: list[int] = []
-        self._calls: list[Call] = []
+        self._calls: deque[Call] = deque()
         self._stopped: EngineError | None = None  # why nothing is accepted any more
         self.turns = LoopTurns(self.open_gate, lambda: len(self._board.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -128,7 +129,7 @@ class Worker:
                 return
             self._stopped = error
             delivery = self._fail_all(error)
-            calls, self._calls = self._calls, []
+            calls, self._calls = self._calls, deque()
             self._changed.notify()
         delivery.send()
         for call in calls:
@@ -187,17 +188,23 @@ class Worker:
         while self._wait_for_work():
             with self._lock:
                 aborts, self._aborts = self._aborts, []
-                calls, self._calls = self._calls, []
                 flights = self._take_flights()
             for query_id in aborts:
                 engine.abort(query_id)
-            for call in calls:
-                call.run(engine)
+            self._run_calls(engine)
             self._hand_over(self._submit(engine, flights))
             if self._board.in_engine:
                 start_s = time.perf_counter()
                 completions = self._step(engine)
                 self._hand_over(completions, step_s=time.perf_counter() - start_s)
+
+    def _run_calls(self, engine: Any) -> None:
+        # One at a time: should the thread die, `stop` finds and fails the rest.
+        for _ in range(len(self._calls)):
+            with self._lock:
+                call = self._calls.popleft() if self._calls else None
+            if call is not None:
+                call.run(engine)
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False once the worker is stopped."""
@@ -246,7 +253,8 @@ class Worker:
 
     def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
         """Store the results, take their flights off the board and wake the callers."""
-        # Stored before the flights end: a repeated request finds one or the other.
+        # Stored before the flights end: else all repeated requests in between, which join
+        # no flight and find nothing stored, would be evaluated again.
         completions = [self._stored(completion) for completion in completions]
         with self._lock:
             finished = [

@@ -146,6 +146,14 @@ def test_the_only_engine_beside_the_reference_engine_is_chosen(core):
     assert (engine(), trie()) == ("toy", "tree")
 
 
+def test_several_names_of_one_backend_count_as_one(core):
+    core.install("genlm-tree", "tree", "trunk", kind="trie")
+    assert trie() == "tree"
+    core.install("genlm-other", "other", kind="trie")
+    with pytest.raises(genlm.UnknownBackendError, match="Installed: other, tree, trunk"):
+        genlm.get_trie()
+
+
 def test_several_engines_are_an_error_that_lists_them(three):
     with pytest.raises(genlm.UnknownBackendError) as caught:
         genlm.get_backend()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import Letters
+from genlm.core.trie.letters import Letters, item_key
 from genlm.core.vocab import Token
 
 __all__ = ["StoredTrie", "load_trie", "save_trie"]
@@ -83,17 +83,26 @@ def load_trie(path: str | os.PathLike[str], decode: Sequence[Any] | None) -> Sto
             )
         arrays = dict(file)
     layout = TrieLayout.from_arrays(arrays)
-    if decode is None and "vocabulary" not in arrays:
+    stored = _stored_items(arrays) if "vocabulary" in arrays else None
+    if decode is None and stored is None:
         raise VocabularyError(
             f"{os.fspath(path)} holds a trie with items that are no bytes; load it with the "
             f"vocabulary: load(path, decode=[...])"
         )
-    items = _stored_items(arrays) if decode is None else list(decode)
-    if decode is not None:
-        letters = Letters.of(items)
-        _check_same(TrieLayout.build(letters), layout, path)
-        return StoredTrie(items, layout, letters.objects)
-    return StoredTrie(items, layout)
+    if decode is None:
+        return StoredTrie(stored or [], layout)
+    items = list(decode)
+    letters = Letters.of(items)
+    same = (
+        _same_layout(TrieLayout.build(letters), layout)
+        if stored is None
+        else [*map(item_key, items)] == [*map(item_key, stored)]
+    )
+    if not same:
+        raise VocabularyError(
+            f"{os.fspath(path)} holds the trie of another vocabulary; build it anew"
+        )
+    return StoredTrie(items, layout, letters.objects)
 
 
 def _stored_items(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:
@@ -107,10 +116,8 @@ def _stored_items(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:
     ]
 
 
-def _check_same(built: TrieLayout, stored: TrieLayout, path: str | os.PathLike[str]) -> None:
-    for field in dataclasses.fields(built):
-        if not np.array_equal(getattr(built, field.name), getattr(stored, field.name)):
-            raise VocabularyError(
-                f"{os.fspath(path)} holds the trie of another vocabulary "
-                f"(`{field.name}` differs); build it anew"
-            )
+def _same_layout(built: TrieLayout, stored: TrieLayout) -> bool:
+    return all(
+        np.array_equal(getattr(built, field.name), getattr(stored, field.name))
+        for field in dataclasses.fields(built)
+    )

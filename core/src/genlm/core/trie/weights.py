@@ -77,7 +77,8 @@ class Weights:
         if tokens is not None:
             ws = ws[..., _on_device_of(ws, tokens)]
         device, array = _as_numpy(ws)
-        return cls(_floats(array).reshape(-1, array.shape[-1]), device)
+        floats = _floats(array)
+        return cls(floats if floats.ndim == 2 else floats[None], device)
 
     def deliver(self, result: npt.NDArray[Any], returns: Returns) -> Any:
         """Return a result as what was asked for."""

@@ -1,0 +1,138 @@
+"""The views agree with each other, with enumeration, and with how clients walk them."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from trie_oracle import EOS, spelt, tokens_below, vocabularies
+
+from genlm import Token, TokenCharacterTrie, Vocabulary, VocabularyError
+
+
+@settings(deadline=None)
+@given(vocabularies())
+def test_walking_children_from_the_root_meets_every_prefix_and_token(items) -> None:
+    trie = TokenCharacterTrie(items)
+    prefixes, leaves = {}, {}
+    waiting = [((), trie.root)]
+    while waiting:
+        prefix, node = waiting.pop()
+        prefixes[prefix] = node
+        for letter, child in trie.children[node].items():
+            assert child < node
+            if isinstance(letter, tuple) and letter[0] is None:
+                leaves[letter[1]] = child
+                assert spelt(items[letter[1]]) == prefix
+                assert trie.children[child] == {}
+            else:
+                waiting.append(((*prefix, letter), child))
+    assert prefixes.keys() == tokens_below(items).keys()
+    assert leaves == {position: position for position in range(len(items))}
+    assert len(prefixes) + len(leaves) == len(trie) == len(trie.children)
+
+
+@settings(deadline=None)
+@given(vocabularies())
+def test_every_view_tells_the_same(items) -> None:
+    trie = TokenCharacterTrie(items)
+    for node, (children, jump) in enumerate(zip(trie.children, trie.jump, strict=True)):
+        assert jump.tolist() == sorted(children.values())
+        assert jump.dtype == np.int32
+        for letter, child in children.items():
+            ends = isinstance(letter, tuple) and letter[0] is None
+            added = [] if ends else [letter]
+            assert trie.node2prefix[child] == trie.node2prefix[node] + added
+    assert trie.node2prefix[trie.root] == []
+    assert {leaf: word for word, leaf in trie.word2leaf.items()} == trie.leaf2word
+    for position, leaf in trie.idx_to_leaf.tolist():
+        item = items[position]
+        key = (item.byte_string, item.token_id) if isinstance(item, Token) else item
+        assert trie.word2leaf[key] == leaf
+        assert trie.leaf2word[leaf] == key
+    done = set(range(len(items)))
+    for node in trie.ordering.tolist():
+        assert done.issuperset(trie.jump[node].tolist())
+        done.add(node)
+    assert done == set(range(len(trie)))
+
+
+@settings(deadline=None)
+@given(vocabularies())
+def test_navigation_needs_no_views(items) -> None:
+    trie = TokenCharacterTrie(items)
+    below = tokens_below(items)
+    for prefix, ids in below.items():
+        node = trie.node_of(prefix)
+        assert trie.prefix_of(node) == list(prefix)
+        assert trie.path(prefix)[-1] == node
+        assert sorted(trie.tokens_below(node)) == ids
+        lo, hi = trie.interval(node)
+        assert hi - lo == len(ids)
+        here = [i for i in ids if spelt(items[i]) == prefix]
+        assert sorted(trie.tokens_at(node)) == here
+        assert all(trie.parent(leaf) == node for leaf in here)
+        letters = trie.child_letters(node)
+        assert set(letters) == {p[-1] for p in below if p[:-1] == prefix and p != ()}
+        for letter, child in zip(letters, trie.child_prefixes(node), strict=True):
+            assert trie.child(node, letter) == child
+            assert trie.parent(child) == node
+        assert trie.child(node, "no such letter") is None
+        assert trie.node_of((*prefix, "no such letter")) is None
+    assert not {"children", "jump", "node2prefix", "word2leaf"} & vars(trie).keys()
+
+
+def test_nodes_that_are_not_there() -> None:
+    trie = TokenCharacterTrie([Token(0, b"ac"), EOS])
+    assert trie.parent(trie.root) is None
+    assert trie.child(trie.root, 98) is None
+    assert trie.child(trie.root, 255) is None
+    assert trie.child(trie.root, EOS) == trie.node_of([EOS])
+    assert trie.path(b"ax") == [trie.root, trie.node_of(b"a")]
+    assert trie.child_letters(0) == []
+    assert trie.tokens_at(0).tolist() == [0]
+    assert trie.is_leaf(1)
+    assert not trie.is_leaf(2)
+    assert trie.prefix_of(1) == [EOS]
+    for call in (trie.interval, trie.child_prefixes, trie.prefix_of):
+        with pytest.raises(IndexError, match=f"nodes are 0 to {trie.root}"):
+            call(len(trie))
+    with pytest.raises(IndexError, match=f"nodes are 0 to {trie.root}"):
+        trie.children[len(trie)]
+    assert trie.children[-1] == trie.children[trie.root]
+    assert trie.node2prefix[1:3] == [[EOS], [97, 99]]
+
+
+def test_a_vocabulary_object_will_do() -> None:
+    tokens = [Token(0, b"a")]
+    trie = TokenCharacterTrie(Vocabulary(None, tokens, ["a"]))
+    assert trie.decode == tokens
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[b"a", b"b", b"a"], [Token(1, b"a"), Token(1, b"a")], [EOS, b"", EOS], [b"", b""]],
+)
+def test_an_item_that_occurs_twice_is_refused(items) -> None:
+    with pytest.raises(VocabularyError, match=r"are both .*ids of their own"):
+        TokenCharacterTrie(items)
+
+
+def test_tokens_of_one_id_with_other_bytes_are_other_items() -> None:
+    trie = TokenCharacterTrie([Token(1, b"a"), Token(1, b"b"), b"a"])
+    assert trie.word2leaf == {(b"a", 1): 0, (b"b", 1): 1, b"a": 2}
+
+
+def test_a_node_takes_less_than_64_bytes_before_views_are_read() -> None:
+    rng = np.random.default_rng(0)
+    words = {bytes(rng.integers(97, 105, size=rng.integers(1, 9))) for _ in range(20_000)}
+    tokens = [Token(position, word) for position, word in enumerate(sorted(words))]
+    ws = np.ones(len(tokens))
+    tracemalloc.start()
+    trie = TokenCharacterTrie(tokens)
+    trie.weight_sum(ws)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 64 * len(trie)

@@ -1,0 +1,72 @@
+"""Files of expected failures: what they may say and what that does to an outcome."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genlm.testing.expectations import ExpectationError, ExpectedFailures
+from genlm.testing.outcome import Outcome
+
+
+def outcome(status: str, id_: str = "rows-are-right[llama]") -> Outcome:
+    return Outcome(id=id_, law="A row is the oracle's.", status=status)
+
+
+def read(tmp_path: Path, text: str) -> ExpectedFailures:
+    path = tmp_path / "xfail.txt"
+    path.write_text(text)
+    return ExpectedFailures.read(path)
+
+
+def test_each_line_has_an_id_and_a_reason_and_comments_are_left_out(tmp_path):
+    found = read(tmp_path, "# why\n\na[b]: the reason: twice # said\n  c :x\n")
+    assert found.reasons == {"a[b]": "the reason: twice", "c": "x"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows-are-right\n", "xfail.txt:1: expected 'id: reason', found 'rows-are-right'"),
+        ("\nrows-are-right: # later", "xfail.txt:2: expected 'id: reason'"),
+        ("a: b\na: c", "xfail.txt:2: 'a' is expected to fail twice"),
+    ],
+)
+def test_a_malformed_line_is_an_error_that_names_it(tmp_path, text, message):
+    with pytest.raises(ExpectationError, match=message):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ExpectationError, match=r"no expected failures in .*nothing\.txt"):
+        ExpectedFailures.read(tmp_path / "nothing.txt")
+
+
+def test_an_id_that_no_check_has_is_an_error():
+    expected = ExpectedFailures({"rows-are-right": "r", "rows-are-wrong": "r"})
+    with pytest.raises(ExpectationError, match=r"no such check: rows-are-wrong\."):
+        expected.refuse_unmatched(["rows-are-right", "rows-are-right[llama]"])
+
+
+@pytest.mark.parametrize("id_", ["rows-are-right", "rows-are-right[llama]"])
+def test_a_failure_that_is_expected_is_no_failure_and_keeps_its_reason(id_):
+    found = ExpectedFailures({id_: "issue 7"}).judge(outcome("failed"))
+    assert (found.status, found.reason) == ("expected failure", "issue 7")
+
+
+def test_a_failure_of_another_model_is_not_expected():
+    expected = ExpectedFailures({"rows-are-right[gpt2]": "issue 7"})
+    assert expected.judge(outcome("failed")).status == "failed"
+
+
+def test_a_pass_that_is_not_expected_is_told_apart():
+    found = ExpectedFailures({"rows-are-right": "issue 7"}).judge(outcome("passed"))
+    assert found.status == "unexpected pass"
+    assert "issue 7" in found.reason
+
+
+@pytest.mark.parametrize("status", ["skipped", "not applicable"])
+def test_what_did_not_run_stays_what_it_is(status):
+    expected = ExpectedFailures({"rows-are-right": "issue 7"})
+    assert expected.judge(outcome(status)) == outcome(status)

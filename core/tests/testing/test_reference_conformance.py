@@ -1,0 +1,5 @@
+"""The reference engine keeps every law."""
+
+from genlm.testing import conformance_tests
+
+test_reference = conformance_tests("reference", no_skips=True)

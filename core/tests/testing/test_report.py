@@ -1,0 +1,130 @@
+"""What a run says, to people and as JSON, and what its exit code is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripted_target import CertifiedEngine, scripted_target
+from typer.testing import CliRunner
+
+from genlm.cli import app
+from genlm.testing import all_checks
+
+FEW = ["--only", "rows-are-right", "--only", "batch-equals-map"]
+
+
+class LastRowFirst(CertifiedEngine):
+    def evaluate(self, queries):
+        return super().evaluate(queries).flip(0)
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """`genlm check reference ...` with another target in the reference engine's place."""
+
+    def run(*arguments, **changes):
+        target = scripted_target(**changes)
+        monkeypatch.setattr("genlm.testing.reference.targets", target)
+        return CliRunner().invoke(app, ["check", "reference", *map(str, arguments)])
+
+    return run
+
+
+def xfail(tmp_path: Path, text: str) -> list[str | Path]:
+    path = tmp_path / "xfail.txt"
+    path.write_text(text)
+    return ["--xfail", path]
+
+
+def test_a_run_in_which_all_pass_exits_with_0_and_names_everything(check):
+    done = check(*FEW, "--seed", 3)
+    assert done.exit_code == 0, done.output
+    for text in (
+        "batch-equals-map[scripted]",
+        "genlm-core:reference",
+        "torch ",
+        "device   cpu",
+        "profile quick, seed 3",
+        "2 passed",
+        "only a whole run",
+    ):
+        assert text in done.output
+
+
+def test_a_whole_run_certifies(check):
+    done = check()
+    assert done.exit_code == 0, done.output
+    assert "reference is certified" in done.output
+
+
+def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check):
+    done = check(*FEW, build=LastRowFirst)
+    assert done.exit_code == 1
+    assert "FAILED batch-equals-map[scripted]" in done.output
+    assert "law       Row i of a batch is that of sequence i" in done.output
+    assert "expected  the row of (" in done.output
+    assert "with      batch = [(" in done.output
+    assert "1 passed, 1 failed" in done.output
+
+
+def test_the_json_report_has_every_field_of_every_outcome(check):
+    done = check(*FEW, "--json", build=LastRowFirst)
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert report["backend"] == "genlm-core:reference"
+    assert report["versions"].keys() >= {"genlm-core", "torch", "hypothesis"}
+    assert report["devices"] == ["cpu"]
+    assert report["settings"]["seed"] == 0
+    assert report["counts"] == {"passed": 1, "failed": 1}
+    assert report["certified"] is False
+    right, wrong = report["outcomes"]
+    assert right["cases"].keys() == {"longest sequence", "one token"}
+    assert wrong["id"] == "batch-equals-map[scripted]"
+    assert wrong["example"].keys() >= {"position", "batch"}
+
+
+def test_an_expected_failure_exits_with_0_and_gives_its_reason(check, tmp_path):
+    expected = xfail(tmp_path, "batch-equals-map: rows are turned round")
+    done = check(*FEW, *expected, build=LastRowFirst)
+    assert done.exit_code == 0, done.output
+    assert "expected failure" in done.output
+    assert "rows are turned round" in done.output
+
+
+def test_an_unexpected_pass_exits_with_1(check, tmp_path):
+    done = check(*FEW, *xfail(tmp_path, "batch-equals-map: once"))
+    assert done.exit_code == 1
+    assert "UNEXPECTED PASS batch-equals-map[scripted]" in done.output
+
+
+def test_an_expected_failure_of_no_check_exits_with_2(check, tmp_path):
+    done = check(*FEW, *xfail(tmp_path, "batch-equals-mop: typo"))
+    assert done.exit_code == 2
+    assert "batch-equals-mop" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--only", "no-such-check"], ["--profile", "slow"], ["--seed", "-1"]]
+)
+def test_what_does_not_exist_exits_with_2(check, arguments):
+    assert check(*arguments).exit_code == 2
+
+
+def test_a_check_without_an_oracle_is_skipped_and_the_report_says_so():
+    arguments = ["check", "reference", "--model", "demo", *FEW]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "rows-are-right[demo]: needs an oracle" in done.output
+    assert "oracle   none" in done.output
+    done = CliRunner().invoke(app, [*arguments, "--no-skips"])
+    assert done.exit_code == 1
+    assert "SKIPPED rows-are-right[demo]" in done.output
+
+
+def test_the_list_has_every_check_with_its_law_and_runs_none(check):
+    done = check("--list", build=None)
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines == [f"{c.id}[scripted]: {c.law}" for c in all_checks("engine")]

@@ -1,0 +1,96 @@
+"""Which cases a name and options mean."""
+
+from __future__ import annotations
+
+import pytest
+from scripted_target import scripted_target
+
+from genlm import find_backend
+from genlm.testing import all_checks, cases_of
+from genlm.testing.selection import chosen, find, targets_of
+
+
+@pytest.fixture
+def cases():
+    return cases_of([scripted_target(model="red"), scripted_target(model="blue")])
+
+
+def test_every_check_runs_with_every_target(cases):
+    checks = [check.id for check in all_checks("engine")]
+    assert [case.id for case in cases] == [f"{c}[{m}]" for m in ("red", "blue") for c in checks]
+
+
+def test_checks_cases_and_models_can_be_named(cases):
+    only = ["rows-are-right", "warm-equals-cold[blue]"]
+    found = [case.id for case in chosen(cases, only, [])]
+    assert found == ["rows-are-right[red]", "rows-are-right[blue]", "warm-equals-cold[blue]"]
+    found = [case.id for case in chosen(cases, only, ["blue"])]
+    assert found == ["rows-are-right[blue]", "warm-equals-cold[blue]"]
+
+
+def test_a_misspelt_check_or_model_is_an_error_with_a_suggestion(cases):
+    with pytest.raises(
+        LookupError, match=r"no check 'rows-are-rihgt'\. Did you mean 'rows-are-r"
+    ):
+        chosen(cases, ["rows-are-rihgt"], [])
+    with pytest.raises(LookupError, match=r"no model 'bleu'\. Did you mean 'blue'"):
+        chosen(cases, [], ["bleu"])
+
+
+def test_every_check_has_an_id_of_its_own_and_states_its_law_in_a_sentence():
+    for kind in ("engine", "trie"):
+        checks = all_checks(kind)
+        assert len({check.id for check in checks}) == len(checks)
+        for check in checks:
+            assert check.law.endswith("."), check.id
+            assert len(check.law) > 20
+            assert check.cases
+
+
+def test_a_backend_is_found_by_its_name():
+    assert find("reference").name == "reference"
+
+
+def test_a_backend_without_a_target_says_what_to_do(tmp_path, monkeypatch):
+    import dataclasses
+
+    info = dataclasses.replace(find_backend("reference"), conformance=None)
+    with pytest.raises(LookupError, match="genlm check reference --model MODEL"):
+        targets_of(info, tmp_path)
+    (target,) = targets_of(info, tmp_path, model="demo")
+    assert target.model == "demo"
+    assert target.oracle is None
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [scripted_target(), [scripted_target()], lambda _folder: iter([scripted_target()])],
+)
+def test_a_target_may_be_one_several_or_made_by_a_function(tmp_path, monkeypatch, brought):
+    monkeypatch.setattr("genlm.testing.reference.targets", brought)
+    (target,) = targets_of(find_backend("reference"), tmp_path)
+    assert target.model == "scripted"
+
+
+def test_something_else_is_no_target(tmp_path, monkeypatch):
+    monkeypatch.setattr("genlm.testing.reference.targets", [42])
+    with pytest.raises(TypeError, match="gave 42; expected a target of an engine"):
+        targets_of(find_backend("reference"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tolerance": 2e-4}, "tolerance=0.0002: a target may tighten"),
+        ({"tolerance": 0.0}, r"tolerance=0\.0"),
+        ({"dtype": "int8"}, "dtype='int8': expected one of float32, float16, bfloat16"),
+    ],
+)
+def test_a_target_may_not_loosen_the_tolerance(changes, message):
+    with pytest.raises(ValueError, match=message):
+        scripted_target(**changes)
+
+
+def test_a_target_may_tighten_the_tolerance():
+    assert scripted_target().largest_error == 1e-4
+    assert scripted_target(tolerance=1e-6).largest_error == 1e-6

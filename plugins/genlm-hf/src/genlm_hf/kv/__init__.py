@@ -1,0 +1,1 @@
+"""Keys and values of computed tokens: slots, the tree over them, their storage."""

@@ -1,0 +1,82 @@
+"""A node of the prefix tree: a run of tokens and the slots that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm_hf.kv.slots import Slots
+
+__all__ = ["Node"]
+
+
+class Node:
+    """The edge from its parent: tokens `start ... end - 1` of every sequence through it.
+
+    Attributes:
+        tokens: At least one, except in a root.
+        slots: One for each token; a token keeps its slot for as long as it is cached.
+        start: Position of the first token in its sequences.
+        parent: None in a root and in nodes taken out of the tree.
+        children: By first token.
+        computed: How many of the tokens have keys and values; the rest is fresh.
+        pinned: Kept until the tree is cleared.
+    """
+
+    __slots__ = ("children", "computed", "parent", "pinned", "slots", "start", "tokens")
+
+    def __init__(
+        self, tokens: tuple[int, ...], slots: Slots, start: int, parent: Node | None
+    ) -> None:
+        self.tokens = tokens
+        self.slots = slots
+        self.start = start
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.computed = 0
+        self.pinned = False
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.tokens)
+
+    def split(self, length: int) -> Node:
+        """Put the first `length` tokens into a new node above this one; return it.
+
+        This node keeps its children and the rest; no token changes its slot.
+        """
+        assert self.parent is not None  # noqa: S101 - our own mistake
+        upper = Node(self.tokens[:length], self.slots[:length], self.start, self.parent)
+        upper.computed = min(self.computed, length)
+        upper.pinned = self.pinned
+        self.parent.children[self.tokens[0]] = upper
+        self.tokens, self.slots = self.tokens[length:], self.slots[length:]
+        self.start += length
+        self.computed = max(0, self.computed - length)
+        self.parent = upper
+        upper.children[self.tokens[0]] = self
+        return upper
+
+    def cut(self, length: int) -> Slots:
+        """Forget all but the first `length` tokens and return the others' slots.
+
+        A node without tokens leaves the tree. Only for nodes without children.
+        """
+        assert not self.children  # noqa: S101 - our own mistake
+        freed = self.slots[length:]
+        if length:
+            self.tokens, self.slots = self.tokens[:length], self.slots[:length]
+            self.computed = min(self.computed, length)
+        else:
+            assert self.parent is not None  # noqa: S101 - our own mistake
+            del self.parent.children[self.tokens[0]]
+            self.parent = None
+        return freed
+
+    def below(self) -> Iterator[Node]:
+        """Yield every node under this one, parents before children."""
+        waiting = list(self.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())

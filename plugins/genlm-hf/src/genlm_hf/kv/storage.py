@@ -1,0 +1,117 @@
+"""The tensors that hold keys and values, one pair for each layer.
+
+Sized once from a budget in bytes and never beyond it. On the CPU the operating
+system hands out the memory only as slots are written for the first time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
+
+# The stated share of free memory that a default budget takes.
+_SHARE_OF_CPU = 0.25
+_SHARE_OF_ACCELERATOR = 0.5
+_UNKNOWN_FREE_BYTES = 2**32
+
+# More tokens than any population of particles holds; bounds a tiny model's pool.
+_MOST_SLOTS_BY_DEFAULT = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token: `heads` keys and values.
+
+    Attributes:
+        heads: Number of key-value heads.
+        key_width: Numbers in a key.
+        value_width: Numbers in a value.
+        dtype: Of both.
+        device: Where the layer computes.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that one slot takes."""
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+class KVStorage:
+    """Keys, shape `(heads, slots, key width)`, and values of every layer.
+
+    Slot 0 is the scratch slot; what the others hold before they are written is
+    arbitrary.
+
+    Args:
+        layers: In the order in which the model runs them.
+        budget_bytes: The most that all tensors together take.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], budget_bytes: int) -> None:
+        self.bytes_per_token = sum(layer.bytes_per_token for layer in layers)
+        slots = budget_bytes // self.bytes_per_token
+        self.capacity = max(0, slots - 1)
+        self._tensors = [
+            (
+                torch.empty(l.heads, slots, l.key_width, dtype=l.dtype, device=l.device),
+                torch.empty(l.heads, slots, l.value_width, dtype=l.dtype, device=l.device),
+            )
+            for l in layers  # noqa: E741
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._tensors)
+
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the keys and values `(heads, tokens, width)` of a layer; return its tensors."""
+        all_keys, all_values = self._tensors[layer]
+        all_keys.index_copy_(1, slots, keys)
+        all_values.index_copy_(1, slots, values)
+        return all_keys, all_values
+
+
+def default_budget_bytes(layers: Sequence[LayerShape]) -> int:
+    """Return a quarter of the free memory of CPUs, half of that of accelerators.
+
+    With several devices, as many tokens as the fullest has room for; never more
+    than 2**20 tokens.
+    """
+    per_device: dict[torch.device, int] = {}
+    for layer in layers:
+        known = per_device.get(layer.device, 0)
+        per_device[layer.device] = known + layer.bytes_per_token
+    tokens = min(_available_bytes(device) // size for device, size in per_device.items())
+    return min(tokens, _MOST_SLOTS_BY_DEFAULT) * sum(per_device.values())
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_ACCELERATOR)
+    return int(_free_bytes_of_the_cpu() * _SHARE_OF_CPU)
+
+
+def _free_bytes_of_the_cpu() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return _UNKNOWN_FREE_BYTES

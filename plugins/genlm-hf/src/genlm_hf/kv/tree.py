@@ -1,0 +1,244 @@
+"""The prefix tree: which token of which sequence is in which slot.
+
+A radix tree over token ids for each adapter, all drawing on the same slots. It
+works in batches: `insert` finds or makes room for sequences, somebody computes
+what is fresh, and `commit` or `roll_back` ends the batch. Knows nothing of torch,
+models or queries.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from genlm_hf.kv.node import Node
+from genlm_hf.kv.slots import FreeSlots, Slots
+
+__all__ = ["OutOfSlotsError", "PrefixTree"]
+
+# A leaf is evicted by quarters at least, so that trimming costs O(1) a slot.
+_SMALLEST_SHARE = 4
+
+
+class OutOfSlotsError(RuntimeError):
+    """All slots are pinned, in use by the current batch, or too few."""
+
+
+class PrefixTree:
+    """Sequences that share every prefix, in at most `capacity` slots.
+
+    Least recently used tokens are evicted when room is needed, ends of sequences
+    first; never what is pinned or in use by the current batch.
+
+    Invariants: each slot is free or belongs to exactly one token of the tree, and a
+    token keeps its slot for as long as it is in the tree. Between batches every token
+    of the tree is computed.
+
+    Args:
+        capacity: Number of slots.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.tokens_evicted = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._free = FreeSlots(self.capacity)
+        self._roots: dict[str | None, Node] = {}
+        # What may be evicted, least recently used first. Descendants stand before
+        # their ancestors, so the first is always a leaf.
+        self._idle: OrderedDict[Node, None] = OrderedDict()
+        self._idle_slots = 0
+        self._in_use: set[Node] = set()
+        self._fresh: set[Node] = set()
+        self._fresh_tokens = 0
+
+    @property
+    def slots_used(self) -> int:
+        """Number of tokens in the tree."""
+        return self.capacity - len(self._free)
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Number of tokens that the current batch has to compute."""
+        return self._fresh_tokens
+
+    # -- a batch ----------------------------------------------------------------------
+
+    def insert(self, adapter: str | None, tokens: tuple[int, ...]) -> int:
+        """Put a sequence into the tree, and into use by the current batch.
+
+        Returns:
+            The slot of its last token.
+
+        Raises:
+            OutOfSlotsError: There is no room beside what is pinned or in use. The
+                tree keeps no token of the sequence that it did not have before.
+        """
+        node = self._root(adapter)
+        position, length = 0, len(tokens)
+        while position < length:
+            child = node.children.get(tokens[position])
+            if child is None:
+                return self._extend(node, tokens[position:])
+            edge = child.tokens
+            if tokens[position : position + len(edge)] != edge:
+                shared = _common_length(edge, tokens, position)
+                if position + shared == length:
+                    self._use(child)
+                    return int(child.slots[shared - 1])
+                child = self._split(child, shared)
+            self._use(child)
+            node = child
+            position += len(child.tokens)
+        return int(node.slots[-1])
+
+    def missing(self, adapter: str | None, tokens: tuple[int, ...]) -> int:
+        """Return how many tokens at the end of a sequence are not in the tree."""
+        node, position = self._root(adapter), 0
+        while position < len(tokens):
+            child = node.children.get(tokens[position])
+            if child is None:
+                break
+            edge = child.tokens
+            if tokens[position : position + len(edge)] != edge:
+                position += _common_length(edge, tokens, position)
+                break
+            node, position = child, child.end
+        return len(tokens) - position
+
+    def find(self, adapter: str | None, tokens: tuple[int, ...]) -> Node:
+        """Return the node that holds the last token of a sequence in the tree."""
+        node, position = self._root(adapter), 0
+        while position < len(tokens):
+            node = node.children[tokens[position]]
+            position = node.end
+        return node
+
+    def fresh(self) -> Sequence[Node]:
+        """Return the nodes with tokens to compute, ancestors before descendants."""
+        return sorted(self._fresh, key=_start)
+
+    def commit(self) -> None:
+        """End the batch: what was fresh is computed, and all of it may be evicted."""
+        for node in self._fresh:
+            node.computed = len(node.tokens)
+        self._fresh.clear()
+        self._fresh_tokens = 0
+        self._release()
+
+    def roll_back(self) -> None:
+        """End the batch: nothing was computed. Fresh tokens leave the tree."""
+        for node in sorted(self._fresh, key=_start, reverse=True):
+            kept = node.computed
+            self._free.give(node.cut(kept))
+            if not kept:
+                self._in_use.discard(node)
+        self._fresh.clear()
+        self._fresh_tokens = 0
+        self._release()
+
+    # -- between batches --------------------------------------------------------------
+
+    def pin(self, adapter: str | None, tokens: tuple[int, ...]) -> None:
+        """Keep a sequence, which is in the tree, until `clear`."""
+        node: Node | None = self.find(adapter, tokens)
+        assert node is not None  # noqa: S101 - our own mistake
+        if len(tokens) < node.end:
+            node = self._split(node, len(tokens) - node.start)
+        while node is not None and node.parent is not None and not node.pinned:
+            if node in self._idle:
+                del self._idle[node]
+                self._idle_slots -= len(node.slots)
+            node.pinned = True
+            node = node.parent
+
+    def clear(self) -> None:
+        """Forget everything, pinned or not. Only between batches."""
+        assert not self._in_use  # noqa: S101 - our own mistake
+        self._reset()
+
+    # -- parts ------------------------------------------------------------------------
+
+    def _root(self, adapter: str | None) -> Node:
+        root = self._roots.get(adapter)
+        if root is None:
+            root = self._roots[adapter] = Node((), np.empty(0, np.int64), 0, None)
+        return root
+
+    def _use(self, node: Node) -> None:
+        if node in self._in_use:
+            return
+        self._in_use.add(node)
+        if node in self._idle:
+            del self._idle[node]
+            self._idle_slots -= len(node.slots)
+
+    def _release(self) -> None:
+        for node in sorted(self._in_use, key=_start, reverse=True):
+            if not node.pinned:
+                self._idle[node] = None
+                self._idle_slots += len(node.slots)
+        self._in_use.clear()
+
+    def _extend(self, node: Node, tokens: tuple[int, ...]) -> int:
+        slots = self._allocate(len(tokens))
+        if node.children or node.pinned or node.parent is None:
+            child = Node(tokens, slots, node.end, node)
+            node.children[tokens[0]] = child
+            self._in_use.add(child)
+            node = child
+        else:
+            node.tokens += tokens
+            node.slots = np.concatenate((node.slots, slots))
+        self._fresh.add(node)
+        self._fresh_tokens += len(tokens)
+        return int(slots[-1])
+
+    def _split(self, node: Node, length: int) -> Node:
+        upper = node.split(length)
+        if node in self._in_use:
+            self._in_use.add(upper)
+        elif node in self._idle:  # the upper part is about to be used or pinned
+            self._idle_slots -= length
+        if node in self._fresh:
+            if upper.computed < length:
+                self._fresh.add(upper)
+            if node.computed == len(node.tokens):
+                self._fresh.discard(node)
+        return upper
+
+    def _allocate(self, count: int) -> Slots:
+        if count > len(self._free) + self._idle_slots:
+            raise OutOfSlotsError(
+                f"{count} slots asked for; {len(self._free)} of {self.capacity} are free and "
+                f"{self._idle_slots} can be evicted"
+            )
+        while len(self._free) < count:
+            self._evict(count - len(self._free))
+        return self._free.take(count)
+
+    def _evict(self, wanted: int) -> None:
+        """Free `wanted` slots, or those of one leaf if it has fewer."""
+        leaf = next(iter(self._idle))
+        length = len(leaf.slots)
+        kept = max(0, length - max(wanted, length // _SMALLEST_SHARE))
+        if not kept:
+            del self._idle[leaf]
+        freed = leaf.cut(kept)
+        self._free.give(freed)
+        self._idle_slots -= len(freed)
+        self.tokens_evicted += len(freed)
+
+
+def _start(node: Node) -> int:
+    return node.start
+
+
+def _common_length(edge: tuple[int, ...], tokens: tuple[int, ...], position: int) -> int:
+    """Return how many tokens of `edge` follow at `position`; at least the first does."""
+    longest = min(len(edge), len(tokens) - position)
+    return next((i for i in range(1, longest) if edge[i] != tokens[position + i]), longest)

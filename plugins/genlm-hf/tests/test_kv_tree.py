@@ -1,0 +1,197 @@
+"""The prefix tree against a dictionary that knows where every prefix is."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from genlm_hf.kv.node import Node
+from genlm_hf.kv.slots import FreeSlots
+from genlm_hf.kv.tree import OutOfSlotsError, PrefixTree
+
+Key = tuple[str | None, tuple[int, ...]]
+
+
+def prefixes(tree: PrefixTree) -> dict[Key, int]:
+    """The slot of every prefix in a tree, and nothing the tree itself looks up."""
+    found: dict[Key, int] = {}
+    for adapter, root in tree._roots.items():
+        path = {id(root): ()}
+        for node in root.below():
+            assert node.parent is not None
+            tokens = path[id(node.parent)]
+            assert len(tokens) == node.start
+            assert len(node.tokens) == len(node.slots) > 0
+            assert node.parent.children[node.tokens[0]] is node
+            for token, slot in zip(node.tokens, node.slots, strict=True):
+                tokens = (*tokens, token)
+                found[adapter, tokens] = int(slot)
+            path[id(node)] = tokens
+    return found
+
+
+def check(tree: PrefixTree) -> dict[Key, int]:
+    """Every invariant of the tree; what is in it."""
+    found = prefixes(tree)
+    slots = list(found.values())
+    assert len(set(slots)) == len(slots)
+    assert tree._free.numbers() | set(slots) == set(range(1, tree.capacity + 1))
+    assert len(tree._free) + len(slots) == tree.capacity
+    nodes = {node for root in tree._roots.values() for node in root.below()}
+    kept = {node for node in nodes if node.pinned or node in tree._in_use}
+    assert set(tree._idle) == nodes - kept
+    assert tree._idle_slots == sum(len(node.tokens) for node in tree._idle)
+    assert tree._in_use <= nodes
+    order = {node: place for place, node in enumerate(tree._idle)}
+    for node in nodes:
+        assert node.parent is not None
+        # Ancestors are evicted after their descendants, and kept with them.
+        if node.parent in order:
+            assert order[node] < order[node.parent]
+        assert (node.computed < len(node.tokens)) == (node in tree._fresh)
+    return found
+
+
+SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
+KEY = st.tuples(st.sampled_from([None, "red"]), SEQUENCE)
+BATCH = st.tuples(st.lists(KEY, min_size=1, max_size=6), st.booleans(), st.booleans())
+SEEN: dict[str, int] = {}
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(3, 25), st.lists(BATCH, max_size=8))
+def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: Any) -> None:
+    tree = PrefixTree(capacity)
+    pinned: set[Key] = set()
+    for keys, commits, pins in batches:
+        before = check(tree)
+        inserted: dict[Key, int] = {}
+        fresh: set[Key] = set()
+        during = before
+        for adapter, tokens in keys:
+            known = during.keys()
+            with contextlib.suppress(OutOfSlotsError):
+                missing = len(
+                    [t for t in range(len(tokens)) if (adapter, tokens[: t + 1]) not in known]
+                )
+                assert tree.missing(adapter, tokens) == missing
+                inserted[adapter, tokens] = tree.insert(adapter, tokens)
+                SEEN["inserted"] = SEEN.get("inserted", 0) + 1
+            during = check(tree)
+            fresh |= during.keys() - known
+            for (name, ids), slot in inserted.items():
+                assert during[name, ids] == slot
+                # Nothing in use is evicted, and forks and splits keep slots.
+                for end in range(1, len(ids)):
+                    assert (name, ids[:end]) in during
+        assert sum(len(n.tokens) - n.computed for n in tree.fresh()) == len(fresh)
+        assert tree.fresh_tokens == len(fresh)
+        tree.commit() if commits else tree.roll_back()
+        after = check(tree)
+        assert not tree.fresh()
+        assert all(before[key] == slot for key, slot in after.items() if key not in fresh)
+        assert (fresh <= after.keys()) if commits else not (fresh & after.keys())
+        if pins and commits and inserted:
+            adapter, tokens = next(iter(inserted))
+            tree.pin(adapter, tokens)
+            pinned |= {(adapter, tokens[:end]) for end in range(1, len(tokens) + 1)}
+        assert pinned <= check(tree).keys()
+        SEEN["evicted"] = SEEN.get("evicted", 0) + tree.tokens_evicted
+    tree.clear()
+    assert check(tree) == {}
+    assert tree.slots_used == 0
+
+
+def test_the_random_trees_were_full_at_times() -> None:
+    assert SEEN["inserted"] > 100
+    assert SEEN["evicted"] > 100
+
+
+def add(tree: PrefixTree, *sequences: str) -> None:
+    for sequence in sequences:
+        tree.insert(None, tuple(map(ord, sequence)))
+    tree.commit()
+
+
+def texts(tree: PrefixTree) -> set[str]:
+    """The sequences that end in a leaf."""
+    found = {"".join(map(chr, tokens)) for _, tokens in prefixes(tree)}
+    return {text for text in found if not any(o != text and o.startswith(text) for o in found)}
+
+
+def test_the_least_recently_used_sequence_goes_first() -> None:
+    tree = PrefixTree(9)
+    add(tree, "abc")
+    add(tree, "def")
+    add(tree, "ghi")
+    add(tree, "abc")
+    add(tree, "xyz")
+    assert texts(tree) == {"abc", "ghi", "xyz"}
+    assert tree.tokens_evicted == 3
+
+
+def test_a_long_leaf_is_trimmed_from_its_end() -> None:
+    tree = PrefixTree(12)
+    add(tree, "abcdefghijkl")
+    add(tree, "x")
+    assert texts(tree) == {"abcdefghi", "x"}
+
+
+def test_a_trunk_outlives_its_branches() -> None:
+    tree = PrefixTree(6)
+    add(tree, "abcd", "abce")
+    add(tree, "xyz")
+    assert texts(tree) == {"abc", "xyz"}
+
+
+def test_a_pinned_prefix_is_cut_out_exactly_and_survives() -> None:
+    tree = PrefixTree(6)
+    add(tree, "abcdef")
+    tree.pin(None, (97, 98))
+    add(tree, "wxyz")
+    assert texts(tree) == {"ab", "wxyz"}
+    with pytest.raises(OutOfSlotsError, match="5 slots asked for; 0 of 6 are free and 4"):
+        tree.insert(None, (1, 2, 3, 4, 5))
+    tree.roll_back()
+    assert texts(tree) == {"ab", "wxyz"}  # nothing is evicted in vain
+
+
+def test_what_a_batch_uses_is_not_evicted_for_another_member() -> None:
+    tree = PrefixTree(4)
+    tree.insert(None, (1, 2, 3))
+    with pytest.raises(OutOfSlotsError):
+        tree.insert(None, (4, 5))
+    tree.commit()
+    assert tree.slots_used == 3
+
+
+def test_a_growing_leaf_keeps_its_node() -> None:
+    tree = PrefixTree(8)
+    add(tree, "ab")
+    node = tree.find(None, (97, 98))
+    add(tree, "abc")
+    assert tree.find(None, (97, 98, 99)) is node
+    assert isinstance(node, Node)
+    assert node.slots.tolist() == [1, 2, 3]
+
+
+def test_a_long_use_leaves_nothing_behind() -> None:
+    tree = PrefixTree(50)
+    for i in range(3000):
+        tree.insert(None, (1, 2, i % 7, i, i % 3))
+        tree.commit() if i % 5 else tree.roll_back()
+    check(tree)
+    assert sum(1 for root in tree._roots.values() for _ in root.below()) <= 50
+
+
+def test_runs_that_were_freed_together_are_taken_together() -> None:
+    free = FreeSlots(6)
+    first, second = free.take(2), free.take(3)
+    free.give(first)
+    free.give(second)
+    assert free.take(3).tolist() == second.tolist() == [3, 4, 5]
+    assert len(free) == 3

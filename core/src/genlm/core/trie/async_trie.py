@@ -15,8 +15,8 @@ from typing import Any
 from genlm.core.plugins import get_trie
 from genlm.core.query import Completion
 from genlm.core.scheduler import Scheduler
-from genlm.core.trie.partial import Operation
 from genlm.core.trie.protocol import TokenTrie
+from genlm.core.trie.reductions import Operation
 from genlm.core.trie.weights import Returns
 
 __all__ = ["AsyncTokenCharacterTrie"]

@@ -7,18 +7,18 @@ from the pieces. Time is O(tokens below + nodes log nodes) for each row.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
+from genlm.core.trie.reductions import Operation
 from genlm.core.trie.segments import interval_pieces
 from genlm.core.trie.weights import Weights
 
-__all__ = ["Operation", "partial_weights"]
+__all__ = ["partial_weights"]
 
-Operation = Literal["sum", "max", "logsumexp"]
 Floats = npt.NDArray[np.floating[Any]]
 Positions = npt.NDArray[np.int64]
 

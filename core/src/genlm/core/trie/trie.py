@@ -7,7 +7,7 @@ finds nodes, `partial` reduces below a few of them, `views` shows all as diction
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import Letters
-from genlm.core.trie.partial import Operation, partial_weights
+from genlm.core.trie.partial import partial_weights
+from genlm.core.trie.reductions import Operation, reduce_rows
 from genlm.core.trie.segments import SegmentPlan
 from genlm.core.trie.storage import StoredTrie, load_trie, save_trie
 from genlm.core.trie.views import Views, check_keys
@@ -144,11 +145,7 @@ class TokenCharacterTrie(Views):
         """Do what the six methods above do; the one method another device overrides."""
         weights = (Weights.of_batch if batch else Weights.of)(ws, self.layout.n_tokens)
         out = np.empty((len(weights.rows), self.layout.n_nodes), weights.rows.dtype)
-        reduce_row: Callable[..., None] = getattr(self._plan, f"weight_{operation}")
-        # Infinities and nan are answers here, and a sum may exceed float32.
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            for row, result in zip(weights.rows, out, strict=True):
-                reduce_row(row, result)
+        reduce_rows(self._plan, operation, weights.rows, out)
         return weights.deliver(out if batch else out[0], returns)
 
     # -- some nodes ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import item_key
+from genlm.core.trie.letters import item_key, spell
 from genlm.core.trie.navigation import Navigation
 
 __all__ = ["NodeView", "Views", "check_keys"]
@@ -71,7 +71,7 @@ class Views(Navigation):
         An edge is a letter (bytes as integers) or, for a leaf, `(None, position)` with the
         token's position in `decode`. End-of-token edges come first, letters in order.
         """
-        return NodeView(len(self), self._edges)
+        return NodeView(len(self), _edge_reader(self.layout, self.letter_objects))
 
     @cached_property
     def jump(self) -> NodeView[npt.NDArray[np.int32]]:
@@ -104,18 +104,36 @@ class Views(Navigation):
         """All nodes but the leaves, children before parents."""
         return np.arange(self.layout.n_tokens, self.layout.n_nodes, dtype=np.int32)
 
-    def _edges(self, node: int) -> dict[Any, int]:
-        if node < self.layout.n_tokens:
-            return {}
-        edges: dict[Any, int] = {(None, leaf): leaf for leaf in self.tokens_at(node).tolist()}
-        edges.update(zip(self.child_letters(node), self.child_prefixes(node), strict=True))
-        return edges
-
     def _sorted_children(self, node: int) -> npt.NDArray[np.int32]:
         if node < self.layout.n_tokens:
             return np.empty(0, np.int32)
         prefixes = np.array(self.child_prefixes(node), dtype=np.int32)
         return np.concatenate([np.sort(self.tokens_at(node)), prefixes])
+
+
+def _edge_reader(
+    layout: TrieLayout, letter_objects: Sequence[Hashable]
+) -> Callable[[int], dict[Any, int]]:
+    """Make the function that lists a node's edges.
+
+    It reads Python lists: a walk over all nodes takes a tenth of the time that
+    indexing arrays does.
+    """
+    n = layout.n_tokens
+    order, child_start = layout.order.tolist(), layout.child_start.tolist()
+    lo, hi = layout.lo.tolist(), layout.hi.tolist()
+    letters = spell(layout.letter.tolist(), letter_objects)
+
+    def edges(node: int) -> dict[Any, int]:
+        if node < n:
+            return {}
+        first, last = child_start[node - n], child_start[node - n + 1]
+        end = lo[first] if first < last else hi[node]
+        found = {(None, leaf): leaf for leaf in order[lo[node] : end]}
+        found.update(zip(letters[first - n : last - n], range(first, last), strict=True))
+        return found
+
+    return edges
 
 
 def check_keys(decode: Sequence[Any], layout: TrieLayout) -> None:

@@ -14,6 +14,7 @@ from genlm.testing.outcome import Outcome
 from genlm.testing.profile import PROFILES, Profile
 from genlm.testing.running import run_case
 from genlm.testing.selection import Case, cases_of, chosen, find, targets_of
+from genlm.testing.target import EngineTarget
 
 __all__ = ["Run", "Settings", "prepared"]
 
@@ -104,7 +105,13 @@ def prepared(settings: Settings) -> Iterator[Run]:
         everything = cases_of(targets, info)
         expected = ExpectedFailures.read(settings.xfail)
         expected.refuse_unmatched(_ids(everything))
-        yield Run(settings, info, chosen(everything, settings.only, settings.models), expected)
+        cases = chosen(everything, settings.only, settings.models)
+        try:
+            yield Run(settings, info, cases, expected)
+        finally:
+            for target in targets:
+                if isinstance(target, EngineTarget):
+                    target.close()
 
 
 def _ids(cases: Iterable[Case]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from genlm import AsyncLM, Engine, Token
+    from genlm.testing.sharing import SharedEngine
 
 __all__ = ["TOLERANCE_CAPS", "EngineTarget", "Kind", "Oracle", "Target", "TrieTarget"]
 
@@ -52,6 +53,8 @@ class EngineTarget:
         tight_options: Engine options that leave its own caches room for next to nothing.
         texts: Texts that the tokenizer encodes without loss, for the round trip.
         patience_s: How long any one answer may take before it counts as lost.
+        shared: Whether one engine serves all checks, because it takes long to build; its
+            caches then stay warm from one check to the next.
         front: What stands between callers and the engine: `AsyncLM`, or a class to be
             checked in its place.
 
@@ -70,7 +73,11 @@ class EngineTarget:
     tight_options: Mapping[str, Any] | None = None
     texts: Sequence[str] = DEFAULT_TEXTS
     patience_s: float = 60.0
+    shared: bool = False
     front: Callable[..., AsyncLM] | None = None
+    _engines: dict[str, SharedEngine] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     kind: ClassVar[Kind] = "engine"
 
@@ -109,8 +116,23 @@ class EngineTarget:
 
         front = AsyncLM if self.front is None else self.front
         return front(
-            lambda: watch(self.build(**(engine_options or {}))), name=self.model, **options
+            lambda: watch(self._engine(engine_options or {})), name=self.model, **options
         )
+
+    def close(self) -> None:
+        """Close the shared engines; those of models close with their models."""
+        while self._engines:
+            self._engines.popitem()[1].close()
+
+    def _engine(self, options: Mapping[str, Any]) -> Engine:
+        if not self.shared:
+            return self.build(**options)
+        from genlm.testing.sharing import Lease, SharedEngine
+
+        key = repr(sorted(options.items()))
+        if key not in self._engines:
+            self._engines[key] = SharedEngine(lambda: self.build(**options))
+        return Lease(self._engines[key])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,11 @@ __all__ = ["EngineTrial", "Trial", "TrieTrial", "hypothesis_settings"]
 T = TypeVar("T")
 
 
-def hypothesis_settings(examples: int, steps: int = 50) -> hypothesis.settings:
+def hypothesis_settings(
+    examples: int, steps: int = 50, *, shrink: bool = True
+) -> hypothesis.settings:
     """Settings under which the same seed gives the same examples, without a database."""
+    phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
     return hypothesis.settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -42,7 +45,7 @@ def hypothesis_settings(examples: int, steps: int = 50) -> hypothesis.settings:
         print_blob=False,
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        phases=phases if shrink else phases[:1],
     )
 
 
@@ -105,7 +108,7 @@ class Trial:
         # `@given` is applied here, not on a method: one shared by several targets would
         # fail Hypothesis' health check on differing executors.
         @hypothesis.seed(self.seed)
-        @hypothesis_settings(examples or self.profile.examples)
+        @hypothesis_settings(examples or self.profile.examples, shrink=self.profile.shrink)
         @hypothesis.given(**strategies)
         def one_example(**values: Any) -> None:
             law(**values)

@@ -119,9 +119,9 @@ def near_misses_are_told_apart(trial: EngineTrial) -> None:
         together = trial.run(trial.lm.batch_next_token_logprobs(asked))
         trial.check_rows(together, asked, asked="together", sequences=asked)
 
-    # The shortest of each length first: they differ most from their near misses.
-    for length, token_ids in enumerate(trial.some_sequences(6), start=2):
-        law((token_ids * length)[: min(length, trial.max_length)])
+    # Short ones first: to a model with a short window, long near misses are all the same.
+    for position, token_ids in enumerate(trial.some_sequences(15)):
+        law((token_ids * 3)[: min(2 + position % 5, trial.max_length)])
     trial.for_all(law, token_ids=trial.sequences())
 
 
@@ -169,6 +169,10 @@ def tight_budgets_change_nothing(trial: EngineTrial) -> None:
             asked = [root[:length] for root in roots]
             rows: torch.Tensor = trial.run(lm.batch_next_token_logprobs(asked))
             trial.check_rows(rows, asked, engine_options=options, batch=asked)
+            # What was evaluated last is least likely to be evicted whole.
+            for token_ids in (asked[-1], asked[0]):
+                row = trial.run(lm.next_token_logprobs_uncached(token_ids))
+                trial.check_row(row, token_ids, engine_options=options, after=asked)
     trial.saw("more prefixes than fit")
 
 

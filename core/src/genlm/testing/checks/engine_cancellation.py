@@ -55,6 +55,7 @@ def cancelled_at_every_stage(trial: EngineTrial) -> None:
         asked = trial.some_sequences(3, salt=salt)
         trial.run(scene(_Stage(trial, lm, probe, asked)))
         probe.release()
+        lm.clear_cache()  # so that the engine answers for the one who left as well
         again = trial.run(lm.batch_next_token_logprobs(asked))
         trial.check_rows(again, asked, cancelled=stage)
         left = lm.statistics()
@@ -104,6 +105,8 @@ async def _held_back(on: _Stage) -> None:
     on.probe.release()
     rows = await asyncio.gather(first, third)
     on.trial.check_rows(rows, [on.asked[0], on.asked[2]], cancelled=on.asked[1])
+    wasted = [query for query in on.probe.submitted if query.token_ids == on.asked[1]]
+    expect(not wasted, "the engine not to be asked for whom nobody waits", wasted)
 
 
 async def _in_the_engine(on: _Stage) -> None:

@@ -29,6 +29,7 @@ def random_programs_agree_with_the_oracle(trial: EngineTrial) -> None:
     lm = trial.load(adapters=lora, output_cache=OutputCache(CACHE_SIZE))
     machine = hypothesis.seed(trial.seed)(machine_of(trial, lm))
     profile = trial.profile
-    run_state_machine_as_test(
-        machine, settings=hypothesis_settings(profile.programs, profile.program_steps)
+    settings = hypothesis_settings(
+        profile.programs, profile.program_steps, shrink=profile.shrink
     )
+    run_state_machine_as_test(machine, settings=settings)

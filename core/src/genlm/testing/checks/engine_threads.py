@@ -11,6 +11,7 @@ from genlm import AsyncLM
 from genlm.testing.background import LoopThread
 from genlm.testing.check import engine_check
 from genlm.testing.failure import expect
+from genlm.testing.probe import Probe
 from genlm.testing.sequences import TokenTuple
 from genlm.testing.trial import EngineTrial
 
@@ -31,7 +32,7 @@ def sync_equals_async(trial: EngineTrial) -> None:
         }.items():
             trial.lm.clear_cache()
             row, rows = trial.call(ask)
-            trial.check_row(row, batch[0], case=case)
+            trial.check_row(row, batch[-1], case=case)
             trial.check_rows(rows, batch, case=case, batch=batch)
             trial.saw(case)
         expect(
@@ -44,13 +45,14 @@ def sync_equals_async(trial: EngineTrial) -> None:
 
 
 def _both_sync(lm: AsyncLM, batch: list[TokenTuple]) -> tuple[torch.Tensor, torch.Tensor]:
-    return lm.next_token_logprobs_sync(batch[0]), lm.batch_next_token_logprobs_sync(batch)
+    # The last one, so that the batch finds a row in the cache after rows that it lacks.
+    return lm.next_token_logprobs_sync(batch[-1]), lm.batch_next_token_logprobs_sync(batch)
 
 
 @engine_check(cases=("two event loops", "two threads", "all at once"))
 def threads_and_event_loops_share(trial: EngineTrial) -> None:
     """Two event loops and two threads at once each get the rows that they asked for."""
-    lm = trial.lm
+    lm, probe = trial.load_probed()
     loops = [trial.loop, trial.new_loop()]
     asked = [trial.some_sequences(6, salt=salt) for salt in range(4)]
     shared = trial.some_sequences(2, salt=9)  # asked for by everybody
@@ -77,8 +79,24 @@ def threads_and_event_loops_share(trial: EngineTrial) -> None:
     }
     for case, together in stages.items():
         lm.clear_cache()
-        trial.call_together(together)
+        count = len(together) * len([*asked[0], *shared])
+        probe.hold()  # so that one step answers callers of all kinds
+        release = functools.partial(
+            _release_when_all_wait, trial, lm, probe, count, lm.statistics().joined
+        )
+        trial.call_together([*together, release])
         trial.saw(case)
+
+
+def _release_when_all_wait(
+    trial: EngineTrial, lm: AsyncLM, probe: Probe, count: int, joined_before: int
+) -> None:
+    def all_wait() -> bool:
+        found = lm.statistics()
+        return found.pending + found.joined - joined_before == count
+
+    trial.wait_for(all_wait, f"{count} requests to wait")
+    probe.release()
 
 
 async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from genlm import Capability, LoraEngine, PrefixCacheEngine, Token
+from genlm import Capability, Token
 from genlm.testing.check import engine_check
 from genlm.testing.failure import NotApplicable, expect
 from genlm.testing.trial import EngineTrial
@@ -64,13 +64,16 @@ def capabilities_are_implemented(trial: EngineTrial) -> None:
             "BackendSpec.capabilities to list what the engine declares",
             f"engine: {sorted(declared)}, spec: {sorted(trial.listed)}",
         )
-    for capability, protocol in (
-        (Capability.LORA, LoraEngine),
-        (Capability.PREFIX_CACHE, PrefixCacheEngine),
-    ):
-        if capability in declared:
-            expect(
-                isinstance(probe.engine, protocol),
-                f"the methods of {protocol.__name__} in an engine with {capability.value!r}",
-                type(probe.engine).__name__,
-            )
+    for capability, methods in _METHODS.items():
+        absent = [name for name in methods if not callable(getattr(probe.engine, name, None))]
+        expect(
+            capability not in declared or not absent,
+            f"{', '.join(methods)} in an engine that declares {capability.value!r}",
+            f"{type(probe.engine).__name__} without {', '.join(absent)}",
+        )
+
+
+_METHODS = {
+    Capability.LORA: ("add_adapter",),
+    Capability.PREFIX_CACHE: ("cache_prefix", "clear_prefix_cache"),
+}

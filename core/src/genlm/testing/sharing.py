@@ -1,0 +1,150 @@
+"""`SharedEngine`: one engine behind all the models that a target loads.
+
+For engines that take long to build. The engine runs on a thread of its own, as it is
+promised; each model gets a `Lease`, which passes calls on to that thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from genlm import Capability, Completion, Engine, Query, Vocabulary
+
+__all__ = ["Lease", "SharedEngine"]
+
+T = TypeVar("T")
+
+
+class SharedEngine:
+    """An engine on a thread of its own, and which of its queries is whose.
+
+    Args:
+        build: Makes the engine, on that thread.
+
+    Raises:
+        Exception: Whatever `build` raised.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._owners: dict[int, tuple[Lease, int]] = {}  # by the engine's query id
+        self._query_ids = itertools.count()
+        self._adapters: dict[str, str] = {}
+        threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
+        self.engine: Engine = self.call(build)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on the engine's thread and wait."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+                future.set_exception(error)
+
+        self._calls.put(answer)
+        return future.result()
+
+    def close(self) -> None:
+        """Close the engine and end its thread."""
+        self.call(self.engine.close)
+        self._calls.put(None)
+
+    # -- on the engine's thread -------------------------------------------------------
+
+    def submit(self, query: Query, lease: Lease) -> int:
+        """Give a query to the engine; returns the id that it has there."""
+        query_id = next(self._query_ids)
+        self.engine.submit(replace(query, query_id=query_id))
+        self._owners[query_id] = (lease, query.query_id)
+        return query_id
+
+    def step(self) -> None:
+        """Step the engine and put each answer where it belongs."""
+        for completion in self.engine.step():
+            lease, query_id = self._owners.pop(completion.query_id, (None, 0))
+            if lease is not None:
+                lease.ready.append(replace(completion, query_id=query_id))
+
+    def abort(self, query_id: int) -> None:
+        """Have the engine forget a query."""
+        self._owners.pop(query_id, None)
+        self.engine.abort(query_id)
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, unless another model has had it loaded."""
+        if self._adapters.get(name) != path:
+            self.engine.add_adapter(name, path)  # type: ignore[attr-defined]
+            self._adapters[name] = path
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+class Lease:
+    """The shared engine as one model sees it.
+
+    Attributes:
+        ready: Answers that a step gave, this model's or another's.
+    """
+
+    vocabulary: Vocabulary
+    max_context: int | None
+    capabilities: frozenset[Capability]
+
+    def __init__(self, shared: SharedEngine) -> None:
+        self._shared = shared
+        self._ids: dict[int, int] = {}  # the engine's, by this model's
+        self.ready: list[Completion] = []
+        self.vocabulary = shared.engine.vocabulary
+        self.max_context = shared.engine.max_context
+        self.capabilities = shared.engine.capabilities
+
+    def submit(self, query: Query) -> None:
+        """Pass a query on under an id of its own."""
+        self._ids[query.query_id] = self._shared.call(lambda: self._shared.submit(query, self))
+
+    def step(self) -> list[Completion]:
+        """Step the engine, unless another model's step has answered something here."""
+
+        def answered() -> list[Completion]:
+            if not self.ready:
+                self._shared.step()
+            ready, self.ready = self.ready, []
+            return ready
+
+        completions = self._shared.call(answered)
+        for completion in completions:
+            self._ids.pop(completion.query_id, None)
+        return completions
+
+    def abort(self, query_id: int) -> None:
+        """Have the engine forget a query of this model."""
+        if query_id in self._ids:
+            engines = self._ids.pop(query_id)
+            self._shared.call(lambda: self._shared.abort(engines))
+
+    def close(self) -> None:
+        """Leave the engine to others, without this model's queries."""
+        for query_id in list(self._ids):
+            self.abort(query_id)
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Of the engine, over all models."""
+        return self._shared.engine.statistics()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        engine = self._shared.engine
+        method = getattr(engine, name)  # an absent ability is absent here too
+        target = self._shared.add_adapter if name == "add_adapter" else method
+        return lambda *arguments: self._shared.call(lambda: target(*arguments))

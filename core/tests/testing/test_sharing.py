@@ -1,0 +1,54 @@
+"""One engine behind several models: every check passes, and it is built and closed once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from scripted_target import CertifiedEngine, scripted_target
+
+from genlm.testing import all_checks
+
+from .conftest import RunCheck
+
+
+class Counted(CertifiedEngine):
+    """Notes which threads used it."""
+
+    built = 0
+
+    def __init__(self):
+        super().__init__()
+        Counted.built += 1
+        self.threads = {threading.get_ident()}
+
+    def evaluate(self, queries):
+        self.threads.add(threading.get_ident())
+        return super().evaluate(queries)
+
+    def add_adapter(self, name, path):
+        assert name not in self.adapters, "loaded twice"
+        super().add_adapter(name, path)
+
+    def close(self):
+        self.threads.add(threading.get_ident())
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def target():
+    Counted.built = 0
+    target = scripted_target(build=Counted, shared=True)
+    yield target
+    (shared,) = target._engines.values()
+    target.close()
+    assert Counted.built == 1
+    assert shared.engine.closed
+    assert len(shared.engine.threads) == 1
+    assert not shared._owners
+
+
+@pytest.mark.parametrize("check_id", [check.id for check in all_checks("engine")])
+def test_every_check_passes(run_check: RunCheck, target, check_id: str) -> None:
+    outcome = run_check(check_id, target)
+    assert outcome.status in {"passed", "not applicable"}, outcome

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.check import engine_check as engine_check
     from genlm.testing.check import trie_check as trie_check
     from genlm.testing.checks import all_checks as all_checks
+    from genlm.testing.engine_trial import EngineTrial as EngineTrial
     from genlm.testing.failure import CheckFailure as CheckFailure
     from genlm.testing.failure import NeverEnded as NeverEnded
     from genlm.testing.failure import NotApplicable as NotApplicable
@@ -35,7 +36,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.selection import cases_of as cases_of
     from genlm.testing.target import EngineTarget as EngineTarget
     from genlm.testing.target import TrieTarget as TrieTarget
-    from genlm.testing.trial import EngineTrial as EngineTrial
     from genlm.testing.trial import TrieTrial as TrieTrial
 
 _HOME = {
@@ -50,7 +50,8 @@ _HOME = {
     "running": "run_case",
     "selection": "Case cases_of",
     "target": "EngineTarget TrieTarget",
-    "trial": "EngineTrial TrieTrial",
+    "engine_trial": "EngineTrial",
+    "trial": "TrieTrial",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -16,7 +16,8 @@ from genlm import Capability
 from genlm.testing.target import Kind
 
 if TYPE_CHECKING:
-    from genlm.testing.trial import EngineTrial, TrieTrial
+    from genlm.testing.engine_trial import EngineTrial
+    from genlm.testing.trial import TrieTrial
 
 __all__ = ["Check", "engine_check", "trie_check"]
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from genlm import Capability
 from genlm.testing.check import Check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import CheckFailure, NeverEnded, NotApplicable
 from genlm.testing.outcome import Outcome
 from genlm.testing.profile import QUICK, Profile
 from genlm.testing.selection import Case
 from genlm.testing.target import EngineTarget
-from genlm.testing.trial import EngineTrial, Trial, TrieTrial
+from genlm.testing.trial import Trial, TrieTrial
 
 __all__ = ["run_case"]
 

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 
 from genlm import AsyncLM, Capability, EngineError, QueryError, QueryResetError
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.sequences import TokenTuple, near_misses
-from genlm.testing.trial import EngineTrial
 
 __all__ = ["CACHE_SIZE", "EngineMachine", "machine_of"]
 

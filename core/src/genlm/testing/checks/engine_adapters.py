@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from genlm import AdapterError, AsyncLM, Capability, UnknownAdapterError, UnsupportedCapability
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.rows import row_error
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 Asked = tuple[TokenTuple, str | None]
 

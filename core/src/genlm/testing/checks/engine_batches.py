@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from genlm import AsyncLM
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 
 @engine_check(cases=("ragged batch", "duplicates", "another order"))

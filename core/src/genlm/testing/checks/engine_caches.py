@@ -8,10 +8,10 @@ import torch
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import NotApplicable, expect
 from genlm.testing.rows import row_error
 from genlm.testing.sequences import TokenTuple, near_misses
-from genlm.testing.trial import EngineTrial
 
 SMALL = 3
 """Rows in a small output cache: fewer than the sequences that go through it."""

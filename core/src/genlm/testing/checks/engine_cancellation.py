@@ -11,10 +11,10 @@ import torch
 
 from genlm import AsyncLM
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.probe import Probe
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from genlm import AsyncLM, EngineClosedError, QueryResetError
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.probe import Probe
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 
 @engine_check(cases=("in the engine", "not yet in the engine", "sync caller"))

@@ -12,10 +12,10 @@ import torch
 
 from genlm import AsyncLM, EngineDiedError, EvaluationError, Query
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import NotApplicable, expect
 from genlm.testing.probe import Injected
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 
 @engine_check(cases=("refused by submit",))

@@ -7,8 +7,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from genlm import Capability, OutputCache
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.stateful import CACHE_SIZE, machine_of
-from genlm.testing.trial import EngineTrial, hypothesis_settings
+from genlm.testing.trial import hypothesis_settings
 
 
 @engine_check(

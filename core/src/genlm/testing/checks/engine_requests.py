@@ -17,9 +17,9 @@ from genlm import (
     TokenTypeError,
 )
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 
 def bad_requests(

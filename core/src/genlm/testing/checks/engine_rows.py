@@ -8,9 +8,9 @@ import torch
 
 from genlm import AsyncLM
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 
 @engine_check(cases=("row of one token", "row of a batch"))

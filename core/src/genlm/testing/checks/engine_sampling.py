@@ -16,9 +16,9 @@ import torch
 
 from genlm import Capability, EmptySequenceError
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 ERROR_RATE = 1e-6
 """Probability that a correct sampler fails one test of fit."""

@@ -6,9 +6,9 @@ import asyncio
 
 from genlm import AsyncLM, EmptySequenceError, Statistics
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
 from genlm.testing.sequences import TokenTuple
-from genlm.testing.trial import EngineTrial
 
 DISTINCT, DUPLICATES, REPEATED = 6, 3, 4
 

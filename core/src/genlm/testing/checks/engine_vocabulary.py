@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from genlm import Capability, Token
 from genlm.testing.check import engine_check
+from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import NotApplicable, expect
-from genlm.testing.trial import EngineTrial
 
 
 @engine_check(cases=("token with bytes",))

@@ -11,6 +11,7 @@ import typer
 from genlm.cli.check import check
 from genlm.cli.demo import demo
 from genlm.cli.plugins import plugins
+from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
 
 __all__ = ["app", "main"]
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(demo)
 app.command()(plugins)
+app.command()(trie)
 
 
 def _print_version(wanted: bool) -> None:

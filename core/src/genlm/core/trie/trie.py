@@ -14,6 +14,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.errors import MissingRequirementError
+from genlm.core.trie.drawing import dot_source, node_values, sketch
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import Letters
 from genlm.core.trie.partial import partial_weights
@@ -61,6 +63,31 @@ class TokenCharacterTrie(Views):
         letters = Letters.of(self.decode)
         super().__init__(TrieLayout.build(letters), letters.objects)
         check_keys(self.decode, self.layout)
+
+    def visualize(self, ws: Any = None, *, max_nodes: int = 200) -> Any:
+        """Draw the trie; an SVG with `.render("file")` or in a notebook.
+
+        Args:
+            ws: The weight of each node, `(len(trie),)`, shown as colour; None takes the
+                number of tokens below.
+            max_nodes: About how many nodes to draw. The heaviest are drawn, the others
+                folded into one mark below their parent.
+
+        Returns:
+            A `graphviz.Source` of format `svg`. Rendering it needs the program `dot`.
+
+        Raises:
+            WeightsError: There is not one weight for each node.
+            MissingRequirementError: The Python package `graphviz` is not installed.
+        """
+        source = dot_source(sketch(self, node_values(self, ws), max_nodes), self)
+        try:
+            import graphviz
+        except ImportError as error:
+            raise MissingRequirementError(
+                "visualize", ["graphviz"], "pip install genlm-core[draw]"
+            ) from error
+        return graphviz.Source(source, format="svg")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trie to a file for `load`, without pickle.

@@ -1,0 +1,107 @@
+"""Pictures show what is there, the heaviest first, and say what they leave out."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from genlm import MissingRequirementError, Token, TokenCharacterTrie, WeightsError
+from genlm.core.trie.drawing import dot_source, node_values, sketch, text_lines
+
+
+def trie_of(*words: bytes) -> TokenCharacterTrie:
+    return TokenCharacterTrie([Token(i, word) for i, word in enumerate(words)])
+
+
+def text(trie: TokenCharacterTrie, ws=None, max_nodes: int = 200) -> list[str]:
+    return list(text_lines(sketch(trie, node_values(trie, ws), max_nodes)))
+
+
+def test_a_small_trie_is_drawn_whole() -> None:
+    trie = trie_of(b"a", b"ab", b"\xff ")
+    assert text(trie, trie.weight_sum([0.5, 0.25, 0.25])) == [
+        "root  1",
+        "├─ a  0.75",
+        "│  ├─ end 0  0.5",
+        "│  └─ b  0.25",
+        "│     └─ end 1  0.25",
+        "└─ \\xff  0.25",
+        "   └─ \\x20  0.25",
+        "      └─ end 2  0.25",
+    ]
+
+
+def test_without_weights_nodes_show_how_many_tokens_are_below() -> None:
+    assert text(trie_of(b"a", b"ab"))[:2] == ["root  2", "└─ a  2"]
+
+
+def test_light_children_are_folded_into_their_number_of_tokens() -> None:
+    trie = trie_of(*(bytes([65 + i, 65]) for i in range(26)))
+    ws = trie.weight_sum(np.arange(26.0))
+    lines = text(trie, ws)
+    assert "└─ … 10 more tokens" in lines
+    assert not any(line.startswith("├─ A ") for line in lines)
+    assert any(line.startswith("├─ Z  25") for line in lines)
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 50])
+def test_the_limit_holds_and_no_token_is_lost(max_nodes) -> None:
+    rng = np.random.default_rng(0)
+    words = sorted({bytes(rng.integers(97, 100, size=rng.integers(0, 6))) for _ in range(90)})
+    trie = trie_of(*words)
+    lines = text(trie, max_nodes=max_nodes)
+    folded = sum(int(n) for n in re.findall(r"… (\d+) more", "\n".join(lines)))
+    leaves = sum(" end " in line for line in lines)
+    assert sum("…" not in line for line in lines) <= max_nodes
+    assert folded + leaves == len(words)
+
+
+def test_the_source_colours_by_weight_and_marks_leaves_and_folds() -> None:
+    trie = trie_of(b'"', b"b", b"c")
+    ws = trie.weight_sum([0.0, 1.0, 1.0])
+    source = dot_source(sketch(trie, ws, 4), trie)
+    assert source.startswith("digraph trie {")
+    assert (
+        f'n{trie.root} [label="root\\n2" fillcolor="0.33 1.000 1.0" peripheries=1];' in source
+    )
+    node = trie.node_of(b"b")
+    assert f'n{node} [label="b\\n1" fillcolor="0.33 0.500 1.0" peripheries=1];' in source
+    assert f'n{trie.root} -> n{node} [label="b"];' in source
+    whole = dot_source(sketch(trie, ws, 100), trie)
+    assert 'n0 [label="\\"\\n0" fillcolor="0.33 0.000 1.0" peripheries=2];' in whole
+    assert 'label="… 1 more token"' in dot_source(sketch(trie, ws, 3), trie)
+
+
+def test_odd_weights_can_be_drawn() -> None:
+    trie = trie_of(b"a", b"b", b"c", b"d")
+    for odd in ([np.nan, 1, 2, 3], [np.inf, 1, 2, 3], [-1, -2, -3, -4], [0, 0, 0, 0]):
+        ws = trie.weight_max(np.array(odd, dtype=np.float64))
+        assert "nan " not in re.sub(
+            r'label="[^"]*"', "", dot_source(sketch(trie, ws, 50), trie)
+        )
+
+
+def test_visualize_hands_the_source_to_graphviz_as_svg(monkeypatch) -> None:
+    made = {}
+    fake = types.ModuleType("graphviz")
+    fake.Source = lambda source, **options: made.update(options, source=source) or "drawn"
+    monkeypatch.setitem(sys.modules, "graphviz", fake)
+    trie = trie_of(b"a")
+    assert trie.visualize(trie.weight_sum([1.0])) == "drawn"
+    assert made["format"] == "svg"
+    assert made["source"].startswith("digraph")
+
+
+def test_visualize_says_how_to_get_graphviz(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "graphviz", None)
+    with pytest.raises(MissingRequirementError, match=r"pip install genlm-core\[draw\]"):
+        trie_of(b"a").visualize()
+
+
+def test_weights_of_tokens_are_not_weights_of_nodes() -> None:
+    with pytest.raises(WeightsError, match="one weight for each of the 4 nodes, as weight_sum"):
+        trie_of(b"ab").visualize([1.0])

@@ -53,10 +53,17 @@ def test_a_run_in_which_all_pass_exits_with_0_and_names_everything(check):
         assert text in done.output
 
 
-def test_a_whole_run_certifies(check):
-    done = check()
+def test_a_whole_run_certifies_if_nothing_is_skipped():
+    done = CliRunner().invoke(app, ["check", "reference"])
     assert done.exit_code == 0, done.output
     assert "reference is certified" in done.output
+
+
+def test_a_whole_run_with_a_check_skipped_does_not_certify(check):
+    done = check()
+    assert done.exit_code == 0, done.output
+    assert "text-survives-the-vocabulary[scripted]: the target names no texts" in done.output
+    assert "certified" not in done.output
 
 
 def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check):

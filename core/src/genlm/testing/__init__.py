@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.failure import CheckFailure as CheckFailure
     from genlm.testing.failure import NeverEnded as NeverEnded
     from genlm.testing.failure import NotApplicable as NotApplicable
+    from genlm.testing.failure import Skipped as Skipped
     from genlm.testing.failure import expect as expect
     from genlm.testing.outcome import Outcome as Outcome
     from genlm.testing.profile import FULL as FULL
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
 _HOME = {
     "check": "Check engine_check trie_check",
     "checks": "all_checks",
-    "failure": "CheckFailure NeverEnded NotApplicable expect",
+    "failure": "CheckFailure NeverEnded NotApplicable Skipped expect",
     "outcome": "Outcome",
     "profile": "FULL QUICK Profile",
     "pytest_form": "conformance_tests",

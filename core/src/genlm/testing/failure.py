@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckFailure", "NeverEnded", "NotApplicable", "expect"]
+__all__ = ["CheckFailure", "NeverEnded", "NotApplicable", "Skipped", "expect"]
 
 
 class CheckFailure(AssertionError):
@@ -49,7 +49,11 @@ class NeverEnded(BaseException):
 
 
 class NotApplicable(Exception):
-    """Raised by a check that has nothing to check with this target; its text says why."""
+    """Raised by a check of something that this backend does not have; its text says what."""
+
+
+class Skipped(Exception):
+    """Raised by a check for which the target lacks something; its text says what."""
 
 
 def expect(holds: bool, expected: str, found: object, **example: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from genlm import Capability
 from genlm.testing.check import Check
 from genlm.testing.engine_trial import EngineTrial
-from genlm.testing.failure import CheckFailure, NeverEnded, NotApplicable
+from genlm.testing.failure import CheckFailure, NeverEnded, NotApplicable, Skipped
 from genlm.testing.outcome import Outcome
 from genlm.testing.profile import QUICK, Profile
 from genlm.testing.selection import Case
@@ -34,6 +34,8 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
                 _demand_cases(case.check, trial)
     except NotApplicable as reason:
         found = {"status": "not applicable", "reason": str(reason)}
+    except Skipped as reason:
+        found = {"status": "skipped", "reason": str(reason)}
     except (Exception, NeverEnded) as error:  # noqa: BLE001 - whatever it is, it is reported
         found = {"status": "failed", **_described(error)}
     if trial is not None:

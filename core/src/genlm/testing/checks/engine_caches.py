@@ -9,7 +9,7 @@ import torch
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
 from genlm.testing.check import engine_check
 from genlm.testing.engine_trial import EngineTrial
-from genlm.testing.failure import NotApplicable, expect
+from genlm.testing.failure import NotApplicable, Skipped, expect
 from genlm.testing.rows import row_error
 from genlm.testing.sequences import TokenTuple, near_misses
 
@@ -161,7 +161,9 @@ def tight_budgets_change_nothing(trial: EngineTrial) -> None:
     """Answers are the same when the engine's own caches have room for next to nothing."""
     options = trial.target.tight_options
     if options is None:
-        raise NotApplicable("the target names no tight_options")
+        if Capability.PREFIX_CACHE in trial.lm.capabilities:
+            raise Skipped("the target names no tight_options for its prefix cache")
+        raise NotApplicable("the target names no tight_options, so the engine has no caches")
     lm = trial.load(engine_options=options, output_cache=OutputCache(1))
     roots = trial.some_sequences(4)
     for _ in range(2):

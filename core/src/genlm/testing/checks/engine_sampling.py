@@ -74,12 +74,11 @@ def _p_value(
     that a vocabulary of any size gives the same test.
     """
     generator = trial.generator()
+    share = functools.cache(functools.partial(_share, trial, temperature))
     cells = np.zeros((CELLS, CELLS))
     for first, second in drawn:
-        place = [
-            _uniform(trial, prompt, first, temperature, generator.random()),
-            _uniform(trial, (*prompt, first), second, temperature, generator.random()),
-        ]
+        shares = share(prompt, first), share((*prompt, first), second)
+        place = [likelier + generator.random() * own for likelier, own in shares]
         row, column = (min(int(u * CELLS), CELLS - 1) for u in place)
         cells[row, column] += 1
     expected = len(drawn) / cells.size
@@ -88,14 +87,15 @@ def _p_value(
     return float(torch.special.gammaincc(half[0], half[1]))  # the distribution's upper tail
 
 
-def _uniform(
-    trial: EngineTrial, before: TokenTuple, token_id: int, temperature: float, share: float
-) -> float:
+def _share(
+    trial: EngineTrial, temperature: float, before: TokenTuple, token_id: int
+) -> tuple[float, float]:
+    """The mass of what is likelier than a token, and its own."""
     probabilities = (trial.expected(before) / temperature).softmax(-1)
     own = probabilities[token_id]
     ids = torch.arange(len(probabilities))
     likelier = (probabilities > own) | ((probabilities == own) & (ids < token_id))
-    return float(probabilities[likelier].sum() + share * own)
+    return float(probabilities[likelier].sum()), float(own)
 
 
 @engine_check(cases=("same seed", "another seed", "no seed"))
@@ -154,7 +154,7 @@ def sampling_stops(trial: EngineTrial) -> None:
         {len(ids) for ids in free} == {length}, f"{length} tokens each", list(map(len, free))
     )
     by_frequency = [token_id for token_id, _ in Counter(itertools.chain(*free)).most_common()]
-    for stop in (by_frequency[:1], np.array(by_frequency[-1:])):
+    for stop in (by_frequency[:1], by_frequency[:2], np.array(by_frequency[-1:])):
         stops = set(map(int, stop))
         stopped = trial.run(trial.lm.batch_sample(prompts, length, stop, seed=trial.seed))
         for found, whole in zip(stopped, free, strict=True):

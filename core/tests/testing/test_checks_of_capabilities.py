@@ -1,0 +1,154 @@
+"""Checks follow what an engine declares: what is declared must work, the rest be refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from scripted import oracle_row
+from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
+
+from genlm import AsyncLM, Capability, Completion, OutputCache
+from genlm.testing import all_checks
+
+from .conftest import RunCheck
+
+# The scripted engine has no tokenizer.
+CHECKS = [c.id for c in all_checks("engine") if c.id != "text-survives-the-vocabulary"]
+
+
+class AbleEngine(CertifiedEngine):
+    """Declares everything: draws continuations itself and keeps prefixes, of no use to it."""
+
+    capabilities = frozenset(Capability)
+
+    def __init__(self):
+        super().__init__()
+        self._to_draw = []
+        self.prefixes = set()
+
+    def submit(self, query):
+        if query.sampling is None:
+            super().submit(query)
+        else:
+            self._to_draw.append(query)
+
+    def step(self):
+        queries, self._to_draw = self._to_draw, []
+        drawn = [Completion(query.query_id, self._drawn(query)) for query in queries]
+        return super().step() + drawn
+
+    def _drawn(self, query):
+        params, sequence = query.sampling, list(query.token_ids)
+        generator = np.random.default_rng(params.seed)
+        for _ in range(min(params.max_tokens, self.max_context + 1 - len(sequence))):
+            row = oracle_row(sequence, query.adapter, VOCAB_SIZE).double()
+            if params.temperature:
+                likely = (row / params.temperature).softmax(-1).numpy()
+                token_id = int(generator.choice(VOCAB_SIZE, p=likely))
+            else:
+                token_id = int(row.argmax())
+            if token_id in params.stop_token_ids:
+                break
+            sequence.append(token_id)
+        return sequence[len(query.token_ids) :]
+
+    def cache_prefix(self, token_ids, adapter):
+        self.prefixes.add((tuple(token_ids), adapter))
+
+    def clear_prefix_cache(self):
+        self.prefixes.clear()
+
+
+class BareEngine(CertifiedEngine):
+    """Declares nothing."""
+
+    capabilities = frozenset()
+
+
+@pytest.mark.parametrize("check_id", CHECKS)
+@pytest.mark.parametrize("engine", [AbleEngine, BareEngine])
+def test_a_right_engine_passes_whatever_it_declares(run_check: RunCheck, check_id, engine):
+    check = next(check for check in all_checks("engine") if check.id == check_id)
+    outcome = run_check(check_id, scripted_target(build=engine))
+    applies = check.unless is None if engine is AbleEngine else check.needs is None
+    assert outcome.status == ("passed" if applies else "not applicable"), outcome
+
+
+def test_a_declared_capability_without_its_methods_fails(run_check: RunCheck) -> None:
+    class Promises(BareEngine):
+        capabilities = frozenset({Capability.PREFIX_CACHE})
+
+    for check in ("capabilities-are-implemented", "kept-prefixes-change-nothing"):
+        outcome = run_check(check, scripted_target(build=Promises))
+        assert outcome.status == "failed"
+        assert "cache_prefix" in outcome.expected + outcome.found
+
+
+def test_declared_adapters_that_the_target_does_not_bring_fail(run_check: RunCheck) -> None:
+    target = scripted_target(adapters={"red": "folder/red"})
+    outcome = run_check("adapters-answer-as-themselves", target)
+    assert (outcome.status, outcome.found) == ("failed", "1")
+
+
+def test_a_model_without_an_oracle_and_adapters_has_their_checks_skipped(
+    run_check: RunCheck,
+) -> None:
+    target = scripted_target(oracle=None, adapters={})
+    assert run_check("adapters-answer-as-themselves", target).status == "skipped"
+    assert run_check("batch-equals-map", target).status == "passed"
+
+
+def test_what_a_target_leaves_out_is_skipped_not_passed_over(run_check: RunCheck) -> None:
+    assert run_check("text-survives-the-vocabulary", scripted_target()).status == "skipped"
+    target = scripted_target(build=AbleEngine, tight_options=None)
+    assert run_check("tight-budgets-change-nothing", target).status == "skipped"
+
+
+def test_a_front_that_does_not_refuse_what_is_undeclared_fails(run_check: RunCheck) -> None:
+    class Obliging(AsyncLM):
+        def clear_kv_cache(self):
+            pass
+
+    target = scripted_target(front=Obliging)
+    outcome = run_check("undeclared-prefix-cache-is-refused", target)
+    assert outcome.status == "failed"
+    assert (outcome.expected, outcome.found) == ("UnsupportedCapability", "None")
+
+
+def test_an_error_that_only_the_event_loop_sees_is_a_failure(run_check: RunCheck) -> None:
+    class Careless(AsyncLM):
+        async def next_token_logprobs(self, token_ids, **options):
+            def raise_later():
+                raise ArithmeticError("nobody hears")
+
+            asyncio.get_running_loop().call_soon(raise_later)
+            return await super().next_token_logprobs(token_ids, **options)
+
+    outcome = run_check("rows-are-right", scripted_target(front=Careless))
+    assert outcome.status == "failed"
+    assert "ArithmeticError: nobody hears" in outcome.found
+
+
+def test_a_failing_program_is_shown_as_the_calls_that_lead_to_it(run_check: RunCheck) -> None:
+    class Aliasing(OutputCache):
+        def get(self, key):
+            entry = self._entries.get(key)
+            return None if entry is None else entry[0]
+
+    def front(build, *, output_cache, **options):
+        return AsyncLM(build, output_cache=Aliasing(output_cache.max_entries), **options)
+
+    def any_front(build, **options):
+        return (
+            front(build, **options) if "output_cache" in options else AsyncLM(build, **options)
+        )
+
+    outcome = run_check(
+        "random-programs-agree-with-the-oracle", scripted_target(front=any_front)
+    )
+    assert outcome.status == "failed"
+    program = eval(outcome.example["program"])
+    assert len(program) <= 4
+    assert any(call.startswith("spoil(") for call in program)

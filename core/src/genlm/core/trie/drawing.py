@@ -54,7 +54,10 @@ def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
         WeightsError: There is not one weight for each node.
     """
     if ws is None:
-        return np.subtract(trie.layout.hi, trie.layout.lo, dtype=np.float64)
+        below: npt.NDArray[np.float64] = np.subtract(
+            trie.layout.hi, trie.layout.lo, dtype=np.float64
+        )
+        return below
     try:
         return Weights.of(ws, len(trie)).rows[0].astype(np.float64)
     except WeightsError as error:

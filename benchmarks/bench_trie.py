@@ -1,0 +1,176 @@
+"""How fast do weights of 128,000 tokens become weights of all their prefixes?
+
+Contestants, in turn within every round, one thread each, float32:
+
+* this trie; genlm-backend 0.3.1's sequential and parallel tries, in an environment of
+  their own (`--peer PYTHON`, by default made in `.cache/`);
+* one product with scipy's CSR matrix of nodes by tokens, which is what a trie computes;
+* the floor: reading the weights once and writing every node once, without computing.
+
+The ratio of each row is the best of genlm-backend's tries over it; of the floor and of
+scipy as well. Partial evaluation and logsumexp have no counterpart there and no ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import scipy.sparse
+import torch
+from report import print_report
+from trie_vocabulary import CACHE, words
+
+from genlm import Token, TokenCharacterTrie
+
+ROUNDS = 15
+ROWS = 32
+PEER = CACHE.parent / "genlm-backend-0.3.1"
+PEER_PACKAGES = ["numpy<2.5", "numba", "transformers>=5,<6", "sentencepiece", "protobuf"]
+
+
+def peer_python() -> Path:
+    """An interpreter with genlm-backend, made on first use."""
+    python = PEER / "bin" / "python"
+    if not python.exists():
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([sys.executable, "-m", "venv", PEER], check=True)
+        subprocess.run([*install, f"torch=={torch.__version__.split('+')[0]}"], check=True)
+        subprocess.run([*install, *PEER_PACKAGES], check=True)
+        subprocess.run([*install, "--no-deps", "genlm-backend==0.3.1"], check=True)
+    return python
+
+
+class Peer:
+    """A process that measures genlm-backend's tries when it is told to."""
+
+    def __init__(self, python: Path, weights: str) -> None:
+        script = Path(__file__).with_name("trie_peer.py")
+        self._process = subprocess.Popen(
+            [python, script, CACHE, weights],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def measure(self, name: str) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+
+def reachability(trie: TokenCharacterTrie) -> scipy.sparse.csr_matrix:
+    """Nodes by tokens, 1 where the token is below the node."""
+    lo, hi = trie.layout.lo.astype(np.int64), trie.layout.hi.astype(np.int64)
+    indptr = np.concatenate([[0], np.cumsum(hi - lo)])
+    ranks = np.arange(indptr[-1]) + np.repeat(lo - indptr[:-1], hi - lo)
+    ones = np.ones(len(ranks), np.float32)
+    shape = (len(trie), trie.layout.n_tokens)
+    return scipy.sparse.csr_matrix((ones, trie.layout.order[ranks], indptr), shape=shape)
+
+
+def contestants(
+    tokens: list[Token], trie: TokenCharacterTrie, rows: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    matrix, one, many = reachability(trie), rows[0].numpy(), rows.numpy()
+    n, size = len(tokens), len(trie)
+    logs = rows.log()
+    kids = trie.child_prefixes(trie.node_of(b"the"))
+    path = trie.path(b"the")
+
+    def build() -> None:
+        TokenCharacterTrie(tokens).weight_sum(one)
+
+    def floor(ws: np.ndarray) -> None:
+        out = np.empty((len(ws), size), np.float32)
+        out[:, :n] = ws
+        out[:, n:] = 1.0
+
+    return {
+        "genlm build": build,
+        "genlm 1-sum": lambda: trie.weight_sum(rows[0]),
+        "genlm 1-max": lambda: trie.weight_max(rows[0]),
+        "genlm 1-logsumexp": lambda: trie.weight_logsumexp(logs[0]),
+        f"genlm {ROWS}-sum": lambda: trie.batch_weight_sum(rows),
+        f"genlm {ROWS}-max": lambda: trie.batch_weight_max(rows),
+        f"genlm {ROWS}-logsumexp": lambda: trie.batch_weight_logsumexp(logs),
+        "genlm 1-children-of-a-node": lambda: trie.partial_sum(rows[0], kids),
+        f"genlm {ROWS}-children-of-a-node": lambda: trie.partial_sum(rows, kids),
+        "genlm 1-path-from-the-root": lambda: trie.partial_sum(rows[0], path),
+        "scipy 1-sum": lambda: matrix @ one,
+        f"scipy {ROWS}-sum": lambda: (matrix @ many.T).T,
+        "floor 1-sum": lambda: floor(one[None]),
+        f"floor {ROWS}-sum": lambda: floor(many),
+    }
+
+
+def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], float]:
+    tokens = [Token(position, word) for position, word in enumerate(words())]
+    trie = TokenCharacterTrie(tokens)
+    own = contestants(tokens, trie, rows)
+    samples: dict[str, list[float]] = {}
+    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        np.save(file, rows.numpy())
+        file.flush()
+        peer = Peer(python, file.name)
+        kinds = ("sequential", "parallel")
+        for kind in kinds:
+            samples[f"{kind} build"] = [peer.measure(f"{kind} build")]
+        actions = [
+            f"{count}-{operation}" for count in (1, ROWS) for operation in ("sum", "max")
+        ]
+        for number in range(ROUNDS + 1):
+            for name, run in own.items():
+                start = time.perf_counter()
+                run()
+                elapsed = (time.perf_counter() - start) * 1e3
+                if number:  # the first round warms up
+                    samples.setdefault(name, []).append(elapsed)
+            # A second each: a few rounds are enough for the slow ones.
+            for name in (f"{k} {a}" for k in kinds for a in actions):
+                if name.split()[1].startswith("1-") or number < 4:
+                    elapsed = peer.measure(name)
+                    if number:
+                        samples.setdefault(name, []).append(elapsed)
+    held = (trie.layout.nbytes + trie._plan.nbytes) / len(trie)  # noqa: SLF001
+    return samples, held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1")
+    python = parser.parse_known_args()[0].peer or peer_python()
+    torch.set_num_threads(1)
+    tokens = words()
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(scale=3.0, size=(ROWS, len(tokens)))).float()
+    samples, bytes_per_node = measure(torch.softmax(logits, -1), python)
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    ratios = {}
+    for name, median in medians.items():
+        action = name.split()[1]
+        peers = [medians.get(f"{kind} {action}") for kind in ("sequential", "parallel")]
+        if None not in peers:
+            ratios[name] = min(peers) / median
+    load = os.getloadavg()[0]
+    print(f"{bytes_per_node:.1f} bytes a node; load average {load:.1f}")
+    extra = {"bytes_per_node": round(bytes_per_node, 1), "load_average": round(load, 2)}
+    order = sorted(samples, key=lambda name: (name.split()[1], medians[name]))
+    print_report(
+        "trie", {name: samples[name] for name in order}, unit="ms", ratios=ratios, extra=extra
+    )
+
+
+if __name__ == "__main__":
+    main()

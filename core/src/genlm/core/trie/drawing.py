@@ -59,7 +59,8 @@ def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
         )
         return below
     try:
-        return Weights.of(ws, len(trie)).rows[0].astype(np.float64)
+        given: npt.NDArray[np.float64] = Weights.of(ws, len(trie)).rows[0].astype(np.float64)
+        return given
     except WeightsError as error:
         raise WeightsError(
             f"one weight for each of the {len(trie)} nodes, as weight_sum returns them",

@@ -84,6 +84,12 @@ def test_log_weights_far_below_their_neighbours_keep_their_digits() -> None:
     assert below_b == pytest.approx(math.log(1 + math.exp(-1) + math.exp(-2)), rel=1e-11)
 
 
+def test_a_distant_sibling_costs_no_digits() -> None:
+    trie = TokenCharacterTrie(tokens(b"a", b"bc", b"bd"))
+    ws = np.array([599.0, 0.1, 0.2])
+    assert_exact(trie, trie.weight_logsumexp(ws), ws, "logsumexp")
+
+
 def test_long_nested_tokens_are_summed_without_recursion() -> None:
     trie = TokenCharacterTrie(tokens(*(b"a" * length for length in range(1000))))
     ws = np.arange(1000.0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from genlm import GenlmError, Token, TokenCharacterTrie, WeightsError
+from genlm.core.trie.weights import Weights
 
 
 @pytest.fixture
@@ -129,6 +130,11 @@ def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
 def test_batches_that_do_not_fit_are_described(trie, ws, message) -> None:
     with pytest.raises(WeightsError, match=message):
         trie.batch_weight_sum(ws)
+
+
+def test_a_torch_result_lies_on_the_device_of_the_weights() -> None:
+    weights = Weights(np.zeros((1, 3)), torch.device("meta"))  # a device that all machines have
+    assert weights.deliver(np.zeros(4), "torch").device.type == "meta"
 
 
 def test_an_unknown_kind_of_result_is_refused(trie) -> None:

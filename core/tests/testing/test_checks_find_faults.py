@@ -70,3 +70,31 @@ def test_the_same_seed_finds_the_same_example(run_check: RunCheck) -> None:
     target = scripted_target(build=Rounded)
     first, second = (run_check("batch-equals-map", target, seed=5) for _ in range(2))
     assert first.example == second.example
+
+
+def test_a_fault_that_comes_and_goes_is_reported_as_the_broken_law(run_check: RunCheck) -> None:
+    class WrongOnce(CertifiedEngine):
+        calls = 0
+
+        def evaluate(self, queries):
+            WrongOnce.calls += 1
+            rows = super().evaluate(queries)
+            return rows.flip(1) if WrongOnce.calls == 9 else rows
+
+    outcome = run_check("concurrent-equals-alone", scripted_target(build=WrongOnce))
+    assert outcome.status == "failed"
+    assert outcome.expected.startswith("the row of (")
+
+
+def test_another_seed_makes_other_examples(run_check: RunCheck) -> None:
+    seen: list[set[tuple[int, ...]]] = []
+
+    class Watched(CertifiedEngine):
+        def evaluate(self, queries):
+            seen[-1].update(query.token_ids for query in queries)
+            return super().evaluate(queries)
+
+    for seed in (0, 0, 1):
+        seen.append(set())
+        run_check("concurrent-equals-alone", scripted_target(build=Watched), seed=seed)
+    assert seen[0] == seen[1] != seen[2]

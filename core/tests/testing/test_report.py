@@ -10,7 +10,7 @@ from scripted_target import CertifiedEngine, scripted_target
 from typer.testing import CliRunner
 
 from genlm.cli import app
-from genlm.testing import all_checks
+from genlm.testing import Outcome, all_checks
 
 FEW = ["--only", "rows-are-right", "--only", "batch-equals-map"]
 
@@ -73,6 +73,18 @@ def test_a_whole_run_with_a_check_skipped_does_not_certify(check, suite_of_three
     assert done.exit_code == 0, done.output
     assert "text-survives-the-vocabulary[scripted]: the target names no texts" in done.output
     assert "certified" not in done.output
+
+
+def test_the_seed_and_the_profile_reach_the_check(check, monkeypatch):
+    asked = []
+
+    def run_case(case, profile, seed):
+        asked.append((profile.name, seed))
+        return Outcome(id=case.id, law=case.check.law, status="passed")
+
+    monkeypatch.setattr("genlm.testing.run.run_case", run_case)
+    check("--only", "rows-are-right", "--seed", 3, "--profile", "full")
+    assert asked == [("full", 3)]
 
 
 def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check):

@@ -6,7 +6,7 @@ import pytest
 from scripted_target import scripted_target
 
 from genlm import find_backend
-from genlm.testing import all_checks, cases_of
+from genlm.testing import TrieTarget, all_checks, cases_of
 from genlm.testing.selection import chosen, find, targets_of
 
 
@@ -72,10 +72,20 @@ def test_a_target_may_be_one_several_or_made_by_a_function(tmp_path, monkeypatch
     assert target.model == "scripted"
 
 
-def test_something_else_is_no_target(tmp_path, monkeypatch):
-    monkeypatch.setattr("genlm.testing.reference.targets", [42])
-    with pytest.raises(TypeError, match="gave 42; expected a target of an engine"):
+@pytest.mark.parametrize("brought", [42, TrieTarget(model="numpy", build=len)])
+def test_something_else_is_no_target_of_an_engine(tmp_path, monkeypatch, brought):
+    monkeypatch.setattr("genlm.testing.reference.targets", [brought])
+    with pytest.raises(TypeError, match=r"gave .*; expected a target of an engine"):
         targets_of(find_backend("reference"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "variants"),
+    [(None, []), ({}, [{}]), ({"kv": 0}, [{"kv": 0}]), ([{"kv": 0}, {"kv": 9}], 2)],
+)
+def test_tight_options_may_be_one_set_or_several(options, variants):
+    found = scripted_target(tight_options=options).tight_variants
+    assert found == (options if variants == 2 else variants)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ class EngineTarget:
             most, and by default, the cap for `dtype`.
         token_ids: Ids to build sequences of, 0 among them; by default the vocabulary.
         max_length: The longest sequence to ask for.
-        tight_options: Engine options that leave its own caches room for next to nothing.
+        tight_options: Engine options that leave its own caches room for next to nothing,
+            or several such, from nothing at all to a few tokens.
         texts: Texts that the tokenizer encodes without loss, for the round trip.
         patience_s: How long any one answer may take before it counts as lost.
         shared: Whether one engine serves all checks, because it takes long to build; its
@@ -70,7 +71,7 @@ class EngineTarget:
     tolerance: float | None = None
     token_ids: Sequence[int] | None = None
     max_length: int = 24
-    tight_options: Mapping[str, Any] | None = None
+    tight_options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     texts: Sequence[str] = DEFAULT_TEXTS
     patience_s: float = 60.0
     shared: bool = False
@@ -97,6 +98,14 @@ class EngineTarget:
     def largest_error(self) -> float:
         """Largest difference of a log-probability that passes."""
         return TOLERANCE_CAPS[self.dtype] if self.tolerance is None else self.tolerance
+
+    @property
+    def tight_variants(self) -> list[Mapping[str, Any]]:
+        """Each of the `tight_options`."""
+        options = self.tight_options
+        if options is None or isinstance(options, Mapping):
+            return [] if options is None else [options]
+        return list(options)
 
     def load(
         self,

@@ -108,6 +108,9 @@ class _SavedModel:
     @functools.cached_property
     def _made(self) -> Path:
         """The folder, once it holds the model, its tokenizer and its adapters."""
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()  # one for each model of each check
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(1)
             model = _random_model(self._name, self._architecture.settings)

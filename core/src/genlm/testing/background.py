@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from genlm.testing.failure import NeverEnded
 
-__all__ = ["LoopThread", "call_together"]
+__all__ = ["LoopThread", "call_together", "on_thread"]
 
 T = TypeVar("T")
 
@@ -77,6 +78,14 @@ def call_together(functions: Sequence[Callable[[], T]], patience_s: float) -> li
         name = getattr(function, "__qualname__", repr(function))
         raise NeverEnded(f"the call {name}", patience_s)
     return [future.result() for future in futures]
+
+
+def on_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """Call a function on a daemon thread, for the running event loop to await.
+
+    `asyncio.to_thread` would keep the process from exiting while a request is lost.
+    """
+    return asyncio.wrap_future(_started(functools.partial(function, *arguments)))
 
 
 def _started(function: Callable[[], T]) -> concurrent.futures.Future[T]:

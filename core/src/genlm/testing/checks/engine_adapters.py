@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AdapterError, AsyncLM, Capability, UnknownAdapterError, UnsupportedCapability
+from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
 from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
@@ -143,9 +144,8 @@ def loading_an_adapter_disturbs_nobody(trial: EngineTrial) -> None:
     async def ask_while_loading() -> torch.Tensor:
         probe.hold()
         row = asyncio.ensure_future(lm.next_token_logprobs(second))
-        await asyncio.to_thread(probe.wait_until_entered, len(probe.in_step) + 1)
-        loading = asyncio.to_thread(lm.add_new_lora, trial.target.adapters[names[0]], names[0])
-        loaded = asyncio.ensure_future(loading)
+        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        loaded = on_thread(lm.add_new_lora, trial.target.adapters[names[0]], names[0])
         await asyncio.sleep(0)
         probe.release()
         await loaded

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from genlm import AsyncLM
+from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
 from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
@@ -97,7 +98,7 @@ async def _before_it_leaves(on: _Stage) -> None:
 async def _held_back(on: _Stage) -> None:
     on.probe.hold()
     first = _task(on.lm, on.asked[0])
-    await asyncio.to_thread(on.probe.wait_until_entered)
+    await on_thread(on.probe.wait_until_entered)
     second, third = _task(on.lm, on.asked[1]), _task(on.lm, on.asked[2])
     await asyncio.sleep(0)
     second.cancel()
@@ -112,7 +113,7 @@ async def _held_back(on: _Stage) -> None:
 async def _in_the_engine(on: _Stage) -> None:
     on.probe.hold()
     tasks = [_task(on.lm, token_ids) for token_ids in on.asked]
-    await asyncio.to_thread(on.probe.wait_until_entered)
+    await on_thread(on.probe.wait_until_entered)
     tasks[1].cancel()
     await _expect_cancelled(tasks[1], "in the engine, which is still stepping")
     on.probe.release()
@@ -125,7 +126,7 @@ async def _one_of_two(on: _Stage) -> None:
         on.probe.hold()
         entered = len(on.probe.in_step)
         tasks = [_task(on.lm, on.asked[leaver]), _task(on.lm, on.asked[leaver])]
-        await asyncio.to_thread(on.probe.wait_until_entered, entered + 1)
+        await on_thread(on.probe.wait_until_entered, entered + 1)
         tasks[leaver].cancel()
         await _expect_cancelled(tasks[leaver], f"caller {leaver} of two")
         on.probe.release()
@@ -136,7 +137,7 @@ async def _one_of_two(on: _Stage) -> None:
 async def _both(on: _Stage) -> None:
     on.probe.hold()
     tasks = [_task(on.lm, on.asked[0]), _task(on.lm, on.asked[0]), _task(on.lm, on.asked[1])]
-    await asyncio.to_thread(on.probe.wait_until_entered)
+    await on_thread(on.probe.wait_until_entered)
     for task in tasks[:2]:
         task.cancel()
         await _expect_cancelled(task, "both callers")
@@ -151,7 +152,7 @@ async def _while_answered(on: _Stage) -> None:
     on.probe.hold()
     answered = on.lm.statistics().answered
     tasks = [_task(on.lm, token_ids) for token_ids in on.asked[:2]]
-    await asyncio.to_thread(on.probe.wait_until_entered)
+    await on_thread(on.probe.wait_until_entered)
     on.probe.release()
     on.probe.wait_until_stepped()
     on.trial.wait_for(lambda: on.lm.statistics().answered > answered, "an answer to be counted")

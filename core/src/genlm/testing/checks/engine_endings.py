@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from genlm import AsyncLM, EngineClosedError, QueryResetError
+from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
 from genlm.testing.engine_trial import EngineTrial
 from genlm.testing.failure import expect
@@ -22,7 +23,7 @@ def closing_ends_every_request(trial: EngineTrial) -> None:
     asked = trial.some_sequences(3)
 
     async def end() -> asyncio.Future[None]:
-        return asyncio.ensure_future(asyncio.to_thread(lm.close))
+        return on_thread(lm.close)
 
     found, closing = _ended(trial, lm, probe, asked, end)
     for error in found:
@@ -99,12 +100,12 @@ def _ended(
     async def play() -> tuple[list[Any], Any]:
         probe.hold()
         first = asyncio.ensure_future(lm.next_token_logprobs(asked[0]))
-        await asyncio.to_thread(probe.wait_until_entered)
+        await on_thread(probe.wait_until_entered)
         trial.saw("in the engine", not first.done())
         second = asyncio.ensure_future(lm.batch_next_token_logprobs(asked[1:2]))
         sync = functools.partial(lm.next_token_logprobs_sync, asked[2])
-        third = asyncio.ensure_future(asyncio.to_thread(sync))
-        await asyncio.to_thread(
+        third = on_thread(sync)
+        await on_thread(
             trial.wait_for, lambda: lm.statistics().pending == 3, "three requests to arrive"
         )
         trial.saw("not yet in the engine", len(probe.submitted) == 1)

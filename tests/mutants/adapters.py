@@ -1,0 +1,167 @@
+"""Engines and fronts that mix up adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from genlm import AsyncLM, Capability, OutputCache, UnknownAdapterError
+from genlm.core.scheduler.board import Board
+
+from .attention import ADAPTER_SEEDS, base_model
+from .baselines import cached_target, plain_target
+from .cached_engine import CachedEngine, PrefixStore
+from .mutant import engine_mutant, front_mutant
+
+
+@engine_mutant(killed_by="switching-adapters-serves-no-stale-row")
+class PrefixesOfAnyAdapter(CachedEngine):
+    """Uses the keys and values that another adapter computed."""
+
+    class Store(PrefixStore):
+        def key(self, adapter, prefix):
+            return None, prefix
+
+
+@engine_mutant(killed_by="adapters-mix-in-a-batch")
+class FirstAdapterForAll(CachedEngine):
+    """Evaluates a whole batch under the adapter of its first query."""
+
+    def evaluate(self, queries):
+        adapter = queries[0].adapter
+        return super().evaluate([dataclasses.replace(q, adapter=adapter) for q in queries])
+
+
+@engine_mutant(killed_by="adapters-answer-as-themselves")
+class AdapterIgnored(CachedEngine):
+    """Answers requests for an adapter with the base model."""
+
+    def model(self, adapter):
+        return super().model(None)
+
+
+@engine_mutant(killed_by="adapters-answer-as-themselves")
+class AdapterNotScaled(CachedEngine):
+    """Applies an adapter at twice its strength."""
+
+    def model(self, adapter):
+        model = super().model(adapter)
+        if adapter is None:
+            return model
+        return dataclasses.replace(model, head=2 * model.head - base_model().head)
+
+
+@engine_mutant(killed_by="loading-an-adapter-disturbs-nobody")
+class MergedIntoTheBase(CachedEngine):
+    """Merges an adapter into the base weights when it is loaded."""
+
+    def add_adapter(self, name, path):
+        super().add_adapter(name, path)
+        self.models[None] = self.models[name]
+
+
+@engine_mutant(killed_by="loading-an-adapter-disturbs-nobody")
+class OneSlot(CachedEngine):
+    """Loads every adapter into the same slot."""
+
+    def add_adapter(self, name, path):
+        super().add_adapter(name, path)
+        for loaded in self.models.keys() - {None}:
+            self.models[loaded] = self.models[name]
+
+
+@engine_mutant(killed_by="wrong-adapters-are-refused")
+class AbsentMeansBase(CachedEngine):
+    """Takes a folder that is not there for an adapter that changes nothing."""
+
+    def add_adapter(self, name, path):
+        if path in ADAPTER_SEEDS:
+            super().add_adapter(name, path)
+        else:
+            self.models[name] = self.models[None]
+
+
+@front_mutant(
+    AsyncLM, "_check_adapter", killed_by="wrong-adapters-are-refused", on=cached_target
+)
+def unknown_means_base(check):
+    """Answers requests for an unknown adapter with the base model."""
+
+    def broken(self, lora_name):
+        with contextlib.suppress(UnknownAdapterError):
+            check(self, lora_name)
+            return
+        self._adapters[lora_name] = "unknown"
+        self._scheduler.run(lambda engine: engine.models.setdefault(lora_name, base_model()))
+
+    return broken
+
+
+@front_mutant(
+    AsyncLM, "_check_adapter", killed_by="undeclared-adapters-are-refused", on=plain_target
+)
+def adapters_silently_ignored(_check):
+    """Takes the name of an adapter although the engine serves none."""
+    return lambda _self, _lora_name: None
+
+
+@front_mutant(
+    AsyncLM, "add_new_lora", killed_by="undeclared-adapters-are-refused", on=plain_target
+)
+def adapters_loaded_nowhere(_load):
+    """Loads an adapter into an engine that serves none, without a word."""
+    return lambda self, _path, lora_name: self._adapters.update({lora_name: "nowhere"})
+
+
+@front_mutant(
+    OutputCache, "get", killed_by="switching-adapters-serves-no-stale-row", on=cached_target
+)
+def cached_for_any_adapter(get):
+    """The output cache serves the row of another adapter."""
+
+    def broken(self, key):
+        model, _, token_ids = key
+        for adapter in (None, *ADAPTER_SEEDS):
+            row = get(self, (model, adapter, token_ids))
+            if row is not None:
+                return row
+        return None
+
+    return broken
+
+
+@front_mutant(Board, "enqueue", killed_by="adapters-mix-in-a-batch", on=cached_target)
+def joined_across_adapters(enqueue):
+    """A request joins one for the same tokens under another adapter."""
+
+    def broken(self, query, key, waiter, arrived_s):
+        return enqueue(self, query, key and key[1:], waiter, arrived_s)
+
+    return broken
+
+
+@front_mutant(AsyncLM, "with_lora", killed_by="adapters-answer-as-themselves", on=cached_target)
+def with_lora_returns_itself(_with_lora):
+    """`with_lora` returns the model unchanged."""
+
+    def broken(self, lora_name):
+        if lora_name is not None:
+            self._check_adapter(lora_name)
+        return self
+
+    return broken
+
+
+@engine_mutant(killed_by="capabilities-are-implemented")
+class DeclaresAdaptersItLacks(CachedEngine):
+    """Declares `lora` without a method to load an adapter."""
+
+    capabilities = frozenset({Capability.LORA})
+    add_adapter = None
+
+
+@engine_mutant(killed_by="capabilities-are-implemented")
+class CapabilitiesAsNames(CachedEngine):
+    """Declares its capabilities as plain strings."""
+
+    capabilities = frozenset({"sample"})

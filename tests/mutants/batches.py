@@ -1,0 +1,115 @@
+"""Engines that lose track of which answer belongs to which query of a batch."""
+
+from __future__ import annotations
+
+import torch
+
+from genlm import Completion, rows_from_logits
+
+from .cached_engine import CachedEngine, PlainEngine
+from .mutant import engine_mutant
+
+
+@engine_mutant(killed_by="batch-equals-map")
+class PaddedWithoutAMask(PlainEngine):
+    """Pads shorter sequences of a batch on the left and forgets the mask."""
+
+    def evaluate(self, queries):
+        longest = max(len(query.token_ids) for query in queries)
+        padded = [(0,) * (longest - len(q.token_ids)) + q.token_ids for q in queries]
+        rows = [self.row(token_ids) for token_ids in padded]
+        return torch.stack(rows)
+
+    def row(self, token_ids):
+        logits = torch.from_numpy(self.logits(token_ids)[None])
+        return rows_from_logits(logits, self.vocabulary)[0]
+
+
+@engine_mutant(killed_by="concurrent-equals-alone")
+class SortedByLength(CachedEngine):
+    """Sorts a batch by length to pad less and answers in the sorted order."""
+
+    def evaluate(self, queries):
+        return super().evaluate(sorted(queries, key=lambda query: len(query.token_ids)))
+
+
+@engine_mutant(killed_by="concurrent-equals-alone")
+class RowOfTheNeighbour(CachedEngine):
+    """Reads the row of the next sequence in a packed batch."""
+
+    def evaluate(self, queries):
+        return super().evaluate(queries).roll(1, dims=0)
+
+
+@engine_mutant(killed_by="batch-equals-map")
+class LongestDecides(CachedEngine):
+    """Reads every row at the last position of the longest sequence of the batch."""
+
+    def evaluate(self, queries):
+        longest = max(len(query.token_ids) for query in queries)
+        rows = super().evaluate(queries)
+        short = [i for i, query in enumerate(queries) if len(query.token_ids) < longest]
+        rows[short] = rows[short].roll(1, dims=1)
+        return rows
+
+
+@engine_mutant(killed_by="concurrent-requests-share-steps")
+class OneAStep(CachedEngine):
+    """Never batches: evaluates one query a step."""
+
+    def step(self):
+        waiting = list(self._pending.items())
+        self._pending.clear()
+        self._pending.update(waiting[:1])
+        finished = super().step()
+        self._pending.update(waiting[1:])
+        return finished
+
+
+@engine_mutant(killed_by="a-poisoned-sequence-fails-alone")
+class AllFailTogether(CachedEngine):
+    """Fails a whole batch for the one query that raises."""
+
+    def _evaluate_or_halve(self, batch):
+        try:
+            rows = self._checked_rows(batch)
+        except Exception as error:  # noqa: BLE001 - the fault
+            return [Completion(query.query_id, error=error) for query in batch]
+        return [Completion(q.query_id, row) for q, row in zip(batch, rows, strict=True)]
+
+
+@engine_mutant(killed_by="a-poisoned-sequence-fails-alone")
+class FailedRowSkipped(CachedEngine):
+    """Leaves the failing query out and shifts the rows after it by one."""
+
+    def _evaluate_or_halve(self, batch):
+        finished = super()._evaluate_or_halve(batch)
+        rows = [completion.result for completion in finished if completion.error is None]
+        errors = [completion for completion in finished if completion.error is not None]
+        if not errors or not rows:
+            return finished
+        ids = [q.query_id for q in batch if q.query_id != errors[0].query_id]
+        return [*errors, *map(Completion, ids, [rows[-1], *rows[:-1]])]
+
+
+@engine_mutant(killed_by="cancelled-at-every-stage")
+class AbortShiftsTheQueue(CachedEngine):
+    """Drops an aborted query's id but not its row, so that later ones move up."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.aborted = set()
+
+    def abort(self, query_id):
+        super().abort(query_id)
+        self.aborted.add(query_id)
+
+    def step(self):
+        finished = super().step()
+        if not self.aborted or len(finished) < 2:
+            return finished
+        self.aborted.clear()
+        ids = [completion.query_id for completion in finished]
+        return [
+            Completion(i, c.result) for i, c in zip(ids[1:] + ids[:1], finished, strict=True)
+        ]

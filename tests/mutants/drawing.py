@@ -1,0 +1,184 @@
+"""Samplers, of an engine's own and of the core, that draw the wrong tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+import genlm.core.lm
+import genlm.core.sampling
+from genlm import AsyncLM, Capability
+
+from .baselines import cached_target, plain_target
+from .cached_engine import CachedEngine
+from .mutant import engine_mutant, front_mutant
+
+
+def without(params, **changes):
+    return dataclasses.replace(params, **changes)
+
+
+@engine_mutant(killed_by="samples-follow-the-logprobs")
+class TemperatureIgnored(CachedEngine):
+    """Draws at temperature 1 whatever was asked, but for 0."""
+
+    def drawn(self, row, params, generator):
+        temperature = min(params.temperature, 1.0) and 1.0
+        return super().drawn(row, without(params, temperature=temperature), generator)
+
+
+@engine_mutant(killed_by="samples-follow-the-logprobs")
+class TopTokensOnly(CachedEngine):
+    """Draws among the three most likely tokens, by a default of the model's configuration."""
+
+    def drawn(self, row, params, generator):
+        least = np.sort(row)[-3]
+        return super().drawn(np.where(row >= least, row, -np.inf), params, generator)
+
+
+@engine_mutant(killed_by="samples-follow-the-logprobs")
+class PromptNotExtended(CachedEngine):
+    """Draws every token from the distribution after the prompt."""
+
+    prompt = None
+
+    def draw(self, continuation):
+        self.prompt = continuation.query.token_ids
+        ended = super().draw(continuation)
+        self.prompt = None
+        return ended
+
+    def logits(self, token_ids, adapter):
+        return super().logits(self.prompt or token_ids, adapter)
+
+
+@engine_mutant(killed_by="sampling-is-reproducible")
+class SeedIgnored(CachedEngine):
+    """Draws from fresh entropy although a seed was given."""
+
+    def stream(self, params):
+        return np.random.default_rng()
+
+
+@engine_mutant(killed_by="sampling-is-reproducible")
+class OneGeneratorForAll(CachedEngine):
+    """Continues all sequences from one generator, so that a draw depends on its neighbours."""
+
+    def stream(self, params):
+        if not self.continuations:
+            self.shared = np.random.default_rng(params.seed)
+        return self.shared
+
+
+@front_mutant(genlm.core.lm, "stream_seeds", killed_by="streams-are-distinct", on=cached_target)
+def one_seed_for_all(stream_seeds):
+    """Gives every continuation of a batch the same seed."""
+    return lambda seed, count: stream_seeds(seed, 1) * count
+
+
+@engine_mutant(killed_by="sampling-stops")
+class StopTokenIncluded(CachedEngine):
+    """Leaves the end-of-sequence id in the continuation."""
+
+    def draw(self, continuation):
+        before = len(continuation.drawn)
+        stop = continuation.params.stop_token_ids
+        continuation.params = without(continuation.params, stop_token_ids=frozenset())
+        ended = super().draw(continuation)
+        continuation.params = without(continuation.params, stop_token_ids=stop)
+        return ended or continuation.drawn[before] in stop
+
+
+@engine_mutant(killed_by="sampling-stops")
+class OneTokenMore(CachedEngine):
+    """Draws `max_tokens + 1` tokens."""
+
+    def stream(self, params):
+        return super().stream(params)
+
+    def submit(self, query):
+        if query.sampling is not None:
+            longer = without(query.sampling, max_tokens=query.sampling.max_tokens + 1)
+            query = dataclasses.replace(query, sampling=longer)
+        super().submit(query)
+
+
+@engine_mutant(killed_by="sampling-stops")
+class FirstStopIdOnly(CachedEngine):
+    """Stops at one of the end-of-sequence ids only."""
+
+    def draw(self, continuation):
+        stop = sorted(continuation.params.stop_token_ids)[:1]
+        continuation.params = without(continuation.params, stop_token_ids=frozenset(stop))
+        return super().draw(continuation)
+
+
+@engine_mutant(killed_by="sampling-stops")
+class ContinuationOneShort(CachedEngine):
+    """Stops one token before the context is full."""
+
+    def draw(self, continuation):
+        return super().draw(continuation) or len(continuation.token_ids) == self.max_context
+
+
+@engine_mutant(killed_by="temperature-zero-is-greedy")
+class ZeroMeansDefault(CachedEngine):
+    """Takes temperature 0 for "not given" and draws at 1."""
+
+    def drawn(self, row, params, generator):
+        return super().drawn(
+            row, without(params, temperature=params.temperature or 1.0), generator
+        )
+
+
+@front_mutant(genlm.core.sampling, "draw_token", killed_by="samples-follow-the-logprobs")
+def temperature_multiplies(draw_token):
+    """The core's sampler multiplies by the temperature instead of dividing."""
+
+    def broken(logprobs, temperature, generator):
+        return draw_token(logprobs, 1 / temperature if temperature else 0, generator)
+
+    return broken
+
+
+@front_mutant(AsyncLM, "batch_sample", killed_by="wrong-sampling-requests-are-refused")
+def negative_temperature_is_one(batch_sample):
+    """Takes temperatures below 0 for 0."""
+
+    async def broken(self, prompts, max_tokens, eos=(), temperature=1.0, seed=None, **options):
+        return await batch_sample(
+            self, prompts, max_tokens, eos, max(0.0, temperature), seed, **options
+        )
+
+    return broken
+
+
+@front_mutant(
+    AsyncLM, "_continuation", killed_by="declared-sampling-is-native", on=cached_target
+)
+def never_native(continuation):
+    """Draws token by token from rows although the engine samples by itself."""
+
+    async def broken(self, key, params):
+        declared, self.capabilities = self.capabilities, frozenset()
+        bound = self.with_lora(key[0])
+        self.capabilities = declared
+        bound.capabilities = frozenset()
+        return await continuation(bound, key, params)
+
+    return broken
+
+
+@front_mutant(
+    AsyncLM, "_continuation", killed_by="undeclared-sampling-asks-for-rows", on=plain_target
+)
+def always_native(continuation):
+    """Sends continuations to an engine that never said that it samples."""
+
+    async def broken(self, key, params):
+        bound = self.with_lora(key[0])
+        bound.capabilities = frozenset({Capability.SAMPLE})
+        return await continuation(bound, key, params)
+
+    return broken

@@ -1,0 +1,69 @@
+"""Fronts that end requests wrongly: on `close`, on `reset_async_queries`."""
+
+from __future__ import annotations
+
+from genlm import AsyncLM, EngineClosedError
+from genlm.core.scheduler import Scheduler
+from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.worker import Worker
+
+from .mutant import front_mutant
+
+
+@front_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")
+def close_leaves_waiters(stop):
+    """`close` ends the engine's thread and leaves those who wait to wait."""
+
+    def broken(self, error):
+        with self._lock:
+            for waiter in self._board.clear():
+                self.left = (*getattr(self, "left", ()), waiter)
+        stop(self, error)
+
+    return broken
+
+
+@front_mutant(Scheduler, "close", killed_by="closing-ends-every-request")
+def close_says_reset(_close):
+    """`close` tells waiters that their request was reset."""
+
+    def broken(self):
+        self.reset()
+        self._worker.stop(EngineClosedError("closed"))
+        self._worker.join()
+
+    return broken
+
+
+@front_mutant(Board, "clear", killed_by="resetting-ends-every-request", shows_as="lost request")
+def reset_forgets_the_inbox(clear):
+    """Ends the requests in the engine and drops those in the inbox without a word."""
+
+    def broken(self):
+        self.inbox.clear()
+        return clear(self)
+
+    return broken
+
+
+@front_mutant(AsyncLM, "reset_async_queries", killed_by="resetting-ends-every-request")
+def reset_closes(_reset):
+    """`reset_async_queries` closes the model."""
+    return lambda self: self._scheduler._worker.stop(EngineClosedError("closed"))
+
+
+@front_mutant(AsyncLM, "close", killed_by="closed-means-closed")
+def closed_cache_answers(_close):
+    """A closed model still answers from its output cache."""
+    return lambda self: self._scheduler.close()
+
+
+@front_mutant(Worker, "join", killed_by="closed-means-closed")
+def closed_twice(join):
+    """Closing a closed model closes its engine again."""
+
+    def broken(self, timeout_s=None):
+        join(self, timeout_s)
+        self.wait_until_built().close()
+
+    return broken

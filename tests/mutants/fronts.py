@@ -1,0 +1,53 @@
+"""Fronts whose figures do not add up, or which go wrong only in a longer program."""
+
+from __future__ import annotations
+
+from genlm import AsyncLM, OutputCache
+from genlm.core.scheduler.board import Board
+
+from .mutant import front_mutant
+
+
+@front_mutant(AsyncLM, "_cached", killed_by="statistics-add-up")
+def hits_not_counted(_cached):
+    """Counts no request that the output cache answered."""
+
+    def broken(self, key):
+        row = self._cache.get((self._model, *key))
+        if row is None:
+            self._counters.count(len(key[1]), hit=False)
+        return row
+
+    return broken
+
+
+@front_mutant(Board, "leave", killed_by="statistics-add-up")
+def abandoned_counted_as_failed(leave):
+    """Counts an evaluation that everybody left as one that failed."""
+
+    def broken(self, flight, waiter):
+        abandoned = self._abandoned
+        aborts = leave(self, flight, waiter)
+        self._failed += self._abandoned - abandoned
+        self._abandoned = abandoned
+        return aborts
+
+    return broken
+
+
+@front_mutant(Board, "count_batch", killed_by="statistics-add-up")
+def batches_counted_as_one(count):
+    """Counts every batch as one of a single evaluation."""
+    return lambda self, _size: count(self, 1)
+
+
+@front_mutant(OutputCache, "put", killed_by="random-programs-agree-with-the-oracle")
+def evicted_row_under_the_new_key(put):
+    """Puts a new key into the place of an evicted one and leaves the old row there."""
+
+    def broken(self, key, row):
+        if len(self._entries) == self.max_entries and key not in self._entries:
+            row = next(iter(self._entries.items()))[1][0]
+        put(self, key, row)
+
+    return broken

@@ -1,0 +1,167 @@
+"""What a mutant is: something correct, broken in one way, and the check that must see it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+from genlm import Engine
+from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
+from genlm.testing.target import EngineTarget, Kind, Target
+
+from .baselines import cached_target, plain_target
+from .cached_engine import CachedEngine
+
+ShowsAs = Literal["broken law", "lost request", "exception", "missing case"]
+
+SEEDS = range(5)
+
+PROFILE = dataclasses.replace(QUICK, name="mutants", shrink=False)
+"""As quick runs, but content with the first failing example: the smallest takes long."""
+
+SHORT_PATIENCE_S = 0.6
+"""For mutants that lose requests: a correct engine answers in a thousandth of it."""
+
+_MODULES = (
+    "rows",
+    "prefixes",
+    "batches",
+    "drawing",
+    "adapters",
+    "vocabularies",
+    "output_caches",
+    "requests",
+    "schedulers",
+    "endings",
+    "fronts",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A target with one fault.
+
+    Attributes:
+        name: Names it in the table.
+        breaks: The fault, in one line.
+        killed_by: Id of the check that must fail on it, whatever the seed.
+        kind: What is broken.
+        target: Makes the broken target.
+        patched: What is replaced in the product while it is checked: owner, name, value.
+        shows_as: How that check must fail. Most faults break a law that it states; some
+            can only show as a request that never ends or raises.
+    """
+
+    name: str
+    breaks: str
+    killed_by: str
+    kind: Kind
+    target: Callable[[], Target]
+    patched: tuple[Any, str, Any] | None = None
+    shows_as: ShowsAs = "broken law"
+
+    def outcome(self, seed: int) -> Outcome:
+        """Run the check that must kill it."""
+        (check,) = (c for c in all_checks(self.kind) if c.id == self.killed_by)
+        with self._broken():
+            return run_case(Case(check, self.target()), PROFILE, seed)
+
+    def is_killed(self, outcome: Outcome) -> bool:
+        """Whether the check failed, and in the way that it should."""
+        return outcome.status == "failed" and how_it_shows(outcome) == self.shows_as
+
+    @contextlib.contextmanager
+    def _broken(self) -> Iterator[None]:
+        if self.patched is None:
+            yield
+            return
+        owner, name, value = self.patched
+        with mock.patch.object(owner, name, value):
+            yield
+
+
+def how_it_shows(outcome: Outcome) -> ShowsAs:
+    """Which kind of failure an outcome is."""
+    return {
+        "every request to end": "lost request",
+        "no exception": "exception",
+        "the check's interesting cases to occur": "missing case",
+    }.get(outcome.expected, "broken law")  # type: ignore[return-value]
+
+
+_mutants: list[Mutant] = []
+
+
+def all_mutants() -> list[Mutant]:
+    """Every mutant, in reading order."""
+    for module in _MODULES:
+        importlib.import_module(f"{__package__}.{module}")
+    return list(_mutants)
+
+
+def engine_mutant(
+    *, killed_by: str, shows_as: ShowsAs = "broken law"
+) -> Callable[[type], type]:
+    """Register a class derived from `CachedEngine` or `PlainEngine`."""
+
+    def decorate(engine: type[Engine]) -> type[Engine]:
+        made_of = cached_target if issubclass(engine, CachedEngine) else plain_target
+        _register(
+            engine,
+            killed_by=killed_by,
+            kind="engine",
+            target=lambda: made_of(engine, patience_s=_patience_s(shows_as)),
+            shows_as=shows_as,
+        )
+        return engine
+
+    return decorate
+
+
+def front_mutant(
+    owner: Any,
+    attribute: str,
+    *,
+    killed_by: str,
+    on: Callable[..., EngineTarget] = plain_target,
+    shows_as: ShowsAs = "broken law",
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register a function that makes a broken `owner.attribute` of the right one.
+
+    Args:
+        owner: A class or module of the product.
+        attribute: What is replaced in it, for all instances.
+        killed_by: Id of the check.
+        on: Makes the correct target that is driven by the broken product.
+        shows_as: See `Mutant`.
+    """
+
+    def decorate(broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        _register(
+            broken,
+            killed_by=killed_by,
+            kind="engine",
+            target=lambda: on(patience_s=_patience_s(shows_as)),
+            patched=(owner, attribute, broken(getattr(owner, attribute))),
+            shows_as=shows_as,
+        )
+        return broken
+
+    return decorate
+
+
+def _patience_s(shows_as: ShowsAs) -> float:
+    return SHORT_PATIENCE_S if shows_as == "lost request" else 30.0
+
+
+def _register(definition: Any, **fields: Any) -> None:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=A)(?=[A-Z])|_", " ", definition.__name__).lower()
+    breaks = " ".join((inspect.getdoc(definition) or "").split())
+    _mutants.append(Mutant(name=words, breaks=breaks, **fields))

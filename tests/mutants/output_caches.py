@@ -1,0 +1,123 @@
+"""Output caches that serve the wrong row, share memory, or grow beyond their bounds."""
+
+from __future__ import annotations
+
+from genlm import OutputCache
+from genlm.core.scheduler.flight import Delivery
+
+from .mutant import front_mutant
+
+
+def _cache_keyed_by(change):
+    """Make `get` find what was put under a look-alike of the key."""
+
+    def breaks(get):
+        def broken(self, key):
+            model, adapter, token_ids = key
+            wanted = change(token_ids)
+            for stored in list(self._entries):
+                if stored[:2] == (model, adapter) and change(stored[2]) == wanted:
+                    return get(self, stored)
+            return None
+
+        return broken
+
+    return breaks
+
+
+@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+def sorted_key(get):
+    """Keyed by the set of tokens, whatever their order."""
+    return _cache_keyed_by(lambda ids: tuple(sorted(ids)))(get)
+
+
+@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+def tail_key(get):
+    """Keyed by the newest three tokens."""
+    return _cache_keyed_by(lambda ids: ids[-3:])(get)
+
+
+@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+def head_key(get):
+    """Keyed by all tokens but the last, as prefix caches are."""
+    return _cache_keyed_by(lambda ids: ids[:-1] or ids)(get)
+
+
+@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+def padded_key(get):
+    """Keyed by the tokens padded with 0 to a fixed length."""
+    return _cache_keyed_by(lambda ids: (ids + (0,) * 12)[:12])(get)
+
+
+@front_mutant(OutputCache, "get", killed_by="rows-belong-to-the-caller")
+def hands_out_its_own_row(get):
+    """Hands out the tensor that it keeps."""
+
+    def broken(self, key):
+        found = self._entries.get(key)
+        return None if found is None else found[0]
+
+    return broken
+
+
+@front_mutant(OutputCache, "put", killed_by="rows-belong-to-the-caller")
+def keeps_the_callers_row(put):
+    """Keeps the very tensor that the first caller gets."""
+
+    def broken(self, key, row):
+        put(self, key, row)
+        if key in self._entries:
+            self._entries[key] = (row, row.device, row.nbytes)
+
+    return broken
+
+
+@front_mutant(OutputCache, "put", killed_by="warm-equals-cold")
+def rounded_to_half(put):
+    """Keeps rows in bfloat16 to save memory."""
+    return lambda self, key, row: put(self, key, row.bfloat16().float())
+
+
+@front_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+def zero_means_unlimited(put):
+    """Takes size 0 for no limit."""
+
+    def broken(self, key, row):
+        size, self.max_entries = self.max_entries, self.max_entries or 10**9
+        put(self, key, row)
+        self.max_entries = size
+
+    return broken
+
+
+@front_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+def one_too_many(put):
+    """Makes room only once it is over its size by one."""
+
+    def broken(self, key, row):
+        self.max_entries += self.max_entries > 0
+        put(self, key, row)
+        self.max_entries -= self.max_entries > 0
+
+    return broken
+
+
+@front_mutant(OutputCache, "put", killed_by="output-cache-bytes")
+def bytes_not_counted(put):
+    """Bounded by entries alone: the byte budget is forgotten."""
+
+    def broken(self, key, row):
+        put(self, key, row)
+        if key not in self._entries:
+            self._entries._LRUCache__order[key] = None
+            self._entries._Cache__data[key] = (row.clone(), row.device, row.nbytes)
+            self._entries._Cache__size[key] = row.nbytes
+            self._entries._Cache__currsize += row.nbytes
+
+    return broken
+
+
+@front_mutant(Delivery, "add_result", killed_by="one-flight-serves-several-loops")
+def joined_callers_share_memory(add_result):
+    """Gives all callers of one evaluation the same tensor."""
+    return lambda self, waiters, result, _copy: add_result(self, waiters, result, lambda r: r)

@@ -1,0 +1,132 @@
+"""Fronts that misread what they are asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import genlm.core.lm
+from genlm import AsyncLM, EvaluationError, GenlmError
+
+from .mutant import front_mutant
+
+
+@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-hurt-nobody")
+def negative_ids_count_from_the_end(checked):
+    """Takes negative ids as places counted from the end, as lists do."""
+
+    def broken(token_ids, *, vocab_size, max_context):
+        if isinstance(token_ids, list) and all(type(i) is int for i in token_ids):
+            token_ids = [i % vocab_size if -vocab_size <= i < 0 else i for i in token_ids]
+        return checked(token_ids, vocab_size=vocab_size, max_context=max_context)
+
+    return broken
+
+
+@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-hurt-nobody")
+def too_long_is_cut(checked):
+    """Cuts sequences that are longer than the context."""
+
+    def broken(token_ids, *, vocab_size, max_context):
+        if isinstance(token_ids, list):
+            token_ids = token_ids[-max_context:]
+        return checked(token_ids, vocab_size=vocab_size, max_context=max_context)
+
+    return broken
+
+
+@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-hurt-nobody")
+def floats_are_rounded(checked):
+    """Rounds ids that are no integers."""
+
+    def broken(token_ids, **limits):
+        if isinstance(token_ids, list) and any(isinstance(i, float) for i in token_ids):
+            token_ids = [int(i) for i in token_ids]
+        return checked(token_ids, **limits)
+
+    return broken
+
+
+@front_mutant(AsyncLM, "batch_next_token_logprobs", killed_by="bad-requests-hurt-nobody")
+def errors_of_one_class(batch):
+    """Raises EvaluationError for whatever is wrong with a batch."""
+
+    async def broken(self, token_ids_list, **options):
+        try:
+            return await batch(self, token_ids_list, **options)
+        except GenlmError as error:
+            raise EvaluationError(str(error)) from error
+
+    return broken
+
+
+@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
+def bytes_of_arrays(checked):
+    """Reads arrays of any width as if their integers had 64 bits."""
+
+    def broken(token_ids, **limits):
+        if isinstance(token_ids, np.ndarray) and token_ids.itemsize == 4:
+            wide = np.frombuffer(token_ids.tobytes()[: len(token_ids) // 2 * 8], np.int64)
+            token_ids = (wide & 7).tolist() or token_ids
+        return checked(token_ids, **limits)
+
+    return broken
+
+
+@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
+def strides_ignored(checked):
+    """Reads a strided view of an array as if it were contiguous."""
+
+    def broken(token_ids, **limits):
+        if isinstance(token_ids, np.ndarray) and token_ids.base is not None:
+            token_ids = token_ids.base.ravel()[: len(token_ids)]
+        return checked(token_ids, **limits)
+
+    return broken
+
+
+@front_mutant(
+    genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind", shows_as="exception"
+)
+def lists_only(checked):
+    """Refuses torch tensors as token ids."""
+
+    def broken(token_ids, **limits):
+        return checked(None if isinstance(token_ids, torch.Tensor) else token_ids, **limits)
+
+    return broken
+
+
+@front_mutant(
+    genlm.core.lm,
+    "checked_token_ids",
+    killed_by="the-context-can-be-filled",
+    shows_as="exception",
+)
+def context_one_short(checked):
+    """Refuses a sequence that fills the context."""
+
+    def broken(token_ids, *, vocab_size, max_context):
+        return checked(token_ids, vocab_size=vocab_size, max_context=max_context - 1)
+
+    return broken
+
+
+@front_mutant(AsyncLM, "cache_kv", killed_by="undeclared-prefix-cache-is-refused")
+def prefixes_kept_nowhere(_cache_kv):
+    """Accepts a prefix to keep although the engine keeps none."""
+    return lambda _self, _prompt: None
+
+
+@front_mutant(AsyncLM, "batch_next_token_logprobs_sync", killed_by="sync-equals-async")
+def cached_rows_first(_batch):
+    """The sync batch puts the rows from the cache before all others."""
+
+    def broken(self, token_ids_list, *, lora_name=None):
+        rows, asked = self._cached_and_missing(token_ids_list, lora_name)
+        cached = [row for row in rows if row is not None]
+        return self._stacked(
+            [*cached, *[None] * len(asked)], self._scheduler.answer_sync(asked)
+        )
+
+    return broken

@@ -1,0 +1,131 @@
+"""Engines whose single rows are wrong: their form, their values, their memory."""
+
+from __future__ import annotations
+
+import torch
+
+from genlm import Completion, rows_from_logits
+
+from .attention import CONTEXT, MISSING, SIZE
+from .cached_engine import CachedEngine, PlainEngine
+from .mutant import engine_mutant
+
+
+@engine_mutant(killed_by="rows-are-distributions")
+class NotNormalised(CachedEngine):
+    """Returns logits for log-probabilities."""
+
+    def rows(self, logits):
+        return logits[:, :SIZE].float().index_fill(1, torch.tensor([MISSING]), -torch.inf)
+
+
+@engine_mutant(killed_by="rows-are-distributions")
+class PaddingNormalised(CachedEngine):
+    """Normalises over the logits beyond the vocabulary before it cuts them."""
+
+    def rows(self, logits):
+        rows = logits.float().log_softmax(-1)[:, :SIZE].clone()
+        rows[:, MISSING] = -torch.inf
+        return rows
+
+
+@engine_mutant(killed_by="rows-are-distributions")
+class DoublePrecision(CachedEngine):
+    """Returns float64 rows."""
+
+    def step(self):
+        finished = super().step()
+        return [Completion(each.query_id, each.result.double()) for each in finished]
+
+
+@engine_mutant(killed_by="rows-are-distributions")
+class MissingIdsAreLikely(CachedEngine):
+    """Gives ids that no token has a share of the probability."""
+
+    def rows(self, logits):
+        return logits[:, :SIZE].float().log_softmax(-1)
+
+
+@engine_mutant(killed_by="rows-are-distributions")
+class Impossible(CachedEngine):
+    """Turns probabilities of 0 into NaN: infinity minus infinity."""
+
+    def rows(self, logits):
+        rows = super().rows(logits)
+        return rows + 0 * rows
+
+
+@engine_mutant(killed_by="rows-are-right")
+class HalfPrecision(CachedEngine):
+    """Computes in float16 what it declares as float32."""
+
+    def rows(self, logits):
+        return super().rows(logits.half())
+
+
+@engine_mutant(killed_by="rows-are-right")
+class Tempered(CachedEngine):
+    """Divides the logits by a default temperature of the model's configuration."""
+
+    def rows(self, logits):
+        return super().rows(logits / 0.9)
+
+
+@engine_mutant(killed_by="rows-are-right")
+class FirstTokenDropped(PlainEngine):
+    """Takes the first token for a beginning-of-sequence mark and drops it."""
+
+    def logits(self, token_ids):
+        return super().logits(token_ids[1:] or token_ids)
+
+
+@engine_mutant(killed_by="rows-are-right")
+class LastTokenDropped(PlainEngine):
+    """Scores the last token given those before it, as a scorer of prompts does."""
+
+    def logits(self, token_ids):
+        return super().logits(token_ids[:-1] or token_ids)
+
+
+@engine_mutant(killed_by="the-context-can-be-filled")
+class WindowTooShort(CachedEngine):
+    """Forgets the oldest token of a full context to make room for the next one."""
+
+    def logits(self, token_ids, adapter):
+        return super().logits(token_ids[1 - CONTEXT :], adapter)
+
+
+@engine_mutant(killed_by="rows-hold-no-more-than-themselves")
+class ViewsOfTheBatch(CachedEngine):
+    """Hands out rows that are views, each of which keeps the whole batch alive."""
+
+    def _checked_rows(self, batch):
+        return list(self.evaluate(batch))
+
+
+@engine_mutant(killed_by="rows-belong-to-the-caller")
+class RowsKept(CachedEngine):
+    """Keeps the row it returned and returns it again when asked again."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.kept = {}
+
+    def _checked_rows(self, batch):
+        return [
+            self.kept.setdefault((query.token_ids, query.adapter), row)
+            for query, row in zip(batch, super()._checked_rows(batch), strict=True)
+        ]
+
+
+@engine_mutant(killed_by="near-misses-are-told-apart")
+class BufferReused(CachedEngine):
+    """Writes every lone row into the same output buffer."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.buffer = torch.empty(1, SIZE)
+
+    def rows(self, logits):
+        rows = rows_from_logits(logits, self.vocabulary)
+        return self.buffer.copy_(rows) if len(rows) == 1 else rows

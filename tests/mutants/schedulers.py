@@ -1,0 +1,182 @@
+"""Schedulers that lose requests, confuse callers, or never batch."""
+
+from __future__ import annotations
+
+import threading
+
+import genlm.core.scheduler.flight as flight
+from genlm import AsyncLM, Completion, EngineClosedError, Query
+from genlm.core.scheduler import Scheduler
+from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.flight import Delivery
+from genlm.core.scheduler.worker import Worker
+
+from .mutant import front_mutant
+
+
+@front_mutant(Board, "take", killed_by="concurrent-requests-share-steps")
+def one_query_a_step(take):
+    """Hands the engine one query at a time."""
+    return lambda self, _limit, now_s: take(self, 1, now_s)
+
+
+@front_mutant(AsyncLM, "next_token_logprobs", killed_by="concurrent-requests-share-steps")
+def event_loop_blocked(_ask):
+    """Waits for the engine inside the coroutine and blocks the event loop meanwhile."""
+
+    async def broken(self, token_ids, *, lora_name=None):
+        return self.next_token_logprobs_sync(token_ids, lora_name=lora_name)
+
+    return broken
+
+
+@front_mutant(Worker, "open_gate", killed_by="rows-are-right", shows_as="lost request")
+def wake_up_lost(_open):
+    """Opens the gate without waking the engine's thread."""
+
+    def broken(self):
+        with self._lock:
+            self._gate.open(self._board)
+
+    return broken
+
+
+@front_mutant(flight, "_finish", killed_by="cancelled-at-every-stage", shows_as="lost request")
+def result_set_on_a_cancelled_future(_finish):
+    """Sets results without a look at whether the future was cancelled."""
+
+    def broken(answers):
+        for future, value, failed in answers:
+            (future.set_exception if failed else future.set_result)(value)
+
+    return broken
+
+
+@front_mutant(Board, "leave", killed_by="cancelled-at-every-stage", shows_as="lost request")
+def one_leaves_for_all(leave):
+    """A caller that leaves takes the evaluation away from those who joined it."""
+
+    def broken(self, flight, waiter):
+        flight.take_waiters()
+        flight.waiters[waiter] = None
+        return leave(self, flight, waiter)
+
+    return broken
+
+
+@front_mutant(Board, "leave", killed_by="cancelled-at-every-stage")
+def nobody_leaves(_leave):
+    """Keeps the place of a cancelled caller among those that `max_pending` holds back."""
+
+    def broken(self, flight, waiter):
+        flight.waiters.pop(waiter, None)
+        return False
+
+    return broken
+
+
+@front_mutant(
+    Delivery, "_add", killed_by="one-flight-serves-several-loops", shows_as="lost request"
+)
+def one_loop_woken(add):
+    """Finishes all callers on the event loop of the first, so that other loops sleep on."""
+
+    def broken(self, waiter, value, *, failed):
+        if self._by_loop and not isinstance(waiter, threading.Thread):
+            next(iter(self._by_loop.values())).append((waiter, value, failed))
+        else:
+            add(self, waiter, value, failed=failed)
+
+    return broken
+
+
+@front_mutant(Scheduler, "answer_sync", killed_by="sync-equals-async", shows_as="lost request")
+def sync_callers_open_no_gate(_answer):
+    """Leaves the requests of threads in the inbox until some event loop asks."""
+
+    def broken(self, queries):
+        futures = []
+        for query, key in queries:
+            futures.append(flight.concurrent.futures.Future())
+            self._worker.enqueue(query, key, futures[-1])
+        return [future.result() for future in futures]
+
+    return broken
+
+
+@front_mutant(
+    Delivery, "send", killed_by="threads-and-event-loops-share", shows_as="lost request"
+)
+def one_loop_a_step(send):
+    """Wakes one event loop a step although several have answers."""
+
+    def broken(self, afterwards=lambda: None):
+        while len(self._by_loop) > 1:
+            self._by_loop.popitem()
+        send(self, afterwards)
+
+    return broken
+
+
+@front_mutant(
+    AsyncLM, "_query", killed_by="threads-and-event-loops-share", shows_as="lost request"
+)
+def ids_of_each_thread(_query):
+    """Counts query ids for each thread, so that two threads' answers have the same id."""
+    counters = threading.local()
+
+    def broken(self, key):
+        counters.count = getattr(counters, "count", -1) + 1
+        return Query(counters.count, key[1], key[0])
+
+    return broken
+
+
+@front_mutant(Worker, "_submit", killed_by="a-refused-query-fails-alone")
+def refusal_fails_the_batch(submit):
+    """Fails every query that arrived together with one that the engine refuses."""
+
+    def broken(self, engine, flights):
+        refused = submit(self, engine, flights)
+        if not refused:
+            return refused
+        return [Completion(f.query.query_id, error=refused[0].error) for f in flights]
+
+    return broken
+
+
+@front_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
+def broken_step_ends_the_thread(_step):
+    """Lets an exception of a step end the engine's thread."""
+    return lambda _self, engine: list(engine.step())
+
+
+@front_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
+def broken_step_is_tried_again(step):
+    """Swallows an exception of a step and steps again."""
+
+    def broken(self, engine):
+        try:
+            return list(engine.step())
+        except Exception:  # noqa: BLE001 - the fault
+            return []
+
+    return broken
+
+
+@front_mutant(
+    Worker, "_die", killed_by="a-dead-engine-leaves-nobody-waiting", shows_as="lost request"
+)
+def death_unannounced(_die):
+    """Lets the engine's thread end without telling those who wait."""
+    return lambda _self, _cause: None
+
+
+@front_mutant(Worker, "_die", killed_by="a-dead-engine-leaves-nobody-waiting")
+def death_called_closing(die):
+    """Reports the death of the engine's thread as if the model had been closed."""
+
+    def broken(self, cause):
+        self.stop(EngineClosedError("closed"))
+
+    return broken

@@ -1,0 +1,66 @@
+"""Every broken engine, front and trie is seen by the check it names, whatever the seed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from genlm.testing import QUICK, Case, all_checks, run_case
+
+from .baselines import cached_target, plain_target
+from .mutant import SEEDS, Mutant, all_mutants
+
+MUTANTS = all_mutants()
+CHECKS = [check for kind in ("engine", "trie") for check in all_checks(kind)]
+CORRECT = {"cached": cached_target(), "plain": plain_target()}
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Engines that die on purpose log it; asyncio logs what they leave behind."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_killed_by_its_check_on_every_seed(mutant: Mutant) -> None:
+    for seed in SEEDS:
+        outcome = mutant.outcome(seed)
+        assert mutant.is_killed(outcome), (seed, outcome)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id)
+def test_a_check_kills_a_mutant(check) -> None:
+    assert check.id in {mutant.killed_by for mutant in MUTANTS if mutant.kind == check.kind}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("target", CORRECT.values(), ids=CORRECT)
+def test_what_the_mutants_are_made_of_passes_every_check(target, seed: int) -> None:
+    outcomes = [run_case(Case(check, target), QUICK, seed) for check in all_checks(target.kind)]
+    wrong = [each for each in outcomes if each.status not in {"passed", "not applicable"}]
+    assert not wrong
+
+
+def test_every_check_of_an_engine_applies_to_one_of_the_correct_targets() -> None:
+    ids = {
+        check.id
+        for check in all_checks("engine")
+        for target in CORRECT.values()
+        if run_case(Case(check, target)).status == "passed"
+    }
+    assert ids == {check.id for check in all_checks("engine")}
+
+
+def test_names_are_unique() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+
+
+def test_there_are_as_many_mutants_as_promised() -> None:
+    kinds = [mutant.kind for mutant in MUTANTS]
+    assert kinds.count("engine") >= 25

@@ -1,0 +1,69 @@
+"""Engines whose vocabulary is not that of their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from genlm import Token
+
+from .attention import MISSING
+from .cached_engine import PlainEngine
+from .mutant import engine_mutant
+from .vocabulary import PIECES, small_vocabulary
+
+
+class _WithPieces(PlainEngine):
+    def __init__(self):
+        super().__init__()
+        tokens = [Token(i, piece) for i, piece in enumerate(self.pieces())]
+        self.vocabulary = dataclasses.replace(small_vocabulary(), byte_vocab=tokens)
+
+    def pieces(self):
+        return PIECES
+
+
+@engine_mutant(killed_by="text-survives-the-vocabulary")
+class SpaceMarks(_WithPieces):
+    """Leaves the tokenizer's mark for a space in the bytes."""
+
+    def pieces(self):
+        return [piece.replace(b" ", "\u0120".encode()) for piece in PIECES]
+
+
+@engine_mutant(killed_by="text-survives-the-vocabulary")
+class DecodedAndEncoded(_WithPieces):
+    """Makes bytes from decoded text, where half a character is U+FFFD."""
+
+    def pieces(self):
+        return [piece.decode(errors="replace").encode() for piece in PIECES]
+
+
+@engine_mutant(killed_by="vocabulary-matches-the-rows")
+class IdsFromOne(_WithPieces):
+    """Counts token ids from 1."""
+
+    def __init__(self):
+        super().__init__()
+        tokens = [Token(i + 1, piece) for i, piece in enumerate(PIECES)]
+        self.vocabulary = dataclasses.replace(self.vocabulary, byte_vocab=tokens)
+
+
+@engine_mutant(killed_by="vocabulary-matches-the-rows")
+class AddedTokensWithoutStrings(_WithPieces):
+    """Lists strings for the base vocabulary only, without the tokens added to it."""
+
+    def __init__(self):
+        super().__init__()
+        texts = self.vocabulary.str_vocab[:-1]
+        self.vocabulary = dataclasses.replace(self.vocabulary, str_vocab=texts)
+
+
+@engine_mutant(killed_by="vocabulary-matches-the-rows")
+class BytesForMissingIds(_WithPieces):
+    """Makes up bytes for an id that no token has."""
+
+    def pieces(self):
+        return [piece or b"<unused>" for piece in PIECES]
+
+
+assert not PIECES[MISSING]

@@ -24,7 +24,10 @@ def trie(
     ] = 200,
     dot: Annotated[bool, typer.Option("--dot", help="Print Graphviz source.")] = False,
     svg: Annotated[
-        Path | None, typer.Option(help="Draw into this file (needs the package graphviz and the program dot).")
+        Path | None,
+        typer.Option(
+            help="Draw into this file (needs the package graphviz and the program dot)."
+        ),
     ] = None,
 ) -> None:
     """Print the token trie of some texts, or draw it."""

@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda
 
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check mutants bench clean
 
 demo: $(READY)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -22,6 +22,9 @@ check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+mutants: $(READY)  ## break engines and tries one by one: which check sees it
+	$(BIN)/python -m tests.mutants
 
 bench: $(READY)  ## run the benchmarks and append to benchmarks/results/
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench --save || exit 1; done

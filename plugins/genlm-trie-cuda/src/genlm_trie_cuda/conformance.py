@@ -1,0 +1,31 @@
+"""The targets by which `genlm check cuda` certifies the trie.
+
+Every path that the machine has is one: the core's numpy for weights on the CPU, the torch
+path there, and the kernels where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from genlm.testing import TrieTarget
+from genlm_trie_cuda.trie import DeviceTrie
+
+__all__ = ["targets"]
+
+
+def targets(folder: Path) -> Iterator[TrieTarget]:
+    """Yield a target for each path.
+
+    Args:
+        folder: Not needed.
+    """
+    del folder
+    yield TrieTarget(model="cpu", build=DeviceTrie)
+    yield TrieTarget(model="torch", build=functools.partial(DeviceTrie, kernels="torch"))
+    if torch.cuda.is_available():
+        yield TrieTarget(model="gpu", build=functools.partial(DeviceTrie, device="cuda"))

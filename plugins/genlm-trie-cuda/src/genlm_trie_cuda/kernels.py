@@ -1,0 +1,182 @@
+"""The Triton kernels; `launches` calls them and says which slot is what.
+
+A tile is `(rows, slots)`. In memory the slots lie outside and the rows of weights inside,
+`slot * GROUP + row`, so that a tree or a scattered read touches whole sectors; weights and
+results lie the other way round, and Triton turns the tile between load and store.
+
+A row's values never meet another row's. `logsumexp` keeps two numbers for each slot above
+the ranks: the largest log-weight, exactly, and the sum of exponentials relative to it.
+
+Triton reads these functions' source, so they are plainer than Python need be.
+"""
+
+# Constants that Triton compiles in are upper-case, as in its own code, and kernels take
+# their arguments by position.
+# ruff: noqa: N803, PLR0917
+
+import triton
+import triton.language as tl
+
+__all__ = ["assemble", "build_trees", "load", "spread"]
+
+SUM = tl.constexpr(0)
+MAX = tl.constexpr(1)
+LOGSUMEXP = tl.constexpr(2)
+
+
+@triton.jit
+def neutral_of(OPERATION: tl.constexpr):
+    """The value that changes nothing."""
+    return 0.0 if OPERATION == SUM else float("-inf")
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two, nan if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def finite(top):
+    """What to subtract before an exponential: infinities and nan make 0."""
+    return tl.where(tl.abs(top) < float("inf"), top, 0.0)
+
+
+@triton.jit
+def load(
+    weights,
+    slots,
+    out,
+    place,
+    n_tokens,
+    padded,
+    n_rows,
+    row_stride,
+    token_stride,
+    out_stride,
+    OPERATION: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Convert the weights once: to the leaves of the result and, sorted, to the ranks."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.arange(0, GROUP)
+    given = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
+    at = row[:, None].to(tl.int64) * row_stride + token[None, :].to(tl.int64) * token_stride
+    neutral = neutral_of(OPERATION)
+    values = tl.load(weights + at, mask=given, other=neutral).to(slots.dtype.element_ty)
+    leaves = row[:, None].to(tl.int64) * out_stride + token[None, :]
+    tl.store(out + leaves, values, mask=given)
+    slot = tl.load(place + token, mask=token < padded, other=0)
+    inside = (token < padded)[None, :] & (row < GROUP)[:, None]
+    tl.store(slots + slot[None, :] * GROUP + row[:, None], values, mask=inside)
+
+
+@triton.jit
+def build_trees(
+    slots,
+    sums,
+    first,
+    count,
+    padded,
+    upper,
+    n_ranks,
+    OPERATION: tl.constexpr,
+    OVER_RANKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """Fill a complete binary tree over each block of entries of a stage."""
+    block = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (entry < count)[None, :] & (row < GROUP)[:, None]
+    at = (first + entry)[None, :] * GROUP + row[:, None]
+    top = tl.load(slots + at, mask=inside, other=neutral_of(OPERATION))
+    total = top
+    if OPERATION == LOGSUMEXP:
+        if OVER_RANKS:
+            total = tl.full((ROWS, BLOCK), 1.0, top.dtype)
+        else:
+            total = tl.load(sums + at - n_ranks * GROUP, mask=inside, other=0.0)
+    for level in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(top, (ROWS, BLOCK >> (level + 1), 2)))
+        top = left + right if OPERATION == SUM else larger(left, right)
+        entry = block * (BLOCK >> (level + 1)) + tl.arange(0, BLOCK >> (level + 1))
+        at = (upper + padded - (padded >> level) + entry)[None, :] * GROUP + row[:, None]
+        tl.store(slots + at, top)
+        if OPERATION == LOGSUMEXP:
+            shift = finite(top)
+            sums_of = tl.reshape(total, (ROWS, BLOCK >> (level + 1), 2))
+            sum_left, sum_right = tl.split(sums_of)
+            total = sum_left * tl.exp(left - shift) + sum_right * tl.exp(right - shift)
+            tl.store(sums + at - n_ranks * GROUP, total)
+
+
+@triton.jit
+def assemble(
+    slots,
+    sums,
+    piece,
+    piece_offset,
+    piece_count,
+    n_ranks,
+    first_interval,
+    n_intervals,
+    OPERATION: tl.constexpr,
+    GROUP: tl.constexpr,
+    INTERVALS: tl.constexpr,
+):
+    """Put every interval together from its pieces, small ones first."""
+    begin = tl.program_id(0) * INTERVALS
+    interval = begin + tl.arange(0, INTERVALS)
+    row = tl.arange(0, GROUP)
+    neutral = neutral_of(OPERATION)
+    top = tl.full((GROUP, INTERVALS), neutral, slots.dtype.element_ty)
+    total = tl.full((GROUP, INTERVALS), 0.0, slots.dtype.element_ty)
+    # Intervals come in descending order of their pieces: the first has the most.
+    for turn in range(tl.load(piece_count + begin)):
+        offset = tl.load(piece_offset + turn)
+        known = interval < tl.load(piece_offset + turn + 1) - offset
+        slot = tl.load(piece + offset + interval, mask=known, other=0)
+        at = slot[None, :] * GROUP + row[:, None]
+        inside = known[None, :] & (row < GROUP)[:, None]
+        value = tl.load(slots + at, mask=inside, other=neutral)
+        if OPERATION == SUM:
+            top += value
+        else:
+            before = top
+            top = larger(top, value)
+        if OPERATION == LOGSUMEXP:
+            above = inside & (slot >= n_ranks)[None, :]
+            part = tl.load(sums + at - n_ranks * GROUP, mask=above, other=1.0)
+            shift = finite(top)
+            total = total * tl.exp(before - shift) + part * tl.exp(value - shift)
+    if OPERATION == LOGSUMEXP:
+        top += tl.log(total)
+    at = (first_interval + interval)[None, :] * GROUP + row[:, None]
+    tl.store(slots + at, top, mask=(interval < n_intervals)[None, :] & (row < GROUP)[:, None])
+
+
+@triton.jit
+def spread(
+    slots,
+    out,
+    source,
+    n_tokens,
+    n_prefixes,
+    n_rows,
+    out_stride,
+    GROUP: tl.constexpr,
+    PREFIXES: tl.constexpr,
+):
+    """Copy to every prefix the value of its rank or interval."""
+    prefix = tl.program_id(0) * PREFIXES + tl.arange(0, PREFIXES)
+    row = tl.arange(0, GROUP)
+    known = (prefix < n_prefixes)[None, :] & (row < n_rows)[:, None]
+    slot = tl.load(source + prefix, mask=prefix < n_prefixes, other=0)
+    values = tl.load(slots + slot[None, :] * GROUP + row[:, None], mask=known, other=0.0)
+    at = row[:, None].to(tl.int64) * out_stride + n_tokens + prefix[None, :]
+    tl.store(out + at, values, mask=known)

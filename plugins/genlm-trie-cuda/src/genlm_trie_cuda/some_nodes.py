@@ -1,0 +1,63 @@
+"""Weights of some nodes of a trie, on the device of the weights.
+
+The host plans which ranks to read and how to combine them; only these weights are read,
+and nothing comes back to the host. Time is O(tokens below the nodes) for each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm import TrieLayout
+from genlm_trie_cuda.placed import PlacedPlan
+from genlm_trie_cuda.plan import TreePlan
+from genlm_trie_cuda.rows import result_dtype
+from genlm_trie_cuda.torch_path import Operation, reduce_ranks
+
+__all__ = ["reduce_nodes"]
+
+Positions = npt.NDArray[np.int64]
+
+
+def reduce_nodes(
+    layout: TrieLayout, nodes: npt.NDArray[Any], operation: Operation, rows: torch.Tensor
+) -> torch.Tensor:
+    """Reduce the weights below each of some nodes.
+
+    Args:
+        layout: Of the trie.
+        nodes: Valid nodes in any order, nested or repeated, `(k,)`.
+        operation: What to do with the weights below a node.
+        rows: `(rows, n_tokens)`, floating.
+
+    Returns:
+        `(rows, k)`, float64 for float64, else float32, on the device of the weights.
+    """
+    if not len(nodes):
+        return rows.new_empty((len(rows), 0), dtype=result_dtype(rows))
+    tokens, lo, hi = _below(layout, nodes)
+    read = rows.index_select(1, torch.from_numpy(tokens).to(rows.device))
+    source = len(tokens) + np.arange(len(nodes))
+    plan = TreePlan.of(np.arange(len(tokens)), lo, hi, source)
+    placed = PlacedPlan.on(plan, rows.device)
+    return reduce_ranks(placed, operation, read.to(result_dtype(rows)))
+
+
+def _below(
+    layout: TrieLayout, nodes: npt.NDArray[Any]
+) -> tuple[npt.NDArray[np.int32], Positions, Positions]:
+    """The tokens below any of the nodes, and each node's interval of those."""
+    lo, hi = layout.lo[nodes].astype(np.int64), layout.hi[nodes].astype(np.int64)
+    bounds = np.unique(np.concatenate([lo, hi]))
+    opened = np.bincount(np.searchsorted(bounds, lo), minlength=len(bounds))
+    closed = np.bincount(np.searchsorted(bounds, hi), minlength=len(bounds))
+    covered = np.flatnonzero(np.cumsum(opened - closed)[:-1])
+    start, sizes = bounds[covered], bounds[covered + 1] - bounds[covered]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    ranks = np.repeat(start - ends[:-1], sizes) + np.arange(ends[-1])
+    first, last = np.searchsorted(start, lo), np.searchsorted(start, hi)
+    return layout.order[ranks], ends[first], ends[last]

@@ -1,1 +1,0 @@
-"""The smallest complete genlm plugin: bytes that repeat themselves."""

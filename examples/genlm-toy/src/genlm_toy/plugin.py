@@ -6,9 +6,5 @@ from genlm import BackendSpec, hookimpl
 @hookimpl
 def genlm_backends():
     """Describe the engine without importing torch."""
-    yield BackendSpec(
-        name="toy",
-        kind="engine",
-        target="genlm_toy.engine:ToyEngine",
-        conformance="genlm_toy.conformance:target",
-    )
+    check = "genlm_toy.conformance:target"
+    yield BackendSpec("toy", "engine", "genlm_toy.engine:ToyEngine", conformance=check)

@@ -1,4 +1,7 @@
-"""Every family of decoder-only models, batched with padding, against each sequence alone."""
+"""Every family of decoder-only models, in every tier, against each sequence alone.
+
+`scripts/hf_architectures.py` makes the table in docs/ from the same models.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import pytest
 import torch
 
 from genlm_hf.engine import HFEngine
+from genlm_hf.packed import layout
+from genlm_hf.tiers import choice
 
 from .tiny import WIDTH, alone, answers, build_model, ids_of_lengths, llama_settings
 
@@ -168,19 +173,51 @@ FAMILIES = {
 }
 
 
+# What the packed tier serves; all others are padded.
+PACKED = {"gpt2", "gpt_bigcode", "gpt_neox", "opt", "mixtral", "phi", "phi3", "olmo2"}
+PACKED |= {"llama", "llama with llama3 rope", "mistral with a short window", "stablelm"}
+PACKED |= {"qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "starcoder2", "cohere"}
+PACKED |= {"cohere2", "granite", "deepseek_v3"}
+
+
+def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
+    """The model of a family, sequences, and the row of each alone."""
+    model_type, settings = FAMILIES[name]
+    model = build_model(model_type, **settings)
+    sequences = ids_of_lengths(*LENGTHS)
+    return model, sequences, torch.stack([alone(model, ids) for ids in sequences])
+
+
 # GPTBigCode still compiles its activation functions with TorchScript.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_padded_batches_give_the_rows_of_each_sequence_alone(name: str, tokenizer: Any) -> None:
-    model_type, settings = FAMILIES[name]
-    model = build_model(model_type, **settings)
-    engine = HFEngine.from_model(model, tokenizer)
+def test_batches_give_the_rows_of_each_sequence_alone(name: str, tokenizer: Any) -> None:
+    model, sequences, expected = unbatched(name)
+    engine = HFEngine.from_model(model, tokenizer, tier="padded")
     before = engine.statistics()["forwards"]
-    sequences = ids_of_lengths(*LENGTHS)
     rows = torch.stack(answers(engine, sequences))
-    expected = torch.stack([alone(model, ids) for ids in sequences])
     assert (rows - expected).abs().max() <= 1e-4
     assert (rows.logsumexp(-1)).abs().max() <= 1e-4
     # One pass, so the rows were padded; and no two sequences could be confused.
     assert engine.statistics()["forwards"] == before + 1
     assert torch.pdist(rows).min() > 1e-2
+
+    engine = HFEngine.from_model(model, tokenizer)
+    assert engine.statistics()["tier"] == ("packed" if name in PACKED else "padded")
+    for _ in range(2):
+        rows = torch.stack(answers(engine, sequences))
+        assert (rows - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "lfm2", "recurrent_gemma", "jamba", "gpt_oss"])
+def test_the_self_test_alone_finds_what_the_rules_refuse(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, *_ = unbatched(name)
+    monkeypatch.setattr(choice, "_refuse_by_config", lambda served: None)
+    monkeypatch.setattr(choice, "_refuse_by_layout", lambda served, layout: None)
+    monkeypatch.setattr(layout._Recorder, "_check_arguments", lambda *_: None)
+    monkeypatch.setattr(layout, "window_of", lambda mask_function: None)
+    engine = HFEngine.from_model(model, tokenizer)
+    assert engine.statistics()["tier"] == "padded"
+    assert "in the self-test" in str(engine.statistics()["tier_reason"])

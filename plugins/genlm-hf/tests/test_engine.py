@@ -49,7 +49,9 @@ def test_near_copies_of_a_sequence_get_their_own_rows(engine: HFEngine, llama: A
 def test_the_batch_limit_changes_the_passes_and_not_the_rows(
     llama: Any, tokenizer: Any, max_tokens: int
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, max_tokens_per_batch=max_tokens)
+    engine = HFEngine.from_model(
+        llama, tokenizer, max_tokens_per_batch=max_tokens, tier="padded"
+    )
     before = engine.statistics()
     sequences = ids_of_lengths(9, 1, 23, 4, 23, 40, 2)
     assert largest_error(llama, sequences, answers(engine, sequences)) <= 1e-4

@@ -63,8 +63,8 @@ def test_options_reach_from_pretrained(folder: Path, llama: Any) -> None:
             "rms_norm_eps": 0.5,
         },
     )
-    assert engine._model.config._attn_implementation == "eager"
-    assert engine._model.config.rms_norm_eps == 0.5
+    config = engine._served.model.config
+    assert (config._attn_implementation, config.rms_norm_eps) == ("eager", 0.5)
     assert engine.statistics()["dtype"] == "bfloat16"
 
 

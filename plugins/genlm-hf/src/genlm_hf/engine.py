@@ -1,7 +1,7 @@
 """`HFEngine`: Hugging Face transformers models as a genlm engine.
 
-Every query's context is computed anew in a padded forward pass. That is right for
-every decoder-only model and the reference for anything faster.
+The engine validates, knows adapters, and leaves the rows to a tier (`genlm_hf.tiers`),
+which is chosen when the model is loaded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from genlm import (
     UnknownAdapterError,
     UnsupportedCapability,
     Vocabulary,
-    rows_from_logits,
 )
 from genlm_hf.adapters import Adapters
-from genlm_hf.batches import BatchLimits, plan_batches
-from genlm_hf.forward import next_logits
 from genlm_hf.limits import context_window, embedding_rows, input_device, padding_id
 from genlm_hf.loading import LoadOptions, load_checkpoint, refuse_encoder_decoder
-from genlm_hf.probe import padding_is_safe, sample_ids
-from genlm_hf.rope import depends_on_longest, forget_longest
+from genlm_hf.tiers.choice import ServeOptions, choose_tier
+from genlm_hf.tiers.tier import PrefixTier, ServedModel
 
 __all__ = ["HFEngine"]
 
@@ -57,6 +54,12 @@ class HFEngine(BatchEngine):
         trust_remote_code: Whether code that comes with a model may be run.
         max_tokens_per_batch: The most positions, padding included, in one forward
             pass; a longer context still passes, alone.
+        kv_budget_bytes: The most memory that cached keys and values take; by default
+            a quarter of the CPU's free memory, half of a GPU's.
+        tier: How to serve the model: `"packed"`, `"padded"`, or None for the fastest
+            that gives the right rows.
+        self_test: Whether to compare the tier with unbatched forward passes of a few
+            short sequences when the model is loaded.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -76,9 +79,13 @@ class HFEngine(BatchEngine):
         bitsandbytes_opts: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
         max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
+        kv_budget_bytes: int | None = None,
+        tier: str | None = None,
+        self_test: bool = True,
     ) -> None:
+        serving = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test)
         options = LoadOptions(device, dtype, hf_opts, bitsandbytes_opts, trust_remote_code)
-        self._serve(*load_checkpoint(model, options), max_tokens_per_batch)
+        self._serve(*load_checkpoint(model, options), serving)
 
     @classmethod
     def from_model(
@@ -87,6 +94,9 @@ class HFEngine(BatchEngine):
         tokenizer: Any,
         *,
         max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
+        kv_budget_bytes: int | None = None,
+        tier: str | None = None,
+        self_test: bool = True,
     ) -> Self:
         """Serve a model and tokenizer that the caller has made.
 
@@ -105,34 +115,38 @@ class HFEngine(BatchEngine):
                 f"and load its adapters with add_new_lora, or what merge_and_unload returns"
             )
         refuse_encoder_decoder(model.config, type(model).__name__)
+        serving = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test)
         engine = cls.__new__(cls)
-        engine._serve(model, tokenizer, max_tokens_per_batch)  # noqa: SLF001 - its own class
+        engine._serve(model, tokenizer, serving)  # noqa: SLF001 - its own class
         return engine
 
-    def _serve(self, model: Any, tokenizer: Any, max_tokens_per_batch: int) -> None:
+    def _serve(self, model: Any, tokenizer: Any, options: ServeOptions) -> None:
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config)
-        has_peft = importlib.util.find_spec("peft") is not None
-        self.capabilities = frozenset({Capability.LORA} if has_peft else ())
-        self._model = model
-        self._device = input_device(model)
         self._embedding_rows = embedding_rows(model) or self.vocabulary.size
-        self._pad_id = padding_id(model.config, self._embedding_rows)
-        self._by_longest = depends_on_longest(model.config.get_text_config())
-        self._adapters = Adapters(model)
-        self._forwards = self._tokens_computed = self._tokens_padded = 0
-        self._limits = BatchLimits(
-            max_tokens=max_tokens_per_batch,
+        served = ServedModel(
+            model=model,
+            vocabulary=self.vocabulary,
+            device=input_device(model),
+            embedding_rows=self._embedding_rows,
+            pad_id=padding_id(model.config, self._embedding_rows),
+            max_context=self.max_context,
+            max_tokens=options.max_tokens_per_batch,
             max_rows=max(
                 1, _LOGITS_PER_BATCH // max(self._embedding_rows, self.vocabulary.size)
             ),
-            equal_lengths=self._by_longest or not self._padding_is_safe(),
         )
-
-    def _padding_is_safe(self) -> bool:
-        known = min(self._embedding_rows, self.vocabulary.size)
-        ids = sample_ids(self.vocabulary.tokenizer, known, self.max_context)
-        return padding_is_safe(self._logits, ids)
+        self._served = served
+        self._adapters = Adapters(model)
+        self._choice = choose_tier(served, options)
+        self._tier = self._choice.tier
+        self._tokens_asked = 0
+        has_peft = importlib.util.find_spec("peft") is not None
+        keeps = isinstance(self._tier, PrefixTier)
+        self.capabilities = frozenset(
+            ({Capability.LORA} if has_peft else set())
+            | ({Capability.PREFIX_CACHE} if keeps else set())
+        )
 
     def submit(self, query: Query) -> None:
         """Accept a query for the next step.
@@ -145,54 +159,58 @@ class HFEngine(BatchEngine):
         """
         if query.sampling is not None:
             raise UnsupportedCapability(Capability.SAMPLE, "hf")
-        if query.adapter is not None and query.adapter not in self._adapters.names:
-            raise UnknownAdapterError(query.adapter, self._adapters.names)
-        if max(query.token_ids) >= self._embedding_rows:
-            position, token_id = next(
-                (i, t) for i, t in enumerate(query.token_ids) if t >= self._embedding_rows
-            )
-            raise TokenIdError(token_id, position, self._embedding_rows)
+        self._check(query.token_ids, query.adapter)
         super().submit(query)
 
-    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the row of each query in as few forward passes as the limits allow.
+    def _check(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        if adapter is not None and adapter not in self._adapters.names:
+            raise UnknownAdapterError(adapter, self._adapters.names)
+        if max(token_ids) >= self._embedding_rows:
+            position, token_id = next(
+                (i, t) for i, t in enumerate(token_ids) if t >= self._embedding_rows
+            )
+            raise TokenIdError(token_id, position, self._embedding_rows)
 
-        Queries of one adapter share passes; similar lengths go together.
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the row of each query; queries of one adapter share forward passes.
 
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32, on the model's device.
         """
-        rows = torch.empty((len(queries), self.vocabulary.size), device=self._device)
         by_adapter: dict[str | None, list[int]] = {}
         for index, query in enumerate(queries):
             by_adapter.setdefault(query.adapter, []).append(index)
+        self._tokens_asked += sum(len(query.token_ids) for query in queries)
+        if len(by_adapter) == 1:
+            return self._rows(queries[0].adapter, queries)
+        rows = torch.empty((len(queries), self.vocabulary.size), device=self._served.device)
         for adapter, indices in by_adapter.items():
-            lengths = [len(queries[i].token_ids) for i in indices]
-            with self._adapters.at_work(adapter):
-                for batch in plan_batches(lengths, self._limits):
-                    chosen = [indices[i] for i in batch]
-                    logits = self._logits([queries[i].token_ids for i in chosen])
-                    computed = rows_from_logits(logits, self.vocabulary)
-                    rows[chosen] = computed.to(rows.device)
+            rows[indices] = self._rows(adapter, [queries[i] for i in indices])
         return rows
 
-    def _logits(
-        self, sequences: Sequence[Sequence[int]], positions: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        if self._by_longest:
-            forget_longest(self._model)
-        logits = next_logits(
-            self._model,
-            sequences,
-            pad_id=self._pad_id,
-            device=self._device,
-            positions=positions,
-        )
-        tokens = sum(map(len, sequences))
-        self._forwards += 1
-        self._tokens_computed += tokens
-        self._tokens_padded += len(sequences) * max(map(len, sequences)) - tokens
-        return logits
+    def _rows(self, adapter: str | None, queries: Sequence[Query]) -> torch.Tensor:
+        with self._adapters.at_work(adapter):
+            return self._tier.rows(adapter, [query.token_ids for query in queries])
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix and keep it until `clear_prefix_cache`.
+
+        Raises:
+            UnsupportedCapability: The model is served without a cache.
+            EvaluationError: It does not fit beside what is kept.
+            GenlmError: As `submit`.
+        """
+        if not isinstance(self._tier, PrefixTier):
+            raise UnsupportedCapability(Capability.PREFIX_CACHE, "hf")
+        self._check(token_ids, adapter)
+        with self._adapters.at_work(adapter):
+            self._tier.keep(adapter, tuple(token_ids))
+
+    def clear_prefix_cache(self) -> None:
+        """Free everything computed, kept or not. Answers do not change."""
+        if not isinstance(self._tier, PrefixTier):
+            raise UnsupportedCapability(Capability.PREFIX_CACHE, "hf")
+        self._tier.clear()
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in folder `path`, to be asked for as `name`.
@@ -211,25 +229,27 @@ class HFEngine(BatchEngine):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return what was computed and with what.
 
-        `tokens_computed` counts tokens of contexts, `tokens_padded` the positions
-        that only filled batches up; both include the check at loading.
+        `tokens_asked` counts the tokens of all contexts, `tokens_computed` those that
+        went through the model. `tier_reason` says why the tier was chosen,
+        `self_test_error` how far its log-probabilities were from unbatched ones.
         """
         return {
-            "tokens_computed": self._tokens_computed,
-            "tokens_padded": self._tokens_padded,
-            "forwards": self._forwards,
+            **self._tier.statistics(),
+            **self._choice.statistics(),
+            "tokens_asked": self._tokens_asked,
             "adapters": len(self._adapters.names),
-            "model": type(self._model).__name__,
-            "device": str(self._device),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "model": type(self._served.model).__name__,
+            "device": str(self._served.device),
+            "dtype": str(self._served.model.dtype).removeprefix("torch."),
         }
 
     def close(self) -> None:
-        """Take adapters out of the model and let go of it.
+        """Take adapters out of the model and let go of it and of what was computed.
 
         A model that the caller made is as it was before `from_model`.
         """
+        on_cuda = self._served.device.type == "cuda"
         self._adapters.unload()
-        del self._adapters, self._model
-        if self._device.type == "cuda":
+        del self._adapters, self._tier, self._choice, self._served
+        if on_cuda:
             torch.cuda.empty_cache()

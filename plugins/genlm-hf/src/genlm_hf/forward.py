@@ -8,13 +8,13 @@ the model: under right padding its own default numbers each sequence from 0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["next_logits"]
+__all__ = ["evaluation_mode", "head_sees", "next_logits"]
 
 
 def next_logits(
@@ -52,7 +52,12 @@ def next_logits(
         "use_cache": False,
         "return_dict": True,
     }
-    with torch.inference_mode(), _evaluation_mode(model), _head_sees(model, kept, longest):
+
+    def take(states: torch.Tensor) -> torch.Tensor:
+        return _take(states, kept)[:, None]
+
+    shape = (len(sequences), longest)
+    with torch.inference_mode(), evaluation_mode(model), head_sees(model, shape, take):
         output = model(**_accepted(model, inputs))
         logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
         return logits[:, 0] if logits.shape[1] == 1 else _take(logits, kept)
@@ -69,11 +74,14 @@ def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _head_sees(model: Any, positions: torch.Tensor, longest: int) -> Iterator[None]:
-    """Hand one position per row to the output embedding while in this context.
+def head_sees(
+    model: Any, shape: tuple[int, int], take: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Hand `take(states)` to the output embedding instead of all states.
 
     The model's own scaling or capping of logits still follows. A model that uses
-    its output embedding otherwise keeps all its logits; the caller takes its pick.
+    its output embedding otherwise, on states that are not `(*shape, width)`, keeps
+    all its logits; the caller takes its pick.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Module):
@@ -81,9 +89,9 @@ def _head_sees(model: Any, positions: torch.Tensor, longest: int) -> Iterator[No
         return
 
     def keep_positions(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or tuple(args[0].shape[:-1]) != (len(positions), longest):
+        if not args or tuple(args[0].shape[:-1]) != shape:
             return None
-        return (_take(args[0], positions)[:, None], *args[1:])
+        return (take(args[0]), *args[1:])
 
     handle = head.register_forward_pre_hook(keep_positions)
     try:
@@ -93,7 +101,7 @@ def _head_sees(model: Any, positions: torch.Tensor, longest: int) -> Iterator[No
 
 
 @contextmanager
-def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Switch off what is random in training (dropout) while in this context.
 
     A model that its owner is training is in training mode again afterwards.

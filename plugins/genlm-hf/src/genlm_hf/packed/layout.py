@@ -1,0 +1,225 @@
+"""Which attention layers a model has, found out by running it once.
+
+A forward pass over a few tokens with a recording attention function shows the
+layers in order, their heads and widths, the masks they are given, and every
+argument that the packed attention would have to know. What it does not know makes
+the model unfit; nothing is guessed from the model's name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from genlm_hf.kv.storage import LayerShape
+from genlm_hf.packed.windows import UnknownMaskError, window_of
+
+__all__ = ["AttentionLayer", "AttentionLayout", "UnfitModelError", "read_layout", "register"]
+
+_RECORDING_ATTENTION = "genlm_recording"
+
+# What may be passed to an attention function without changing what it computes.
+_HARMLESS_ARGUMENTS = frozenset(
+    {"dropout", "scaling", "sliding_window", "position_ids", "cache_position", "use_cache"}
+    | {"return_dict", "output_attentions", "output_hidden_states"}
+)
+
+
+class UnfitModelError(ValueError):
+    """A model whose attention is not that of a plain decoder; says what is different."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One attention layer.
+
+    Attributes:
+        index: In the order in which layers run.
+        window: How many tokens a token sees, itself included; None for all.
+        shape: What the layer keeps of a token.
+    """
+
+    index: int
+    window: int | None
+    shape: LayerShape
+
+
+class AttentionLayout:
+    """The attention layers of one model, and the switch that exchanges their function."""
+
+    def __init__(self, model: torch.nn.Module, layers: dict[torch.nn.Module, AttentionLayer]):
+        self._layers = layers
+        self._configs = _configs(model)
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        """All layers in order."""
+        return list(self._layers.values())
+
+    def layer(self, module: torch.nn.Module) -> AttentionLayer:
+        """Return the layer that a module of the model is."""
+        return self._layers[module]
+
+    @contextmanager
+    def runs(self, attention: str) -> Iterator[None]:
+        """Let the model use the registered function of that name while in this context."""
+        with _attention_function(self._configs, attention):
+            yield
+
+
+def register() -> None:
+    """Make the recording attention function and its masks known to transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_RECORDING_ATTENTION, _record_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_RECORDING_ATTENTION, _record_mask)
+
+
+def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> AttentionLayout:
+    """Return the attention layers that a forward pass goes through.
+
+    Args:
+        model: Of transformers' interface.
+        forward: Runs it on a few tokens of one sequence, with mask, without cache.
+
+    Raises:
+        UnfitModelError: Its attention differs from a plain decoder's in a way that
+            the packed attention does not know.
+    """
+    configs = _configs(model)
+    own = {config._attn_implementation for config in configs}  # noqa: SLF001 - no public name
+    recorder = _active.recorder = _Recorder(eager=own != {"sdpa"})
+    try:
+        with _attention_function(configs, _RECORDING_ATTENTION):
+            forward()
+    except UnfitModelError:
+        raise
+    except Exception as error:
+        raise UnfitModelError(
+            f"with another attention function its forward pass raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        _active.recorder = None
+    return AttentionLayout(model, recorder.layers)
+
+
+class _Recorder:
+    """What the layers of one forward pass were called with."""
+
+    def __init__(self, *, eager: bool) -> None:
+        self.layers: dict[torch.nn.Module, AttentionLayer] = {}
+        self._eager = eager
+        self._windows: dict[int, int | None] = {}
+        self._masks: list[torch.Tensor] = []  # kept, so that their memory is not reused
+
+    def add_mask(self, mask: torch.Tensor, window: int | None) -> None:
+        self._masks.append(mask)
+        self._windows[mask.data_ptr()] = window
+
+    def add_layer(
+        self,
+        module: torch.nn.Module,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        query, key, value = states
+        if module in self.layers:
+            raise UnfitModelError("an attention layer runs twice in a forward pass")
+        if query.shape[2] != key.shape[2] or query.shape[0] != 1:
+            raise UnfitModelError("an attention layer attends to other tokens than its own")
+        self._check_arguments(module, arguments)
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        window = self._window(mask, arguments)
+        self.layers[module] = AttentionLayer(len(self.layers), window, shape)
+
+    def _check_arguments(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+        if not arguments.get("is_causal", getattr(module, "is_causal", True)):
+            raise UnfitModelError("an attention layer is not causal")
+        # transformers' sdpa ignores what it does not know; a model's own eager may not.
+        decisive = None if self._eager else {"position_bias", "cache"}
+        for name, value in arguments.items():
+            harmless = name in _HARMLESS_ARGUMENTS or name == "is_causal"
+            if value is None or harmless or (decisive is not None and name not in decisive):
+                continue
+            raise UnfitModelError(f"its attention has an argument {name!r}")
+
+    def _window(self, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
+        if mask is None:
+            if arguments.get("sliding_window") is not None:
+                raise UnfitModelError("an attention layer has a sliding window without a mask")
+            return None
+        if mask.data_ptr() not in self._windows:
+            raise UnfitModelError("an attention layer makes a mask of its own")
+        return self._windows[mask.data_ptr()]
+
+
+class _Active(threading.local):
+    recorder: _Recorder | None = None
+
+
+_active = _Active()
+
+
+def _record_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    assert _active.recorder is not None  # noqa: S101 - our own mistake
+    _active.recorder.add_layer(module, (query, key, value), attention_mask, arguments)
+    batch, heads, tokens, _ = query.shape
+    return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
+
+
+def _record_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Any],
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    assert _active.recorder is not None  # noqa: S101 - our own mistake
+    try:
+        window = window_of(mask_function)
+    except UnknownMaskError as error:
+        raise UnfitModelError(f"one of its masks is unknown: {error}") from error
+    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    _active.recorder.add_mask(mask, window)
+    return mask
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Return the configs that the model's modules ask for their attention function."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+@contextmanager
+def _attention_function(configs: Sequence[Any], name: str) -> Iterator[None]:
+    # The public setter would also reset the configs inside a config.
+    attribute = "_attn_implementation_internal"
+    before = [getattr(config, attribute) for config in configs]
+    try:
+        for config in configs:
+            setattr(config, attribute, name)
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            setattr(config, attribute, own)

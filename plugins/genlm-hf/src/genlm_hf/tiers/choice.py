@@ -1,0 +1,147 @@
+"""Which tier serves a model: by rules first, then by comparing answers.
+
+No flag of a config tells which models a faster tier serves rightly, so a tier must
+pass rules on what was seen of the model and then give the rows of unbatched
+forward passes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from genlm import ModelLoadError
+from genlm_hf.packed.forward import takes_positions
+from genlm_hf.packed.layout import AttentionLayout, UnfitModelError, read_layout
+from genlm_hf.rope import depends_on_longest
+from genlm_hf.tiers.packed import PackedTier
+from genlm_hf.tiers.padded import PaddedTier
+from genlm_hf.tiers.self_test import SelfTest
+from genlm_hf.tiers.tier import ServedModel, Tier
+
+__all__ = ["ServeOptions", "TierChoice", "choose_tier"]
+
+_logger = logging.getLogger("genlm_hf")
+
+# Kinds of layers that see their whole past, or the end of it.
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How to serve; the fields are `HFEngine`'s arguments."""
+
+    max_tokens_per_batch: int
+    kv_budget_bytes: int | None = None
+    tier: str | None = None
+    self_test: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TierChoice:
+    """The tier that serves, and why.
+
+    Attributes:
+        tier: Computes the rows.
+        reason: Why no faster one was taken, or that it was asked for.
+        error: Largest difference to an unbatched forward pass in the self-test, in
+            log-probability; None if there was none.
+    """
+
+    tier: Tier
+    reason: str
+    error: float | None
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return the choice as figures."""
+        error = {} if self.error is None else {"self_test_error": self.error}
+        return {"tier": self.tier.name, "tier_reason": self.reason, **error}
+
+
+def choose_tier(served: ServedModel, options: ServeOptions) -> TierChoice:
+    """Return the fastest tier that gives the right rows, or the one asked for.
+
+    Raises:
+        ModelLoadError: The model is no causal language model, or the tier asked for
+            cannot serve it.
+        ValueError: There is no tier of the name asked for.
+    """
+    faster: dict[str, Callable[[PaddedTier], Tier]] = {
+        "packed": lambda padded: _packed(served, padded, options),
+    }
+    if options.tier not in {None, "padded", *faster}:
+        names = ", ".join(map(repr, [*faster, "padded"]))
+        raise ValueError(f"no tier {options.tier!r}; the tiers are {names}, None chooses")
+    padded = PaddedTier(served)
+    wanted = [name for name in faster if options.tier in {None, name}]
+    refusals = []
+    test = SelfTest(served, padded) if options.self_test and wanted else None
+    for name in wanted:
+        try:
+            tier = faster[name](padded)
+            error = None if test is None else test.largest_error(tier)
+        except UnfitModelError as unfit:
+            if options.tier is not None:
+                raise ModelLoadError(
+                    f"tier={name!r} cannot serve {type(served.model).__name__}: {unfit}"
+                ) from unfit
+            refusals.append(f"not {name}: {unfit}")
+        else:
+            return _chosen(TierChoice(tier, _reason(options, refusals), error), served)
+    return _chosen(TierChoice(padded, _reason(options, refusals), None), served)
+
+
+def _reason(options: ServeOptions, refusals: list[str]) -> str:
+    if options.tier is not None:
+        return "asked for"
+    return "; ".join(refusals) or "the fastest"
+
+
+def _chosen(choice: TierChoice, served: ServedModel) -> TierChoice:
+    measured = "not tested" if choice.error is None else f"self-test error {choice.error:.1e}"
+    _logger.info(
+        "%s is served by tier %r (%s; %s)",
+        type(served.model).__name__,
+        choice.tier.name,
+        choice.reason,
+        measured,
+    )
+    return choice
+
+
+def _packed(served: ServedModel, padded: PaddedTier, options: ServeOptions) -> PackedTier:
+    """Return the packed tier.
+
+    Raises:
+        UnfitModelError: The model breaks one of the rules.
+    """
+    _refuse_by_config(served)
+    layout = read_layout(served.model, lambda: padded.logits([[0] * _probe_length(served)]))
+    _refuse_by_layout(served, layout)
+    return PackedTier(served, layout, padded, options.kv_budget_bytes)
+
+
+def _probe_length(served: ServedModel) -> int:
+    return min(3, served.max_context or 3)
+
+
+def _refuse_by_config(served: ServedModel) -> None:
+    config = served.model.config.get_text_config()
+    if not takes_positions(served.model):
+        raise UnfitModelError("its forward takes no position_ids")
+    if depends_on_longest(config):
+        raise UnfitModelError("its rotary embedding depends on the longest sequence")
+    others = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
+    if others:
+        raise UnfitModelError(f"it has layers of kind {', '.join(sorted(map(str, others)))}")
+
+
+def _refuse_by_layout(served: ServedModel, layout: AttentionLayout) -> None:
+    config = served.model.config.get_text_config()
+    expected = getattr(config, "num_hidden_layers", None)
+    if not layout.layers or len(layout.layers) != expected:
+        raise UnfitModelError(
+            f"{len(layout.layers)} of its {expected} layers use transformers' attention "
+            f"interface"
+        )

@@ -1,0 +1,161 @@
+"""Tier `packed`: every token once, every prefix shared, one packed pass a step.
+
+For decoder-only models whose layers mix tokens by plain attention only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from genlm import EvaluationError, rows_from_logits
+from genlm_hf.kv.storage import KVStorage, default_budget_bytes
+from genlm_hf.kv.tree import OutOfSlotsError, PrefixTree
+from genlm_hf.packed.forward import packed_logits
+from genlm_hf.packed.layout import AttentionLayout
+from genlm_hf.packed.plan import plan_forward
+from genlm_hf.tiers.padded import PaddedTier
+from genlm_hf.tiers.tier import ServedModel
+
+__all__ = ["PackedTier"]
+
+_Batch = list[tuple[int, int]]
+"""Index of a sequence and the slot of its last token."""
+
+
+class PackedTier:
+    """Rows from packed forward passes over a prefix tree; see `Tier`.
+
+    A batch that needs more room than there is, is served in parts. A context too
+    long for the whole budget is computed by the padded tier, without a cache.
+
+    Args:
+        served: The model.
+        layout: Its attention layers.
+        padded: Serves what does not fit.
+        kv_budget_bytes: The most that keys and values take; None for the default.
+    """
+
+    name = "packed"
+
+    def __init__(
+        self,
+        served: ServedModel,
+        layout: AttentionLayout,
+        padded: PaddedTier,
+        kv_budget_bytes: int | None,
+    ) -> None:
+        shapes = [layer.shape for layer in layout.layers]
+        if kv_budget_bytes is None:
+            kv_budget_bytes = default_budget_bytes(shapes)
+        self._served, self._layout, self._padded = served, layout, padded
+        self._budget = kv_budget_bytes
+        self._storage = KVStorage(shapes, kv_budget_bytes)
+        self._tree = PrefixTree(self._storage.capacity)
+        self._forwards = self._tokens_computed = self._without_cache = 0
+
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Compute rows in one pass, or in several where limits or memory ask for it.
+
+        Whatever is raised, the tree holds computed tokens only.
+        """
+        rows = torch.empty(
+            (len(sequences), self._served.vocabulary.size), device=self._served.device
+        )
+        try:
+            self._fill(rows, adapter, sequences)
+        except BaseException:
+            self._tree.roll_back()
+            raise
+        return rows
+
+    def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
+        """Compute a prefix and keep it until `clear`.
+
+        Raises:
+            EvaluationError: It does not fit into the budget beside what is kept.
+        """
+        before = self._without_cache
+        self.rows(adapter, [token_ids])
+        if self._without_cache > before:
+            raise EvaluationError(
+                f"a prefix of {len(token_ids)} tokens does not fit into the "
+                f"{self._tree.capacity} tokens of kv_budget_bytes={self._budget} beside "
+                f"what is kept already; raise kv_budget_bytes or call clear_kv_cache first"
+            )
+        self._tree.pin(adapter, token_ids)
+
+    def clear(self) -> None:
+        """Forget everything computed, kept or not."""
+        self._tree.clear()
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of work and the state of the cache."""
+        used = self._tree.slots_used
+        return {
+            "tokens_computed": self._tokens_computed,
+            "tokens_evicted": self._tree.tokens_evicted,
+            "forwards": self._forwards,
+            "contexts_without_cache": self._without_cache,
+            "kv_tokens": used,
+            "kv_bytes_used": used * self._storage.bytes_per_token,
+            "kv_budget_bytes": self._budget,
+        }
+
+    def _fill(
+        self, rows: torch.Tensor, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> None:
+        batch: _Batch = []
+        for index, sequence in enumerate(sequences):
+            if batch and self._is_full(adapter, sequence, len(batch)):
+                self._run(rows, adapter, sequences, batch)
+            slot = self._insert(adapter, sequence)
+            if slot is None and batch:
+                self._run(rows, adapter, sequences, batch)
+                slot = self._insert(adapter, sequence)
+            if slot is None:
+                rows[index] = self._padded.rows(adapter, [sequence])[0]
+                self._without_cache += 1
+            else:
+                batch.append((index, slot))
+        if batch:
+            self._run(rows, adapter, sequences, batch)
+
+    def _is_full(self, adapter: str | None, sequence: tuple[int, ...], members: int) -> bool:
+        """Whether a sequence would make the current batch larger than one pass may be."""
+        if members >= self._served.max_rows:
+            return True
+        room = self._served.max_tokens - self._tree.fresh_tokens - members
+        return len(sequence) > room and self._tree.missing(adapter, sequence) > room
+
+    def _insert(self, adapter: str | None, sequence: tuple[int, ...]) -> int | None:
+        try:
+            return self._tree.insert(adapter, sequence)
+        except OutOfSlotsError:
+            return None
+
+    def _run(
+        self,
+        rows: torch.Tensor,
+        adapter: str | None,
+        sequences: Sequence[tuple[int, ...]],
+        batch: _Batch,
+    ) -> None:
+        """Compute what is in the current batch of the tree and end it."""
+        chosen = [index for index, _ in batch]
+        plan = plan_forward(
+            self._tree, adapter, [sequences[i] for i in chosen], [slot for _, slot in batch]
+        )
+        logits = packed_logits(
+            self._served.model,
+            plan,
+            layout=self._layout,
+            storage=self._storage,
+            device=self._served.device,
+        )
+        rows[chosen] = rows_from_logits(logits, self._served.vocabulary).to(rows.device)
+        self._tree.commit()
+        self._forwards += 1
+        self._tokens_computed += len(plan.tokens)
+        batch.clear()

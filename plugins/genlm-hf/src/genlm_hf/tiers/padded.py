@@ -1,0 +1,81 @@
+"""Tier `padded`: every context anew, in padded batches, without a cache.
+
+Right for every decoder-only model, and the reference for anything faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from genlm import rows_from_logits
+from genlm_hf.batches import BatchLimits, plan_batches
+from genlm_hf.forward import next_logits
+from genlm_hf.probe import padding_is_safe, sample_ids
+from genlm_hf.rope import depends_on_longest, forget_longest
+from genlm_hf.tiers.tier import ServedModel
+
+__all__ = ["PaddedTier"]
+
+
+class PaddedTier:
+    """Rows from padded forward passes; see `Tier`.
+
+    Raises:
+        ModelLoadError: The model is no causal language model.
+    """
+
+    name = "padded"
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self._by_longest = depends_on_longest(served.model.config.get_text_config())
+        self._forwards = self._tokens_computed = self._tokens_padded = 0
+        ids = sample_ids(
+            served.vocabulary.tokenizer,
+            min(served.embedding_rows, served.vocabulary.size),
+            served.max_context,
+        )
+        safe = padding_is_safe(self.logits, ids)
+        self._limits = BatchLimits(
+            max_tokens=served.max_tokens,
+            max_rows=served.max_rows,
+            equal_lengths=self._by_longest or not safe,
+        )
+
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see Tier
+        """Compute rows in as few passes as the limits allow, similar lengths together."""
+        vocabulary = self._served.vocabulary
+        rows = torch.empty((len(sequences), vocabulary.size), device=self._served.device)
+        for batch in plan_batches([len(sequence) for sequence in sequences], self._limits):
+            logits = self.logits([sequences[i] for i in batch])
+            rows[batch] = rows_from_logits(logits, vocabulary).to(rows.device)
+        return rows
+
+    def logits(
+        self, sequences: Sequence[Sequence[int]], positions: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Run one pass; logits at one position of each sequence, by default the last."""
+        if self._by_longest:
+            forget_longest(self._served.model)
+        logits = next_logits(
+            self._served.model,
+            sequences,
+            pad_id=self._served.pad_id,
+            device=self._served.device,
+            positions=positions,
+        )
+        tokens = sum(map(len, sequences))
+        self._forwards += 1
+        self._tokens_computed += tokens
+        self._tokens_padded += len(sequences) * max(map(len, sequences)) - tokens
+        return logits
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of tokens of contexts, of padding, and of passes."""
+        return {
+            "tokens_computed": self._tokens_computed,
+            "tokens_padded": self._tokens_padded,
+            "forwards": self._forwards,
+        }

@@ -1,0 +1,249 @@
+"""The packed tier against unbatched forward passes, whatever is cached, evicted or raised."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import Capability, EvaluationError, PrefixCacheEngine
+from genlm_hf.engine import HFEngine
+
+from .test_adapters import make_adapter
+from .test_architectures import family
+from .tiny import VOCAB_SIZE, alone, answers, build_model, ids_of_lengths
+
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS = {
+    "grouped heads": family("llama"),
+    "a window of 4 tokens": family("mistral", sliding_window=4),
+    "windows in some layers": family(
+        "gemma3_text", head_dim=8, sliding_window=5, num_hidden_layers=3, layer_types=_LAYERS
+    ),
+    "learned positions": (
+        "gpt2",
+        {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
+}
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # of the tiny Llama: layers, K and V, heads, width, float32
+
+
+@pytest.fixture(autouse=True)
+def one_program() -> None:
+    random.seed(11)
+
+
+class Oracle:
+    """Rows of single sequences, remembered."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = copy.deepcopy(model).eval()  # no adapter or hook can reach it
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def largest_error(self, sequences: Any, rows: list[torch.Tensor]) -> float:
+        worst = 0.0
+        for ids, row in zip(map(tuple, sequences), rows, strict=True):
+            if ids not in self._rows:
+                with torch.no_grad():
+                    logits = self._model(torch.tensor([ids]), use_cache=False).logits
+                self._rows[ids] = logits[0, -1, :VOCAB_SIZE].float().log_softmax(-1)
+            worst = max(worst, float((row - self._rows[ids]).abs().max()))
+        return worst
+
+
+def particles(steps: int, count: int, prompt: list[int]) -> Iterator[list[list[int]]]:
+    """Contexts of a population that grows by one to three tokens and is resampled."""
+    population = [list(prompt) for _ in range(count)]
+    for step in range(steps):
+        if step % 3 == 2:
+            population = [list(random.choice(population)) for _ in population]
+        for context in population:
+            context.extend(random.choices(range(3, 9), k=random.choice([1, 1, 1, 2, 12])))
+        population = [context[:60] for context in population]
+        yield [list(context) for context in population]
+
+
+def unique(sequences: list[list[int]]) -> list[list[int]]:
+    return [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
+
+
+def used(engine: HFEngine, name: str) -> int:
+    return int(engine.statistics()[name])
+
+
+@pytest.mark.parametrize("slots", [None, 130, 40])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
+    name: str, slots: int | None, tokenizer: Any
+) -> None:
+    model_type, settings = MODELS[name]
+    model = build_model(model_type, **settings)
+    oracle = Oracle(model)
+    size = HFEngine.from_model(model, tokenizer, tier="packed")._tier._storage.bytes_per_token
+    budget = None if slots is None else slots * size
+    engine = HFEngine.from_model(model, tokenizer, tier="packed", kv_budget_bytes=budget)
+    prompt = ids_of_lengths(20)[0]
+    for contexts in particles(5, 6, prompt):
+        batch = unique([*contexts, *ids_of_lengths(3, 50, 11)[: random.randrange(4)]])
+        assert oracle.largest_error(batch, answers(engine, batch)) <= 1e-4
+        again = random.sample(batch, 3)
+        assert oracle.largest_error(again, answers(engine, again)) <= 1e-4
+        assert used(engine, "kv_bytes_used") <= used(engine, "kv_budget_bytes")
+        assert engine._tier._storage.nbytes <= used(engine, "kv_budget_bytes")
+    if slots is None:
+        assert used(engine, "tokens_evicted") == used(engine, "contexts_without_cache") == 0
+    else:
+        assert used(engine, "tokens_evicted") > 0
+        assert (used(engine, "contexts_without_cache") > 0) == (slots == 40)
+
+
+def test_every_token_is_computed_once(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+    before, forwards = used(engine, "tokens_computed"), used(engine, "forwards")
+    prompt = ids_of_lengths(30)[0]
+    answers(engine, [prompt])
+    answers(engine, [[*prompt, i] for i in range(3, 13)])
+    answers(engine, [[*prompt, 3, 4], [*prompt, 3, 5, 6], [*prompt, 12, 4]])
+    assert used(engine, "tokens_computed") - before == 30 + 10 + 1 + 2 + 1
+    assert used(engine, "kv_tokens") == 44
+    answers(engine, [[*prompt, 3, 4], prompt[:7]])  # known: only their last tokens
+    assert used(engine, "tokens_computed") - before == 46
+    assert used(engine, "forwards") == forwards + 4
+
+
+def test_a_step_larger_than_a_pass_is_run_in_parts(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier="packed", max_tokens_per_batch=40)
+    before = used(engine, "forwards")
+    sequences = ids_of_lengths(30, 20, 5, 50, 4, 4)
+    rows = answers(engine, sequences)
+    assert Oracle(llama).largest_error(sequences, rows) <= 1e-4
+    # 30 · 20 + 5 · 50, alone · 4 + 4
+    assert used(engine, "forwards") == before + 4
+
+
+@pytest.mark.parametrize("place", ["embedding", "layer 0", "layer 1", "attention 1", "head"])
+def test_a_pass_that_raises_leaves_nothing_that_looks_computed(
+    place: str, llama: Any, tokenizer: Any
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+    oracle = Oracle(llama)
+    module = {
+        "embedding": llama.model.embed_tokens,
+        "layer 0": llama.model.layers[0],
+        "layer 1": llama.model.layers[1],
+        "attention 1": llama.model.layers[1].self_attn,
+        "head": llama.lm_head,
+    }[place]
+    prompt = ids_of_lengths(12)[0]
+    steps = [[prompt], [[*prompt, 3], [*prompt, 4, 5], [*prompt[:5], 7]], [[*prompt, 3, 9]]]
+    for step in steps:
+        before = used(engine, "kv_tokens")
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        handle = module.register_forward_hook(broken)
+        assert all(isinstance(row, RuntimeError) for row in answers(engine, step))
+        handle.remove()
+        assert used(engine, "kv_tokens") == before
+        assert llama.config._attn_implementation == "sdpa"
+        assert oracle.largest_error(step, answers(engine, step)) <= 1e-4
+
+
+def test_only_the_sequence_that_raises_fails(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+
+    def picky(_: Any, args: Any) -> None:
+        if (args[0] == 99).any():
+            raise RuntimeError("99")
+
+    handle = llama.model.embed_tokens.register_forward_pre_hook(picky)
+    sequences = [[3, 4], [3, 99], [3, 99, 5], [3, 4, 5]]
+    rows = answers(engine, sequences)
+    handle.remove()
+    assert [isinstance(row, RuntimeError) for row in rows] == [False, True, True, False]
+    assert Oracle(llama).largest_error([[3, 4], [3, 4, 5]], [rows[0], rows[3]]) <= 1e-4
+    assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-4
+
+
+def test_adapters_never_see_each_others_keys_and_values(
+    llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    adapted = {
+        name: make_adapter(llama, tmp_path / name, seed) for seed, name in enumerate("rb")
+    }
+    oracles = {None: Oracle(llama), **{name: Oracle(m) for name, m in adapted.items()}}
+    engine = HFEngine.from_model(
+        llama, tokenizer, tier="packed", kv_budget_bytes=100 * TOKEN_BYTES
+    )
+    sequences = ids_of_lengths(9, 14)
+    before = [row.clone() for row in answers(engine, sequences)]
+    for name in adapted:
+        engine.add_adapter(name, str(tmp_path / name))
+    for step in range(4):
+        asked = [(ids, name) for ids in sequences for name in (None, "r", "b")]
+        for (ids, name), row in zip(asked, answers(engine, asked), strict=True):
+            assert oracles[name].largest_error([ids], [row]) <= 1e-4
+        if step == 0:
+            assert used(engine, "kv_tokens") == 3 * 23
+        sequences = [[*ids, step + 3] for ids in sequences]
+    assert used(engine, "tokens_evicted") == 0
+    engine.close()
+    assert float((alone(llama, ids_of_lengths(9)[0]) - before[0]).abs().max()) <= 1e-4
+
+
+def test_a_kept_prefix_is_computed_once_and_survives_a_full_cache(
+    llama: Any, tokenizer: Any
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=61 * TOKEN_BYTES)
+    assert Capability.PREFIX_CACHE in engine.capabilities
+    assert isinstance(engine, PrefixCacheEngine)
+    oracle = Oracle(llama)
+    prompt, *others = ids_of_lengths(25, 30, 33, 35)
+    engine.cache_prefix(prompt, None)
+    for other in others:
+        assert oracle.largest_error([other], answers(engine, [other])) <= 1e-4
+    before = used(engine, "tokens_computed")
+    longer = [*prompt, 5, 6]
+    assert oracle.largest_error([longer], answers(engine, [longer])) <= 1e-4
+    assert used(engine, "tokens_computed") == before + 2
+    with pytest.raises(EvaluationError, match="does not fit into the 60 tokens"):
+        engine.cache_prefix([9, *prompt, *prompt], None)
+    engine.clear_prefix_cache()
+    assert used(engine, "kv_tokens") == 0
+    assert oracle.largest_error([longer], answers(engine, [longer])) <= 1e-4
+    assert used(engine, "kv_tokens") == 27
+
+
+def test_a_budget_without_room_for_a_token_still_serves(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=10)
+    sequences = ids_of_lengths(9, 1)
+    assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-4
+    assert used(engine, "kv_bytes_used") == 0
+
+
+def test_many_requests_leave_no_growth(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=64 * TOKEN_BYTES)
+    for _ in range(150):
+        answers(engine, unique([random.choices(range(3, 6), k=9) for _ in range(4)]))
+    tree = engine._tier._tree
+    assert used(engine, "kv_tokens") <= 63
+    assert sum(1 for root in tree._roots.values() for _ in root.below()) <= 63
+    assert not tree._in_use
+    assert not tree._fresh
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(llama: Any, tokenizer: Any, dtype: torch.dtype) -> None:
+    sequences = ids_of_lengths(9, 1, 23)
+    expected = [alone(llama, ids) for ids in sequences]
+    engine = HFEngine.from_model(llama.to(dtype), tokenizer, tier="packed")
+    for row, exact in zip(answers(engine, sequences), expected, strict=True):
+        assert row.shape == (VOCAB_SIZE,)
+        assert (row - exact).abs().max() <= {torch.bfloat16: 1e-1, torch.float16: 1e-2}[dtype]

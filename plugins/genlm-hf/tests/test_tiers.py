@@ -1,0 +1,138 @@
+"""Which tier is chosen, why, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import Capability, ModelLoadError, UnsupportedCapability
+from genlm_hf.engine import HFEngine
+from genlm_hf.packed.windows import UnknownMaskError, window_of
+from genlm_hf.tiers import packed
+
+from .test_architectures import bare
+from .tiny import answers, build_model, ids_of_lengths, llama_settings
+
+
+@pytest.fixture(scope="module")
+def mamba() -> Any:
+    model_type, settings = bare("mamba", num_hidden_layers=2, state_size=8)
+    return build_model(model_type, **settings)
+
+
+def test_the_choice_and_its_reason_are_figures_and_logged(
+    llama: Any, mamba: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "genlm_hf")
+    figures = HFEngine.from_model(llama, tokenizer).statistics()
+    assert (figures["tier"], figures["tier_reason"]) == ("packed", "the fastest")
+    assert 0 < float(figures["self_test_error"]) <= 1e-5
+    assert "'packed' (the fastest; self-test error" in caplog.text
+    figures = HFEngine.from_model(mamba, tokenizer).statistics()
+    assert figures["tier"] == "padded"
+    assert "not packed: its forward takes no position_ids" in str(figures["tier_reason"])
+
+
+def test_a_tier_can_be_asked_for(llama: Any, mamba: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier="padded")
+    assert (engine.statistics()["tier"], engine.statistics()["tier_reason"]) == (
+        "padded",
+        "asked for",
+    )
+    with pytest.raises(ModelLoadError, match="tier='packed' cannot serve MambaForCausalLM"):
+        HFEngine.from_model(mamba, tokenizer, tier="packed")
+    with pytest.raises(ValueError, match="no tier 'fast'; the tiers are 'packed', 'padded'"):
+        HFEngine.from_model(llama, tokenizer, tier="fast")
+
+
+def test_the_self_test_can_be_turned_off(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    rows = packed.PackedTier.rows
+    monkeypatch.setattr(packed.PackedTier, "rows", lambda *args: seen.append(1) or rows(*args))
+    engine = HFEngine.from_model(llama, tokenizer, self_test=False)
+    assert not seen
+    assert engine.statistics()["tier"] == "packed"
+    assert "self_test_error" not in engine.statistics()
+    HFEngine.from_model(llama, tokenizer)
+    assert len(seen) == 3
+
+
+def test_a_tier_that_is_slightly_wrong_is_refused(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = packed.PackedTier.rows
+    monkeypatch.setattr(packed.PackedTier, "rows", lambda *args: rows(*args) + 2e-4)
+    figures = HFEngine.from_model(llama, tokenizer).statistics()
+    assert figures["tier"] == "padded"
+    assert "off by 2.0e-04, more than 1.0e-04" in str(figures["tier_reason"])
+
+
+def test_what_the_self_test_computed_is_forgotten(llama: Any, tokenizer: Any) -> None:
+    assert HFEngine.from_model(llama, tokenizer).statistics()["kv_tokens"] == 0
+
+
+def test_an_engine_without_a_cache_keeps_no_prefixes(mamba: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(mamba, tokenizer)
+    assert Capability.PREFIX_CACHE not in engine.capabilities
+    with pytest.raises(UnsupportedCapability):
+        engine.cache_prefix([3, 4], None)
+    with pytest.raises(UnsupportedCapability):
+        engine.clear_prefix_cache()
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_not_packed(
+    rope_type: str, tokenizer: Any
+) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope |= {"original_max_position_embeddings": 16}
+    model = build_model("llama", **llama_settings(rope_parameters=rope))
+    figures = HFEngine.from_model(model, tokenizer).statistics()
+    assert "depends on the longest sequence" in str(figures["tier_reason"])
+
+
+def attention_functions(model: Any) -> set[str]:
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    return {config._attn_implementation for config in configs}
+
+
+def test_the_model_is_left_with_its_own_attention(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer)
+    answers(engine, ids_of_lengths(5, 3))
+    assert attention_functions(llama) == {"sdpa"}
+    engine.close()
+    assert attention_functions(llama) == {"sdpa"}
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+
+
+@pytest.mark.parametrize("window", [1, 4, 4096, 131_072, None])
+def test_windows_are_read_from_masks_without_filling_them(window: int | None) -> None:
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    if window is not None:
+        sliding = masking_utils.sliding_window_overlay(window)
+        causal = masking_utils.and_masks(causal, sliding)
+    assert window_of(causal) == window
+
+
+def test_chunks_blocks_and_later_tokens_are_no_windows() -> None:
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    chunks = masking_utils.chunked_overlay(8192, torch.zeros(1, dtype=torch.long))
+    for mask in (
+        masking_utils.and_masks(causal, chunks),
+        masking_utils.bidirectional_mask_function,
+        lambda batch, head, query, key: (key <= query) & (key % 2 == 0),
+        lambda batch, head, query, key: torch.zeros(3)[key],
+    ):
+        with pytest.raises(UnknownMaskError):
+            window_of(mask)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.selection import cases_of as cases_of
     from genlm.testing.target import EngineTarget as EngineTarget
     from genlm.testing.target import TrieTarget as TrieTarget
-    from genlm.testing.trial import TrieTrial as TrieTrial
+    from genlm.testing.trie_trial import TrieTrial as TrieTrial
 
 _HOME = {
     "check": "Check engine_check trie_check",
@@ -52,7 +52,7 @@ _HOME = {
     "selection": "Case cases_of",
     "target": "EngineTarget TrieTarget",
     "engine_trial": "EngineTrial",
-    "trial": "TrieTrial",
+    "trie_trial": "TrieTrial",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -17,7 +17,7 @@ from genlm.testing.target import Kind
 
 if TYPE_CHECKING:
     from genlm.testing.engine_trial import EngineTrial
-    from genlm.testing.trial import TrieTrial
+    from genlm.testing.trie_trial import TrieTrial
 
 __all__ = ["Check", "engine_check", "trie_check"]
 

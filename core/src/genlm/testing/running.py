@@ -14,7 +14,8 @@ from genlm.testing.outcome import Outcome
 from genlm.testing.profile import QUICK, Profile
 from genlm.testing.selection import Case
 from genlm.testing.target import EngineTarget
-from genlm.testing.trial import Trial, TrieTrial
+from genlm.testing.trial import Trial
+from genlm.testing.trie_trial import TrieTrial
 
 __all__ = ["run_case"]
 

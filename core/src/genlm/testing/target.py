@@ -151,13 +151,15 @@ class TrieTarget:
     Attributes:
         model: Names it in reports: a device, for example.
         build: Makes a trie of a vocabulary's tokens.
-        dtypes: Names of the torch dtypes of the log weights to try.
+        dtypes: Names of the torch dtypes of the weights to try.
+        devices: torch devices on which weights are given and results stay.
         patience_s: How long any one call may take before it counts as lost.
     """
 
     model: str
     build: Callable[[Sequence[Token]], Any]
     dtypes: Sequence[str] = ("float32", "float64", "bfloat16")
+    devices: Sequence[str] = ("cpu",)
     patience_s: float = 60.0
 
     kind: ClassVar[Kind] = "trie"

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from genlm.testing.background import LoopThread, call_together
 from genlm.testing.failure import NeverEnded, expect
 from genlm.testing.profile import Profile
-from genlm.testing.target import TrieTarget
 
-__all__ = ["Trial", "TrieTrial", "hypothesis_settings"]
+__all__ = ["Trial", "hypothesis_settings"]
 
 T = TypeVar("T")
 
@@ -135,15 +134,3 @@ class Trial:
             NeverEnded: One took too long.
         """
         return call_together(functions, self.patience_s)
-
-
-class TrieTrial(Trial):
-    """A trial of a token trie.
-
-    Attributes:
-        target: The trie under test.
-    """
-
-    def __init__(self, target: TrieTarget, profile: Profile, seed: int) -> None:
-        super().__init__(profile, seed, target.patience_s)
-        self.target = target

@@ -28,4 +28,8 @@ def targets(folder: Path) -> Iterator[TrieTarget]:
     yield TrieTarget(model="cpu", build=DeviceTrie)
     yield TrieTarget(model="torch", build=functools.partial(DeviceTrie, kernels="torch"))
     if torch.cuda.is_available():
-        yield TrieTarget(model="gpu", build=functools.partial(DeviceTrie, device="cuda"))
+        yield TrieTarget(
+            model="gpu",
+            build=functools.partial(DeviceTrie, device="cuda"),
+            devices=("cuda",),
+        )

@@ -14,7 +14,7 @@ from unittest import mock
 
 from genlm import Engine
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
-from genlm.testing.target import EngineTarget, Kind, Target
+from genlm.testing.target import EngineTarget, Kind, Target, TrieTarget
 
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
@@ -41,6 +41,7 @@ _MODULES = (
     "schedulers",
     "endings",
     "fronts",
+    "tries",
 )
 
 
@@ -153,6 +154,17 @@ def front_mutant(
             shows_as=shows_as,
         )
         return broken
+
+    return decorate
+
+
+def trie_mutant(*, killed_by: str) -> Callable[[type], type]:
+    """Register a class derived from `TokenCharacterTrie`."""
+
+    def decorate(trie: type) -> type:
+        target = TrieTarget(model="numpy", build=trie)
+        _register(trie, killed_by=killed_by, kind="trie", target=lambda: target)
+        return trie
 
     return decorate
 

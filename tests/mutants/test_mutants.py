@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from genlm.testing import QUICK, Case, all_checks, run_case
+from genlm.testing.numpy_trie import target as numpy_trie
 
 from .baselines import cached_target, plain_target
 from .mutant import SEEDS, Mutant, all_mutants
 
 MUTANTS = all_mutants()
 CHECKS = [check for kind in ("engine", "trie") for check in all_checks(kind)]
-CORRECT = {"cached": cached_target(), "plain": plain_target()}
+CORRECT = {"cached": cached_target(), "plain": plain_target(), "trie": numpy_trie}
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_every_check_of_an_engine_applies_to_one_of_the_correct_targets() -> Non
     ids = {
         check.id
         for check in all_checks("engine")
-        for target in CORRECT.values()
+        for target in (CORRECT["cached"], CORRECT["plain"])
         if run_case(Case(check, target)).status == "passed"
     }
     assert ids == {check.id for check in all_checks("engine")}
@@ -64,3 +65,4 @@ def test_names_are_unique() -> None:
 def test_there_are_as_many_mutants_as_promised() -> None:
     kinds = [mutant.kind for mutant in MUTANTS]
     assert kinds.count("engine") >= 25
+    assert kinds.count("trie") >= 10

@@ -71,6 +71,19 @@ class OneGeneratorForAll(CachedEngine):
         return self.shared
 
 
+@engine_mutant(killed_by="a-cancelled-continuation-disturbs-nobody")
+class AbortShiftsTheStreams(CachedEngine):
+    """Gives the randomness of an aborted continuation to the one that moves up."""
+
+    def abort(self, query_id):
+        waiting = list(self.continuations)
+        for place in range(len(waiting) - 1) if query_id in waiting else ():
+            if place >= waiting.index(query_id):
+                above = self.continuations[waiting[place]].generator
+                self.continuations[waiting[place + 1]].generator = above
+        super().abort(query_id)
+
+
 @front_mutant(genlm.core.lm, "stream_seeds", killed_by="streams-are-distinct", on=cached_target)
 def one_seed_for_all(stream_seeds):
     """Gives every continuation of a batch the same seed."""

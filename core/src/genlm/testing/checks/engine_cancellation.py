@@ -159,3 +159,29 @@ async def _while_answered(on: _Stage) -> None:
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
     on.trial.check_row(await tasks[1], on.asked[1], cancelled=on.asked[0])
+
+
+@engine_check(cases=("cancelled while it was drawn",))
+def a_cancelled_continuation_disturbs_nobody(trial: EngineTrial) -> None:
+    """Cancelling one of several continuations changes none of the others."""
+    prompts = [token_ids[:2] for token_ids in trial.some_sequences(3)]
+    length = max(1, min(6, trial.max_length - 2))
+    lm, probe = trial.load_probed()
+
+    async def drawn(which: int) -> list[int]:
+        return await lm.sample(prompts[which], length, seed=trial.seed + which)
+
+    async def play() -> list[list[int]]:
+        probe.hold()
+        tasks = [asyncio.ensure_future(drawn(which)) for which in range(3)]
+        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        trial.saw("cancelled while it was drawn", tasks[1].cancelled())
+        probe.release()
+        return list(await asyncio.gather(tasks[0], tasks[2]))
+
+    undisturbed = [trial.run(drawn(0)), trial.run(drawn(2))]
+    lm.clear_cache()
+    found = trial.run(play())
+    expect(found == undisturbed, f"{undisturbed}, as without the third", found)

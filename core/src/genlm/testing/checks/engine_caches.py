@@ -171,6 +171,10 @@ def tight_budgets_change_nothing(trial: EngineTrial) -> None:
             asked = [root[:length] for root in roots]
             rows: torch.Tensor = trial.run(lm.batch_next_token_logprobs(asked))
             trial.check_rows(rows, asked, engine_options=options, batch=asked)
+            # What was evaluated last is still kept in part: found again, it must be right.
+            for token_ids in (asked[-1], asked[0]):
+                row = trial.run(lm.next_token_logprobs_uncached(token_ids))
+                trial.check_row(row, token_ids, engine_options=options, after=asked)
         trial.saw("more prefixes than fit")
 
 

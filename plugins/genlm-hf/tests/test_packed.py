@@ -117,6 +117,19 @@ def test_every_token_is_computed_once(llama: Any, tokenizer: Any) -> None:
     assert used(engine, "forwards") == forwards + 4
 
 
+def test_what_is_cached_is_never_written_again(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+    [ids] = ids_of_lengths(20)
+    answers(engine, [ids])
+    slots = range(1, 21)
+    before = [
+        states[:, slots].clone() for pair in engine._tier._storage._tensors for states in pair
+    ]
+    answers(engine, [ids, *ids_of_lengths(7, 30)])
+    answers(engine, [[*ids, 3], ids[:12], [*ids[:12], 4]])
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
+
+
 def test_a_step_larger_than_a_pass_is_run_in_parts(llama: Any, tokenizer: Any) -> None:
     engine = HFEngine.from_model(llama, tokenizer, tier="packed", max_tokens_per_batch=40)
     before = used(engine, "forwards")

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("genlm-core", "genlm-hf", "numpy", "torch", "transformers")
+PACKAGES = (
+    "genlm-core",
+    "genlm-hf",
+    "genlm-trie-cuda",
+    "numpy",
+    "torch",
+    "transformers",
+    "triton",
+)
 
 
 def environment() -> dict[str, Any]:

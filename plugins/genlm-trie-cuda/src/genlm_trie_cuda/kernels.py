@@ -25,12 +25,6 @@ LOGSUMEXP = tl.constexpr(2)
 
 
 @triton.jit
-def neutral_of(OPERATION: tl.constexpr):
-    """The value that changes nothing."""
-    return 0.0 if OPERATION == SUM else float("-inf")
-
-
-@triton.jit
 def larger(a, b):
     """The larger of two, nan if one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -49,12 +43,10 @@ def load(
     out,
     place,
     n_tokens,
-    padded,
     n_rows,
     row_stride,
     token_stride,
     out_stride,
-    OPERATION: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -63,12 +55,11 @@ def load(
     row = tl.arange(0, GROUP)
     given = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
     at = row[:, None].to(tl.int64) * row_stride + token[None, :].to(tl.int64) * token_stride
-    neutral = neutral_of(OPERATION)
-    values = tl.load(weights + at, mask=given, other=neutral).to(slots.dtype.element_ty)
+    values = tl.load(weights + at, mask=given, other=0.0).to(slots.dtype.element_ty)
     leaves = row[:, None].to(tl.int64) * out_stride + token[None, :]
     tl.store(out + leaves, values, mask=given)
-    slot = tl.load(place + token, mask=token < padded, other=0)
-    inside = (token < padded)[None, :] & (row < GROUP)[:, None]
+    slot = tl.load(place + token, mask=token < n_tokens, other=0)
+    inside = (token < n_tokens)[None, :] & (row < GROUP)[:, None]
     tl.store(slots + slot[None, :] * GROUP + row[:, None], values, mask=inside)
 
 
@@ -94,7 +85,7 @@ def build_trees(
     entry = block * BLOCK + tl.arange(0, BLOCK)
     inside = (entry < count)[None, :] & (row < GROUP)[:, None]
     at = (first + entry)[None, :] * GROUP + row[:, None]
-    top = tl.load(slots + at, mask=inside, other=neutral_of(OPERATION))
+    top = tl.load(slots + at, mask=inside, other=0.0)
     total = top
     if OPERATION == LOGSUMEXP:
         if OVER_RANKS:
@@ -133,7 +124,7 @@ def assemble(
     begin = tl.program_id(0) * INTERVALS
     interval = begin + tl.arange(0, INTERVALS)
     row = tl.arange(0, GROUP)
-    neutral = neutral_of(OPERATION)
+    neutral = 0.0 if OPERATION == SUM else float("-inf")
     top = tl.full((GROUP, INTERVALS), neutral, slots.dtype.element_ty)
     total = tl.full((GROUP, INTERVALS), 0.0, slots.dtype.element_ty)
     # Intervals come in descending order of their pieces: the first has the most.

@@ -1,4 +1,4 @@
-"""Launching the kernels: four passes, or five above 262,144 tokens.
+"""Launching the kernels: five for a group of rows, six above 262,144 tokens.
 
 For each group of up to 32 rows the weights are read once, and every node is written
 once. In between, values go through slots (see `plan`); one group's slots are reused by
@@ -67,9 +67,9 @@ def _reduce_group(
     sums = torch.empty(above * group, dtype=out.dtype, device=out.device)
     constants = {"OPERATION": operation, "GROUP": group, **_OPTIONS}
     tile = max(TILE // group, NARROWEST)
-    kernels.load[(triton.cdiv(plan.padded, tile),)](
-        rows, slots, out, placed.place, n_tokens, plan.padded, n_rows,
-        rows.stride(0), rows.stride(1), out.stride(0), TOKENS=tile, **constants,
+    kernels.load[(triton.cdiv(n_tokens, tile),)](
+        rows, slots, out, placed.place, n_tokens, n_rows,
+        rows.stride(0), rows.stride(1), out.stride(0), GROUP=group, TOKENS=tile, **_OPTIONS,
     )  # fmt: skip
     for number, stage in enumerate(plan.stages):
         tree_rows = min(group, ROWS_OF_A_TREE)

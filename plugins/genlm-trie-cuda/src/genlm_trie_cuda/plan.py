@@ -37,7 +37,8 @@ class Stage:
     Attributes:
         first: Slot of the first entry.
         count: Number of entries.
-        padded: The same, rounded up to whole blocks with neutral elements.
+        padded: The same, rounded up to whole blocks. No interval has a piece that covers
+            padding, so it does not matter what is there.
         upper: Slot of the first pair; level `j` above the entries has `padded >> j` slots
             and begins at `upper + padded - (padded >> (j - 1))`.
     """
@@ -54,8 +55,7 @@ class TreePlan:
 
     Attributes:
         order: Token at each rank, `(n_ranks,)`.
-        place: Rank of each token; places from `n_ranks` on, which pad the last block,
-            stand for themselves, `(padded,)`.
+        place: Rank of each token, `(n_ranks,)`.
         block: Entries below one tree, a power of 2.
         stages: From the ranks upward.
         piece: Slots of the first piece of every interval, then those of the second of
@@ -77,7 +77,7 @@ class TreePlan:
     @property
     def padded(self) -> int:
         """Slots of the ranks, whole blocks."""
-        return len(self.place)
+        return self.stages[0].padded
 
     @property
     def first_interval(self) -> int:
@@ -130,7 +130,7 @@ class TreePlan:
         renamed[by_count] = np.arange(len(lo))
         turn = np.arange(len(interval)) - np.repeat(np.cumsum(count) - count, count)
         by_turn = np.lexsort((renamed[interval], turn))
-        place = np.arange(stages[0].padded)
+        place = np.empty(n, dtype=np.int64)
         place[order] = np.arange(n)
         fields = {
             "order": order,
@@ -150,7 +150,7 @@ def _stages(n: int, block: int) -> tuple[tuple[Stage, ...], list[int]]:
     """The stages over `n` ranks, and the first slot of every level from the ranks up."""
     stages: list[Stage] = []
     levels = [0]
-    count = upper = -(-n // block) * block
+    count, upper = n, -(-n // block) * block
     while not stages or count > 1:
         padded = -(-count // block) * block
         stages.append(Stage(levels[-1], count, padded, upper))

@@ -22,15 +22,32 @@ def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def stacked(ws: Any) -> Any:
-    """A sequence of tensors of one shape and device as one tensor, anything else as it is."""
-    if not isinstance(ws, list | tuple) or not ws or not all(map(is_tensor, ws)):
+def stacked(ws: Any, n_tokens: int) -> Any:
+    """A sequence of rows as one array, or as one tensor if all are on one device.
+
+    Anything else is returned as it is, and so are rows that don't fit together.
+    """
+    if not isinstance(ws, list | tuple):
         return ws
-    if len({(row.shape, row.device) for row in ws}) > 1:
+    import numpy as np
+
+    if not ws:
+        return np.empty((0, n_tokens))
+    if not any(map(is_tensor, ws)):
+        return ws
+    if not all(map(is_tensor, ws)) or len({row.device for row in ws}) > 1:
+        return [_on_host(row) if is_tensor(row) else row for row in ws]
+    if len({row.shape for row in ws}) > 1:
         return ws
     import torch
 
     return torch.stack([row.detach() for row in ws])
+
+
+def _on_host(row: torch.Tensor) -> Any:
+    row = row.detach()
+    narrow = row.is_floating_point() and row.element_size() < 4
+    return (row.float() if narrow else row).cpu().numpy()
 
 
 def as_tensor(ws: Any, device: torch.device | None) -> torch.Tensor | None:
@@ -46,7 +63,6 @@ def as_tensor(ws: Any, device: torch.device | None) -> torch.Tensor | None:
     Raises:
         WeightsError: They are no array of numbers that torch knows.
     """
-    ws = stacked(ws)
     if is_tensor(ws):
         moved = ws if device is None or ws.device.type != "cpu" else ws.to(device)
         return moved.detach()
@@ -55,11 +71,8 @@ def as_tensor(ws: Any, device: torch.device | None) -> torch.Tensor | None:
     import numpy as np
     import torch
 
-    if isinstance(ws, list | tuple) and any(map(is_tensor, ws)):
-        ws = [row.detach().double().cpu() if is_tensor(row) else row for row in ws]
     try:
-        array = np.asarray(ws)
-        return torch.tensor(array, device=device)
+        return torch.tensor(np.asarray(ws), device=device)
     except (TypeError, ValueError) as error:
         raise WeightsError("real numbers", f"{type(ws).__name__}: {error}") from error
 

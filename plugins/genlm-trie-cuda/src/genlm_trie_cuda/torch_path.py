@@ -51,39 +51,33 @@ def reduce_ranks(placed: PlacedPlan, operation: Operation, ranks: torch.Tensor) 
     Returns:
         The value of each entry of the plan's `source`, `(rows, n_sources)`.
     """
-    plan = placed.plan
-    neutral = 0.0 if operation == "sum" else float("-inf")
-    values = torch.nn.functional.pad(ranks, (0, plan.padded - ranks.shape[1]), value=neutral)
-    slots = _tree(placed, operation, values, neutral)
+    slots = _tree(placed, operation, ranks)
     intervals = _assembled(placed, operation, slots)
     if operation == "logsumexp":
         intervals = (intervals[0] + intervals[1].log(),)
     return torch.cat([slots[0], intervals[0]], 1).index_select(1, placed.source)
 
 
-def _tree(
-    placed: PlacedPlan, operation: Operation, ranks: torch.Tensor, neutral: float
-) -> State:
+def _tree(placed: PlacedPlan, operation: Operation, ranks: torch.Tensor) -> State:
     """Fill the levels, and put all slots below the intervals side by side."""
     combine = _COMBINE[operation]
+    ranks = _padded(ranks, placed.plan.padded)
     entries: State = (ranks,)
     if operation == "logsumexp":
         entries = (ranks, torch.ones_like(ranks))
     levels = [entries]
     for stage in placed.plan.stages:
-        missing = stage.padded - stage.count
-        if missing:
-            fill = (neutral, 0.0)
-            entries = tuple(
-                torch.nn.functional.pad(value, (0, missing), value=blank)
-                for value, blank in zip(entries, fill, strict=False)
-            )
+        entries = tuple(_padded(value, stage.padded) for value in entries)
         for _ in range(placed.plan.block.bit_length() - 1):
             left = tuple(value[:, ::2] for value in entries)
             right = tuple(value[:, 1::2] for value in entries)
             entries = combine(left, right)
             levels.append(entries)
     return tuple(torch.cat(list(values), 1) for values in zip(*levels, strict=True))
+
+
+def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, length - values.shape[1]))
 
 
 def _assembled(placed: PlacedPlan, operation: Operation, slots: State) -> State:

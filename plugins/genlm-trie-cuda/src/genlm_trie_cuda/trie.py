@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from genlm import TokenCharacterTrie
 from genlm_trie_cuda.plan import TreePlan
-from genlm_trie_cuda.rows import as_rows, as_tensor, result_dtype
+from genlm_trie_cuda.rows import as_rows, as_tensor, result_dtype, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,7 @@ class DeviceTrie(TokenCharacterTrie):
 
     def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
         """Do what the `weight_` methods do, for all nodes."""
+        ws = stacked(ws, self.layout.n_tokens) if batch else ws
         tensor = self._elsewhere(ws)
         if tensor is None:
             return super().reduce(ws, operation, batch=batch, returns=returns)

@@ -1,0 +1,213 @@
+"""Which weights are taken, who reduces them, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm import AsyncTokenCharacterTrie, Token, TokenCharacterTrie, TokenTrie, WeightsError
+from genlm_trie_cuda.trie import DeviceTrie
+
+WORDS = [Token(i, w) for i, w in enumerate([b"a", b"ab", b"b", b"ab", b"\xff"])]
+WS = [0.5, 1.5, -2.0, 0.25, 3.0]
+
+
+def on_cpu(**options) -> DeviceTrie:
+    return DeviceTrie(WORDS, kernels="torch", **options)
+
+
+@pytest.fixture(params=["core", "torch"])
+def trie(request: pytest.FixtureRequest) -> DeviceTrie:
+    return DeviceTrie(WORDS) if request.param == "core" else on_cpu()
+
+
+def test_the_names_cuda_and_parallel_and_none_mean_this_trie() -> None:
+    assert genlm.get_trie("cuda") is genlm.get_trie("parallel") is DeviceTrie
+    assert genlm.get_trie() is DeviceTrie
+    assert isinstance(DeviceTrie(WORDS), TokenTrie)
+
+
+def test_choosing_the_trie_imports_neither_torch_nor_triton() -> None:
+    code = (
+        "import genlm, sys; trie = genlm.get_trie('cuda')([b'a', b'b']);"
+        "assert trie.weight_sum([1, 2]).tolist() == [1, 2, 1, 2, 3] or print(trie.layout);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'triton')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_weights_on_the_cpu_are_reduced_by_the_core(monkeypatch) -> None:
+    monkeypatch.setattr(DeviceTrie, "_on", None)
+    core, trie = TokenCharacterTrie(WORDS), DeviceTrie(WORDS)
+    for ws in (WS, np.array(WS), torch.tensor(WS)):
+        for operation in ("sum", "max", "logsumexp"):
+            name = f"weight_{operation}"
+            np.testing.assert_array_equal(getattr(trie, name)(ws), getattr(core, name)(ws))
+            name = f"partial_{operation}"
+            nodes = [trie.root, 0]
+            expected = getattr(core, name)(ws, nodes)
+            np.testing.assert_array_equal(getattr(trie, name)(ws, nodes), expected)
+
+
+def test_views_and_navigation_are_the_cores(trie) -> None:
+    core = TokenCharacterTrie(WORDS)
+    assert list(trie.children) == list(core.children)
+    assert trie.path(b"ab") == core.path(b"ab")
+    assert trie.word2leaf == core.word2leaf
+
+
+@pytest.mark.parametrize("returns", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.int64, torch.float64),
+        (torch.bool, torch.float64),
+    ],
+)
+def test_weights_of_every_dtype(trie, given, expected, returns) -> None:
+    ws = torch.tensor([1.0, 0, 1, 0, 1]).to(given)
+    batch = torch.stack([ws, ws])
+    for single, rows in ((ws, batch), (batch[0], [ws, ws]), (ws, (ws, ws))):
+        values = trie.weight_sum(single, returns=returns)
+        several = trie.batch_weight_sum(rows, returns=returns)
+        if returns == "numpy":
+            values, several = torch.from_numpy(values), torch.from_numpy(several)
+        assert values.dtype == several.dtype == expected
+        assert values.device == ws.device
+        assert values[trie.root] == 3
+        assert torch.equal(several, torch.stack([values, values]))
+
+
+@pytest.mark.parametrize("operation", ["sum", "max", "logsumexp"])
+def test_numpy_lists_and_mixtures_give_the_same(operation) -> None:
+    trie, core = on_cpu(), TokenCharacterTrie(WORDS)
+    expected = getattr(core, f"batch_weight_{operation}")(np.array([WS, WS], np.float32))
+    rows = np.array([WS, WS], np.float32)
+    for ws in (
+        rows,
+        [*rows],
+        [torch.tensor(WS), rows[1]],
+        [torch.tensor(WS).bfloat16(), torch.tensor(WS).double()],
+        rows.tolist(),
+    ):
+        values = getattr(trie, f"batch_weight_{operation}")(ws)
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+    assert trie.batch_weight_sum([]).shape == (0, len(trie))
+    assert trie.batch_weight_sum([], returns="torch").shape == (0, len(trie))
+
+
+def test_results_stay_on_the_device_and_nothing_waits_for_it() -> None:
+    # Tensors on "meta" have no values: whatever asked for one would fail.
+    trie = DeviceTrie(WORDS)
+    ws = torch.empty((3, 5), device="meta", dtype=torch.bfloat16)
+    for operation in ("sum", "max", "logsumexp"):
+        values = getattr(trie, f"batch_weight_{operation}")(ws, returns="torch")
+        assert values.device == ws.device
+        assert values.shape == (3, len(trie))
+        values = getattr(trie, f"weight_{operation}")(ws[0], returns="torch")
+        assert values.shape == (len(trie),)
+        some = getattr(trie, f"partial_{operation}")(ws, [0, trie.root], returns="torch")
+        assert some.device == ws.device
+        assert some.shape == (3, 2)
+
+
+def test_weights_on_the_cpu_go_to_the_device_that_was_named() -> None:
+    trie = DeviceTrie(WORDS, device="meta")
+    for ws in (WS, np.array(WS), torch.tensor(WS)):
+        assert trie.weight_max(ws, returns="torch").device.type == "meta"
+
+
+@pytest.mark.parametrize("returns", ["numpy", "torch"])
+def test_results_are_the_callers_own_and_weights_stay(trie, returns) -> None:
+    ws = torch.tensor([WS, WS], requires_grad=True)
+    first = trie.batch_weight_sum(ws, returns=returns)
+    expected = torch.as_tensor(first).clone()
+    first[:] = 7
+    assert ws.tolist() == [WS, WS]
+    assert torch.equal(torch.as_tensor(trie.batch_weight_sum(ws, returns=returns)), expected)
+
+
+@pytest.mark.parametrize("operation", ["sum", "max", "logsumexp"])
+def test_some_nodes_have_the_values_that_all_nodes_have(operation) -> None:
+    rng = np.random.default_rng(0)
+    words = {bytes(rng.choice(list(b"abc"), size=rng.integers(8))) for _ in range(300)}
+    trie = DeviceTrie([Token(i, word) for i, word in enumerate(words)], kernels="torch")
+    rows = torch.from_numpy(rng.normal(size=(3, len(words))))
+    everything = getattr(trie, f"batch_weight_{operation}")(rows)
+    some = getattr(trie, f"partial_{operation}")
+    for nodes in (
+        np.arange(len(trie)),
+        trie.child_prefixes(trie.root),
+        trie.path(b"abab"),
+        rng.integers(len(trie), size=20),
+        [trie.root],
+        [],
+    ):
+        chosen = list(map(int, nodes))
+        np.testing.assert_allclose(some(rows, nodes), everything[:, chosen], atol=1e-12)
+        np.testing.assert_allclose(some(rows[1], nodes), everything[1, chosen], atol=1e-12)
+    for node in (-1, len(trie)):
+        with pytest.raises(IndexError, match=f"no node {node}"):
+            some(rows, [0, node])
+
+
+@pytest.mark.parametrize(
+    ("ws", "message"),
+    [
+        (torch.zeros(4), r"expected weights of shape \(5,\); found shape \(4,\)"),
+        (np.zeros((1, 5)), r"shape \(5,\); found shape \(1, 5\)"),
+        (torch.zeros(5, dtype=torch.complex64), "real numbers; found values of type"),
+        (np.zeros(5, complex), "real numbers; found values of type"),
+        (1.0, r"found shape \(\)"),
+        (["a"] * 5, "expected real numbers"),
+    ],
+)
+def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
+    with pytest.raises(WeightsError, match=message):
+        trie.weight_sum(ws)
+
+
+@pytest.mark.parametrize("ws", [torch.zeros(5), torch.zeros(2, 4), [torch.zeros(5), [1.0]]])
+def test_batches_that_do_not_fit_are_refused(trie, ws) -> None:
+    with pytest.raises(WeightsError):
+        trie.batch_weight_sum(ws)
+
+
+def test_unknown_options_are_refused(trie) -> None:
+    with pytest.raises(ValueError, match="returns='list': expected one of"):
+        trie.weight_sum(torch.zeros(5), returns="list")
+    with pytest.raises(ValueError, match="kernels='cuda': expected one of"):
+        DeviceTrie(WORDS, kernels="cuda")
+    with pytest.raises(RuntimeError, match="device"):
+        DeviceTrie(WORDS, device="gpu")
+
+
+def test_a_trie_is_saved_and_loaded_with_its_options(tmp_path) -> None:
+    trie = on_cpu()
+    trie.save(tmp_path / "trie.npz")
+    loaded = DeviceTrie.load(tmp_path / "trie.npz", kernels="torch")
+    assert loaded.kernels == "torch"
+    np.testing.assert_array_equal(loaded.weight_sum(WS), trie.weight_sum(WS))
+
+
+def test_coroutines_share_its_batches() -> None:
+    async def values() -> list[torch.Tensor]:
+        async with AsyncTokenCharacterTrie.from_vocab(WORDS, "cuda", kernels="torch") as front:
+            rows = [torch.tensor(WS) * factor for factor in range(5)]
+            return await asyncio.gather(
+                *(front.weight_sum(row, returns="torch") for row in rows)
+            )
+
+    alone = on_cpu().weight_sum(torch.tensor(WS), returns="torch")
+    for factor, row in enumerate(asyncio.run(values())):
+        torch.testing.assert_close(row, alone * factor)

@@ -1,12 +1,14 @@
 """The targets by which `genlm check cuda` certifies the trie.
 
 Every path that the machine has is one: the core's numpy for weights on the CPU, the torch
-path there, and the kernels where there is a GPU.
+path there, and the kernels where there is a GPU, or with `TRITON_INTERPRET=1`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -30,8 +30,8 @@ def targets(folder: Path) -> Iterator[TrieTarget]:
     yield TrieTarget(model="cpu", build=DeviceTrie)
     yield TrieTarget(model="torch", build=functools.partial(DeviceTrie, kernels="torch"))
     if torch.cuda.is_available():
-        yield TrieTarget(
-            model="gpu",
-            build=functools.partial(DeviceTrie, device="cuda"),
-            devices=("cuda",),
-        )
+        build = functools.partial(DeviceTrie, device="cuda")
+        yield TrieTarget(model="gpu", build=build, devices=("cuda",))
+    elif os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        build = functools.partial(DeviceTrie, kernels="triton")
+        yield TrieTarget(model="interpreter", build=build)

@@ -99,3 +99,11 @@ def test_objects_of_the_users_own_are_served(llama: Any, tokenizer: Any) -> None
 def test_an_unknown_option_names_the_known_ones(folder: Path) -> None:
     with pytest.raises(TypeError, match=r"devise.*bitsandbytes_opts"):
         genlm.load_model(str(folder), backend="hf", devise="cpu")
+
+
+def test_statistics_outlive_the_engine() -> None:
+    with genlm.load_model("demo", backend="hf") as llm:
+        llm.next_token_logprobs_sync([5, 6, 7])
+        open_figures = llm.statistics().engine
+    assert llm.statistics().engine == open_figures
+    assert open_figures["tokens_asked"] == 3

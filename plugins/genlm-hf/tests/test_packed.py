@@ -122,12 +122,12 @@ def test_what_is_cached_is_never_written_again(llama: Any, tokenizer: Any) -> No
     [ids] = ids_of_lengths(20)
     answers(engine, [ids])
     slots = range(1, 21)
-    before = [
-        states[:, slots].clone() for pair in engine._tier._storage._tensors for states in pair
-    ]
+    tensors = [states for pair in engine._tier._storage._tensors for states in pair]
+    before = [states[:, slots].clone() for states in tensors]
     answers(engine, [ids, *ids_of_lengths(7, 30)])
     answers(engine, [[*ids, 3], ids[:12], [*ids[:12], 4]])
-    assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
+    after = [states[:, slots] for states in tensors]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 def test_a_step_larger_than_a_pass_is_run_in_parts(llama: Any, tokenizer: Any) -> None:
@@ -239,6 +239,22 @@ def test_a_budget_without_room_for_a_token_still_serves(llama: Any, tokenizer: A
     sequences = ids_of_lengths(9, 1)
     assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-4
     assert used(engine, "kv_bytes_used") == 0
+
+
+def test_a_context_beyond_the_budget_lets_go_of_the_prefix_that_it_shares(
+    llama: Any, tokenizer: Any
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=9 * TOKEN_BYTES)
+    oracle = Oracle(llama)
+    short, long = [5, 6, 7], [5, 6, 7, *range(20, 40)]
+    other = list(range(50, 57))  # fits only where the short one was
+    before = used(engine, "contexts_without_cache")  # those of the self-test
+    for step in ([short], [long], [other], [long, other, short]):
+        rows = answers(engine, step)
+        assert oracle.largest_error(step, rows) < 1e-4
+    assert used(engine, "contexts_without_cache") == before + 2
+    engine.clear_prefix_cache()
+    assert used(engine, "kv_tokens") == 0
 
 
 def test_many_requests_leave_no_growth(llama: Any, tokenizer: Any) -> None:

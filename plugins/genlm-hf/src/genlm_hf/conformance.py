@@ -27,6 +27,7 @@ LOGITS = 320
 _TEXT = "Once upon a time there was a fox who ran through the woods and the windy hills. "
 _SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 _ADAPTERS = ("red", "blue")
+_TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few, fewer than a batch has
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             build=saved.engine,
             oracle=saved.logprobs,
             adapters=saved.adapters if importlib.util.find_spec("peft") else {},
+            tight_options=[{"kv_budget_bytes": budget} for budget in _TIGHT_BUDGETS],
         )
 
 

@@ -69,6 +69,8 @@ class HFEngine(BatchEngine):
         ValueError: Options that contradict each other or do not exist.
     """
 
+    _final_statistics: Mapping[str, int | float | str] | None = None
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -231,8 +233,11 @@ class HFEngine(BatchEngine):
 
         `tokens_asked` counts the tokens of all contexts, `tokens_computed` those that
         went through the model. `tier_reason` says why the tier was chosen,
-        `self_test_error` how far its log-probabilities were from unbatched ones.
+        `self_test_error` how far its log-probabilities were from unbatched ones. After
+        `close`, as it was then.
         """
+        if self._final_statistics is not None:
+            return self._final_statistics
         return {
             **self._tier.statistics(),
             **self._choice.statistics(),
@@ -249,6 +254,7 @@ class HFEngine(BatchEngine):
         A model that the caller made is as it was before `from_model`.
         """
         on_cuda = self._served.device.type == "cuda"
+        self._final_statistics = self.statistics()
         self._adapters.unload()
         del self._adapters, self._tier, self._choice, self._served
         if on_cuda:

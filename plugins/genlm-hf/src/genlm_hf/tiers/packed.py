@@ -115,6 +115,8 @@ class PackedTier:
                 self._run(rows, adapter, sequences, batch)
                 slot = self._insert(adapter, sequence)
             if slot is None:
+                # Nothing is fresh: this lets go of the prefix that was found.
+                self._tree.roll_back()
                 rows[index] = self._padded.rows(adapter, [sequence])[0]
                 self._without_cache += 1
             else:

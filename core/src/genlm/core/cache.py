@@ -49,10 +49,9 @@ class OutputCache:
     def get(self, key: Hashable) -> torch.Tensor | None:
         """Return a copy of the row, on the device on which it was put, or None."""
         with self._lock:
-            try:
-                row, device, _ = self._entries[key]
-            except KeyError:
+            if key not in self._entries:  # cheaper than the exception
                 return None
+            row, device, _ = self._entries[key]
         return row.clone() if row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: torch.Tensor) -> None:

@@ -58,6 +58,8 @@ def checked_integers(values: TokenIds) -> tuple[int, ...]:
     Raises:
         TokenTypeError: Not a flat sequence of integers.
     """
+    if type(values) is list or type(values) is tuple:  # most often, so without more ado
+        return _integers(values)
     array_values = getattr(values, "tolist", None)
     if array_values is None and (
         isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
@@ -65,11 +67,14 @@ def checked_integers(values: TokenIds) -> tuple[int, ...]:
         raise TokenTypeError(f"{type(values).__name__} {_shortened(values)}")
     if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:
         raise TokenTypeError("an array of booleans")
-    plain: Any = values if array_values is None else array_values()
+    return _integers(values if array_values is None else array_values())
+
+
+def _integers(values: Any) -> tuple[int, ...]:
     try:
-        return tuple(map(index, plain))
+        return tuple(map(index, values))
     except TypeError:
-        raise TokenTypeError(_first_wrong(plain)) from None
+        raise TokenTypeError(_first_wrong(values)) from None
 
 
 def _first_wrong(values: Any) -> str:

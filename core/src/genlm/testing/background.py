@@ -50,9 +50,11 @@ class LoopThread:
         return future.result()
 
     def close(self) -> None:
-        """Let what is ready run, then stop the loop; a loop that is stuck is left behind."""
+        """Cancel what still runs, then stop the loop; a loop that is stuck is left behind."""
         if self._loop.is_closed():
             return
+        ended = asyncio.run_coroutine_threadsafe(_cancelled_all(), self._loop)
+        concurrent.futures.wait([ended], timeout=1.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=1.0)
         if not self._thread.is_alive():
@@ -62,6 +64,15 @@ class LoopThread:
         error = context.get("exception")
         cause = f": {type(error).__name__}: {error}" if error is not None else ""
         self.complaints.append(f"{context['message']}{cause}")
+
+
+async def _cancelled_all() -> None:
+    """End the other tasks here: collected later, they would want a loop that is closed."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=0.5)
 
 
 def call_together(functions: Sequence[Callable[[], T]], patience_s: float) -> list[T]:

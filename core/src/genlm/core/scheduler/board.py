@@ -48,8 +48,10 @@ class Board:
         flight = Flight(query, key, waiter, arrived_s)
         if key is not None:
             self._joinable[key] = flight
-        self._held_back[query.query_id] = flight
-        self._admit()
+        if self._held_back or self._is_full:
+            self._held_back[query.query_id] = flight
+        else:
+            self.inbox[query.query_id] = flight
         return flight
 
     def leave(self, flight: Flight, waiter: Waiter) -> bool:
@@ -118,15 +120,16 @@ class Board:
     def _pending(self) -> int:
         return len(self.inbox) + len(self.in_engine)
 
-    def _admit(self) -> bool:
-        """Fill the inbox up to `max_pending`; True if that admitted anything."""
-        before = len(self.inbox)
-        while self._held_back and (
-            self._max_pending is None or self._pending < self._max_pending
-        ):
+    @property
+    def _is_full(self) -> bool:
+        return self._max_pending is not None and self._pending >= self._max_pending
+
+    def _admit(self) -> None:
+        """Fill the inbox up to `max_pending` with what was held back."""
+        while self._held_back and not self._is_full:
             query_id, flight = self._held_back.popitem(last=False)
             self.inbox[query_id] = flight
-        return len(self.inbox) > before
+            self.admitted_late = True
 
     def _remove(self, flight: Flight) -> None:
         if flight.key is not None and self._joinable.get(flight.key) is flight:
@@ -134,4 +137,4 @@ class Board:
         for place in (self.in_engine, self.inbox, self._held_back):
             if place.pop(flight.query.query_id, None) is not None:
                 break
-        self.admitted_late = self._admit() or self.admitted_late
+        self._admit()

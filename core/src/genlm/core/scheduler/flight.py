@@ -95,15 +95,17 @@ class Delivery:
         """Whether some answer goes to a coroutine."""
         return bool(self._by_loop)
 
-    def send(self, afterwards: Callable[[], None] = lambda: None) -> None:
+    def send(
+        self, afterwards: Callable[[asyncio.AbstractEventLoop], None] | None = None
+    ) -> None:
         """Finish all futures, each on the thread it belongs to.
 
         Args:
-            afterwards: Called on every event loop that got answers, after them.
+            afterwards: Called with and on every event loop that got answers, after them.
         """
         for loop, answers in self._by_loop.items():
             try:
-                loop.call_soon_threadsafe(_finish_on_loop, answers, afterwards)
+                loop.call_soon_threadsafe(_finish_on_loop, answers, loop, afterwards)
             except RuntimeError:
                 # The loop is closed: its futures can never be awaited again.
                 continue
@@ -113,12 +115,15 @@ class Delivery:
 
 
 def _finish_on_loop(
-    answers: list[tuple[Any, Any, bool]], afterwards: Callable[[], None]
+    answers: list[tuple[Any, Any, bool]],
+    loop: asyncio.AbstractEventLoop,
+    afterwards: Callable[[asyncio.AbstractEventLoop], None] | None,
 ) -> None:
     for future, value, failed in answers:
         if not future.done():  # not cancelled by its owner while the engine worked
             _finish(future, value, failed=failed)
-    afterwards()
+    if afterwards is not None:
+        afterwards(loop)
 
 
 def _finish(future: Waiter, value: Any, *, failed: bool) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,11 +68,17 @@ class Gate:
         self._linger_until_s = None
         self._is_open = False
 
-    def linger(self, step_s: float) -> None:
-        """Hold stragglers for the callers whom a step of `step_s` seconds answered."""
-        if LINGER_SHARE * step_s > MIN_LINGER_S:
-            self._is_open = False
-            self._linger_until_s = time.perf_counter() + LINGER_SHARE * step_s
+    def linger(self, step_s: float) -> bool:
+        """Hold stragglers for the callers whom a step of `step_s` seconds answered.
+
+        Returns:
+            Whether they are held, so that those callers' event loops should open the gate.
+        """
+        if LINGER_SHARE * step_s <= MIN_LINGER_S:
+            return False
+        self._is_open = False
+        self._linger_until_s = time.perf_counter() + LINGER_SHARE * step_s
+        return True
 
     def seconds_to_departure(self, board: Board) -> float | None:
         """When the inbox should leave if nothing else happens; None: when told to."""
@@ -102,12 +107,15 @@ class LoopTurns:
     def __init__(self, open_gate: Callable[[], None], count_waiting: Callable[[], int]) -> None:
         self._open_gate = open_gate
         self._count_waiting = count_waiting
-        self._scheduled: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        # Several threads use it at once, by operations that are atomic, each on its own loop.
+        self._scheduled: set[asyncio.AbstractEventLoop] = set()
 
-    def open_after_turn(self) -> None:
+    def open_after_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the gate when the running event loop has run what is ready now."""
-        loop = asyncio.get_running_loop()
         if loop not in self._scheduled:
+            for other in list(self._scheduled):
+                if other.is_closed():  # its turn will never end
+                    self._scheduled.discard(other)
             self._scheduled.add(loop)
             loop.call_soon(self._turn, loop, 0, MAX_TURNS)
 

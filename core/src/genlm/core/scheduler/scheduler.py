@@ -182,9 +182,10 @@ class Scheduler(Generic[EngineT]):
         self, query: Identified, key: Hashable = None
     ) -> tuple[asyncio.Future[Any], Flight]:
         """Start answering a query for the running event loop; returns its future."""
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         flight = self._worker.enqueue(query, key, future)
-        self._worker.turns.open_after_turn()
+        self._worker.turns.open_after_turn(loop)
         return future, flight
 
     def _abandon(self, asked: Sequence[tuple[Waiter, Flight]]) -> None:

@@ -104,7 +104,8 @@ class Worker:
         """Let the requests that have arrived go to the engine."""
         with self._lock:
             self._gate.open(self._board)
-            self._changed.notify()
+            if self._board.inbox:
+                self._changed.notify()
 
     def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
         """Run `function(engine)` on the engine's thread, between two steps."""
@@ -271,9 +272,9 @@ class Worker:
             else:
                 delivery.add_result(waiters, completion.result, self._copy_result)
         with self._lock:
-            if delivery.reaches_loops and not self._board.in_engine:
-                self._gate.linger(step_s)
-        delivery.send(afterwards=self.turns.open_after_turn)
+            idle = delivery.reaches_loops and not self._board.in_engine
+            lingers = idle and self._gate.linger(step_s)
+        delivery.send(afterwards=self.turns.open_after_turn if lingers else None)
 
     def _stored(self, completion: Completion) -> Completion:
         """Show a result to `on_result`; a completion with its error if that raises."""

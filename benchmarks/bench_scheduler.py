@@ -3,7 +3,10 @@
 The physical limit is what asyncio itself takes to park and wake a coroutine, so a
 trivial asyncio batcher runs beside it: a list of futures, a `call_soon` that answers
 all of them on the same thread. It has no thread, no cache, no validation, no
-cancellation, and is the floor for anything built on futures.
+cancellation, and is the floor for anything built on futures. A lone request must also
+reach the engine's thread and come back: two locks handed to and fro between two threads
+show what the machine takes for that. It takes several times longer between two cores of a
+virtual machine than on one (`taskset -c 0`).
 
 Each figure is the median over rounds, every round running all contestants in turn.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -69,6 +73,29 @@ async def microseconds_each(ask: Ask, contexts: list[list[int]]) -> float:
     return (time.perf_counter() - start) / len(contexts) * 1e6
 
 
+def microseconds_there_and_back(rounds: int = 200) -> float:
+    """Median time for another thread to take a lock and release another one."""
+    there, back = threading.Lock(), threading.Lock()
+    there.acquire()
+    back.acquire()
+
+    def answer() -> None:
+        for _ in range(rounds):
+            there.acquire()
+            back.release()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        there.release()
+        back.acquire()
+        times.append((time.perf_counter() - start) * 1e6)
+    thread.join()
+    return statistics.median(times)
+
+
 async def measure() -> dict[str, list[float]]:
     contexts = [[i % 32, i // 32 % 32, *range(14)] for i in range(CONCURRENT)]
     uncached = AsyncLM(FreeEngine, output_cache=OutputCache(0))
@@ -86,6 +113,8 @@ async def measure() -> dict[str, list[float]]:
             many = await microseconds_each(ask, contexts)
             seconds.setdefault(f"{name}, {CONCURRENT} at once", []).append(many)
         cached.clear_cache()
+        hop = microseconds_there_and_back()
+        seconds.setdefault("two threads, there and back, one alone", []).append(hop)
         for name, ask in contestants.items():
             alone = [await microseconds_each(ask, [context]) for context in contexts[:LONE]]
             seconds.setdefault(f"{name}, one alone", []).append(statistics.median(alone))

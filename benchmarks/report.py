@@ -43,6 +43,7 @@ def environment() -> dict[str, Any]:
         + ("+" if _git("status", "--short") else ""),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        "cores_allowed": _cores_allowed(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "versions": versions,
     }
@@ -101,3 +102,9 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def _cores_allowed() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()

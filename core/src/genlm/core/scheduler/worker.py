@@ -193,7 +193,9 @@ class Worker:
             for query_id in aborts:
                 engine.abort(query_id)
             self._run_calls(engine)
-            self._hand_over(self._submit(engine, flights))
+            refused = self._submit(engine, flights)
+            if refused:
+                self._hand_over(refused)
             if self._board.in_engine:
                 start_s = time.perf_counter()
                 completions = self._step(engine)

@@ -79,10 +79,12 @@ class Board:
 
     def finish(self, query_id: int, *, failed: bool) -> list[Waiter]:
         """Remove an answered flight and return its waiters; none if it was abandoned."""
-        flight = self.in_engine.get(query_id)
+        flight = self.in_engine.pop(query_id, None)
         if flight is None:
             return []
-        self._remove(flight)
+        self._close_to_joiners(flight)
+        if self._held_back:
+            self._admit()
         if failed:
             self._failed += 1
         else:
@@ -132,9 +134,12 @@ class Board:
             self.admitted_late = True
 
     def _remove(self, flight: Flight) -> None:
-        if flight.key is not None and self._joinable.get(flight.key) is flight:
-            del self._joinable[flight.key]
+        self._close_to_joiners(flight)
         for place in (self.in_engine, self.inbox, self._held_back):
             if place.pop(flight.query.query_id, None) is not None:
                 break
         self._admit()
+
+    def _close_to_joiners(self, flight: Flight) -> None:
+        if flight.key is not None and self._joinable.get(flight.key) is flight:
+            del self._joinable[flight.key]

@@ -87,8 +87,10 @@ class Delivery:
         if isinstance(waiter, concurrent.futures.Future):
             self._by_thread.append((waiter, value, failed))
         else:
-            answers = self._by_loop.setdefault(waiter.get_loop(), [])
-            answers.append((waiter, value, failed))
+            loop = waiter.get_loop()
+            if loop not in self._by_loop:
+                self._by_loop[loop] = []
+            self._by_loop[loop].append((waiter, value, failed))
 
     @property
     def reaches_loops(self) -> bool:

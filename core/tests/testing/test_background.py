@@ -1,0 +1,67 @@
+"""Threads and event loops of the suite end, whatever was lost on them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from genlm.testing import NeverEnded
+from genlm.testing.background import LoopThread, call_together, on_thread
+
+
+def test_closing_a_loop_ends_the_coroutines_that_still_wait_on_it() -> None:
+    loop = LoopThread()
+    ended = []
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(True)
+
+    async def leave_one_behind() -> asyncio.Task[None]:
+        task = asyncio.create_task(wait_for_ever())
+        await asyncio.sleep(0)
+        return task
+
+    task = loop.run(leave_one_behind(), patience_s=10)
+    loop.close()
+    assert ended == [True]
+    assert task.cancelled()
+    loop.close()
+
+
+def test_a_coroutine_that_never_ends_is_given_up() -> None:
+    loop = LoopThread()
+
+    async def wait_for_ever() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(NeverEnded, match="wait_for_ever"):
+        loop.run(wait_for_ever(), patience_s=0.01)
+    loop.close()
+
+
+def test_calls_are_made_on_threads_that_keep_no_process_alive() -> None:
+    loop = LoopThread()
+
+    async def thread() -> threading.Thread:
+        return await on_thread(threading.current_thread)
+
+    (own,) = call_together([threading.current_thread], patience_s=10)
+    assert own.daemon
+    assert loop.run(thread(), patience_s=10).daemon
+    loop.close()
+
+
+def test_an_error_on_a_thread_is_raised_where_it_is_awaited() -> None:
+    loop = LoopThread()
+
+    async def divide() -> float:
+        return await on_thread(lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run(divide(), patience_s=10)
+    loop.close()

@@ -9,7 +9,7 @@ PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check mutants bench clean
+.PHONY: demo test check mutants bench docs clean
 
 demo: $(READY)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -28,6 +28,10 @@ mutants: $(READY)  ## break engines and tries one by one: which check sees it
 
 bench: $(READY)  ## run the benchmarks and append to benchmarks/results/
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench --save || exit 1; done
+
+docs: $(READY)  ## write again what is generated from the code and from runs
+	$(BIN)/python scripts/generate_plugin_docs.py --run
+	$(BIN)/python scripts/hf_architectures.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

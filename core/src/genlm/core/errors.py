@@ -26,7 +26,8 @@
         └── PluginApiError
 
 Each class also inherits the nearest builtin, so `except ValueError` works, and
-keeps what it reports as attributes. All can be copied and pickled.
+keeps what it reports as attributes. All can be copied and pickled. They are in one module,
+long as that makes it, so that this tree is whole.
 """
 
 from __future__ import annotations

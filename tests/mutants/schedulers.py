@@ -122,11 +122,11 @@ def one_loop_a_step(send):
     AsyncLM, "_query", killed_by="threads-and-event-loops-share", shows_as="lost request"
 )
 def ids_of_each_thread(_query):
-    """Counts query ids for each thread, so that two threads' answers have the same id."""
+    """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
     counters = threading.local()
 
     def broken(self, key):
-        counters.count = getattr(counters, "count", -1) + 1
+        counters.count = (getattr(counters, "count", -1) + 1) % 8
         return Query(counters.count, key[1], key[0])
 
     return broken

@@ -121,8 +121,9 @@ def test_what_is_cached_is_never_written_again(llama: Any, tokenizer: Any) -> No
     engine = HFEngine.from_model(llama, tokenizer, tier="packed")
     [ids] = ids_of_lengths(20)
     answers(engine, [ids])
-    tensors = [states[:, 1:21] for pair in engine._tier._storage._tensors for states in pair]
-    before = [states.clone() for states in tensors]
+    slots = range(1, 21)
+    tensors = [states for pair in engine._tier._storage._tensors for states in pair]
+    before = [states[:, slots].clone() for states in tensors]
     answers(engine, [ids, *ids_of_lengths(7, 30)])
     answers(engine, [[*ids, 3], ids[:12], [*ids[:12], 4]])
     after = [states[:, slots] for states in tensors]

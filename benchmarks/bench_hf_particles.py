@@ -12,9 +12,10 @@ cache that holds every particle's keys and values, no front end, no other work.
 - genlm: `AsyncLM` with one coroutine per particle, the whole front end included;
 
 Only decoding is timed, after a prefill; every round runs all contestants in turn. A
-ratio is the speed as a fraction of lockstep in the same run, from medians. Model: a
-Llama of 8 layers x 512, 8 heads, 4 of keys and values, vocabulary 8,000, random
-weights, float32. Torch's threads are what OMP_NUM_THREADS says.
+ratio is the speed as a fraction of lockstep's in the same round, its median over rounds
+reported; it can differ from the ratio of the medians. Model: a Llama of 8 layers x 512,
+8 heads, 4 of keys and values, vocabulary 8,000, random weights, float32. Torch's threads
+are what OMP_NUM_THREADS says.
 """
 
 from __future__ import annotations

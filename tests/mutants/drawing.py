@@ -113,7 +113,7 @@ class OneTokenMore(CachedEngine):
     def submit(self, query):
         if query.sampling is not None:
             longer = without(query.sampling, max_tokens=query.sampling.max_tokens + 1)
-            query = dataclasses.replace(query, sampling=longer)
+            query = query._replace(sampling=longer)
         super().submit(query)
 
 

@@ -48,6 +48,8 @@ class OutputCache:
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """Return a copy of the row, on the device on which it was put, or None."""
+        if self.max_entries == 0:
+            return None
         with self._lock:
             if key not in self._entries:  # cheaper than the exception
                 return None

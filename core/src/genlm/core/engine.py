@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from genlm.core.errors import EvaluationError
 from genlm.core.query import Completion, Query
@@ -123,6 +122,14 @@ class BatchEngine(abc.ABC):
     max_context: int | None = None
     capabilities: frozenset[Capability] = frozenset()
 
+    _pending: dict[int, Query]
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        """Start with nothing pending, so that subclasses need not call `__init__`."""
+        engine = super().__new__(cls)
+        engine._pending = {}
+        return engine
+
     @abc.abstractmethod
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
         """Compute the next-token row of each query.
@@ -156,14 +163,6 @@ class BatchEngine(abc.ABC):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Figures of the engine's own; none by default."""
         return {}
-
-    @property
-    def _pending(self) -> OrderedDict[int, Query]:
-        # Made on first use, so that subclasses need not call super().__init__().
-        pending: OrderedDict[int, Query] = self.__dict__.setdefault(
-            "_pending_queries", OrderedDict()
-        )
-        return pending
 
     def _evaluate_or_halve(self, batch: list[Query]) -> list[Completion]:
         try:

@@ -1,13 +1,14 @@
 """What travels between the scheduler and an engine: queries and completions.
 
 Plain values without behaviour. Nothing here knows of asyncio, caching or
-torch's devices.
+torch's devices. What is made for every request is a named tuple, which takes half the time
+of a frozen dataclass to make.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,7 @@ class SamplingParams:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """One request to an engine, validated against its vocabulary and context.
 
     Attributes:
@@ -50,8 +50,7 @@ class Query:
     sampling: SamplingParams | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """The answer to one query: a result or an error, never both.
 
     Attributes:

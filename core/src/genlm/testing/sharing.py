@@ -11,7 +11,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from genlm import Capability, Completion, Engine, Query, Vocabulary
@@ -62,7 +61,7 @@ class SharedEngine:
     def submit(self, query: Query, lease: Lease) -> int:
         """Give a query to the engine; returns the id that it has there."""
         query_id = next(self._query_ids)
-        self.engine.submit(replace(query, query_id=query_id))
+        self.engine.submit(query._replace(query_id=query_id))
         self._owners[query_id] = (lease, query.query_id)
         return query_id
 
@@ -71,7 +70,7 @@ class SharedEngine:
         for completion in self.engine.step():
             lease, query_id = self._owners.pop(completion.query_id, (None, 0))
             if lease is not None:
-                lease.ready.append(replace(completion, query_id=query_id))
+                lease.ready.append(completion._replace(query_id=query_id))
 
     def abort(self, query_id: int) -> None:
         """Have the engine forget a query."""

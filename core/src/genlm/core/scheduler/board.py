@@ -69,8 +69,11 @@ class Board:
 
     def take(self, limit: int | None, now_s: float) -> list[Flight]:
         """Move up to `limit` flights from the inbox to the engine, oldest first."""
-        count = len(self.inbox) if limit is None else min(limit, len(self.inbox))
-        taken = [self.inbox.popitem(last=False)[1] for _ in range(count)]
+        if limit is None or limit >= len(self.inbox):
+            taken = list(self.inbox.values())
+            self.inbox.clear()
+        else:
+            taken = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
         self.admitted_late = self.admitted_late and bool(self.inbox)
         for flight in taken:
             self.in_engine[flight.query.query_id] = flight

@@ -57,19 +57,19 @@ class Workspace:
     """
 
     def __init__(self, plan: SegmentPlan, dtype: np.dtype[Any], result: np.dtype[Any]) -> None:
-        n, distinct = len(plan.order), len(plan.pieces[0])
+        n, counts = len(plan.order), [len(piece) for piece in plan.pieces]
+        distinct = max(counts, default=0)
         self.plan = plan
         self.slots: Floats = np.empty(2 * n + distinct, dtype)
         self.intervals = self.slots[2 * n :]
         self._ranks = self.slots[n : 2 * n]
         self._gathered: Floats = np.empty(n, result)
-        self._second: Floats = np.empty(distinct, dtype)
+        self._further: Floats = np.empty(max(counts[1:], default=0), dtype)
         same = dtype == result
         self._values: Floats = self.slots[n:] if same else np.empty(n + distinct, result)
 
-    def load(self, row: Floats, out: Floats, neutral: float) -> None:
+    def load(self, row: Floats, out: Floats) -> None:
         """Write the leaves' values, and put them into the ranks' slots."""
-        self.slots[0] = neutral
         # Gathered from the copy, which the cache holds: the row itself may be far away.
         leaves = out[: len(row)]
         leaves[:] = row
@@ -83,12 +83,14 @@ class Workspace:
         for low, high in self.plan.halvings:
             pairs = self.slots[2 * low : 2 * high]
             function(pairs[::2], pairs[1::2], out=self.slots[low:high])
-        first, second = self.plan.pieces
-        _take(self.slots, first, self.intervals)
-        _take(self.slots, second, self._second)
-        function(self.intervals, self._second, out=self.intervals)
-        for which, piece in self.plan.further:
-            self.intervals[which] = function(self.intervals[which], self.slots[piece])
+        for turn, piece in enumerate(self.plan.pieces):
+            known = self.intervals[: len(piece)]
+            if not turn:
+                _take(self.slots, piece, known)
+                continue
+            further = self._further[: len(piece)]
+            _take(self.slots, piece, further)
+            function(known, further, out=known)
 
     def spread(self, out: Floats) -> None:
         """Write every prefix's value from its slot."""
@@ -104,13 +106,13 @@ def _take(values: Floats, positions: npt.NDArray[np.int64], out: Floats) -> None
 
 
 def _sum(workspace: Workspace, row: Floats, out: Floats) -> None:
-    workspace.load(row, out, neutral=0.0)
+    workspace.load(row, out)
     workspace.combine(np.add)
     workspace.spread(out)
 
 
 def _max(workspace: Workspace, row: Floats, out: Floats) -> None:
-    workspace.load(row, out, neutral=-np.inf)
+    workspace.load(row, out)
     workspace.combine(np.maximum)
     workspace.spread(out)
 
@@ -126,16 +128,15 @@ def _logsumexp(workspace: Workspace, row: Floats, out: Floats) -> None:
 
 def _logsumexp_of_near(workspace: Workspace, row: Floats, top: float, out: Floats) -> None:
     """Add exponentials relative to the largest weight of all: one for each token."""
-    workspace.load(row, out, neutral=-np.inf)
+    workspace.load(row, out)
     n = len(row)
     ranks = workspace.slots[n : 2 * n]
     ranks -= top
     np.exp(ranks, out=ranks)
-    workspace.slots[0] = 0.0
     workspace.combine(np.add)
     np.log(workspace.intervals, out=workspace.intervals)
     workspace.intervals += top
-    workspace.load(row, out, neutral=0.0)  # single tokens stay exactly as given
+    workspace.load(row, out)  # single tokens stay exactly as given
     workspace.spread(out)
 
 
@@ -145,11 +146,10 @@ def _logsumexp_of_any(workspace: Workspace, row: Floats, out: Floats) -> None:
     No exponential overflows, and a distant sibling costs no digits.
     """
     plan, tops = workspace.plan, workspace.slots
-    workspace.load(row, out, neutral=-np.inf)
+    workspace.load(row, out)
     workspace.combine(np.maximum)
     finite = np.where(np.isfinite(tops), tops, 0.0)
     sums = np.ones_like(tops)
-    sums[0] = 0.0
     for low, high in plan.halvings:
         pair = slice(2 * low, 2 * high)
         parts = tops[pair].reshape(-1, 2) - finite[low:high, None]
@@ -159,9 +159,8 @@ def _logsumexp_of_any(workspace: Workspace, row: Floats, out: Floats) -> None:
     top = finite[2 * len(row) :]
     relative = np.zeros_like(top)
     for piece in plan.pieces:
-        relative += sums[piece] * np.exp(tops[piece] - top)
-    for which, piece in plan.further:
-        relative[which] += sums[piece] * np.exp(tops[piece] - top[which])
+        known = slice(len(piece))
+        relative[known] += sums[piece] * np.exp(tops[piece] - top[known])
     workspace.intervals += np.log(relative)
     workspace.spread(out)
 

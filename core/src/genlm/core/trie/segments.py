@@ -24,22 +24,20 @@ class SegmentPlan:
     """What to combine with what; made once for a layout.
 
     A workspace holds the binary tree over the ranks in heap order (slot 1 is its root,
-    slots `n` to `2n` the ranks, slot 0 a neutral element) and then one slot for each
-    distinct interval.
+    slots `n` to `2n` the ranks, slot 0 is not used) and then one slot for each distinct
+    interval, those of the most pieces first.
 
     Attributes:
         order: Token at each rank, int64.
         source: For every prefix the slot of its value, counted from slot `n`.
         halvings: Bounds of each level of the binary tree, from the ranks' parents up.
-        pieces: First and second slot of each distinct interval; 0 for no second.
-        further: For intervals of more than two pieces: which ones, and the next slot.
+        pieces: `pieces[k]` has the k-th slot of each interval of more than k pieces.
     """
 
     order: Positions
     source: Positions
     halvings: tuple[tuple[int, int], ...]
-    pieces: tuple[Positions, Positions]
-    further: tuple[tuple[Positions, Positions], ...]
+    pieces: tuple[Positions, ...]
 
     @classmethod
     def of(cls, layout: TrieLayout) -> SegmentPlan:
@@ -52,23 +50,23 @@ class SegmentPlan:
         lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
         interval, piece = interval_pieces(lo, hi, n)
         count = np.bincount(interval, minlength=len(lo))
-        start = np.cumsum(count) - count
-        first, second = np.zeros((2, len(lo)), dtype=np.int64)
-        if len(lo):
-            first = piece[start]
-            second[count > 1] = piece[start[count > 1] + 1]
-        further = []
-        for k in range(2, count.max(initial=0)):
-            longer = np.flatnonzero(count > k)
-            further.append((longer, piece[start[longer] + k]))
-        order = layout.order.astype(np.int64)
-        return cls(order, layout.source, tuple(halvings), (first, second), tuple(further))
+        most_first = np.argsort(-count, kind="stable")
+        start = (np.cumsum(count) - count)[most_first]
+        having = [np.count_nonzero(count > k) for k in range(count.max(initial=0))]
+        place = np.empty(n + len(lo), dtype=np.int64)
+        place[:n] = np.arange(n)
+        place[n + most_first] = np.arange(n, n + len(lo))
+        return cls(
+            order=layout.order.astype(np.int64),
+            source=place[layout.source],
+            halvings=tuple(halvings),
+            pieces=tuple(piece[start[:many] + k] for k, many in enumerate(having)),
+        )
 
     @property
     def nbytes(self) -> int:
-        """Memory of the plan's own arrays, in bytes."""
-        further = [array for pair in self.further for array in pair]
-        return sum(array.nbytes for array in (self.order, *self.pieces, *further))
+        """Memory of the arrays, in bytes."""
+        return sum(array.nbytes for array in (self.order, self.source, *self.pieces))
 
 
 def interval_pieces(

@@ -1,15 +1,19 @@
 """How fast does `genlm-hf` serve a population of particles?
 
 Particles share a prompt and grow by one token a step; with resampling, every fourth
-step continues copies of some of them. Each contestant gives the whole next-token
-distribution of every particle at every step. The limit of what can be had without
-sharing prompts is lockstep decoding: the model's own `[N, 1]` forward pass with a
-cache that holds every particle's keys and values, no front end, no other work.
+step continues copies of some of them; with tails, each starts with tokens of its own.
+Each contestant gives the whole next-token distribution of every particle at every step.
+The limit of what can be had without sharing prompts is lockstep decoding: the model's own
+`[N, 1]` forward pass with a cache that holds every particle's keys and values, no front
+end, no other work.
 
 - lockstep: with transformers' DynamicCache, which copies the cache as it grows;
 - preallocated: with keys and values written into tensors of full length, which copies
   nothing but what resampling reorders;
 - genlm: `AsyncLM` with one coroutine per particle, the whole front end included;
+- genlm-backend 0.3.1, in an environment of its own (`--peer PYTHON`, by default made in
+  `.cache/`), with its `cache_kv` of the prompt ("cached") and without. It computes all or
+  nearly all of every context at every step, so only smaller populations wait for it.
 
 Only decoding is timed, after a prefill; every round runs all contestants in turn. A
 ratio is the speed as a fraction of lockstep's in the same round, its median over rounds
@@ -22,45 +26,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from particle_model import STEPS, VOCAB_SIZE, llama, prompt_of, tokenizer
+from particle_model import VOCAB_SIZE, llama, tokenizer
+from particle_population import Population
+from peer import Peer, peer_python
 from report import print_report
 
 from genlm import AsyncLM, OutputCache
 from genlm.core.statistics import Statistics
 from genlm_hf.engine import HFEngine
 
+STEPS, FEW_STEPS = 24, 6
+LARGE = 100_000  # tokens in all contexts from which a step takes seconds
 RESAMPLE_EVERY = 4
-
-
-@dataclass(frozen=True)
-class Case:
-    """A population: how many particles, their prompt, how often they are resampled."""
-
-    count: int
-    prompt: list[int]
-    every: int | None
-
-    def __str__(self) -> str:
-        resampled = " resampled" if self.every else ""
-        return f"{self.count}/{len(self.prompt)}{resampled}"
-
-    def members(self) -> range:
-        return range(self.count)
-
-    def parents(self, step: int, generator: random.Random) -> list[int] | None:
-        """Which particle each one continues after a step, None for itself."""
-        if self.every is None or step % self.every != self.every - 1:
-            return None
-        return sorted(generator.choices(self.members(), k=self.count))
 
 
 class PreallocatedLayer(transformers.cache_utils.DynamicLayer):
@@ -91,97 +77,153 @@ class PreallocatedLayer(transformers.cache_utils.DynamicLayer):
 
 
 @torch.inference_mode()
-def lockstep(model: Any, population: Case, *, preallocated: bool) -> float:
-    """Seconds for all steps of `[N, 1]` decoding."""
+def lockstep(model: Any, population: Population, *, preallocated: bool) -> float:
+    """Milliseconds a step of `[N, 1]` decoding."""
+    particles = population.start()
     past = transformers.DynamicCache(config=model.config)
     prompt = torch.tensor([population.prompt])
     model(prompt, past_key_values=past, use_cache=True, logits_to_keep=1)
     past.batch_repeat_interleave(population.count)
+    if population.tail_length:
+        tails = torch.tensor(particles.contexts)[:, population.prompt_length :]
+        model(tails, past_key_values=past, use_cache=True, logits_to_keep=1)
     if preallocated:
         for layer in past.layers:
             layer.__class__ = PreallocatedLayer
-            layer.make_room(STEPS)
-    generator = random.Random(3)
+            layer.make_room(population.steps)
     seconds = 0.0
-    for step in range(STEPS):
-        last = torch.tensor([[generator.randrange(VOCAB_SIZE)] for _ in population.members()])
+    for step in range(population.steps):
+        particles.grow()
+        last = torch.tensor([context[-1:] for context in particles.contexts])
         start = time.perf_counter()
         logits = model(last, past_key_values=past, use_cache=True).logits[:, -1]
         rows = logits.float().log_softmax(-1)
         assert rows.shape == (population.count, VOCAB_SIZE)
-        parents = population.parents(step, generator)
-        if parents is not None:
-            past.reorder_cache(torch.tensor(parents))
+        particles.resample(step)
+        if particles.parents is not None:
+            past.reorder_cache(torch.tensor(particles.parents))
         seconds += time.perf_counter() - start
-    return seconds
+    return seconds / population.steps * 1e3
 
 
-def genlm(lm: AsyncLM, population: Case) -> float:
-    """Seconds for all steps of N concurrent coroutines, the prompt computed before."""
+def genlm(lm: AsyncLM, population: Population) -> float:
+    """Milliseconds a step of N concurrent coroutines, the start computed before."""
 
     async def run() -> float:
-        generator = random.Random(3)
-        contexts = [list(population.prompt) for _ in population.members()]
-        await lm.next_token_logprobs(population.prompt)
+        particles = population.start()
+        await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
         seconds = 0.0
-        for step in range(STEPS):
-            for context in contexts:
-                context.append(generator.randrange(VOCAB_SIZE))
+        for step in range(population.steps):
+            particles.grow()
             start = time.perf_counter()
-            rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
             assert len(rows) == population.count
-            parents = population.parents(step, generator)
-            if parents is not None:
-                contexts = [list(contexts[parent]) for parent in parents]
+            particles.resample(step)
             seconds += time.perf_counter() - start
-        return seconds
+        return seconds / population.steps * 1e3
 
     lm.clear_kv_cache()
     return asyncio.run(run())
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
+def peer_contestants(peer: Peer, population: Population) -> dict[str, Callable[[], float]]:
+    """genlm-backend's ways that finish within the patience of a benchmark."""
+    p = population
+    tokens = p.count * (p.prompt_length + p.tail_length)
+    contestants = {}
+    for mode, limit, most_steps in (("cached", 30_000, STEPS), ("uncached", 6_000, FEW_STEPS)):
+        if tokens <= limit:
+            steps = min(p.steps, most_steps)
+            line = f"{p.count} {p.prompt_length} {p.tail_length} {p.every} {steps} {mode}"
+            contestants[f"genlm-backend {mode}"] = functools.partial(peer.measure, line)
+    return contestants
+
+
+def populations(options: argparse.Namespace) -> Iterator[Population]:
     for count in options.particles:
-        for length in options.prompts:
-            yield Case(count, prompt_of(length), None)
+        for prompt in options.prompts:
+            steps = FEW_STEPS if count * prompt > LARGE else STEPS
+            yield Population(count, prompt, 0, 0, steps)
             if options.resample:
-                yield Case(count, prompt_of(length), RESAMPLE_EVERY)
+                yield Population(count, prompt, 0, RESAMPLE_EVERY, steps)
+            for tail in options.tails:
+                yield Population(count, prompt, tail, 0, steps)
 
 
-def measure(
-    options: argparse.Namespace,
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Milliseconds a step of every contestant and case; tokens computed and asked."""
-    samples: dict[str, list[float]] = {}
-    work: dict[str, dict[str, float]] = {}
+class Samples:
+    """Milliseconds a step of every contestant, case by case and round by round."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, dict[str, list[float]]] = {}
+
+    def add(self, case: Population, contestant: str, milliseconds: float) -> None:
+        """Record a measurement."""
+        contestants = self._cases.setdefault(str(case), {})
+        contestants.setdefault(contestant, []).append(milliseconds)
+
+    def speed(self, case: str, contestant: str, base: str) -> float:
+        """How many times faster than another: median over rounds of ratios within a round."""
+        slow, fast = self._cases[case][base], self._cases[case][contestant]
+        return statistics.median(s / f for s, f in zip(slow, fast, strict=True))
+
+    def against_lockstep(self, case: str) -> dict[str, float]:
+        """Every contestant's speed as a fraction of lockstep."""
+        return {name: self.speed(case, name, "lockstep") for name in self._cases[case]}
+
+    def against_peer(self) -> dict[str, dict[str, float]]:
+        """How many times faster genlm is than each way of genlm-backend."""
+        return {
+            case: {
+                name: round(self.speed(case, "genlm", name), 2)
+                for name in contestants
+                if name.startswith("genlm-backend")
+            }
+            for case, contestants in self._cases.items()
+        }
+
+    def rows(self) -> dict[str, list[float]]:
+        """All measurements, by case and contestant."""
+        return {
+            f"{case} {name}": values
+            for case, contestants in self._cases.items()
+            for name, values in contestants.items()
+        }
+
+    def ratios(self) -> dict[str, float]:
+        """What `rows` are as fractions of lockstep."""
+        return {
+            f"{case} {name}": speed
+            for case in self._cases
+            for name, speed in self.against_lockstep(case).items()
+        }
+
+
+def measure(options: argparse.Namespace, peer: Peer | None) -> tuple[Samples, dict[str, float]]:
+    """All measurements, and the tokens computed for a token asked, by case."""
+    samples, computed_per_asked = Samples(), {}
     model = llama()
     with AsyncLM(
         lambda: HFEngine.from_model(model, tokenizer()), output_cache=OutputCache(0)
     ) as lm:
-        contestants: dict[str, Callable[[Case], float]] = {
-            "lockstep": lambda case: lockstep(model, case, preallocated=False),
-            "preallocated": lambda case: lockstep(model, case, preallocated=True),
-            "genlm": lambda case: genlm(lm, case),
-        }
-        for case in cases(options):
+        for case in populations(options):
+            contestants: dict[str, Callable[[], float]] = {
+                "lockstep": functools.partial(lockstep, model, case, preallocated=False),
+                "preallocated": functools.partial(lockstep, model, case, preallocated=True),
+                "genlm": functools.partial(genlm, lm, case),
+            }
+            if peer is not None:
+                contestants |= peer_contestants(peer, case)
             before = lm.statistics()
             for _ in range(options.rounds):
                 for name, run in contestants.items():
-                    milliseconds = run(case) / STEPS * 1e3
-                    samples.setdefault(f"{case} {name}", []).append(milliseconds)
+                    samples.add(case, name, run())
             after = lm.statistics()
             asked = after.tokens_asked - before.tokens_asked
             computed = _computed(after) - _computed(before)
-            work[str(case)] = {"computed_per_asked": round(computed / asked, 5)}
-            shown = {name: f"{ratio(samples, f'{case} {name}'):.2f}" for name in contestants}
-            print(case, shown, f"tokens computed per token asked {computed / asked:.4f}")
-    return samples, work
-
-
-def ratio(samples: dict[str, list[float]], row: str) -> float:
-    """Speed as a fraction of lockstep: median over rounds of ratios within a round."""
-    base = samples[row.rsplit(" ", 1)[0] + " lockstep"]
-    return statistics.median(b / v for b, v in zip(base, samples[row], strict=True))
+            computed_per_asked[str(case)] = round(computed / asked, 5)
+            speeds = samples.against_lockstep(str(case)).items()
+            print(case, {name: round(speed, 3) for name, speed in speeds}, flush=True)
+    return samples, computed_per_asked
 
 
 def _computed(figures: Statistics) -> int:
@@ -192,14 +234,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--particles", type=int, nargs="+", default=[1, 10, 50, 200])
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--tails", type=int, nargs="*", default=[160])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-resample", dest="resample", action="store_false")
+    parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1")
+    parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    samples, work = measure(options)
-    ratios = {row: ratio(samples, row) for row in samples}
-    extra = {"steps": STEPS, "seed": 3, "tokens": work}
-    print_report("hf_particles", samples, unit="ms a step", ratios=ratios, extra=extra)
+    peer = None
+    if not options.no_peer:
+        peer = Peer(options.peer or peer_python(), "particle_peer.py")
+    samples, computed_per_asked = measure(options, peer)
+    if peer is not None:
+        peer.close()
+    print("tokens computed for a token asked:", computed_per_asked)
+    print("times faster than genlm-backend:", samples.against_peer())
+    extra = {
+        "seed": 3,
+        "tokens_computed_per_token_asked": computed_per_asked,
+        "times_faster_than_genlm_backend": samples.against_peer(),
+    }
+    print_report(
+        "hf_particles",
+        samples.rows(),
+        unit="ms a step",
+        ratios=samples.ratios(),
+        extra=extra,
+    )
 
 
 if __name__ == "__main__":

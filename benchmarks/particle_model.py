@@ -13,7 +13,6 @@ import torch
 import transformers
 
 VOCAB_SIZE = 8000
-STEPS = 24
 
 
 def llama() -> Any:

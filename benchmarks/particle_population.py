@@ -1,0 +1,78 @@
+"""The particles of `bench_hf_particles.py`: what every contestant is asked.
+
+Imported also where only the peer's packages are installed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from particle_model import VOCAB_SIZE, prompt_of
+
+
+@dataclass(frozen=True)
+class Population:
+    """Particles that share a prompt and grow by one token a step.
+
+    Attributes:
+        count: How many.
+        prompt_length: Tokens that all of them share.
+        tail_length: Tokens that each of them has of its own before the first step.
+        every: Steps from one resampling to the next, 0 for none.
+        steps: How many are measured.
+    """
+
+    count: int
+    prompt_length: int
+    tail_length: int
+    every: int
+    steps: int
+
+    def __str__(self) -> str:
+        tail = f" tails {self.tail_length}" if self.tail_length else ""
+        return f"{self.count}/{self.prompt_length}{tail}{' resampled' if self.every else ''}"
+
+    @property
+    def prompt(self) -> list[int]:
+        """Random ids, always the same."""
+        return prompt_of(self.prompt_length)
+
+    def start(self) -> Particles:
+        """The particles before the first step, the same for every contestant."""
+        return Particles(self)
+
+
+class Particles:
+    """A population on its way.
+
+    Attributes:
+        contexts: The token ids of each particle.
+        parents: Which particle each one continues after the last step, None for itself.
+    """
+
+    def __init__(self, population: Population) -> None:
+        self._population = population
+        self._random = random.Random(3)
+        self.contexts = [
+            [*population.prompt, *(self._token() for _ in range(population.tail_length))]
+            for _ in range(population.count)
+        ]
+        self.parents: list[int] | None = None
+
+    def grow(self) -> None:
+        """Add a token to each."""
+        for context in self.contexts:
+            context.append(self._token())
+
+    def resample(self, step: int) -> None:
+        """Replace them by a random choice among them, where the population says so."""
+        every, members = self._population.every, range(self._population.count)
+        if not every or step % every != every - 1:
+            self.parents = None
+            return
+        self.parents = sorted(self._random.choices(members, k=len(members)))
+        self.contexts = [list(self.contexts[parent]) for parent in self.parents]
+
+    def _token(self) -> int:
+        return self._random.randrange(VOCAB_SIZE)

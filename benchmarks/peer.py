@@ -1,0 +1,73 @@
+"""genlm-backend 0.3.1, the published peer, in an environment and processes of its own.
+
+It cannot share an environment with genlm-core: both provide `genlm.backend`'s names.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["Peer", "peer_python"]
+
+ENVIRONMENT = Path(__file__).resolve().parent.parent / ".cache" / "genlm-backend-0.3.1"
+PACKAGES = ("numpy<2.5", "numba", "accelerate", "sentencepiece", "protobuf")
+
+
+def peer_python() -> Path:
+    """An interpreter with genlm-backend and this environment's torch and transformers.
+
+    Made on first use, in `.cache/`; takes a minute or two.
+    """
+    python = ENVIRONMENT / "bin" / "python"
+    if not (ENVIRONMENT / "ready").exists():
+        torch, transformers = map(importlib.metadata.version, ("torch", "transformers"))
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
+        # Torch first: what the others ask for would bring another build of it.
+        subprocess.run([*install, f"torch=={torch.split('+')[0]}"], check=True)
+        subprocess.run([*install, f"transformers=={transformers}", *PACKAGES], check=True)
+        subprocess.run([*install, "--no-deps", "genlm-backend==0.3.1"], check=True)
+        (ENVIRONMENT / "ready").touch()
+    return python
+
+
+class Peer:
+    """A process that measures genlm-backend when it is told to.
+
+    Args:
+        python: An interpreter with genlm-backend.
+        script: Reads the name of a measurement per line and prints its figure.
+        arguments: Of the script.
+    """
+
+    def __init__(self, python: Path, script: str, *arguments: str | Path) -> None:
+        self._process = subprocess.Popen(
+            [python, Path(__file__).with_name(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def measure(self, name: str) -> float:
+        """The figure of one measurement.
+
+        Raises:
+            RuntimeError: The process ended instead of answering.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"genlm-backend's process ended while it measured {name!r}")
+        return float(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from genlm import ModelLoadError
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import layout
 from genlm_hf.tiers import choice
@@ -67,6 +68,16 @@ FAMILIES = {
     "bloom": bare("bloom", n_layer=2, n_head=4),
     "falcon": bare("falcon", num_hidden_layers=2, num_attention_heads=4),
     "falcon with ALiBi": bare("falcon", num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "falcon with grouped heads": bare(
+        "falcon",
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
+    "falcon with separate heads": bare(
+        "falcon", num_hidden_layers=2, num_attention_heads=4, multi_query=False
+    ),
     "mpt": ("mpt", {"vocab_size": WIDTH, "d_model": 32, "n_layers": 2, "n_heads": 4}),
     "llama": family("llama"),
     "llama with llama3 rope": family(
@@ -173,11 +184,13 @@ FAMILIES = {
 }
 
 
-# What the packed tier serves; all others are padded.
+# What the faster tiers serve; all others are padded.
 PACKED = {"gpt2", "gpt_bigcode", "gpt_neox", "opt", "mixtral", "phi", "phi3", "olmo2"}
 PACKED |= {"llama", "llama with llama3 rope", "mistral with a short window", "stablelm"}
 PACKED |= {"qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "starcoder2", "cohere"}
 PACKED |= {"cohere2", "granite", "deepseek_v3"}
+GATHERED = {"gptj", "codegen", "gpt_neo", "bloom", "mpt", "falcon", "falcon with ALiBi"}
+GATHERED |= {"falcon with grouped heads", "falcon with separate heads", "gpt_oss"}
 
 
 def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
@@ -203,7 +216,8 @@ def test_batches_give_the_rows_of_each_sequence_alone(name: str, tokenizer: Any)
     assert torch.pdist(rows).min() > 1e-2
 
     engine = HFEngine.from_model(model, tokenizer)
-    assert engine.statistics()["tier"] == ("packed" if name in PACKED else "padded")
+    tier = "packed" if name in PACKED else "gathered" if name in GATHERED else "padded"
+    assert engine.statistics()["tier"] == tier
     for _ in range(2):
         rows = torch.stack(answers(engine, sequences))
         assert (rows - expected).abs().max() <= 1e-4
@@ -215,9 +229,8 @@ def test_the_self_test_alone_finds_what_the_rules_refuse(
 ) -> None:
     model, *_ = unbatched(name)
     monkeypatch.setattr(choice, "_refuse_by_config", lambda served: None)
-    monkeypatch.setattr(choice, "_refuse_by_layout", lambda served, layout: None)
+    monkeypatch.setattr(choice, "_refuse_few_layers", lambda *_: None)
     monkeypatch.setattr(layout._Recorder, "_check_arguments", lambda *_: None)
     monkeypatch.setattr(layout, "window_of", lambda mask_function: None)
-    engine = HFEngine.from_model(model, tokenizer)
-    assert engine.statistics()["tier"] == "padded"
-    assert "in the self-test" in str(engine.statistics()["tier_reason"])
+    with pytest.raises(ModelLoadError, match="in the self-test"):
+        HFEngine.from_model(model, tokenizer, tier="packed")

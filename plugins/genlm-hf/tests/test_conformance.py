@@ -1,8 +1,8 @@
-"""The engine keeps every law, with an attention model and with a recurrent one.
+"""The engine keeps every law in every tier: packed, gathered and padded.
 
 `genlm check hf` runs the other architectures too.
 """
 
 from genlm.testing import conformance_tests
 
-test_hf = conformance_tests("hf", models=["llama", "mamba"], no_skips=True)
+test_hf = conformance_tests("hf", models=["llama", "gptj", "mamba"], no_skips=True)

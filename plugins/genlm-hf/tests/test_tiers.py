@@ -11,7 +11,7 @@ import torch
 from genlm import Capability, ModelLoadError, UnsupportedCapability
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed.windows import UnknownMaskError, window_of
-from genlm_hf.tiers import packed
+from genlm_hf.tiers.cached import CachedTier
 
 from .test_architectures import bare
 from .tiny import answers, build_model, ids_of_lengths, llama_settings
@@ -44,7 +44,9 @@ def test_a_tier_can_be_asked_for(llama: Any, mamba: Any, tokenizer: Any) -> None
     )
     with pytest.raises(ModelLoadError, match="tier='packed' cannot serve MambaForCausalLM"):
         HFEngine.from_model(mamba, tokenizer, tier="packed")
-    with pytest.raises(ValueError, match="no tier 'fast'; the tiers are 'packed', 'padded'"):
+    with pytest.raises(
+        ValueError, match="no tier 'fast'; the tiers are 'packed', 'gathered', 'padded'"
+    ):
         HFEngine.from_model(llama, tokenizer, tier="fast")
 
 
@@ -52,8 +54,8 @@ def test_the_self_test_can_be_turned_off(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    rows = packed.PackedTier.rows
-    monkeypatch.setattr(packed.PackedTier, "rows", lambda *args: seen.append(1) or rows(*args))
+    rows = CachedTier.rows
+    monkeypatch.setattr(CachedTier, "rows", lambda *args: seen.append(1) or rows(*args))
     engine = HFEngine.from_model(llama, tokenizer, self_test=False)
     assert not seen
     assert engine.statistics()["tier"] == "packed"
@@ -65,8 +67,8 @@ def test_the_self_test_can_be_turned_off(
 def test_a_tier_that_is_slightly_wrong_is_refused(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = packed.PackedTier.rows
-    monkeypatch.setattr(packed.PackedTier, "rows", lambda *args: rows(*args) + 2e-4)
+    rows = CachedTier.rows
+    monkeypatch.setattr(CachedTier, "rows", lambda *args: rows(*args) + 2e-4)
     figures = HFEngine.from_model(llama, tokenizer).statistics()
     assert figures["tier"] == "padded"
     assert "off by 2.0e-04, more than 1.0e-04" in str(figures["tier_reason"])

@@ -56,13 +56,17 @@ ARCHITECTURES = {
         ("c_attn",),
         {"fan_in_fan_out": True},
     ),
+    "gptj": _Architecture(
+        _COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+        ("q_proj", "v_proj"),
+    ),
     "mistral": _Architecture(_LLAMA | {"sliding_window": 4}, ("v_proj", "o_proj")),
     "mamba": _Architecture(
         _COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, ("x_proj",)
     ),
 }
-"""By transformers' name: grouped-query attention, learned positions, a window shorter than
-the sequences, a recurrent state."""
+"""By transformers' name: grouped-query attention, learned positions, attention in code of
+its own, a window shorter than the sequences, a recurrent state."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:

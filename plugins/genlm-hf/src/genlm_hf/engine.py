@@ -56,8 +56,8 @@ class HFEngine(BatchEngine):
             pass; a longer context still passes, alone.
         kv_budget_bytes: The most memory that cached keys and values take; by default
             a quarter of the CPU's free memory, half of a GPU's.
-        tier: How to serve the model: `"packed"`, `"padded"`, or None for the fastest
-            that gives the right rows.
+        tier: How to serve the model: `"packed"`, `"gathered"`, `"padded"`, or None for
+            the fastest that gives the right rows.
         self_test: Whether to compare the tier with unbatched forward passes of a few
             short sequences when the model is loaded.
 

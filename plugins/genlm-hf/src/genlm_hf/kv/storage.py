@@ -72,6 +72,11 @@ class KVStorage:
         ]
 
     @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self._tensors)
+
+    @property
     def nbytes(self) -> int:
         """Size of all tensors."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._tensors)

@@ -1,62 +1,75 @@
-"""One packed forward pass through a model: the logits that a plan asks for."""
+"""Tier `packed`: one packed forward pass over everything that is not computed yet.
+
+For decoder-only models whose layers mix tokens by plain attention only.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from genlm_hf.forward import evaluation_mode, head_sees
-from genlm_hf.kv.storage import KVStorage
+from genlm_hf.kv.batch import Computed, TreeBatch
+from genlm_hf.kv.storage import KVStorage, LayerShape
 from genlm_hf.packed.attention import packed_step
 from genlm_hf.packed.layout import AttentionLayout
-from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.packed.plan import PackedPlan, plan_forward
 
-__all__ = ["packed_logits", "takes_positions"]
+__all__ = ["PackedForward", "takes_positions"]
 
 
-def packed_logits(
-    model: Any,
-    plan: PackedPlan,
-    *,
-    layout: AttentionLayout,
-    storage: KVStorage,
-    device: torch.device,
-) -> torch.Tensor:
-    """Run a plan: store keys and values of its tokens and return the results' logits.
+class PackedForward:
+    """Runs a model over what is fresh in a tree, as one sequence; see `Computing`.
 
-    Positions are passed explicitly, no mask is; the output embedding is applied to
-    the results only.
-
-    Returns:
-        Shape `(len(plan.results), width of the model's output)`, in the model's
-        dtype, on the device of its output.
+    Args:
+        model: Of transformers' interface.
+        layout: Its attention layers.
+        device: Where it takes its input.
     """
-    inputs = {
-        "input_ids": torch.from_numpy(plan.tokens).to(device)[None],
-        "position_ids": torch.from_numpy(plan.positions).to(device)[None],
-        "use_cache": False,
-        "return_dict": True,
-    }
-    results = torch.from_numpy(plan.results).to(device)
 
-    taken = False
+    def __init__(self, model: Any, layout: AttentionLayout, device: torch.device) -> None:
+        self._model, self._layout, self._device = model, layout, device
 
-    def take(states: torch.Tensor) -> torch.Tensor:
-        nonlocal taken
-        taken = True
-        return states[:, results.to(states.device)]
+    @property
+    def shapes(self) -> Sequence[LayerShape]:
+        """What each layer keeps of a token."""
+        return [layer.shape for layer in self._layout.layers]
 
-    with (
-        torch.inference_mode(),
-        evaluation_mode(model),
-        head_sees(model, (1, len(plan.tokens)), take),
-        packed_step(layout, storage, plan),
-    ):
-        output = model(**inputs)
-        logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-        return (logits if taken else take(logits))[0]
+    def compute(self, batch: TreeBatch, storage: KVStorage) -> Computed:
+        """Run one pass; positions are passed explicitly, no mask is.
+
+        The output embedding is applied to the results only.
+        """
+        plan = plan_forward(batch.tree, batch.adapter, batch.sequences, batch.last_slots)
+        return Computed(self._logits(plan, storage), tokens=len(plan.tokens), forwards=1)
+
+    def _logits(self, plan: PackedPlan, storage: KVStorage) -> torch.Tensor:
+        inputs = {
+            "input_ids": torch.from_numpy(plan.tokens).to(self._device)[None],
+            "position_ids": torch.from_numpy(plan.positions).to(self._device)[None],
+            "use_cache": False,
+            "return_dict": True,
+        }
+        results = torch.from_numpy(plan.results).to(self._device)
+        taken = False
+
+        def take(states: torch.Tensor) -> torch.Tensor:
+            nonlocal taken
+            taken = True
+            return states[:, results.to(states.device)]
+
+        with (
+            torch.inference_mode(),
+            evaluation_mode(self._model),
+            head_sees(self._model, (1, len(plan.tokens)), take),
+            packed_step(self._layout, storage, plan),
+        ):
+            output = self._model(**inputs)
+            logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+            return (logits if taken else take(logits))[0]
 
 
 def takes_positions(model: Any) -> bool:

@@ -19,7 +19,14 @@ import torch
 from genlm_hf.kv.storage import LayerShape
 from genlm_hf.packed.windows import UnknownMaskError, window_of
 
-__all__ = ["AttentionLayer", "AttentionLayout", "UnfitModelError", "read_layout", "register"]
+__all__ = [
+    "AttentionLayer",
+    "AttentionLayout",
+    "UnfitMaskError",
+    "UnfitModelError",
+    "read_layout",
+    "register",
+]
 
 _RECORDING_ATTENTION = "genlm_recording"
 
@@ -32,6 +39,10 @@ _HARMLESS_ARGUMENTS = frozenset(
 
 class UnfitModelError(ValueError):
     """A model whose attention is not that of a plain decoder; says what is different."""
+
+
+class UnfitMaskError(UnfitModelError):
+    """A model that lets tokens see otherwise than causally or through a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +206,7 @@ def _record_mask(
     try:
         window = window_of(mask_function)
     except UnknownMaskError as error:
-        raise UnfitModelError(f"one of its masks is unknown: {error}") from error
+        raise UnfitMaskError(f"one of its masks is unknown: {error}") from error
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _active.recorder.add_mask(mask, window)
     return mask

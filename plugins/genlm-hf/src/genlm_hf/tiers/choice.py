@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from genlm import ModelLoadError
-from genlm_hf.packed.forward import takes_positions
-from genlm_hf.packed.layout import AttentionLayout, UnfitModelError, read_layout
+from genlm_hf.gathered.forward import GatheredForward, read_cache
+from genlm_hf.kv.batch import Computing
+from genlm_hf.packed.forward import PackedForward, takes_positions
+from genlm_hf.packed.layout import (
+    AttentionLayout,
+    UnfitMaskError,
+    UnfitModelError,
+    read_layout,
+)
 from genlm_hf.rope import depends_on_longest
-from genlm_hf.tiers.packed import PackedTier
+from genlm_hf.tiers.cached import CachedTier
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.self_test import SelfTest
 from genlm_hf.tiers.tier import ServedModel, Tier
@@ -67,8 +74,9 @@ def choose_tier(served: ServedModel, options: ServeOptions) -> TierChoice:
             cannot serve it.
         ValueError: There is no tier of the name asked for.
     """
-    faster: dict[str, Callable[[PaddedTier], Tier]] = {
-        "packed": lambda padded: _packed(served, padded, options),
+    faster: dict[str, Callable[[ServedModel, PaddedTier], Computing]] = {
+        "packed": _packed,
+        "gathered": _gathered,
     }
     if options.tier not in {None, "padded", *faster}:
         names = ", ".join(map(repr, [*faster, "padded"]))
@@ -79,7 +87,14 @@ def choose_tier(served: ServedModel, options: ServeOptions) -> TierChoice:
     test = SelfTest(served, padded) if options.self_test and wanted else None
     for name in wanted:
         try:
-            tier = faster[name](padded)
+            computing = faster[name](served, padded)
+            tier = CachedTier(
+                name,
+                served,
+                computing,
+                padded=padded,
+                kv_budget_bytes=options.kv_budget_bytes,
+            )
             error = None if test is None else test.largest_error(tier)
         except UnfitModelError as unfit:
             if options.tier is not None:
@@ -110,16 +125,42 @@ def _chosen(choice: TierChoice, served: ServedModel) -> TierChoice:
     return choice
 
 
-def _packed(served: ServedModel, padded: PaddedTier, options: ServeOptions) -> PackedTier:
-    """Return the packed tier.
+def _packed(served: ServedModel, padded: PaddedTier) -> PackedForward:
+    """Return how to run the packed tier.
+
+    Raises:
+        UnfitModelError: The model breaks one of the rules.
+    """
+    if not takes_positions(served.model):
+        raise UnfitModelError("its forward takes no position_ids")
+    _refuse_by_config(served)
+    layout = _layout(served, padded)
+    _refuse_few_layers(served, len(layout.layers), "use transformers' attention interface")
+    return PackedForward(served.model, layout, served.device)
+
+
+def _gathered(served: ServedModel, padded: PaddedTier) -> GatheredForward:
+    """Return how to run the gathered tier.
 
     Raises:
         UnfitModelError: The model breaks one of the rules.
     """
     _refuse_by_config(served)
-    layout = read_layout(served.model, lambda: padded.logits([[0] * _probe_length(served)]))
-    _refuse_by_layout(served, layout)
-    return PackedTier(served, layout, padded, options.kv_budget_bytes)
+    if not padded.pads:
+        raise UnfitModelError("padding changes its rows")
+    try:
+        _layout(served, padded)
+    except UnfitMaskError:
+        raise
+    except UnfitModelError:
+        pass  # it attends in its own way, which is its own business here
+    shapes = read_cache(served, _probe_length(served))
+    _refuse_few_layers(served, len(shapes), "keep keys and values")
+    return GatheredForward(served, shapes)
+
+
+def _layout(served: ServedModel, padded: PaddedTier) -> AttentionLayout:
+    return read_layout(served.model, lambda: padded.logits([[0] * _probe_length(served)]))
 
 
 def _probe_length(served: ServedModel) -> int:
@@ -128,8 +169,6 @@ def _probe_length(served: ServedModel) -> int:
 
 def _refuse_by_config(served: ServedModel) -> None:
     config = served.model.config.get_text_config()
-    if not takes_positions(served.model):
-        raise UnfitModelError("its forward takes no position_ids")
     if depends_on_longest(config):
         raise UnfitModelError("its rotary embedding depends on the longest sequence")
     others = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
@@ -137,11 +176,8 @@ def _refuse_by_config(served: ServedModel) -> None:
         raise UnfitModelError(f"it has layers of kind {', '.join(sorted(map(str, others)))}")
 
 
-def _refuse_by_layout(served: ServedModel, layout: AttentionLayout) -> None:
+def _refuse_few_layers(served: ServedModel, count: int, what: str) -> None:
     config = served.model.config.get_text_config()
     expected = getattr(config, "num_hidden_layers", None)
-    if not layout.layers or len(layout.layers) != expected:
-        raise UnfitModelError(
-            f"{len(layout.layers)} of its {expected} layers use transformers' attention "
-            f"interface"
-        )
+    if not count or count != expected:
+        raise UnfitModelError(f"{count} of its {expected} layers {what}")

@@ -44,6 +44,11 @@ class PaddedTier:
             equal_lengths=self._by_longest or not safe,
         )
 
+    @property
+    def pads(self) -> bool:
+        """Whether sequences of different lengths may share a pass."""
+        return not self._limits.equal_lengths
+
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see Tier
         """Compute rows in as few passes as the limits allow, similar lengths together."""
         vocabulary = self._served.vocabulary

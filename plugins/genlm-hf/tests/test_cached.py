@@ -1,10 +1,8 @@
-"""The packed tier against unbatched forward passes, whatever is cached, evicted or raised."""
+"""The tiers with a cache against unbatched passes, whatever is cached, evicted or raised."""
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ import torch
 from genlm import Capability, EvaluationError, PrefixCacheEngine
 from genlm_hf.engine import HFEngine
 
+from .population import Oracle, particles, unique, used
 from .test_adapters import make_adapter
-from .test_architectures import family
+from .test_architectures import FAMILIES, family
 from .tiny import VOCAB_SIZE, alone, answers, build_model, ids_of_lengths
 
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -31,6 +30,12 @@ MODELS = {
         | {"bos_token_id": 1, "eos_token_id": 2},
     ),
 }
+CASES = [("packed", *MODELS[name]) for name in MODELS]
+CASES += [("gathered", *MODELS[name]) for name in MODELS]
+CASES += [
+    ("gathered", *FAMILIES[name])
+    for name in ("gptj", "gpt_neo", "bloom", "mpt", "falcon", "falcon with grouped heads")
+]
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # of the tiny Llama: layers, K and V, heads, width, float32
 
 
@@ -39,55 +44,21 @@ def one_program() -> None:
     random.seed(11)
 
 
-class Oracle:
-    """Rows of single sequences, remembered."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = copy.deepcopy(model).eval()  # no adapter or hook can reach it
-        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def largest_error(self, sequences: Any, rows: list[torch.Tensor]) -> float:
-        worst = 0.0
-        for ids, row in zip(map(tuple, sequences), rows, strict=True):
-            if ids not in self._rows:
-                with torch.no_grad():
-                    logits = self._model(torch.tensor([ids]), use_cache=False).logits
-                self._rows[ids] = logits[0, -1, :VOCAB_SIZE].float().log_softmax(-1)
-            worst = max(worst, float((row - self._rows[ids]).abs().max()))
-        return worst
-
-
-def particles(steps: int, count: int, prompt: list[int]) -> Iterator[list[list[int]]]:
-    """Contexts of a population that grows by one to three tokens and is resampled."""
-    population = [list(prompt) for _ in range(count)]
-    for step in range(steps):
-        if step % 3 == 2:
-            population = [list(random.choice(population)) for _ in population]
-        for context in population:
-            context.extend(random.choices(range(3, 9), k=random.choice([1, 1, 1, 2, 12])))
-        population = [context[:60] for context in population]
-        yield [list(context) for context in population]
-
-
-def unique(sequences: list[list[int]]) -> list[list[int]]:
-    return [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
-
-
-def used(engine: HFEngine, name: str) -> int:
-    return int(engine.statistics()[name])
+@pytest.fixture(params=["packed", "gathered"])
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.mark.parametrize("slots", [None, 130, 40])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tier", "model_type", "settings"), CASES)
 def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
-    name: str, slots: int | None, tokenizer: Any
+    tier: str, model_type: str, settings: dict[str, Any], slots: int | None, tokenizer: Any
 ) -> None:
-    model_type, settings = MODELS[name]
     model = build_model(model_type, **settings)
     oracle = Oracle(model)
-    size = HFEngine.from_model(model, tokenizer, tier="packed")._tier._storage.bytes_per_token
+    size = HFEngine.from_model(model, tokenizer, tier=tier)._tier._storage.bytes_per_token
     budget = None if slots is None else slots * size
-    engine = HFEngine.from_model(model, tokenizer, tier="packed", kv_budget_bytes=budget)
+    engine = HFEngine.from_model(model, tokenizer, tier=tier, kv_budget_bytes=budget)
     prompt = ids_of_lengths(20)[0]
     for contexts in particles(5, 6, prompt):
         batch = unique([*contexts, *ids_of_lengths(3, 50, 11)[: random.randrange(4)]])
@@ -103,8 +74,8 @@ def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
         assert (used(engine, "contexts_without_cache") > 0) == (slots == 40)
 
 
-def test_every_token_is_computed_once(llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+def test_every_token_is_computed_once(tier: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
     before, forwards = used(engine, "tokens_computed"), used(engine, "forwards")
     prompt = ids_of_lengths(30)[0]
     answers(engine, [prompt])
@@ -117,8 +88,8 @@ def test_every_token_is_computed_once(llama: Any, tokenizer: Any) -> None:
     assert used(engine, "forwards") == forwards + 4
 
 
-def test_what_is_cached_is_never_written_again(llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+def test_what_is_cached_is_never_written_again(tier: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
     [ids] = ids_of_lengths(20)
     answers(engine, [ids])
     slots = range(1, 21)
@@ -130,8 +101,23 @@ def test_what_is_cached_is_never_written_again(llama: Any, tokenizer: Any) -> No
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_a_step_larger_than_a_pass_is_run_in_parts(llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier="packed", max_tokens_per_batch=40)
+def test_what_slots_hold_before_they_are_written_reaches_no_row(
+    tier: str, llama: Any, tokenizer: Any
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+    for pair in engine._tier._storage._tensors:
+        for states in pair:
+            states.fill_(float("nan"))
+    oracle = Oracle(llama)
+    [prompt] = ids_of_lengths(9)
+    for step in ([prompt], [[*prompt, 5], [7]], ids_of_lengths(9, 1, 23)):
+        assert oracle.largest_error(step, answers(engine, step)) <= 1e-4
+
+
+def test_a_step_larger_than_a_pass_is_run_in_parts(
+    tier: str, llama: Any, tokenizer: Any
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier, max_tokens_per_batch=40)
     before = used(engine, "forwards")
     sequences = ids_of_lengths(30, 20, 5, 50, 4, 4)
     rows = answers(engine, sequences)
@@ -142,9 +128,9 @@ def test_a_step_larger_than_a_pass_is_run_in_parts(llama: Any, tokenizer: Any) -
 
 @pytest.mark.parametrize("place", ["embedding", "layer 0", "layer 1", "attention 1", "head"])
 def test_a_pass_that_raises_leaves_nothing_that_looks_computed(
-    place: str, llama: Any, tokenizer: Any
+    tier: str, place: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
     oracle = Oracle(llama)
     module = {
         "embedding": llama.model.embed_tokens,
@@ -169,8 +155,8 @@ def test_a_pass_that_raises_leaves_nothing_that_looks_computed(
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-4
 
 
-def test_only_the_sequence_that_raises_fails(llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier="packed")
+def test_only_the_sequence_that_raises_fails(tier: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
 
     def picky(_: Any, args: Any) -> None:
         if (args[0] == 99).any():
@@ -186,15 +172,13 @@ def test_only_the_sequence_that_raises_fails(llama: Any, tokenizer: Any) -> None
 
 
 def test_adapters_never_see_each_others_keys_and_values(
-    llama: Any, tokenizer: Any, tmp_path: Path
+    tier: str, llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     adapted = {
         name: make_adapter(llama, tmp_path / name, seed) for seed, name in enumerate("rb")
     }
     oracles = {None: Oracle(llama), **{name: Oracle(m) for name, m in adapted.items()}}
-    engine = HFEngine.from_model(
-        llama, tokenizer, tier="packed", kv_budget_bytes=100 * TOKEN_BYTES
-    )
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=100 * TOKEN_BYTES)
     sequences = ids_of_lengths(9, 14)
     before = [row.clone() for row in answers(engine, sequences)]
     for name in adapted:
@@ -212,9 +196,9 @@ def test_adapters_never_see_each_others_keys_and_values(
 
 
 def test_a_kept_prefix_is_computed_once_and_survives_a_full_cache(
-    llama: Any, tokenizer: Any
+    tier: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=61 * TOKEN_BYTES)
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=61 * TOKEN_BYTES)
     assert Capability.PREFIX_CACHE in engine.capabilities
     assert isinstance(engine, PrefixCacheEngine)
     oracle = Oracle(llama)
@@ -234,17 +218,19 @@ def test_a_kept_prefix_is_computed_once_and_survives_a_full_cache(
     assert used(engine, "kv_tokens") == 27
 
 
-def test_a_budget_without_room_for_a_token_still_serves(llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=10)
+def test_a_budget_without_room_for_a_token_still_serves(
+    tier: str, llama: Any, tokenizer: Any
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=10)
     sequences = ids_of_lengths(9, 1)
     assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-4
     assert used(engine, "kv_bytes_used") == 0
 
 
 def test_a_context_beyond_the_budget_lets_go_of_the_prefix_that_it_shares(
-    llama: Any, tokenizer: Any
+    tier: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=9 * TOKEN_BYTES)
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=9 * TOKEN_BYTES)
     oracle = Oracle(llama)
     short, long = [5, 6, 7], [5, 6, 7, *range(20, 40)]
     other = list(range(50, 57))  # fits only where the short one was
@@ -257,8 +243,8 @@ def test_a_context_beyond_the_budget_lets_go_of_the_prefix_that_it_shares(
     assert used(engine, "kv_tokens") == 0
 
 
-def test_many_requests_leave_no_growth(llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=64 * TOKEN_BYTES)
+def test_many_requests_leave_no_growth(tier: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=64 * TOKEN_BYTES)
     for _ in range(150):
         answers(engine, unique([random.choices(range(3, 6), k=9) for _ in range(4)]))
     tree = engine._tier._tree
@@ -269,10 +255,12 @@ def test_many_requests_leave_no_growth(llama: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(llama: Any, tokenizer: Any, dtype: torch.dtype) -> None:
+def test_half_precision_is_close(
+    tier: str, llama: Any, tokenizer: Any, dtype: torch.dtype
+) -> None:
     sequences = ids_of_lengths(9, 1, 23)
     expected = [alone(llama, ids) for ids in sequences]
-    engine = HFEngine.from_model(llama.to(dtype), tokenizer, tier="packed")
+    engine = HFEngine.from_model(llama.to(dtype), tokenizer, tier=tier)
     for row, exact in zip(answers(engine, sequences), expected, strict=True):
         assert row.shape == (VOCAB_SIZE,)
         assert (row - exact).abs().max() <= {torch.bfloat16: 1e-1, torch.float16: 1e-2}[dtype]

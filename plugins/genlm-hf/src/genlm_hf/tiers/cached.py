@@ -1,6 +1,7 @@
-"""Tier `packed`: every token once, every prefix shared, one packed pass a step.
+"""A tier with a cache: every token once, every prefix shared.
 
-For decoder-only models whose layers mix tokens by plain attention only.
+The prefix tree, its budget and its roll-backs are the same however the model is run;
+that is a `Computing`.
 """
 
 from __future__ import annotations
@@ -10,53 +11,52 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from genlm import EvaluationError, rows_from_logits
+from genlm_hf.kv.batch import Computing, TreeBatch
 from genlm_hf.kv.storage import KVStorage, default_budget_bytes
 from genlm_hf.kv.tree import OutOfSlotsError, PrefixTree
-from genlm_hf.packed.forward import packed_logits
-from genlm_hf.packed.layout import AttentionLayout
-from genlm_hf.packed.plan import plan_forward
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.tier import ServedModel
 
-__all__ = ["PackedTier"]
+__all__ = ["CachedTier"]
 
 _Batch = list[tuple[int, int]]
 """Index of a sequence and the slot of its last token."""
 
 
-class PackedTier:
-    """Rows from packed forward passes over a prefix tree; see `Tier`.
+class CachedTier:
+    """Rows from a prefix tree; see `Tier`.
 
     A batch that needs more room than there is, is served in parts. A context too
     long for the whole budget is computed by the padded tier, without a cache.
 
     Args:
+        name: Of the tier.
         served: The model.
-        layout: Its attention layers.
+        computing: Runs it over what is not in the tree yet.
         padded: Serves what does not fit.
         kv_budget_bytes: The most that keys and values take; None for the default.
     """
 
-    name = "packed"
-
     def __init__(
         self,
+        name: str,
         served: ServedModel,
-        layout: AttentionLayout,
+        computing: Computing,
+        *,
         padded: PaddedTier,
         kv_budget_bytes: int | None,
     ) -> None:
-        shapes = [layer.shape for layer in layout.layers]
         if kv_budget_bytes is None:
-            kv_budget_bytes = default_budget_bytes(shapes)
-        self._served, self._layout, self._padded = served, layout, padded
+            kv_budget_bytes = default_budget_bytes(computing.shapes)
+        self.name = name
+        self._served, self._computing, self._padded = served, computing, padded
         self._budget = kv_budget_bytes
-        self._storage = KVStorage(shapes, kv_budget_bytes)
+        self._storage = KVStorage(computing.shapes, kv_budget_bytes)
         self._tree = PrefixTree(self._storage.capacity)
         self._forwards = self._tokens_computed = self._without_cache = 0
 
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Compute rows in one pass, or in several where limits or memory ask for it.
+        """Compute rows in one batch, or in several where limits or memory ask for it.
 
         Whatever is raised, the tree holds computed tokens only.
         """
@@ -146,18 +146,13 @@ class PackedTier:
     ) -> None:
         """Compute what is in the current batch of the tree and end it."""
         chosen = [index for index, _ in batch]
-        plan = plan_forward(
+        wanted = TreeBatch(
             self._tree, adapter, [sequences[i] for i in chosen], [slot for _, slot in batch]
         )
-        logits = packed_logits(
-            self._served.model,
-            plan,
-            layout=self._layout,
-            storage=self._storage,
-            device=self._served.device,
-        )
-        rows[chosen] = rows_from_logits(logits, self._served.vocabulary).to(rows.device)
+        computed = self._computing.compute(wanted, self._storage)
+        found = rows_from_logits(computed.logits, self._served.vocabulary)
+        rows[chosen] = found.to(rows.device)
         self._tree.commit()
-        self._forwards += 1
-        self._tokens_computed += len(plan.tokens)
+        self._forwards += computed.forwards
+        self._tokens_computed += computed.tokens
         batch.clear()

@@ -2,8 +2,10 @@
 
 Contestants, in turn within every round, one thread each, float32:
 
-* this trie; genlm-backend 0.3.1's sequential and parallel tries, in an environment of
-  their own (`--peer PYTHON`, by default made in `.cache/`);
+* this trie in numpy (`genlm`) and with numba's machine code (`compiled`), which a trie turns
+  to by itself after 1,000 such rows; the build includes the first sum, in numpy;
+* genlm-backend 0.3.1's sequential and parallel tries, in an environment of their own
+  (`--peer PYTHON`, by default made in `.cache/`);
 * one product with scipy's CSR matrix of nodes by tokens, which is what a trie computes;
 * the floor: reading the weights once and writing every node once, without computing.
 
@@ -14,6 +16,7 @@ scipy as well. Partial evaluation and logsumexp have no counterpart there and no
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -39,13 +42,14 @@ PEER_PACKAGES = ["numpy<2.5", "numba", "transformers>=5,<6", "sentencepiece", "p
 
 def peer_python() -> Path:
     """An interpreter with genlm-backend, made on first use."""
-    python = PEER / "bin" / "python"
-    if not python.exists():
+    python, ready = PEER / "bin" / "python", PEER / ".ready"
+    if not ready.exists():
         install = [str(python), "-m", "pip", "install", "--quiet"]
         subprocess.run([sys.executable, "-m", "venv", PEER], check=True)
         subprocess.run([*install, f"torch=={torch.__version__.split('+')[0]}"], check=True)
         subprocess.run([*install, *PEER_PACKAGES], check=True)
         subprocess.run([*install, "--no-deps", "genlm-backend==0.3.1"], check=True)
+        ready.touch()
     return python
 
 
@@ -67,7 +71,10 @@ class Peer:
         assert self._process.stdout is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        if not answer:
+            sys.exit(f"the peer ended at {name!r}; its errors show in {self._process.args}")
+        return float(answer)
 
 
 def reachability(trie: TokenCharacterTrie) -> scipy.sparse.csr_matrix:
@@ -84,6 +91,7 @@ def contestants(
     tokens: list[Token], trie: TokenCharacterTrie, rows: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
     matrix, one, many = reachability(trie), rows[0].numpy(), rows.numpy()
+    compiled = TokenCharacterTrie(tokens, compiled=True)
     n, size = len(tokens), len(trie)
     logs = rows.log()
     kids = trie.child_prefixes(trie.node_of(b"the"))
@@ -97,14 +105,8 @@ def contestants(
         out[:, :n] = ws
         out[:, n:] = 1.0
 
-    return {
+    found = {
         "genlm build": build,
-        "genlm 1-sum": lambda: trie.weight_sum(rows[0]),
-        "genlm 1-max": lambda: trie.weight_max(rows[0]),
-        "genlm 1-logsumexp": lambda: trie.weight_logsumexp(logs[0]),
-        f"genlm {ROWS}-sum": lambda: trie.batch_weight_sum(rows),
-        f"genlm {ROWS}-max": lambda: trie.batch_weight_max(rows),
-        f"genlm {ROWS}-logsumexp": lambda: trie.batch_weight_logsumexp(logs),
         "genlm 1-children-of-a-node": lambda: trie.partial_sum(rows[0], kids),
         f"genlm {ROWS}-children-of-a-node": lambda: trie.partial_sum(rows, kids),
         "genlm 1-path-from-the-root": lambda: trie.partial_sum(rows[0], path),
@@ -113,11 +115,18 @@ def contestants(
         "floor 1-sum": lambda: floor(one[None]),
         f"floor {ROWS}-sum": lambda: floor(many),
     }
+    for name, each in {"genlm": trie, "compiled": compiled}.items():
+        for operation, ws in {"sum": rows, "max": rows, "logsumexp": logs}.items():
+            reduce_row = getattr(each, f"weight_{operation}")
+            reduce_rows = getattr(each, f"batch_weight_{operation}")
+            found[f"{name} 1-{operation}"] = functools.partial(reduce_row, ws[0])
+            found[f"{name} {ROWS}-{operation}"] = functools.partial(reduce_rows, ws)
+    return found
 
 
 def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], float]:
     tokens = [Token(position, word) for position, word in enumerate(words())]
-    trie = TokenCharacterTrie(tokens)
+    trie = TokenCharacterTrie(tokens, compiled=False)
     own = contestants(tokens, trie, rows)
     samples: dict[str, list[float]] = {}
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
@@ -137,13 +146,13 @@ def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], f
                 elapsed = (time.perf_counter() - start) * 1e3
                 if number:  # the first round warms up
                     samples.setdefault(name, []).append(elapsed)
-            # A second each: a few rounds are enough for the slow ones.
+            # A second each: fewer rounds are enough for the slow ones.
             for name in (f"{k} {a}" for k in kinds for a in actions):
-                if name.split()[1].startswith("1-") or number < 4:
+                if name.split()[1].startswith("1-") or number < 8:
                     elapsed = peer.measure(name)
                     if number:
                         samples.setdefault(name, []).append(elapsed)
-    held = (trie.layout.nbytes + trie._plan.nbytes) / len(trie)  # noqa: SLF001
+    held = (trie.layout.nbytes + trie._reducer.nbytes) / len(trie)  # noqa: SLF001
     return samples, held
 
 

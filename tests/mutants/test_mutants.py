@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from genlm import Capability
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
-from genlm.testing.numpy_trie import target as numpy_trie
+from genlm.testing.numpy_trie import targets as tries
 
 from .baselines import cached_target, plain_target
 from .mutant import SEEDS, Mutant, all_mutants
 
 MUTANTS = all_mutants()
 CHECKS = [check for kind in ("engine", "trie") for check in all_checks(kind)]
-CORRECT = {"cached": cached_target(), "plain": plain_target(), "trie": numpy_trie}
+CORRECT = {
+    "cached": cached_target(),
+    "plain": plain_target(),
+    **{f"{trie.model} trie": trie for trie in tries(Path())},
+}
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ class DeviceTrie(TokenCharacterTrie):
             results of `returns="torch"` stay there. None leaves them on the CPU.
         kernels: `"triton"` or `"torch"` for these and no others, on the CPU as well
             (Triton's only in its interpreter).
+        compiled: As for `TokenCharacterTrie`; for weights that are left to it.
 
     Attributes:
         device: As given, None or a `torch.device`.
@@ -69,12 +70,13 @@ class DeviceTrie(TokenCharacterTrie):
         *,
         device: str | torch.device | None = None,
         kernels: Kernels | None = None,
+        compiled: bool | None = None,
     ) -> None:
         if kernels is not None and kernels not in get_args(Kernels):
             raise ValueError(
                 f"kernels={kernels!r}: expected one of {get_args(Kernels)} or None"
             )
-        super().__init__(decode)
+        super().__init__(decode, compiled=compiled)
         self.device = _torch_device(device)
         self.kernels = kernels
         self._placed: dict[torch.device, PlacedPlan] = {}

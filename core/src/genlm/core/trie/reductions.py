@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.trie.segments import SegmentPlan
+from genlm.core.trie.segments import Positions, SegmentPlan
 
-__all__ = ["Operation", "reduce_rows"]
+__all__ = ["Floats", "Operation", "Workspace", "reduce_rows"]
 
 Operation = Literal["sum", "max", "logsumexp"]
 Floats = npt.NDArray[np.floating[Any]]
@@ -25,7 +25,73 @@ SAFE_RANGE = 600.0
 """Log-weights this close together have exponentials with all their digits in float64."""
 
 
-def reduce_rows(plan: SegmentPlan, operation: Operation, rows: Floats, out: Floats) -> None:
+class Workspace:
+    """Memory for the reduction of one row after the other.
+
+    Fresh memory costs more than the arithmetic, so nothing of a row's size is
+    allocated twice.
+
+    Args:
+        plan: Of the trie's layout.
+        dtype: In which to compute.
+
+    Attributes:
+        plan: The same.
+        slots: The slots of `SegmentPlan`.
+        intervals: Those of the distinct intervals.
+    """
+
+    def __init__(self, plan: SegmentPlan, dtype: np.dtype[Any]) -> None:
+        self.plan = plan
+        self.slots: Floats = np.empty(plan.n_slots, dtype)
+        n = len(plan.order)
+        self.intervals = self.slots[2 * n :]
+        self._further: Floats = np.empty(max(map(len, plan.pieces[1:]), default=0), dtype)
+        self._converted = np.empty(plan.n_slots - n)  # viewed as any dtype
+
+    def take(self, values: Floats, positions: Positions, out: Floats) -> None:
+        """Write `values[positions]` into `out`, in its dtype."""
+        if values.dtype != out.dtype:
+            converted = self._converted.view(out.dtype)[: len(values)]
+            converted[:] = values
+            values = converted
+        # Every position is valid; of numpy's modes, "wrap" is the fastest for those.
+        np.take(values, positions, out=out, mode="wrap")
+
+    def load(self, row: Floats, out: Floats) -> None:
+        """Write the leaves' values, and put them into the ranks' slots."""
+        n = len(row)
+        out[:n] = row
+        # Gathered from the copy, which the cache holds: the row itself may be far away.
+        self.take(out[:n], self.plan.order, self.slots[n : 2 * n])
+
+    def combine(self, function: Callable[..., Any]) -> None:
+        """Fill the binary tree, then the distinct intervals."""
+        for low, high in self.plan.halvings:
+            pairs = self.slots[2 * low : 2 * high]
+            function(pairs[::2], pairs[1::2], out=self.slots[low:high])
+        for turn, piece in enumerate(self.plan.pieces):
+            known = self.intervals[: len(piece)]
+            if turn:
+                further = self._further[: len(piece)]
+                self.take(self.slots, piece, further)
+                function(known, further, out=known)
+            else:
+                self.take(self.slots, piece, known)
+
+    def spread(self, out: Floats) -> None:
+        """Write every prefix's value from its slot."""
+        n = len(self.plan.order)
+        self.take(self.slots[n:], self.plan.source, out[n:])
+
+
+def reduce_rows(
+    plan: SegmentPlan,
+    operation: Operation,
+    rows: Floats,
+    out: Floats,
+    make: Callable[[SegmentPlan, np.dtype[Any]], Workspace] = Workspace,
+) -> None:
     """Reduce each row of weights over all nodes.
 
     A row's result depends on that row alone.
@@ -35,74 +101,15 @@ def reduce_rows(plan: SegmentPlan, operation: Operation, rows: Floats, out: Floa
         operation: What to do with the weights below a node.
         rows: `(rows, n_tokens)`, float32 or float64; not changed.
         out: `(rows, n_nodes)`, of the same dtype; overwritten.
+        make: What makes the workspace.
     """
     dtype = rows.dtype if operation == "max" else np.dtype(np.float64)
-    workspace = Workspace(plan, dtype, out.dtype)
+    workspace = make(plan, dtype)
     reduce_row = _REDUCE[operation]
     # Infinities and nan are answers here, and a sum may exceed float32.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for row, nodes in zip(rows, out, strict=True):
             reduce_row(workspace, row, nodes)
-
-
-class Workspace:
-    """Memory for the reduction of one row after the other.
-
-    Fresh memory costs more than the arithmetic, so nothing of a row's size is
-    allocated twice.
-
-    Attributes:
-        slots: The slots of `SegmentPlan`.
-        intervals: Those of the distinct intervals.
-    """
-
-    def __init__(self, plan: SegmentPlan, dtype: np.dtype[Any], result: np.dtype[Any]) -> None:
-        n, counts = len(plan.order), [len(piece) for piece in plan.pieces]
-        distinct = max(counts, default=0)
-        self.plan = plan
-        self.slots: Floats = np.empty(2 * n + distinct, dtype)
-        self.intervals = self.slots[2 * n :]
-        self._ranks = self.slots[n : 2 * n]
-        self._gathered: Floats = np.empty(n, result)
-        self._further: Floats = np.empty(max(counts[1:], default=0), dtype)
-        same = dtype == result
-        self._values: Floats = self.slots[n:] if same else np.empty(n + distinct, result)
-
-    def load(self, row: Floats, out: Floats) -> None:
-        """Write the leaves' values, and put them into the ranks' slots."""
-        # Gathered from the copy, which the cache holds: the row itself may be far away.
-        leaves = out[: len(row)]
-        leaves[:] = row
-        same = row.dtype == self.slots.dtype
-        _take(leaves, self.plan.order, self._ranks if same else self._gathered)
-        if not same:
-            self._ranks[:] = self._gathered
-
-    def combine(self, function: Callable[..., Any]) -> None:
-        """Fill the binary tree, then the distinct intervals."""
-        for low, high in self.plan.halvings:
-            pairs = self.slots[2 * low : 2 * high]
-            function(pairs[::2], pairs[1::2], out=self.slots[low:high])
-        for turn, piece in enumerate(self.plan.pieces):
-            known = self.intervals[: len(piece)]
-            if not turn:
-                _take(self.slots, piece, known)
-                continue
-            further = self._further[: len(piece)]
-            _take(self.slots, piece, further)
-            function(known, further, out=known)
-
-    def spread(self, out: Floats) -> None:
-        """Write every prefix's value from its slot."""
-        n = len(self.plan.order)
-        if self._values.dtype != self.slots.dtype:
-            self._values[:] = self.slots[n:]
-        _take(self._values, self.plan.source, out[n:])
-
-
-def _take(values: Floats, positions: npt.NDArray[np.int64], out: Floats) -> None:
-    # Every position is valid; of numpy's modes, "wrap" is the fastest for those.
-    np.take(values, positions, out=out, mode="wrap")
 
 
 def _sum(workspace: Workspace, row: Floats, out: Floats) -> None:

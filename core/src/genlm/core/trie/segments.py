@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
 
-__all__ = ["SegmentPlan", "interval_pieces"]
+__all__ = ["Positions", "SegmentPlan", "interval_pieces"]
 
-Positions = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class SegmentPlan:
 
     A workspace holds the binary tree over the ranks in heap order (slot 1 is its root,
     slots `n` to `2n` the ranks, slot 0 is not used) and then one slot for each distinct
-    interval, those of the most pieces first.
+    interval, those of the most pieces first. Positions are int64 unless a plan says so.
 
     Attributes:
-        order: Token at each rank, int64.
+        order: Token at each rank.
         source: For every prefix the slot of its value, counted from slot `n`.
         halvings: Bounds of each level of the binary tree, from the ranks' parents up.
         pieces: `pieces[k]` has the k-th slot of each interval of more than k pieces.
@@ -62,6 +62,11 @@ class SegmentPlan:
             halvings=tuple(halvings),
             pieces=tuple(piece[start[:many] + k] for k, many in enumerate(having)),
         )
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of a workspace."""
+        return 2 * len(self.order) + max(map(len, self.pieces), default=0)
 
     @property
     def nbytes(self) -> int:

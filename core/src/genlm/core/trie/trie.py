@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -19,8 +18,8 @@ from genlm.core.trie.drawing import dot_source, node_values, sketch
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import Letters
 from genlm.core.trie.partial import partial_weights
-from genlm.core.trie.reductions import Operation, reduce_rows
-from genlm.core.trie.segments import SegmentPlan
+from genlm.core.trie.reducer import Reducer
+from genlm.core.trie.reductions import Operation
 from genlm.core.trie.storage import StoredTrie, load_trie, save_trie
 from genlm.core.trie.views import Views, check_keys
 from genlm.core.trie.weights import Returns, Weights
@@ -41,28 +40,39 @@ class TokenCharacterTrie(Views):
     added in float64 as a balanced tree, without subtraction. A nan or an infinity reaches
     the nodes above its token and no other. Instances may be shared between threads.
 
+    If numba is installed, reductions of all nodes run in part as machine code once the trie
+    has reduced so many weights that compiling pays; results are the same bit for bit.
+
     Args:
         decode: Tokens, bytes, or other iterables of hashable letters (an end-of-sequence
             object that yields itself, for example); or anything with a `byte_vocab`.
+        compiled: True to use machine code from the start, False never to.
 
     Attributes:
         decode: The vocabulary as a list.
 
     Raises:
+        MissingRequirementError: `compiled` is True and numba cannot be imported.
         VocabularyError: It is empty, an item has no letters, or an item occurs twice
             (tokens with the same bytes are the same item only if they share their id).
     """
 
-    def __init__(self, decode: Any) -> None:
+    def __init__(self, decode: Any, *, compiled: bool | None = None) -> None:
         self.decode: list[Any]
         if isinstance(decode, StoredTrie):
             self.decode = decode.decode
             super().__init__(decode.layout, decode.letter_objects)
-            return
-        self.decode = list(getattr(decode, "byte_vocab", decode))
-        letters = Letters.of(self.decode)
-        super().__init__(TrieLayout.build(letters), letters.objects)
-        check_keys(self.decode, self.layout)
+        else:
+            self.decode = list(getattr(decode, "byte_vocab", decode))
+            letters = Letters.of(self.decode)
+            super().__init__(TrieLayout.build(letters), letters.objects)
+            check_keys(self.decode, self.layout)
+        self._reducer = Reducer(self.layout, compiled)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether reductions of all nodes run in part as machine code by now."""
+        return self._reducer.compiled
 
     def visualize(self, ws: Any = None, *, max_nodes: int = 200) -> Any:
         """Draw the trie; an SVG with `.render("file")` or in a notebook.
@@ -172,7 +182,7 @@ class TokenCharacterTrie(Views):
         """Do what the six methods above do; the one method another device overrides."""
         weights = (Weights.of_batch if batch else Weights.of)(ws, self.layout.n_tokens)
         out = np.empty((len(weights.rows), self.layout.n_nodes), weights.rows.dtype)
-        reduce_rows(self._plan, operation, weights.rows, out)
+        self._reducer.reduce(operation, weights.rows, out)
         return weights.deliver(out if batch else out[0], returns)
 
     # -- some nodes ---------------------------------------------------------------------
@@ -229,7 +239,3 @@ class TokenCharacterTrie(Views):
         result, read = partial_weights(self.layout, ws, chosen, operation)
         single = np.ndim(ws) == 1
         return read.deliver(result[0] if single else result, returns)
-
-    @cached_property
-    def _plan(self) -> SegmentPlan:
-        return SegmentPlan.of(self.layout)

@@ -1,0 +1,118 @@
+"""Machine code changes nothing but the time, and comes only when it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trie_oracle import vocabularies
+
+from genlm import MissingRequirementError, Token, TokenCharacterTrie, VocabularyError
+from genlm.core.trie import compiled, reducer
+from genlm.core.trie.segments import SegmentPlan
+
+OPERATIONS = ["sum", "max", "logsumexp"]
+VOCAB = [Token(i, b"%d" % i) for i in range(300)]
+NUMBERS = st.one_of(st.floats(width=32), st.floats(-50, 0, width=32))
+
+
+@pytest.fixture
+def without_numba(monkeypatch):
+    compiled.compiled_take.cache_clear()
+    monkeypatch.setitem(sys.modules, "numba", None)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@settings(deadline=None)
+@given(items=vocabularies(), data=st.data())
+def test_answers_are_those_of_numpy_bit_for_bit(operation, items, data) -> None:
+    weights = data.draw(st.lists(NUMBERS, min_size=2 * len(items), max_size=2 * len(items)))
+    tries = [TokenCharacterTrie(items, compiled=choice) for choice in (False, True)]
+    assert [trie.compiled for trie in tries] == [False, True]
+    for dtype in (np.float32, np.float64):
+        ws = np.array(weights, dtype).reshape(2, -1)
+        expected, found = (getattr(trie, f"batch_weight_{operation}")(ws) for trie in tries)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_strided_and_read_only_weights_are_fine(operation) -> None:
+    ws = np.random.default_rng(0).random((300, 4)).T
+    ws.flags.writeable = False
+    expected, found = (
+        getattr(TokenCharacterTrie(VOCAB, compiled=choice), f"batch_weight_{operation}")(ws)
+        for choice in (False, True)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_machine_code_comes_after_as_many_weights_as_make_it_pay(monkeypatch) -> None:
+    monkeypatch.setattr(reducer, "WORTH_COMPILING", 1000)
+    trie = TokenCharacterTrie(VOCAB)
+    ws = np.random.default_rng(0).random((3, 300))
+    first = trie.batch_weight_sum(ws)
+    assert not trie.compiled
+    np.testing.assert_array_equal(trie.batch_weight_sum(ws), first)
+    assert trie.compiled
+
+
+def test_threads_may_meet_while_it_comes(monkeypatch) -> None:
+    ws = np.random.default_rng(0).random((40, 300))
+    expected = TokenCharacterTrie(VOCAB, compiled=False).batch_weight_sum(ws)
+    monkeypatch.setattr(reducer, "WORTH_COMPILING", 300 * 20)
+    trie = TokenCharacterTrie(VOCAB)
+    with ThreadPoolExecutor(4) as pool:
+        np.testing.assert_array_equal(list(pool.map(trie.weight_sum, ws)), expected)
+    assert trie.compiled
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_without_numba_a_trie_stays_with_numpy(monkeypatch) -> None:
+    monkeypatch.setattr(reducer, "WORTH_COMPILING", 0)
+    trie = TokenCharacterTrie(VOCAB)
+    assert trie.weight_sum(np.ones(300))[trie.root] == 300
+    assert not trie.compiled
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_who_insists_on_machine_code_is_told_what_to_install() -> None:
+    with pytest.raises(MissingRequirementError, match=r"pip install genlm-core\[numba\]"):
+        TokenCharacterTrie(VOCAB, compiled=True)
+
+
+def test_who_declines_it_never_gets_it(monkeypatch) -> None:
+    monkeypatch.setattr(reducer, "WORTH_COMPILING", 0)
+    trie = TokenCharacterTrie(VOCAB, compiled=False)
+    trie.weight_sum(np.ones(300))
+    assert not trie.compiled
+
+
+def test_a_loaded_trie_may_be_compiled(tmp_path) -> None:
+    TokenCharacterTrie(VOCAB).save(tmp_path / "trie.npz")
+    assert TokenCharacterTrie.load(tmp_path / "trie.npz", compiled=True).compiled
+
+
+@pytest.mark.parametrize("damaged", ["order", "source"])
+@pytest.mark.parametrize("position", [-1, 10**9])
+def test_damaged_arrays_are_refused(damaged, position) -> None:
+    plan = SegmentPlan.of(TokenCharacterTrie(VOCAB).layout)
+    array = getattr(plan, damaged).copy()
+    array[5] = position
+    with pytest.raises(VocabularyError, match="damaged"):
+        compiled.checked(dataclasses.replace(plan, **{damaged: array}))
+
+
+def test_numba_is_not_imported_for_a_few_weights() -> None:
+    program = (
+        "import sys; from genlm import TokenCharacterTrie;"
+        "TokenCharacterTrie([b'a', b'b']).weight_sum([1.0, 2.0]);"
+        "assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

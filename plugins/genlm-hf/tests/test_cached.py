@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from genlm import Capability, EvaluationError, PrefixCacheEngine
 from genlm_hf.engine import HFEngine
+from genlm_hf.packed import attention
 
 from .population import Oracle, particles, unique, used
 from .test_adapters import make_adapter
@@ -32,6 +34,7 @@ MODELS = {
 }
 CASES = [("packed", *MODELS[name]) for name in MODELS]
 CASES += [("gathered", *MODELS[name]) for name in MODELS]
+CASES += [("packed", *FAMILIES[name]) for name in ("gpt_oss", "gemma2 with capped scores")]
 CASES += [
     ("gathered", *FAMILIES[name])
     for name in ("gptj", "gpt_neo", "bloom", "mpt", "falcon", "falcon with grouped heads")
@@ -72,6 +75,39 @@ def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
     else:
         assert used(engine, "tokens_evicted") > 0
         assert (used(engine, "contexts_without_cache") > 0) == (slots == 40)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral with a short window", "gpt_oss", "gemma2 with capped scores"]
+)
+def test_scores_made_a_few_rows_at_a_time_give_the_same(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_MASK_ENTRIES", 300)
+    model_type, settings = FAMILIES[name]
+    model = build_model(model_type, **settings)
+    engine = HFEngine.from_model(model, tokenizer, tier="packed")
+    oracle, [prompt] = Oracle(model), ids_of_lengths(40)
+    for step in ([prompt], [[*prompt[:30], *prompt[:25]], *ids_of_lengths(50, 12)]):
+        assert oracle.largest_error(step, answers(engine, step)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "forgotten"), [("gpt_oss", "sinks"), ("gemma2 with capped scores", "softcap")]
+)
+def test_forgotten_sinks_and_caps_are_found_by_the_self_test(
+    name: str, forgotten: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = attention._weights
+    monkeypatch.setattr(
+        attention,
+        "_weights",
+        lambda scores, hidden, how: weights(scores, hidden, replace(how, **{forgotten: None})),
+    )
+    model_type, settings = FAMILIES[name]
+    figures = HFEngine.from_model(build_model(model_type, **settings), tokenizer).statistics()
+    assert figures["tier"] == "gathered"
+    assert "not packed: in the self-test" in str(figures["tier_reason"])
 
 
 def test_every_token_is_computed_once(tier: str, llama: Any, tokenizer: Any) -> None:

@@ -47,9 +47,11 @@ def build_model(model_type: str, **settings: Any) -> Any:
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(0, 0.15)
+                elif name.endswith("sinks"):
+                    parameter.normal_(0, 2)
     return model
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,7 +26,7 @@ __all__ = ["PACKED_ATTENTION", "packed_step", "register"]
 
 PACKED_ATTENTION = "genlm_packed"
 
-# Most entries of a mask at once (rows of a run times its keys): 4 MiB of booleans.
+# Most entries of a mask, or of all heads' scores, at once: 4 MiB, or 16 in float32.
 _MASK_ENTRIES = 2**22
 
 
@@ -41,11 +42,22 @@ class _Step(threading.local):
 _step = _Step()
 
 
-class _How(TypedDict):
-    """What all tokens of a layer share."""
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What all tokens of a layer share.
+
+    Attributes:
+        scale: Of products of queries and keys.
+        window: How many tokens a token sees; None for all.
+        softcap: Scores are bent to stay below it; None for no bending.
+        sinks: A score for each head that takes its share of the weights for nothing,
+            shape (heads of keys, heads of queries for each); None for none.
+    """
 
     scale: float
     window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 def register() -> None:
@@ -75,11 +87,13 @@ def _packed_attention(  # noqa: PLR0917 - as transformers calls it
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend: `query` is `(1, heads, tokens, width)`; returns `(1, tokens, heads, width)`.
 
-    Keyword arguments beyond these were checked when the layout was made.
+    Keyword arguments beyond these were checked when the layout was made. `s_aux` is what
+    transformers calls attention sinks.
     """
     assert attention_mask is None  # noqa: S101 - our own mistake
     layer = _step.layout.layer(module)
@@ -88,15 +102,16 @@ def _packed_attention(  # noqa: PLR0917 - as transformers calls it
         plan = _step.on_device[query.device] = DevicePlan(_step.plan, query.device)
     keys, values = _step.storage.write(layer.index, plan.writes, key[0], value[0])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how: _How = {"scale": scale, "window": layer.window}
+    sinks = s_aux.view(keys.shape[0], -1) if s_aux is not None and layer.sinks else None
+    how = _How(scale, layer.window, layer.softcap, sinks)
     parts, first = [], 0
     for group in plan.groups:
         part = query[0, :, first : first + group.count]
-        parts.append(_rows(part, keys, values, group=group, **how))
+        parts.append(_rows(part, keys, values, group=group, how=how))
         first += group.count
     for run in plan.runs:
         part = query[0, :, first : first + run.length]
-        parts.append(_run(part, keys, values, run=run, **how))
+        parts.append(_run(part, keys, values, run=run, how=how))
         first += run.length
     output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return output.transpose(0, 1)[None], None
@@ -108,8 +123,7 @@ def _rows(
     values: torch.Tensor,
     *,
     group: DeviceGroup,
-    scale: float,
-    window: int | None,
+    how: _How,
 ) -> torch.Tensor:
     """Attend from `(heads, rows, width)` to the trunk, read once, and to each row's tail.
 
@@ -117,7 +131,7 @@ def _rows(
     """
     heads, (count, trunk, tail) = keys.shape[0], group.shape
     per_head = query.shape[0] // heads
-    grouped = query.view(heads, per_head, count, -1).transpose(1, 2) * scale
+    grouped = query.view(heads, per_head, count, -1).transpose(1, 2) * how.scale
     tail_keys = keys.index_select(1, group.tails).view(heads, count, tail, -1)
     tail_values = values.index_select(1, group.tails).view(heads, count, tail, -1)
     scores = torch.matmul(grouped, tail_keys.transpose(2, 3))
@@ -125,10 +139,7 @@ def _rows(
         flat = grouped.reshape(heads, count * per_head, -1)
         shared = torch.bmm(flat, group.trunk_of(keys).transpose(1, 2))
         scores = torch.cat([shared.view(heads, count, per_head, trunk), scores], dim=-1)
-    hidden = group.hidden(window)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden[:, None], float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = _weights(scores, group.hidden(how.window), how).to(query.dtype)
     output = torch.matmul(weights[..., trunk:], tail_values)
     if trunk:
         flat = weights[..., :trunk].reshape(heads, count * per_head, trunk)
@@ -142,19 +153,20 @@ def _run(
     values: torch.Tensor,
     *,
     run: DeviceRun,
-    scale: float,
-    window: int | None,
+    how: _How,
 ) -> torch.Tensor:
     """Attend from the consecutive tokens `(heads, run, width)` to their past and themselves."""
+    if how.softcap is not None or how.sinks is not None:
+        return _unusual_run(query, keys, values, run=run, how=how)
     own_keys, own_values = run.all_of(keys)[None], run.all_of(values)[None]
     shared_heads = keys.shape[0] != query.shape[0]
-    if run.past == 0 and (window is None or run.length <= window):
+    if run.past == 0 and (how.window is None or run.length <= how.window):
         return scaled_dot_product_attention(
             query[None],
             own_keys,
             own_values,
             is_causal=True,
-            scale=scale,
+            scale=how.scale,
             enable_gqa=shared_heads,
         )[0]
     rows = max(1, _MASK_ENTRIES // (run.past + run.length))
@@ -163,10 +175,55 @@ def _run(
             query[None, :, first : first + rows],
             own_keys,
             own_values,
-            attn_mask=run.visible(first, min(first + rows, run.length), window),
-            scale=scale,
+            attn_mask=run.visible(first, min(first + rows, run.length), how.window),
+            scale=how.scale,
             enable_gqa=shared_heads,
         )[0]
         for first in range(0, run.length, rows)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _unusual_run(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    run: DeviceRun,
+    how: _How,
+) -> torch.Tensor:
+    """Do as `_run`, where torch's own function knows no caps or sinks."""
+    own_keys, own_values = run.all_of(keys), run.all_of(values)
+    heads, seen = own_keys.shape[:2]
+    grouped = query.view(heads, -1, run.length, query.shape[-1]).transpose(1, 2) * how.scale
+    per_head = grouped.shape[2]
+    rows = max(1, _MASK_ENTRIES // (seen * query.shape[0]))
+    parts = []
+    for first in range(0, run.length, rows):
+        part = grouped[:, first : first + rows]
+        count = part.shape[1]
+        flat = part.reshape(heads, count * per_head, -1)
+        scores = torch.bmm(flat, own_keys.transpose(1, 2)).view(heads, count, per_head, seen)
+        hidden = ~run.visible(first, first + count, how.window)
+        weights = _weights(scores, hidden, how).to(query.dtype)
+        found = torch.bmm(weights.view(heads, count * per_head, seen), own_values)
+        parts.append(found.view(heads, count, per_head, -1))
+    return torch.cat(parts, dim=1).transpose(1, 2).reshape(query.shape[0], run.length, -1)
+
+
+def _weights(scores: torch.Tensor, hidden: torch.Tensor | None, how: _How) -> torch.Tensor:
+    """From scores (heads of keys, rows, heads for each, keys) to weights, in float32.
+
+    Args:
+        scores: Scaled products of queries and keys.
+        hidden: What a row must not see, (rows, keys); None if every row sees all.
+        how: Caps and sinks.
+    """
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if hidden is not None:
+        scores = scores.masked_fill(hidden[:, None], float("-inf"))
+    if how.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    sinks = how.sinks[:, None, :, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]

@@ -30,10 +30,12 @@ __all__ = [
 
 _RECORDING_ATTENTION = "genlm_recording"
 
-# What may be passed to an attention function without changing what it computes.
-_HARMLESS_ARGUMENTS = frozenset(
-    {"dropout", "scaling", "sliding_window", "position_ids", "cache_position", "use_cache"}
-    | {"return_dict", "output_attentions", "output_hidden_states"}
+# What may be passed to an attention function: what the packed attention heeds too, and
+# what changes nothing.
+_KNOWN_ARGUMENTS = frozenset(
+    {"is_causal", "scaling", "sliding_window", "softcap", "s_aux"}
+    | {"dropout", "position_ids", "cache_position", "use_cache"}
+    | {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
 
 
@@ -53,11 +55,15 @@ class AttentionLayer:
         index: In the order in which layers run.
         window: How many tokens a token sees, itself included; None for all.
         shape: What the layer keeps of a token.
+        softcap: Scores are bent to stay below it; None for no bending.
+        sinks: Whether each head has a score that takes weight for nothing.
     """
 
     index: int
     window: int | None
     shape: LayerShape
+    softcap: float | None
+    sinks: bool
 
 
 class AttentionLayout:
@@ -147,9 +153,16 @@ class _Recorder:
         if query.shape[2] != key.shape[2] or query.shape[0] != 1:
             raise UnfitModelError("an attention layer attends to other tokens than its own")
         self._check_arguments(module, arguments)
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        window = self._window(mask, arguments)
-        self.layers[module] = AttentionLayer(len(self.layers), window, shape)
+        sinks = arguments.get("s_aux") if self._eager else None
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            raise UnfitModelError(f"its attention sinks have the shape {tuple(sinks.shape)}")
+        self.layers[module] = AttentionLayer(
+            index=len(self.layers),
+            window=self._window(mask, arguments),
+            shape=LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device),
+            softcap=arguments.get("softcap") if self._eager else None,
+            sinks=sinks is not None,
+        )
 
     def _check_arguments(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         if not arguments.get("is_causal", getattr(module, "is_causal", True)):
@@ -157,10 +170,10 @@ class _Recorder:
         # transformers' sdpa ignores what it does not know; a model's own eager may not.
         decisive = None if self._eager else {"position_bias", "cache"}
         for name, value in arguments.items():
-            harmless = name in _HARMLESS_ARGUMENTS or name == "is_causal"
-            if value is None or harmless or (decisive is not None and name not in decisive):
+            if value is None or name in _KNOWN_ARGUMENTS:
                 continue
-            raise UnfitModelError(f"its attention has an argument {name!r}")
+            if decisive is None or name in decisive:
+                raise UnfitModelError(f"its attention has an argument {name!r}")
 
     def _window(self, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
         if mask is None:

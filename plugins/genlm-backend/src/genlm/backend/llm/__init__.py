@@ -1,0 +1,64 @@
+"""Language models as published."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+import genlm
+from genlm.backend.llm.base import AsyncLM, MockAsyncLM
+from genlm.backend.llm.hf import AsyncTransformer
+from genlm.backend.llm.mlx import AsyncMlxLM
+from genlm.backend.llm.sgl import AsyncSGLTransformer
+from genlm.backend.llm.vllm import AsyncVirtualLM
+
+__all__ = [
+    "AsyncLM",
+    "AsyncMlxLM",
+    "AsyncSGLTransformer",
+    "AsyncTransformer",
+    "AsyncVirtualLM",
+    "MockAsyncLM",
+    "load_model_by_name",
+]
+
+_CLASSES: dict[str, Any] = {
+    "vllm": AsyncVirtualLM,
+    "hf": AsyncTransformer,
+    "sgl": AsyncSGLTransformer,
+    "mlx": AsyncMlxLM,
+    "mock": MockAsyncLM,
+}
+
+
+def load_model_by_name(
+    name: str,
+    backend: Literal["vllm", "hf", "sgl", "mlx", "mock"] | None = None,
+    llm_opts: dict[str, Any] | None = None,
+) -> AsyncLM:
+    """Maps to `genlm.load_model`: a model of the class that belongs to the backend.
+
+    Args:
+        name: A hub id or folder; with `"hf"` also `"demo"`, the packaged model.
+        backend: By default `"vllm"` if there is a CUDA device and genlm-vllm can be
+            used, else `"hf"`.
+        llm_opts: Arguments of the class's `from_name`.
+
+    Raises:
+        ValueError: Another backend.
+        MissingRequirementError: The backend's plugin or library is not installed; an
+            `ImportError`.
+    """
+    if backend is None:
+        backend = "vllm" if torch.cuda.is_available() and _usable("vllm") else "hf"
+    if backend not in _CLASSES:
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(_CLASSES)} or None")
+    model: AsyncLM = _CLASSES[backend].from_name(name, **(llm_opts or {}))
+    return model
+
+
+def _usable(backend: str) -> bool:
+    return any(
+        info.name == backend and info.status == "ok" for info in genlm.list_backends("engine")
+    )

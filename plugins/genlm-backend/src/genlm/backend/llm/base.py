@@ -1,0 +1,212 @@
+"""`AsyncLM`, the base of every published model class, and `MockAsyncLM`.
+
+The base is for models that users write themselves: two methods make one. Models that the
+core serves derive from `genlm.backend.llm.served.ServedLM`, which derives from this.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+import genlm
+from genlm.backend.tokenization import decode_vocab
+from genlm.core.sampling import draw_tokens, stream_seeds
+
+__all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM"]
+
+
+class BatchAbandoned(RuntimeError):
+    """Never raised: no caller leads a batch here. For programs that expect it."""
+
+
+class AsyncLM(abc.ABC):
+    """The published interface; a class derived from it needs the two abstract methods.
+
+    Maps to `genlm.AsyncLM`, which is no base class but serves any engine.
+
+    Args:
+        tokenizer: Any that `decode_vocab` takes.
+    """
+
+    tokenizer: Any
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.byte_vocab, self.str_vocab = decode_vocab(tokenizer)
+
+    @abc.abstractmethod
+    async def next_token_logprobs(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities of every next token, shape `(len(byte_vocab),)`."""
+
+    @abc.abstractmethod
+    def next_token_logprobs_sync(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """The same, waiting for it."""
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Rows of several sequences, asked for at once; `(0, vocabulary)` for none."""
+        named = _named(lora_name)
+        asked = [self.next_token_logprobs(token_ids, **named) for token_ids in token_ids_list]
+        return self._table(await asyncio.gather(*asked))
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Rows of several sequences, one after the other; `(0, vocabulary)` for none."""
+        named = _named(lora_name)
+        return self._table(
+            [self.next_token_logprobs_sync(token_ids, **named) for token_ids in token_ids_list]
+        )
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """Draw a continuation; see `genlm.AsyncLM.sample`."""
+        drawn = await self.batch_sample(
+            [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name
+        )
+        return drawn[0]
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[Sequence[int]],
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[list[int]]:
+        """Draw a continuation of each prompt; see `genlm.AsyncLM.batch_sample`.
+
+        Raises:
+            ValueError: A negative number of tokens, or a temperature that is negative or
+                not finite.
+        """
+        if max_tokens < 0 or not 0 <= temperature < math.inf:
+            raise ValueError(
+                f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
+                "negative, and the temperature must be finite"
+            )
+        stop = frozenset(map(int, eos_token_ids))
+
+        def rows(token_ids: list[int]) -> Any:
+            return self.next_token_logprobs(token_ids, **_named(lora_name))
+
+        seeds = stream_seeds(seed, len(prompt_token_ids_list))
+        continuations = [
+            draw_tokens(
+                rows,
+                tuple(map(int, prompt)),
+                genlm.SamplingParams(max_tokens, temperature, stop, stream),
+                None,
+            )
+            for prompt, stream in zip(prompt_token_ids_list, seeds, strict=True)
+        ]
+        return list(await asyncio.gather(*continuations))
+
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter; a class that can overrides it.
+
+        Raises:
+            UnsupportedCapability: This class serves no adapters.
+        """
+        raise genlm.UnsupportedCapability(genlm.Capability.LORA, type(self).__name__)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Forget a LoRA adapter; as `add_new_lora`."""
+        raise genlm.UnsupportedCapability(genlm.Capability.LORA, type(self).__name__)
+
+    def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
+        """Use an adapter for all later requests; as `add_new_lora`."""
+        raise genlm.UnsupportedCapability(genlm.Capability.LORA, type(self).__name__)
+
+    def clear_lora(self) -> None:  # noqa: B027 - optional for subclasses
+        """Use the base model for all later requests; without adapters that is the case."""
+
+    def clear_cache(self) -> None:  # noqa: B027 - optional for subclasses
+        """Forget what was computed; nothing by default."""
+
+    def cleanup(self) -> None:  # noqa: B027 - optional for subclasses
+        """Free the model; nothing by default."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cleanup()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cleanup()
+
+    def _table(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not rows:
+            return torch.empty(0, len(self.byte_vocab))
+        return torch.stack(tuple(rows))
+
+
+class MockAsyncLM(AsyncLM):
+    """A model for tests: rows are random but depend on nothing except the token ids.
+
+    Has no engine: a row is drawn where it is asked for, the same as with genlm-backend 0.3.
+
+    Args:
+        tokenizer: Gives the vocabulary.
+    """
+
+    @classmethod
+    def from_name(cls, model_name: str, **kwargs: Any) -> Self:
+        """Take the tokenizer of a model, whose weights are not loaded.
+
+        Args:
+            model_name: A hub id or folder.
+            **kwargs: Further arguments of the class.
+        """
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(model_name), **kwargs)
+
+    async def next_token_logprobs(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Draw the row of a sequence, which may be empty.
+
+        Raises:
+            UnknownAdapterError: An adapter was named; there are none.
+        """
+        return self.next_token_logprobs_sync(token_ids, lora_name)
+
+    def next_token_logprobs_sync(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Do what `next_token_logprobs` does."""
+        if lora_name is not None:
+            raise genlm.UnknownAdapterError(lora_name)
+        seed = sum(place * int(token) for place, token in enumerate(token_ids, start=1))
+        draws = np.random.RandomState(seed % 2**32).rand(len(self.byte_vocab))
+        return torch.log_softmax(torch.tensor(draws, dtype=torch.float32), dim=-1)
+
+
+def _named(lora_name: str | None) -> dict[str, str]:
+    """Older subclasses have no parameter for the adapter."""
+    return {} if lora_name is None else {"lora_name": lora_name}

@@ -1,0 +1,79 @@
+"""Engine objects handed to constructors: what to load in their place.
+
+An engine that its caller made lacks what makes rows come out of it, so it is ended and its
+model loaded again with the same settings.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Recipe", "recipe_of_sglang", "recipe_of_vllm"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model's name, the engine's options, and which GPU."""
+
+    model: str
+    engine_opts: dict[str, Any]
+    gpu_id: int = 0
+
+
+def recipe_of_vllm(llm: Any) -> Recipe:
+    """End a `vllm.LLM` or `vllm.LLMEngine` and return how to load its model.
+
+    Raises:
+        TypeError: It is none.
+    """
+    engine = getattr(llm, "llm_engine", llm)
+    config = getattr(engine, "vllm_config", None)
+    if config is None:
+        raise TypeError(
+            f"AsyncVirtualLM got a {type(llm).__name__}; expected a vllm.LLM, or use "
+            f"AsyncVirtualLM.from_name(name)"
+        )
+    _warn("AsyncVirtualLM(llm)", "AsyncVirtualLM.from_name(name, engine_opts=...)")
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    options: dict[str, Any] = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "enforce_eager": model.enforce_eager,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+    }
+    if config.lora_config is not None:
+        options |= {
+            "enable_lora": True,
+            "max_loras": config.lora_config.max_loras,
+            "max_lora_rank": config.lora_config.max_lora_rank,
+        }
+    engine.engine_core.shutdown()
+    gc.collect()
+    return Recipe(model.model, options)
+
+
+def recipe_of_sglang(scheduler: Any) -> Recipe:
+    """Return how to load the model of an SGLang scheduler or engine.
+
+    Raises:
+        TypeError: It is none.
+    """
+    arguments = getattr(scheduler, "server_args", None)
+    if arguments is None:
+        raise TypeError(
+            f"AsyncSGLTransformer got a {type(scheduler).__name__}; expected an SGLang "
+            f"scheduler, or use AsyncSGLTransformer.from_name(name)"
+        )
+    _warn("AsyncSGLTransformer(engine)", "AsyncSGLTransformer.from_name(name, engine_opts=...)")
+    return Recipe(arguments.model_path, {})
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel=4)

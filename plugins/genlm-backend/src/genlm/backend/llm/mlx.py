@@ -1,0 +1,70 @@
+"""`AsyncMlxLM`: models on Apple silicon as published, where a plugin serves them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Self
+
+from genlm.backend.llm.served import ServedLM, installed_engine, output_cache
+
+__all__ = ["HAS_MLX", "AsyncMlxLM"]
+
+HAS_MLX = find_spec("mlx_lm") is not None
+"""Whether the library is installed."""
+
+
+class AsyncMlxLM(ServedLM):
+    """Maps to `genlm.load_model(name, backend="mlx")`, which needs a plugin of that name.
+
+    Args:
+        mlx_lm_model: A model, for a plugin whose engine has `from_model(model, tokenizer)`.
+        tokenizer: Its tokenizer.
+        timeout: Has no effect: batches leave without a timer.
+        prefill_step_size: Has no effect; the plugin's options decide.
+        cache_size: Most rows in the output cache.
+        cache_opts: Further arguments of `OutputCache`.
+
+    Raises:
+        MissingRequirementError: No plugin serves `"mlx"`; an `ImportError`.
+    """
+
+    def __init__(
+        self,
+        mlx_lm_model: Any,
+        tokenizer: Any,
+        timeout: float = 0.0,
+        prefill_step_size: int = 2048,
+        cache_size: int = 0,
+        cache_opts: dict[str, Any] | None = None,
+    ) -> None:
+        engine = _installed()
+        cache = output_cache(cache_size, cache_opts)
+        if isinstance(mlx_lm_model, _Named):
+            super().__init__(lambda: engine(mlx_lm_model.name), name="mlx", cache=cache)
+        else:
+            super().__init__(
+                lambda: engine.from_model(mlx_lm_model, tokenizer), name="mlx", cache=cache
+            )
+        self.timeout = timeout
+        self.prefill_step_size = prefill_step_size
+
+    @classmethod
+    def from_name(cls, model_name: str, **kwargs: Any) -> Self:  # type: ignore[override]
+        """Load a model.
+
+        Args:
+            model_name: A hub id or folder.
+            **kwargs: Further arguments of the class.
+        """
+        return cls(_Named(model_name), None, **kwargs)
+
+
+class _Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _installed() -> Any:
+    return installed_engine(
+        "mlx", "AsyncMlxLM", "no distribution of this project has one; see docs/plugins"
+    )

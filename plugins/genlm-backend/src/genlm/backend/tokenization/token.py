@@ -1,0 +1,104 @@
+"""`Token` as published: the core's token, equal to plain bytes of the same content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import genlm
+
+__all__ = ["Token", "published_tokens"]
+
+
+class _AnyToken(type):
+    """Lets `isinstance(x, Token)` accept the core's tokens, so that both kinds mix."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls is Token:
+            return isinstance(instance, genlm.Token)
+        return super().__instancecheck__(instance)
+
+
+class Token(genlm.Token, metaclass=_AnyToken):
+    """Maps to `genlm.Token`; in addition it equals plain bytes of its content.
+
+    Among themselves tokens are compared, hashed and ordered by id, against plain bytes by
+    content. As the hash is that of the id, don't mix both as keys of one dictionary.
+
+    Args:
+        token_id: Position in the vocabulary.
+        byte_string: The bytes.
+
+    Raises:
+        TypeError: The id is no integer or the bytes are none.
+    """
+
+    def __new__(cls, token_id: int, byte_string: bytes) -> Token:
+        """Join an id and its bytes."""
+        if not isinstance(token_id, int) or not isinstance(byte_string, bytes):
+            raise TypeError(
+                f"Token(token_id={token_id!r}, byte_string={byte_string!r}): expected an int "
+                f"and bytes"
+            )
+        self = bytes.__new__(cls, byte_string)
+        self.token_id = token_id
+        return self
+
+    @staticmethod
+    def as_bytes(x: Any) -> Any:
+        """The plain bytes of a token; anything else as it is."""
+        return x.byte_string if isinstance(x, genlm.Token) else x
+
+    @staticmethod
+    def is_plain_bytes(x: Any) -> bool:
+        """Whether `x` is bytes and no token."""
+        return isinstance(x, bytes) and not isinstance(x, genlm.Token)
+
+    # NotImplemented lets `bytes` compare the contents from the other side.
+    def __eq__(self, other: object) -> bool:
+        return (
+            self.token_id == other.token_id
+            if isinstance(other, genlm.Token)
+            else NotImplemented
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return (
+            self.token_id != other.token_id
+            if isinstance(other, genlm.Token)
+            else NotImplemented
+        )
+
+    def __lt__(self, other: bytes) -> bool:
+        return (
+            self.token_id < other.token_id if isinstance(other, genlm.Token) else NotImplemented
+        )
+
+    def __le__(self, other: bytes) -> bool:
+        return (
+            self.token_id <= other.token_id
+            if isinstance(other, genlm.Token)
+            else NotImplemented
+        )
+
+    def __gt__(self, other: bytes) -> bool:
+        return (
+            self.token_id > other.token_id if isinstance(other, genlm.Token) else NotImplemented
+        )
+
+    def __ge__(self, other: bytes) -> bool:
+        return (
+            self.token_id >= other.token_id
+            if isinstance(other, genlm.Token)
+            else NotImplemented
+        )
+
+    __hash__ = genlm.Token.__hash__
+
+    def __repr__(self) -> str:
+        return f"Token(token_id={self.token_id}, byte_string={self.byte_string!r})"
+
+
+def published_tokens(tokens: Iterable[genlm.Token]) -> list[Token]:
+    """The core's tokens as published ones."""
+    return [Token(token.token_id, token.byte_string) for token in tokens]

@@ -1,0 +1,47 @@
+"""`AsyncTokenCharacterTrie` as published."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import genlm
+from genlm.backend.trie.base import TokenCharacterTrie
+from genlm.backend.trie.parallel import ParallelTokenCharacterTrie
+
+__all__ = ["AsyncTokenCharacterTrie"]
+
+_TRIES = {"sequential": TokenCharacterTrie, "parallel": ParallelTokenCharacterTrie}
+
+
+class AsyncTokenCharacterTrie(genlm.AsyncTokenCharacterTrie):
+    """Maps to `genlm.AsyncTokenCharacterTrie`, with the published choice of tries.
+
+    Args:
+        trie: A `TokenCharacterTrie` or `ParallelTokenCharacterTrie`.
+    """
+
+    @classmethod
+    def from_vocab(
+        cls, vocab: Any, backend: str | None = "parallel", **kwargs: Any
+    ) -> AsyncTokenCharacterTrie:
+        """Build the trie of a vocabulary.
+
+        Args:
+            vocab: The tokens.
+            backend: `"parallel"` or `"sequential"`.
+            **kwargs: Further arguments of the trie's class.
+
+        Raises:
+            ValueError: Another backend.
+        """
+        if backend not in _TRIES:
+            raise ValueError(f"backend={backend!r}: expected one of {', '.join(_TRIES)}")
+        return cls(_TRIES[backend](vocab, **kwargs))
+
+    async def mass_sum(self, ws: Any, **options: Any) -> Any:
+        """Older name of `weight_sum`, with a `DeprecationWarning`."""
+        warnings.warn(
+            "mass_sum is deprecated; use weight_sum", DeprecationWarning, stacklevel=2
+        )
+        return await self.weight_sum(ws, **options)

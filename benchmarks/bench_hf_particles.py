@@ -19,7 +19,8 @@ Only decoding is timed, after a prefill; every round runs all contestants in tur
 ratio is the speed as a fraction of lockstep's in the same round, its median over rounds
 reported; it can differ from the ratio of the medians. Model: a Llama of 8 layers x 512,
 8 heads, 4 of keys and values, vocabulary 8,000, random weights, float32. Torch's threads
-are what OMP_NUM_THREADS says.
+are what OMP_NUM_THREADS says. With `--clock cpu` a figure is the CPU time of the whole
+process instead: what can be compared on a machine that others use as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import argparse
 import asyncio
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 from particle_model import VOCAB_SIZE, llama, tokenizer
-from particle_population import Population
+from particle_population import CLOCKS, Clock, Population
 from peer import Peer, peer_python
 from report import print_report
 
@@ -46,6 +46,7 @@ from genlm_hf.engine import HFEngine
 
 STEPS, FEW_STEPS = 24, 6
 LARGE = 100_000  # tokens in all contexts from which a step takes seconds
+PEER_TOKENS = 6_000  # the most that genlm-backend is asked to compute in a step
 RESAMPLE_EVERY = 4
 
 
@@ -77,7 +78,7 @@ class PreallocatedLayer(transformers.cache_utils.DynamicLayer):
 
 
 @torch.inference_mode()
-def lockstep(model: Any, population: Population, *, preallocated: bool) -> float:
+def lockstep(model: Any, population: Population, clock: Clock, *, preallocated: bool) -> float:
     """Milliseconds a step of `[N, 1]` decoding."""
     particles = population.start()
     past = transformers.DynamicCache(config=model.config)
@@ -95,18 +96,18 @@ def lockstep(model: Any, population: Population, *, preallocated: bool) -> float
     for step in range(population.steps):
         particles.grow()
         last = torch.tensor([context[-1:] for context in particles.contexts])
-        start = time.perf_counter()
+        start = clock()
         logits = model(last, past_key_values=past, use_cache=True).logits[:, -1]
         rows = logits.float().log_softmax(-1)
         assert rows.shape == (population.count, VOCAB_SIZE)
         particles.resample(step)
         if particles.parents is not None:
             past.reorder_cache(torch.tensor(particles.parents))
-        seconds += time.perf_counter() - start
+        seconds += clock() - start
     return seconds / population.steps * 1e3
 
 
-def genlm(lm: AsyncLM, population: Population) -> float:
+def genlm(lm: AsyncLM, population: Population, clock: Clock) -> float:
     """Milliseconds a step of N concurrent coroutines, the start computed before."""
 
     async def run() -> float:
@@ -115,11 +116,11 @@ def genlm(lm: AsyncLM, population: Population) -> float:
         seconds = 0.0
         for step in range(population.steps):
             particles.grow()
-            start = time.perf_counter()
+            start = clock()
             rows = await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
             assert len(rows) == population.count
             particles.resample(step)
-            seconds += time.perf_counter() - start
+            seconds += clock() - start
         return seconds / population.steps * 1e3
 
     lm.clear_kv_cache()
@@ -128,12 +129,14 @@ def genlm(lm: AsyncLM, population: Population) -> float:
 
 def peer_contestants(peer: Peer, population: Population) -> dict[str, Callable[[], float]]:
     """genlm-backend's ways that finish within the patience of a benchmark."""
-    p = population
-    tokens = p.count * (p.prompt_length + p.tail_length)
-    contestants = {}
-    for mode, limit, most_steps in (("cached", 30_000, STEPS), ("uncached", 6_000, FEW_STEPS)):
-        if tokens <= limit:
-            steps = min(p.steps, most_steps)
+    p, contestants = population, {}
+    computed = {  # tokens a step: all of a context after the cached prompt
+        "cached": p.count * (p.tail_length + p.steps // 2),
+        "uncached": p.count * (p.prompt_length + p.tail_length),
+    }
+    for mode, tokens in computed.items():
+        if tokens <= PEER_TOKENS:
+            steps = FEW_STEPS if tokens > PEER_TOKENS // 4 else p.steps
             line = f"{p.count} {p.prompt_length} {p.tail_length} {p.every} {steps} {mode}"
             contestants[f"genlm-backend {mode}"] = functools.partial(peer.measure, line)
     return contestants
@@ -201,15 +204,17 @@ class Samples:
 def measure(options: argparse.Namespace, peer: Peer | None) -> tuple[Samples, dict[str, float]]:
     """All measurements, and the tokens computed for a token asked, by case."""
     samples, computed_per_asked = Samples(), {}
-    model = llama()
+    model, clock = llama(), CLOCKS[options.clock]
     with AsyncLM(
         lambda: HFEngine.from_model(model, tokenizer()), output_cache=OutputCache(0)
     ) as lm:
         for case in populations(options):
             contestants: dict[str, Callable[[], float]] = {
-                "lockstep": functools.partial(lockstep, model, case, preallocated=False),
-                "preallocated": functools.partial(lockstep, model, case, preallocated=True),
-                "genlm": functools.partial(genlm, lm, case),
+                "lockstep": functools.partial(lockstep, model, case, clock, preallocated=False),
+                "preallocated": functools.partial(
+                    lockstep, model, case, clock, preallocated=True
+                ),
+                "genlm": functools.partial(genlm, lm, case, clock),
             }
             if peer is not None:
                 contestants |= peer_contestants(peer, case)
@@ -236,6 +241,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--tails", type=int, nargs="*", default=[160])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--no-resample", dest="resample", action="store_false")
     parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1")
     parser.add_argument("--no-peer", action="store_true")
@@ -243,7 +249,7 @@ def main() -> None:
     options = parser.parse_args()
     peer = None
     if not options.no_peer:
-        peer = Peer(options.peer or peer_python(), "particle_peer.py")
+        peer = Peer(options.peer or peer_python(), "particle_peer.py", options.clock)
     samples, computed_per_asked = measure(options, peer)
     if peer is not None:
         peer.close()
@@ -251,6 +257,7 @@ def main() -> None:
     print("times faster than genlm-backend:", samples.against_peer())
     extra = {
         "seed": 3,
+        "clock": options.clock,
         "tokens_computed_per_token_asked": computed_per_asked,
         "times_faster_than_genlm_backend": samples.against_peer(),
     }

@@ -1,27 +1,29 @@
 """genlm-backend's transformers model, measured by its own interpreter.
 
 For `bench_hf_particles.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS
-cached|uncached`, and prints the milliseconds of a step. `cached` computes the prompt once
-with its `cache_kv`, which is what its documentation advises. Runs in an environment with
-genlm-backend and no genlm-core.
+cached|uncached`, and prints the milliseconds of a step, by the clock that its argument
+names. `cached` computes the prompt once with its `cache_kv`, which is what its
+documentation advises. Runs in an environment with genlm-backend and no genlm-core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import warnings
 from typing import Any
 
-from genlm.backend.llm import AsyncTransformer
 from particle_model import llama, tokenizer
-from particle_population import Population
+from particle_population import CLOCKS, Clock, Population
+
+from genlm.backend.llm import AsyncTransformer
 
 warnings.simplefilter("ignore")
 
 
-async def milliseconds_a_step(model: Any, population: Population, *, cached: bool) -> float:
+async def milliseconds_a_step(
+    model: Any, population: Population, clock: Clock, *, cached: bool
+) -> float:
     model.clear_cache()
     model.clear_kv_cache()
     if cached:
@@ -30,22 +32,24 @@ async def milliseconds_a_step(model: Any, population: Population, *, cached: boo
     seconds = 0.0
     for step in range(population.steps):
         particles.grow()
-        start = time.perf_counter()
+        start = clock()
         rows = await asyncio.gather(*map(model.next_token_logprobs, particles.contexts))
         particles.resample(step)
-        seconds += time.perf_counter() - start
+        seconds += clock() - start
         assert len(rows) == population.count
     return seconds / population.steps * 1e3
 
 
 def main() -> None:
-    hf_model, hf_tokenizer = llama(), tokenizer()
+    hf_model, hf_tokenizer, clock = llama(), tokenizer(), CLOCKS[sys.argv[1]]
     for line in sys.stdin:
         *sizes, mode = line.split()
         population = Population(*map(int, sizes))
         # A batch leaves when it is full: it never waits for the timer.
         model = AsyncTransformer(hf_model, hf_tokenizer, batch_size=population.count)
-        figure = asyncio.run(milliseconds_a_step(model, population, cached=mode == "cached"))
+        figure = asyncio.run(
+            milliseconds_a_step(model, population, clock, cached=mode == "cached")
+        )
         print(figure, flush=True)
 
 

@@ -6,9 +6,16 @@ Imported also where only the peer's packages are installed.
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from particle_model import VOCAB_SIZE, prompt_of
+
+Clock = Callable[[], float]
+
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""Seconds: elapsed, or those that this process's threads computed."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-backend
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-backend
 
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
@@ -16,6 +16,7 @@ demo: $(READY)  ## particles of the embedded model under a hard constraint
 
 test: $(READY)  ## everything that CI runs
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest plugins/genlm-vllm/tests
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -42,4 +43,5 @@ $(READY): requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
+	$(BIN)/python -m genlm_vllm.install_cpu
 	touch $@

@@ -1,0 +1,302 @@
+"""`VLLMEngine`: vLLM as a genlm engine.
+
+The engine hands queries to vLLM's own scheduler, which lets them join the running batch,
+and collects what has finished. Rows come from `genlm_vllm.capture`, which runs inside
+vLLM; only finished requests are believed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from genlm import (
+    AdapterError,
+    Capability,
+    Completion,
+    ContextLengthError,
+    EvaluationError,
+    Query,
+    TokenIdError,
+    UnknownAdapterError,
+    UnsupportedCapability,
+    Vocabulary,
+)
+from genlm_vllm.adapters import Adapters
+from genlm_vllm.loading import adapter_capacity, load_vllm, needs_processes, shut_down
+from genlm_vllm.requests import Request, params_of
+from genlm_vllm.rows import LocalRows, RemoteRows
+from genlm_vllm.surroundings import (
+    Accelerator,
+    claim_process,
+    release_process,
+    undisturbed,
+)
+
+__all__ = ["VLLMEngine"]
+
+_PREFIX_ID = -1
+"""Query id of a prefix to be cached; the scheduler's begin at 0."""
+
+
+class VLLMEngine:
+    """Next-token rows and continuations of a model that vLLM serves.
+
+    Args:
+        model: A folder or a hub id.
+        engine_opts: Arguments of `vllm.EngineArgs`, under vLLM's names.
+        multiprocess: Whether vLLM computes in processes of its own. By default it does
+            if `engine_opts` ask for several workers or for an executor such as Ray.
+
+    Raises:
+        MissingRequirementError: vLLM is not installed or its version not supported.
+        ModelLoadError: vLLM cannot serve the model, or another engine computes in this
+            process.
+        VocabularyError: The tokenizer cannot be decoded to exact bytes.
+        ValueError: An option that would make rows wrong.
+        TypeError: An option that vLLM does not have.
+    """
+
+    _final_statistics: Mapping[str, int | float | str] | None = None
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        engine_opts: Mapping[str, Any] | None = None,
+        multiprocess: bool | None = None,
+    ) -> None:
+        options = dict(engine_opts or {})
+        self._multiprocess = needs_processes(options) if multiprocess is None else multiprocess
+        if not self._multiprocess:
+            if needs_processes(options):
+                raise ValueError(
+                    f"multiprocess=False contradicts engine_opts={options}: several workers "
+                    f"need processes of their own"
+                )
+            claim_process(self)
+        self._accelerator = Accelerator()
+        try:
+            self._vllm = load_vllm(model, options, multiprocess=self._multiprocess)
+            try:
+                self._begin()
+            except BaseException:
+                shut_down(self._vllm, multiprocess=self._multiprocess)
+                raise
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin(self) -> None:
+        engine, config = self._vllm, self._vllm.vllm_config
+        self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
+        # One token must be generated.
+        self.max_context: int | None = config.model_config.max_model_len - 1
+        self._embedded_ids = config.model_config.get_vocab_size()
+        capacity = adapter_capacity(engine)
+        self._adapters = Adapters(engine, capacity)
+        keeps = bool(config.cache_config.enable_prefix_caching)
+        self.capabilities = frozenset(
+            {Capability.SAMPLE}
+            | ({Capability.LORA} if capacity else set())
+            | ({Capability.PREFIX_CACHE} if keeps else set())
+        )
+        rows = RemoteRows if self._multiprocess else LocalRows
+        self._rows = rows(engine, self.vocabulary)
+        self._requests: dict[str, Request] = {}  # in vLLM, by vLLM's id, oldest first
+        self._ids: dict[int, str] = {}  # vLLM's, by the query's
+        self._numbers = itertools.count()
+        self._ready: list[Completion] = []
+        self._tokens_asked = self._tokens_computed = self._tokens_drawn = self._steps = 0
+
+    # -- queries ----------------------------------------------------------------------
+
+    def submit(self, query: Query) -> None:
+        """Let a query join the running batch.
+
+        Raises:
+            UnknownAdapterError: Its adapter was not loaded.
+            TokenIdError: The tokenizer has the id, but the model has no embedding for it.
+            ContextLengthError: It leaves no room for a token.
+        """
+        self._ids[query.query_id] = self._add(query)
+
+    def _add(self, query: Query) -> str:
+        """Give a query to vLLM; returns the id that it has there."""
+        from vllm.inputs import tokens_input
+
+        lora = self._checked_adapter(query)
+        number = next(self._numbers)
+        request = Request(query, number)
+        name = str(number)
+        self._vllm.add_request(
+            name,
+            tokens_input(list(query.token_ids)),
+            params_of(request, secrets.randbits(63)),
+            lora_request=lora,
+        )
+        self._requests[name] = request
+        self._tokens_asked += len(query.token_ids)
+        return name
+
+    def _checked_adapter(self, query: Query) -> Any:
+        """Check a query; return the `LoRARequest` of its adapter, None for none."""
+        token_ids = query.token_ids
+        if self.max_context is not None and len(token_ids) > self.max_context:
+            raise ContextLengthError(len(token_ids), self.max_context)
+        if max(token_ids) >= self._embedded_ids:
+            position = next(i for i, t in enumerate(token_ids) if t >= self._embedded_ids)
+            raise TokenIdError(token_ids[position], position, self._embedded_ids)
+        if query.adapter is None:
+            return None
+        if query.adapter not in self._adapters.names:
+            raise UnknownAdapterError(query.adapter, self._adapters.names)
+        return self._adapters.request(query.adapter)
+
+    def step(self) -> list[Completion]:
+        """Step vLLM once and return what has finished."""
+        ready, self._ready = self._ready, []
+        return ready or self._advance()
+
+    def abort(self, query_id: int) -> None:
+        """Take a query out of the running batch."""
+        name = self._ids.pop(query_id, None)
+        if name is not None and self._requests.pop(name, None) is not None:
+            self._vllm.abort_request([name])
+
+    def _advance(self) -> list[Completion]:
+        if not self._requests:
+            return []
+        if not self._vllm.has_unfinished_requests():
+            return self._lost()
+        outputs = self._vllm.step()
+        self._steps += 1
+        finished = [
+            (request, output)
+            for output in outputs
+            if output.finished
+            and (request := self._requests.pop(output.request_id, None)) is not None
+        ]
+        for request, output in finished:
+            self._ids.pop(request.query.query_id, None)
+            self._count(request, output)
+        return self._answers(finished)
+
+    def _answers(self, finished: Sequence[tuple[Request, Any]]) -> list[Completion]:
+        wanted = [
+            request.number
+            for request, output in finished
+            if request.wants_row and request.error(output) is None
+        ]
+        oldest = next((r.number for r in self._requests.values() if r.wants_row), None)
+        rows = self._rows.take(wanted, next(self._numbers) if oldest is None else oldest)
+        return [
+            request.completion(output, rows.get(request.number)) for request, output in finished
+        ]
+
+    def _lost(self) -> list[Completion]:
+        """Fail what vLLM no longer knows, so that nobody waits for it."""
+        lost, self._requests = self._requests, {}
+        self._ids.clear()
+        error = "vLLM lost the request; this is a defect of genlm-vllm or vLLM"
+        return [
+            Completion(request.query.query_id, error=EvaluationError(error))
+            for request in lost.values()
+        ]
+
+    def _count(self, request: Request, output: Any) -> None:
+        prompt = len(request.query.token_ids)
+        drawn = sum(len(sequence.token_ids) for sequence in output.outputs)
+        self._tokens_computed += prompt - (output.num_cached_tokens or 0)
+        if not request.wants_row:
+            self._tokens_drawn += drawn
+            self._tokens_computed += max(0, drawn - 1)  # the last one is not read
+
+    # -- prefixes, adapters -----------------------------------------------------------
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix, so that vLLM's prefix cache has its full blocks.
+
+        vLLM evicts them as it needs room, the least recently used first.
+
+        Raises:
+            UnsupportedCapability: The model was loaded without prefix caching.
+            GenlmError: As `submit`.
+        """
+        if Capability.PREFIX_CACHE not in self.capabilities:
+            raise UnsupportedCapability(Capability.PREFIX_CACHE, "vllm")
+        name = self._add(Query(_PREFIX_ID, tuple(token_ids), adapter))
+        try:
+            while name in self._requests:
+                # Others finish meanwhile; they are handed over by the next step.
+                self._ready += self._advance()
+        finally:
+            if self._requests.pop(name, None) is not None:
+                self._vllm.abort_request([name])
+        [own] = [answer for answer in self._ready if answer.query_id == _PREFIX_ID]
+        self._ready.remove(own)
+        if own.error is not None:
+            raise own.error
+
+    def clear_prefix_cache(self) -> None:
+        """Free all cached prefixes. Answers do not change."""
+        if Capability.PREFIX_CACHE not in self.capabilities:
+            raise UnsupportedCapability(Capability.PREFIX_CACHE, "vllm")
+        self._vllm.reset_prefix_cache()
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in folder `path`, to be asked for as `name`.
+
+        Raises:
+            AdapterError: The name is taken, the folder holds no adapter that vLLM serves
+                with this model, or the model was loaded without or for fewer adapters.
+        """
+        if Capability.LORA not in self.capabilities:
+            raise AdapterError(
+                f"asked for adapter {name!r}; the model was loaded without engine_opts="
+                f"{{'enable_lora': True}}"
+            )
+        with undisturbed():
+            self._adapters.load(name, path)
+
+    # -- statistics, end --------------------------------------------------------------
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return what was computed and with what; after `close`, as it was then.
+
+        `tokens_asked` counts the tokens of all queries, `tokens_computed` those that went
+        through the model, `tokens_drawn` those of continuations.
+        """
+        if self._final_statistics is not None:
+            return self._final_statistics
+        config = self._vllm.vllm_config
+        return {
+            "tokens_asked": self._tokens_asked,
+            "tokens_computed": self._tokens_computed,
+            "tokens_drawn": self._tokens_drawn,
+            "steps": self._steps,
+            "adapters": len(self._adapters.names),
+            "processes": "own" if self._multiprocess else "this",
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "device": str(config.device_config.device_type),
+            "kv_block_tokens": int(config.cache_config.block_size),
+        }
+
+    def close(self) -> None:
+        """End vLLM and give its memory back; another engine may start."""
+        self._final_statistics = self.statistics()
+        engine, self._vllm = self._vllm, None
+        self._rows.end()
+        del self._rows, self._adapters
+        self._requests.clear()
+        try:
+            shut_down(engine, multiprocess=self._multiprocess)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._accelerator.restore()
+        release_process(self)

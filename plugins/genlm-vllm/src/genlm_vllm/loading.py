@@ -1,0 +1,197 @@
+"""From a model's name and vLLM's options to a vLLM engine that keeps rows.
+
+Options keep vLLM's names. What would make rows wrong is refused; a few defaults differ
+from vLLM's own and are listed in `docs/vllm-engine.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from genlm import ModelLoadError
+from genlm_vllm.surroundings import quiet, undisturbed
+from genlm_vllm.versions import check_version
+
+__all__ = ["adapter_capacity", "load_vllm", "needs_processes", "shut_down"]
+
+CPU_BLOCK_SIZE = 32
+"""Tokens in a KV block on the CPU, the smallest there. vLLM's default of 128 would keep
+no shorter prefix."""
+
+CPU_KV_SHARE = 4
+"""By default KV blocks take a quarter of the CPU's free memory; vLLM would take 92 % of
+all memory, and refuse to start where that much is not free."""
+
+CPU_KV_LIMIT = 4 * 2**30
+
+DEFAULT_MAX_LORAS = 4
+"""Adapters in one batch."""
+
+DEFAULT_KNOWN_LORAS = 32
+"""Adapters in all, where they need not all be on the device."""
+
+_OURS = {
+    "logits_processors": "they would change the log-probabilities",
+    "worker_extension_cls": "genlm-vllm's own carries the rows",
+    "speculative_config": "vLLM runs no logits processors with it",
+    "skip_tokenizer_init": "rows are over the tokenizer's ids",
+    "data_parallel_size": "rows of other replicas could not be fetched; load several models",
+}
+
+_SEVERAL = ("tensor_parallel_size", "pipeline_parallel_size")
+
+
+def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
+    """Whether options ask for workers, which an engine of this process cannot have."""
+    backend = engine_opts.get("distributed_executor_backend")
+    return backend not in {None, "uni"} or any(
+        engine_opts.get(name, 1) > 1 for name in _SEVERAL
+    )
+
+
+def load_vllm(
+    model: str | os.PathLike[str], engine_opts: Mapping[str, Any], *, multiprocess: bool
+) -> Any:
+    """Build a `vllm.LLMEngine` whose workers keep rows.
+
+    Args:
+        model: A folder or a hub id.
+        engine_opts: Arguments of `vllm.EngineArgs`.
+        multiprocess: Whether it computes in processes of its own.
+
+    Raises:
+        MissingRequirementError: vLLM is not installed or its version not supported.
+        ModelLoadError: vLLM cannot serve the model with these options.
+        ValueError: An option that would make rows wrong.
+        TypeError: An option that vLLM does not have.
+    """
+    check_version()
+    source = _source(model)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
+    if multiprocess and "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    with undisturbed(**variables, **quiet()):
+        import vllm
+
+        arguments = _arguments(source, engine_opts)
+        try:
+            # Its variables may be cached since an earlier engine.
+            vllm.envs.disable_envs_cache()
+            return vllm.LLMEngine.from_engine_args(
+                vllm.EngineArgs(**arguments), enable_multiprocessing=multiprocess
+            )
+        except Exception as error:
+            if not multiprocess:
+                _clean_up()
+            cause = " ".join(str(error).split()) or type(error).__name__
+            raise ModelLoadError(
+                f"asked vLLM for model {source!r} with {_shown(engine_opts)}; it raised "
+                f"{type(error).__name__}: {cause[:600]}"
+            ) from error
+
+
+def shut_down(engine: Any, *, multiprocess: bool) -> None:
+    """End a vLLM engine and give its memory back."""
+    engine.engine_core.shutdown()
+    renderer = getattr(engine, "renderer", None)
+    if renderer is not None:
+        renderer.shutdown()
+    if not multiprocess:
+        _clean_up()
+
+
+def _clean_up() -> None:
+    """Free what an engine of this process leaves behind, also one that was never whole."""
+    from vllm import envs
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.unfreeze()  # vLLM exempts from collection all that exists when it has started
+    cleanup_dist_env_and_memory()
+    envs.disable_envs_cache()
+    gc.collect()
+
+
+def _source(model: str | os.PathLike[str]) -> str:
+    name = os.fspath(model)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if isinstance(model, os.PathLike) or name.startswith((".", "~", os.sep)):
+        raise ModelLoadError(
+            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
+            f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
+        )
+    return name
+
+
+def _arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the options and add the defaults."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
+    for name, value in engine_opts.items():
+        if name not in known or name == "model":
+            close = difflib.get_close_matches(name, known - {"model"}, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"vllm.EngineArgs takes no option {name!r} here.{hint}")
+        if name in _OURS and value not in (None, False, 1, [], ""):
+            raise ValueError(f"engine_opts[{name!r}]={value!r}: {_OURS[name]}; leave it out")
+    on_cpu = current_platform.is_cpu()
+    arguments = {
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+        **(_cpu_defaults(engine_opts) if on_cpu else {}),
+        **engine_opts,
+        "model": source,
+        "logits_processors": ["genlm_vllm.capture:Capture"],
+        "worker_extension_cls": "genlm_vllm.worker.RowWorker",
+    }
+    if arguments.get("enable_lora"):
+        arguments |= _lora_slots(engine_opts, on_cpu=on_cpu)
+    return arguments
+
+
+def _lora_slots(engine_opts: Mapping[str, Any], *, on_cpu: bool) -> dict[str, int]:
+    loras = engine_opts.get("max_loras", DEFAULT_MAX_LORAS)
+    if on_cpu:
+        # There requests without adapter go through the last slot, whatever is in it.
+        return {"max_loras": loras + 1, "max_cpu_loras": loras + 1}
+    known = engine_opts.get("max_cpu_loras") or max(loras, DEFAULT_KNOWN_LORAS)
+    return {"max_loras": loras, "max_cpu_loras": known}
+
+
+def adapter_capacity(engine: Any) -> int:
+    """Return how many adapters a vLLM engine may hold without ever evicting one."""
+    from vllm.platforms import current_platform
+
+    config = engine.vllm_config.lora_config
+    if config is None:
+        return 0
+    return int(config.max_loras - 1 if current_platform.is_cpu() else config.max_cpu_loras)
+
+
+def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+    import psutil
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,  # compiling takes minutes and a C++ compiler
+        "block_size": CPU_BLOCK_SIZE,
+    }
+    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
+    if not sized & engine_opts.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        free = psutil.virtual_memory().available
+        defaults["kv_cache_memory_bytes"] = min(free // CPU_KV_SHARE, CPU_KV_LIMIT)
+    return defaults
+
+
+def _shown(engine_opts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"

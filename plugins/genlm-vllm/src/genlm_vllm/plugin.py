@@ -1,0 +1,23 @@
+"""Registers the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm import BackendSpec, hookimpl
+from genlm_vllm.versions import INSTALL
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the engine without importing vLLM or torch."""
+    yield BackendSpec(
+        name="vllm",
+        kind="engine",
+        target="genlm_vllm.engine:VLLMEngine",
+        summary="Models that vLLM serves, with continuous batching, in one process or several",
+        capabilities=("lora", "prefix_cache", "sample"),
+        requires=("vllm",),
+        install=INSTALL,
+        conformance="genlm_vllm.conformance:targets",
+    )

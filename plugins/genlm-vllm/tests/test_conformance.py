@@ -1,0 +1,5 @@
+"""The engine keeps every law, in this process and in processes of its own."""
+
+from genlm.testing import conformance_tests
+
+test_vllm = conformance_tests("vllm", no_skips=True)

@@ -19,9 +19,9 @@ from genlm_hf.kv.slots import Slots
 
 __all__ = ["Row", "RowGroup", "group_rows", "path_slots"]
 
-# In slots read, measured on two CPU cores: a group costs as much as reading 256
+# In slots read, measured on two CPU cores: a group costs as much as reading 2,000
 # slots, and gathering a slot as much as reading three.
-_GROUP_COST = 256
+_GROUP_COST = 2000
 _GATHER_COST = 3
 
 # Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.

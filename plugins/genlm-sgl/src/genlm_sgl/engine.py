@@ -1,0 +1,294 @@
+"""`SGLEngine`: SGLang's scheduler in this process as a genlm engine.
+
+The engine validates and hands queries to SGLang, whose loop it turns once per step, so that
+new queries join what is running. Rows and draws are made in `requests`; everything that
+depends on SGLang's version is in `scheduler_api`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from genlm import (
+    Capability,
+    Completion,
+    ContextLengthError,
+    EmptySequenceError,
+    EvaluationError,
+    ModelLoadError,
+    Query,
+    SamplingParams,
+    TokenIdError,
+    UnknownAdapterError,
+    Vocabulary,
+)
+from genlm_sgl import cpu_shim
+from genlm_sgl.loading import (
+    checked_options,
+    cpu_token_capacity,
+    default_options,
+    environment,
+    model_source,
+)
+from genlm_sgl.process_state import QuietLogger, guarded, quiet
+from genlm_sgl.requests import Requests
+from genlm_sgl.scheduler_api import Ended, SchedulerApi, server_options
+from genlm_sgl.versions import check_version, installed_version
+
+__all__ = ["SGLEngine"]
+
+logger = logging.getLogger("genlm_sgl")
+
+_only_one = threading.Lock()
+"""Held by the live engine: SGLang keeps its settings and groups in globals."""
+
+
+_PATIENCE = 4
+"""Turns in a row that move nothing until what waits is given up."""
+
+_PREFIX = -1
+"""Query id of a prefix, which no scheduler uses."""
+
+
+class SGLEngine:
+    """Next-token rows and continuations from SGLang, with its radix cache.
+
+    There can be one at a time in a process.
+
+    Args:
+        model: A folder or a hub id.
+        engine_opts: Arguments of SGLang's `ServerArgs`.
+        gpu_id: Which GPU, where there are any.
+
+    Raises:
+        ModelLoadError: SGLang cannot load the model, or an engine is alive already.
+        MissingRequirementError: The installed SGLang is none of the supported versions.
+        VocabularyError: The tokenizer cannot be decoded to exact bytes.
+        TypeError: SGLang takes no such option.
+        ValueError: An option that the engine sets itself, or that needs other processes.
+
+    Attributes:
+        vocabulary: The tokenizer's ids.
+        max_context: The longest prompt that SGLang takes: of the model's window, or of the
+            KV cache if that is smaller, SGLang keeps six tokens for itself.
+        capabilities: `SAMPLE` and `PREFIX_CACHE`.
+    """
+
+    capabilities = frozenset({Capability.SAMPLE, Capability.PREFIX_CACHE})
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        engine_opts: Mapping[str, Any] | None = None,
+        gpu_id: int = 0,
+    ) -> None:
+        self._version = installed_version()
+        check_version(self._version)
+        if not _only_one.acquire(blocking=False):
+            raise ModelLoadError(
+                f"asked for SGLang with {os.fspath(model)!r} while another SGLang engine is "
+                f"alive in this process, which can hold one at a time; close that one first, "
+                f"or use another process"
+            )
+        self._log = QuietLogger("sglang")
+        try:
+            self._build(model, engine_opts or {}, gpu_id)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _build(
+        self, model: str | os.PathLike[str], wanted: Mapping[str, Any], gpu_id: int
+    ) -> None:
+        source = model_source(model)
+        cpu = wanted.get("device") == "cpu" or not torch.cuda.is_available()
+        with guarded(environment(cpu=cpu)), quiet(), cpu_shim.standing_in():
+            known = server_options()
+            options = {k: v for k, v in default_options(cpu=cpu).items() if k in known}
+            options |= checked_options(wanted, known)
+            try:
+                if cpu and "max_total_tokens" not in options:
+                    options["max_total_tokens"] = cpu_token_capacity(source, options)
+                self._api = SchedulerApi(options | {"model_path": source}, gpu_id)
+            except Exception as error:
+                raise self._load_error(source, error) from error
+        try:
+            self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
+        except BaseException:
+            self._api.close()
+            raise
+        self.max_context: int | None = self._api.longest_prompt
+        self._requests = Requests(self.vocabulary)
+        self._api.watch(self._requests)
+        self._early: list[Completion] = []  # of steps that were not `step`
+        self._still = 0  # turns in a row that moved nothing
+        self._final_statistics: Mapping[str, int | float | str] | None = None
+
+    def _load_error(self, source: str, error: Exception) -> ModelLoadError:
+        first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        return ModelLoadError(
+            f"asked SGLang {self._version} for the model {source!r}; it raised {first_line}. "
+            f"It must be a folder or an accessible hub id with config.json, weights and "
+            f"tokenizer of an architecture that this SGLang serves on this device"
+        )
+
+    # -- queries ----------------------------------------------------------------------
+
+    def submit(self, query: Query) -> None:
+        """Hand a query to SGLang.
+
+        Raises:
+            EmptySequenceError: It has no tokens.
+            ContextLengthError: It has more than `max_context`.
+            TokenIdError: An id that the model cannot embed.
+            UnknownAdapterError: It asks for an adapter; none can be loaded.
+        """
+        self._check(query.token_ids, query.adapter)
+        sampling = query.sampling
+        most = 0 if sampling is None else self._most_tokens(query.token_ids, sampling)
+        stop = frozenset() if sampling is None else sampling.stop_token_ids
+        rid = self._requests.add(query)
+        try:
+            self._api.enqueue(rid, query.token_ids, most, stop)
+        except BaseException:
+            self._requests.drop(query.query_id)
+            raise
+
+    def _check(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        # SGLang answers a prompt that is too long with another's row, chokes on an empty
+        # one, and loses slots over an unknown id: none of them may reach it.
+        if adapter is not None:
+            raise UnknownAdapterError(adapter, ())
+        if not token_ids:
+            raise EmptySequenceError
+        if self.max_context is not None and len(token_ids) > self.max_context:
+            raise ContextLengthError(len(token_ids), self.max_context)
+        size = min(self._api.embedding_rows, self.vocabulary.size)
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            position = next(i for i, t in enumerate(token_ids) if not 0 <= t < size)
+            raise TokenIdError(token_ids[position], position, size)
+
+    def _most_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+        """How many tokens to draw: the last one from a context of `max_context`."""
+        if self.max_context is None:
+            return sampling.max_tokens
+        return min(sampling.max_tokens, self.max_context + 1 - len(token_ids))
+
+    def step(self) -> list[Completion]:
+        """Turn SGLang's loop once and return what ended."""
+        early, self._early = self._early, []
+        return early + self._turn()
+
+    def abort(self, query_id: int) -> None:
+        """Forget a query; its slots are free when SGLang's next turn ends."""
+        rid = self._requests.drop(query_id)
+        if rid is None:
+            self._early = [each for each in self._early if each.query_id != query_id]
+            return
+        self._api.abort(rid)
+        if not self._requests:  # nobody will ask for that turn
+            self._settle()
+
+    def _turn(self) -> list[Completion]:
+        try:
+            ended, moved = self._api.turn()
+        except Exception:
+            # Every query in it is lost and fails; later ones find a clean scheduler.
+            self._requests.clear()
+            self._api.start_over()
+            raise
+        answers = self._requests.completions(ended)
+        self._still = 0 if moved or ended else self._still + 1
+        if self._still >= _PATIENCE:
+            answers += self._give_up_waiting()
+        return answers
+
+    def _settle(self) -> None:
+        """Turn the loop until nothing runs, keeping the answers for the next step."""
+        while not self._api.is_idle:
+            self._early += self._turn()
+        try:
+            self._api.check_idle()
+        except Exception:
+            logger.exception("SGLang lost slots of its KV cache; the cache is emptied")
+            self._api.start_over()
+
+    def _give_up_waiting(self) -> list[Completion]:
+        """Fail what SGLang can never start: its loop would turn on for ever."""
+        self._still = 0
+        why = (
+            f"it does not fit into the KV cache of {self._api.token_capacity} tokens as SGLang "
+            f"reckons; raise engine_opts['max_total_tokens']"
+        )
+        stuck = [Ended(rid, [], why) for rid in self._api.waiting]
+        for end in stuck:
+            self._api.abort(end.rid)
+        return self._requests.completions(stuck)
+
+    # -- prefixes ---------------------------------------------------------------------
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix, which then stands in the radix cache.
+
+        It stays until `clear_prefix_cache`, or until SGLang needs the room and everything
+        used less recently is gone.
+
+        Raises:
+            EvaluationError: SGLang could not compute it.
+            QueryError: As `submit`.
+        """
+        query = Query(_PREFIX, tuple(token_ids), adapter)
+        self.submit(query)
+        while True:
+            for answer in self._turn():
+                if answer.query_id != _PREFIX:
+                    self._early.append(answer)
+                elif answer.error is not None:
+                    raise answer.error
+                else:
+                    return
+
+    def clear_prefix_cache(self) -> None:
+        """Empty the radix cache, once what is running has ended.
+
+        Raises:
+            EvaluationError: SGLang would not.
+        """
+        self._settle()
+        if not self._api.flush():
+            raise EvaluationError("SGLang did not empty its radix cache though nothing runs")
+
+    # -- figures and the end ----------------------------------------------------------
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """SGLang's version and device, and what was computed so far."""
+        if self._final_statistics is not None:
+            return self._final_statistics
+        return {
+            "sglang": self._version,
+            "device": self._api.device,
+            "batches": self._api.batches,
+            "tokens_computed": self._api.tokens_computed,
+            "tokens_drawn": self._requests.tokens_drawn,
+            "rows": self._requests.rows_made,
+            "kv_tokens": self._api.token_capacity,
+        }
+
+    def close(self) -> None:
+        """Take SGLang down; another engine can then be built."""
+        self._final_statistics = self.statistics()
+        try:
+            self._api.close()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._log.restore()
+        _only_one.release()

@@ -1,0 +1,126 @@
+"""From a model's name and options to the arguments of SGLang's scheduler."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genlm import ModelLoadError
+
+__all__ = [
+    "checked_options",
+    "cpu_token_capacity",
+    "default_options",
+    "environment",
+    "model_source",
+]
+
+_ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes")
+_MODEL_NAMES = ("model_path", "model", "base_gpu_id")
+
+_KV_SHARE = 4
+"""On the CPU, cached keys and values may take a quarter of the free memory."""
+
+_MOST_TOKENS = 2**17
+
+
+def environment(*, cpu: bool) -> dict[str, str]:
+    """Variables that SGLang reads while it is imported and built."""
+    return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
+
+
+def model_source(model: str | os.PathLike[str]) -> str:
+    """Return what SGLang should load: a folder that exists, or a hub id.
+
+    Raises:
+        ModelLoadError: There is no such folder.
+    """
+    name = os.fspath(model)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if isinstance(model, os.PathLike) or name.startswith((".", "~", os.sep)):
+        raise ModelLoadError(
+            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
+            f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
+        )
+    return name
+
+
+def default_options(*, cpu: bool) -> dict[str, Any]:
+    """Arguments of `ServerArgs` unless the caller gives others.
+
+    Everything that belongs to a server is off. On a CPU there is nothing to overlap with, no
+    graph to capture, and only SGLang's plain torch code can run.
+    """
+    options = {
+        "disable_cuda_graph": cpu,
+        "grammar_backend": "none",
+        "log_level": "error",
+        "random_seed": 0,
+        "skip_server_warmup": True,
+    }
+    if cpu:
+        options |= {
+            "attention_backend": "torch_native",
+            "device": "cpu",
+            "disable_overlap_schedule": True,
+            "dtype": "float32",
+            "max_running_requests": 64,
+            "sampling_backend": "pytorch",
+        }
+    return options
+
+
+def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Return a copy of the caller's options.
+
+    Raises:
+        ValueError: An option that the engine sets itself, or that needs other processes.
+        TypeError: SGLang takes no such option.
+    """
+    for name in _ONE_PROCESS:
+        if options.get(name, 1) != 1:
+            raise ValueError(
+                f"engine_opts[{name!r}] = {options[name]}: SGLang runs one process for each "
+                f"part of a model, and this engine is inside yours; use {name}=1, and several "
+                f"processes with gpu_id=0, 1, ... for several copies"
+            )
+    for name in _MODEL_NAMES:
+        if name in options:
+            raise ValueError(
+                f"engine_opts[{name!r}]: the model is load_model's first argument, the GPU "
+                f"its gpu_id"
+            )
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 3)
+            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise TypeError(f"engine_opts[{name!r}]: SGLang's ServerArgs takes no such.{hint}")
+    return dict(options)
+
+
+def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
+    """How many tokens of keys and values to hold on a CPU: up to 2^17, a quarter of memory.
+
+    SGLang's own measure, a share of all memory, would take most of it.
+    """
+    import psutil
+    import transformers
+
+    trusted = bool(options.get("trust_remote_code", False))
+    config = transformers.AutoConfig.from_pretrained(
+        model, trust_remote_code=trusted, revision=options.get("revision")
+    ).get_text_config()
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dtype = getattr(torch, str(options.get("dtype", "float32")), torch.float32)
+    each = 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize
+    room = psutil.virtual_memory().available // _KV_SHARE // max(1, each)
+    return max(1024, min(_MOST_TOKENS, int(room)))

@@ -1,0 +1,24 @@
+"""Registers the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm import BackendSpec, hookimpl
+
+INSTALL = "pip install sglang (with a GPU), or python -m genlm_sgl.install_cpu (without)"
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the engine without importing SGLang or torch."""
+    yield BackendSpec(
+        name="sgl",
+        kind="engine",
+        target="genlm_sgl.engine:SGLEngine",
+        summary="SGLang's scheduler in this process, with its radix cache",
+        capabilities=("prefix_cache", "sample"),
+        requires=("sglang",),
+        install=INSTALL,
+        conformance="genlm_sgl.conformance:targets",
+    )

@@ -1,0 +1,503 @@
+"""Every call into SGLang, so that what differs from version to version is in one place.
+
+`SchedulerApi` builds SGLang's own `Scheduler` in this process and turns its loop, one
+iteration at a time. It knows SGLang's requests by their ids and nothing of queries, rows or
+sampling; `Hooks` are told about logits. Arguments that came and went are chosen by the
+signatures that are found. Longer than other modules, because the knowledge of one foreign
+library is one concept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from genlm import ModelLoadError
+
+__all__ = ["Ended", "Hooks", "SchedulerApi", "server_options"]
+
+_ONLY_RANK = ("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
+
+
+class Hooks(Protocol):
+    """What is told about each forward pass, and draws."""
+
+    def saw_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
+        """Look at the logits, one row per request, before anything changes them.
+
+        Args:
+            rids: Of which request each row is.
+            lengths: How many tokens of the request each row follows.
+            logits: Shape `(len(rids), width)`.
+        """
+        ...
+
+    def draw(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> torch.Tensor:
+        """Choose the next token of each request: int64, shape `(len(rids),)`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that SGLang is done with.
+
+    Attributes:
+        rid: Its id.
+        output_ids: What was generated for it.
+        aborted: Why SGLang gave it up; None if it did not.
+    """
+
+    rid: str
+    output_ids: list[int]
+    aborted: str | None
+
+
+class SchedulerApi:
+    """SGLang's scheduler, driven by hand.
+
+    Args:
+        options: Arguments of `ServerArgs`.
+        gpu_id: Which GPU.
+
+    Attributes:
+        tokenizer: Of the model, as SGLang loads it.
+        batches: Forward passes so far.
+        tokens_computed: Tokens that went through the model so far.
+
+    Raises:
+        ModelLoadError: This version's scheduler takes something unknown.
+        Exception: Whatever SGLang raises.
+    """
+
+    def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        arguments = ServerArgs(**options)
+        ports = PortArgs.init_new(arguments)
+        try:
+            scheduler = self._scheduler = _build(arguments, ports, gpu_id)
+        except BaseException:
+            _leave_groups()
+            raise
+        self.tokenizer = scheduler.tokenizer
+        # Only ids that a request names may end it, not those that the model calls ends.
+        scheduler.tokenizer = None
+        scheduler.model_config.hf_eos_token_id = None
+        self.batches = self.tokens_computed = 0
+        self._overlaps = bool(scheduler.enable_overlap)
+        self._reqs: list[Any] = []  # of the batch that is running
+        self._pending: deque[list[Any]] = deque()  # of the batches in `result_queue`
+        self._given_up: list[Ended] = []
+        scheduler.result_queue = deque()
+        for name, value in {
+            "enable_skip_finishing_decode": self._overlaps,
+            "_war_barrier_enabled": scheduler.device == "cuda",
+        }.items():
+            if hasattr(type(scheduler), "_apply_war_barrier"):
+                setattr(scheduler, name, value)
+        self._make_stream()
+        self._detach_senders()
+
+    # -- what was built ---------------------------------------------------------------
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens that SGLang takes as a prompt."""
+        # It refuses `len >= max_req_input_len` (and runs `[0]` instead).
+        return int(self._scheduler.max_req_input_len) - 1
+
+    @property
+    def embedding_rows(self) -> int:
+        """How many ids the model can embed."""
+        return int(self._scheduler.model_config.vocab_size)
+
+    @property
+    def device(self) -> str:
+        """Where the logits are, as torch calls it."""
+        return str(self._scheduler.tp_worker.model_runner.device)
+
+    @property
+    def token_capacity(self) -> int:
+        """How many tokens the KV cache holds."""
+        return int(self._scheduler.max_total_num_tokens)
+
+    @property
+    def free_tokens(self) -> int:
+        """How many tokens of the KV cache hold nothing, not even a cached prefix."""
+        return int(self._scheduler.token_to_kv_pool_allocator.available_size())
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens the radix cache holds for nobody in particular."""
+        return int(self._scheduler.tree_cache.evictable_size())
+
+    # -- requests ---------------------------------------------------------------------
+
+    def enqueue(
+        self, rid: str, token_ids: Sequence[int], max_new_tokens: int, stop: Collection[int]
+    ) -> None:
+        """Hand a request to the scheduler.
+
+        Args:
+            rid: Its id, the beginning of no other's: SGLang aborts by beginnings.
+            token_ids: The prompt, of at least one id that the model can embed.
+            max_new_tokens: 0 asks for the logits after the prompt alone.
+            stop: Ids that end the continuation.
+        """
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0,
+            stop_token_ids=set(stop) or None,
+            ignore_eos=not stop,
+        )
+        sampling.normalize(None)
+        fields: dict[str, Any] = {
+            "input_text": "",
+            "input_ids": self._as_ids(token_ids),
+            "mm_inputs": None,
+            "input_embeds": None,
+            "token_type_ids": None,
+            "sampling_params": sampling,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "stream": False,
+        }
+        known = _parameters(TokenizedGenerateReqInput)
+        request = TokenizedGenerateReqInput(**{k: v for k, v in fields.items() if k in known})
+        request.rid = rid
+        self._scheduler.process_input_requests([request])
+
+    def abort(self, rid: str) -> None:
+        """Have the scheduler forget a request; what runs ends with its next step."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._scheduler.process_input_requests([AbortReq(rid=rid)])
+        self._given_up = [ended for ended in self._given_up if ended.rid != rid]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the requests that no batch has taken yet."""
+        return [req.rid for req in self._scheduler.waiting_queue]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, runs or is unprocessed."""
+        scheduler = self._scheduler
+        return (
+            not scheduler.waiting_queue
+            and scheduler.running_batch.is_empty()
+            and scheduler.chunked_req is None
+            and not self._pending
+            and (scheduler.last_batch is None or scheduler.last_batch.is_empty())
+        )
+
+    # -- the loop ---------------------------------------------------------------------
+
+    def turn(self) -> tuple[list[Ended], bool]:
+        """Turn SGLang's loop once.
+
+        Returns:
+            The requests that ended, and whether a batch was run or its result processed.
+        """
+        scheduler = self._scheduler
+        with torch.inference_mode(), self._on_stream():
+            batch = self._next_batch()
+            if self._overlaps:
+                ended, moved = self._overlapped(batch)
+            else:
+                ended, moved = [], bool(batch)
+                if batch:
+                    reqs = list(batch.reqs)  # row j of the logits is the j-th of these
+                    result = self._run(batch, reqs)
+                    scheduler.process_batch_result(batch, result)
+                    ended = _ended(reqs)
+            scheduler.last_batch = batch
+        ended += self._given_up
+        self._given_up = []
+        return ended, moved
+
+    def _next_batch(self) -> Any:
+        scheduler = self._scheduler
+        if "running_batch" in _parameters(type(scheduler).get_next_batch_to_run):
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch = plan.running_batch
+            batch = plan.batch_to_run
+        else:
+            batch = scheduler.get_next_batch_to_run()
+        for name in ("cur_batch", "cur_batch_for_debug"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, batch)
+        return batch
+
+    def _run(self, batch: Any, reqs: list[Any]) -> Any:
+        self._reqs = reqs
+        try:
+            return self._scheduler.run_batch(batch)
+        finally:
+            self._reqs = []
+
+    def _overlapped(self, batch: Any) -> tuple[list[Ended], bool]:
+        """Run a batch and process the result of the one before it."""
+        scheduler = self._scheduler
+        last = scheduler.last_batch
+        ended: list[Ended] = []
+        known = _parameters(type(scheduler).is_disable_overlap_for_batch)
+        extra = {"last_batch": last} if "last_batch" in known else {}
+        in_turn = scheduler.is_disable_overlap_for_batch(batch, **extra)
+        if in_turn:
+            ended += self._process_oldest()
+        result = None
+        if batch:
+            reqs = list(batch.reqs)
+            result = self._run(batch, reqs)
+            if hasattr(scheduler, "_apply_war_barrier"):
+                scheduler._apply_war_barrier()  # noqa: SLF001 - as its own loop does
+            scheduler.result_queue.append((batch.copy(), result))
+            self._pending.append(reqs)
+        if last and not in_turn:
+            ended += self._process_oldest()
+        takes = len(_parameters(type(scheduler).launch_batch_sample_if_needed)) - 1
+        scheduler.launch_batch_sample_if_needed(*(result, batch)[:takes])
+        return ended, bool(batch or last)
+
+    def _process_oldest(self) -> list[Ended]:
+        scheduler = self._scheduler
+        batch, result = scheduler.result_queue.popleft()
+        reqs = self._pending.popleft()
+        scheduler.process_batch_result(batch, result)
+        return _ended(reqs)
+
+    # -- the cache --------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Empty the radix cache; False when something still runs."""
+        with torch.inference_mode():
+            return bool(self._scheduler.flush_cache())
+
+    def check_idle(self) -> None:
+        """Have SGLang look for leaked slots and settle down, as it does when idle.
+
+        Raises:
+            Exception: What SGLang raises if it finds some.
+        """
+        scheduler = self._scheduler
+        idle = getattr(scheduler, "on_idle", None) or scheduler.self_check_during_idle
+        with torch.inference_mode():
+            idle()
+
+    def start_over(self) -> None:
+        """Drop all requests and cached prefixes, after a forward pass that raised."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        scheduler = self._scheduler
+        scheduler.waiting_queue.clear()
+        scheduler.result_queue.clear()
+        self._pending.clear()
+        self._given_up.clear()
+        scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        scheduler.chunked_req = scheduler.last_batch = None
+        for name in ("cur_batch", "cur_batch_for_debug", "_pending_chunked_abort_req"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, None)
+        if not self.flush():
+            raise RuntimeError("SGLang's scheduler cannot be reset; load the model again")
+
+    # -- the end ----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take SGLang down as far as it lets itself be."""
+        scheduler, self._scheduler = self._scheduler, None
+        runner = scheduler.tp_worker.model_runner
+        for name in ("forward", "sample"):
+            vars(runner).pop(name, None)
+        for socket in _sockets(scheduler):
+            socket.close(linger=0)
+        del runner, scheduler
+        _leave_groups()
+
+    # -- wiring -----------------------------------------------------------------------
+
+    def _as_ids(self, token_ids: Sequence[int]) -> Any:
+        # Newer versions keep ids in arrays and concatenate them with their own.
+        return array("q", token_ids) if self._ids_are_arrays else list(token_ids)
+
+    @property
+    def _ids_are_arrays(self) -> bool:
+        from sglang.srt.managers import schedule_batch
+
+        return hasattr(schedule_batch, "array")
+
+    def _make_stream(self) -> None:
+        self._stream = getattr(self._scheduler, "schedule_stream", None)
+        if (
+            self._stream is None
+            and "cuda" in self.device
+            and not hasattr(self._scheduler, "default_stream")
+        ):
+            module = self._scheduler.device_module
+            self._stream = self._scheduler.schedule_stream = module.Stream(priority=0)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None or "cuda" not in self.device:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _detach_senders(self) -> None:
+        """Keep answers here: nobody reads the sockets, whose queues would grow for ever."""
+        for sender in _senders(self._scheduler):
+            sender.send_output = self._note_given_up
+
+    def _note_given_up(self, output: Any, _request: Any = None) -> None:
+        # Requests that end in a batch are found there; these end outside of any.
+        if type(output).__name__ == "AbortReq":
+            reason = output.finished_reason or {}
+            why = reason.get("message") or output.abort_message or "no reason given"
+            self._given_up.append(Ended(output.rid, [], str(why)))
+
+    def watch(self, hooks: Hooks) -> None:
+        """Show the logits of all forward passes to `hooks`, and let it draw the tokens."""
+        runner = self._scheduler.tp_worker.model_runner
+        forward: Callable[..., Any] = runner.forward
+
+        def seen_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            output = forward(forward_batch, *args, **kwargs)
+            self.batches += 1
+            self.tokens_computed += len(forward_batch.input_ids)
+            logits = output.logits_output.next_token_logits
+            hooks.saw_logits(*self._rows(forward_batch), logits)
+            return output
+
+        def draw(logits_output: Any, forward_batch: Any) -> torch.Tensor:
+            logits = logits_output.next_token_logits
+            return hooks.draw(*self._rows(forward_batch), logits)
+
+        runner.forward, runner.sample = seen_forward, draw
+
+    def _rows(self, forward_batch: Any) -> tuple[list[str], list[int]]:
+        lengths = forward_batch.seq_lens_cpu
+        if lengths is None:
+            lengths = forward_batch.seq_lens
+        return [req.rid for req in self._reqs], lengths.tolist()
+
+
+def _leave_groups() -> None:
+    """Undo torch.distributed, which SGLang starts even for one process."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    gc.collect()
+
+
+def server_options() -> frozenset[str]:
+    """Names of the options that this version's `ServerArgs` takes."""
+    from sglang.srt.server_args import ServerArgs
+
+    return frozenset(_parameters(ServerArgs))
+
+
+def _build(arguments: Any, ports: Any, gpu_id: int) -> Any:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    known = {
+        "gpu_id": gpu_id,
+        "dp_rank": None,
+        **dict.fromkeys(_ONLY_RANK, 0),
+    }
+    wanted = [*_parameters(Scheduler)][2:]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ModelLoadError(
+            f"SGLang's Scheduler wants {', '.join(unknown)}, which genlm-sgl does not know; "
+            f"use a version in its range"
+        )
+    _publish(arguments, gpu_id)
+    with _no_watchdog():
+        return Scheduler(arguments, ports, **{name: known[name] for name in wanted})
+
+
+@contextlib.contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """Have the scheduler make no watchdog while it is built.
+
+    SGLang's watches from a thread that never ends, and when nothing has run for five
+    minutes after a batch, it sends SIGQUIT to the parent of this process, which is the
+    user's shell or test runner.
+    """
+    from sglang.srt.managers import scheduler
+
+    original = scheduler.create_scheduler_watchdog
+    scheduler.create_scheduler_watchdog = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        scheduler.create_scheduler_watchdog = original
+
+
+def _publish(arguments: Any, gpu_id: int) -> None:
+    """Make the arguments known to the process, from 0.5.17 on."""
+    try:
+        from sglang.srt import runtime_context
+    except ImportError:
+        return
+    publish = getattr(runtime_context, "publish", None)
+    if publish is None:
+        return
+    if "ranks" in _parameters(publish):
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
+        publish(arguments, role="scheduler", ranks=ranks)
+    else:
+        publish(arguments, role="scheduler")
+
+
+@functools.cache
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _ended(reqs: Sequence[Any]) -> list[Ended]:
+    return [
+        Ended(req.rid, list(req.output_ids), _why_aborted(req.finished_reason))
+        for req in reqs
+        if req.finished()
+    ]
+
+
+def _why_aborted(reason: Any) -> str | None:
+    # The row of such a request is that of another prompt, `[0]`.
+    return str(reason.message) if type(reason).__name__ == "FINISH_ABORT" else None
+
+
+def _channels(scheduler: Any) -> Any:
+    return getattr(scheduler, "ipc_channels", scheduler)
+
+
+def _senders(scheduler: Any) -> list[Any]:
+    channels = _channels(scheduler)
+    return [channels.send_to_tokenizer, channels.send_to_detokenizer]
+
+
+def _sockets(scheduler: Any) -> list[Any]:
+    channels = _channels(scheduler)
+    found = [channels.recv_from_tokenizer, channels.recv_from_rpc]
+    found += [sender.socket for sender in _senders(scheduler)]
+    return [socket for socket in found if socket is not None]

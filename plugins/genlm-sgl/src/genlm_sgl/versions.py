@@ -1,0 +1,38 @@
+"""Which versions of SGLang the engine speaks to."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+
+from genlm import MissingRequirementError
+
+__all__ = ["NEWEST", "OLDEST", "check_version", "installed_version"]
+
+OLDEST = (0, 5, 8)
+NEWEST = (0, 5, 23)
+"""The range that the tests were run on; see docs/sglang-engine.md for which of them."""
+
+
+def installed_version() -> str:
+    """The version of SGLang that an import finds."""
+    return version("sglang")
+
+
+def check_version(found: str) -> None:
+    """Refuse a version outside the range.
+
+    SGLang's scheduler is no public interface: another version may start and answer wrongly.
+
+    Raises:
+        MissingRequirementError: It is too old, too new, or no version.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
+    release = tuple(map(int, numbers.groups())) if numbers else None
+    if release is None or not OLDEST <= release <= NEWEST:
+        oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
+        raise MissingRequirementError(
+            "genlm-sgl:sgl",
+            [f"sglang from {oldest} to {newest} (found {found})"],
+            f"pip install sglang=={newest}",
+        )

@@ -65,3 +65,24 @@ def test_an_error_on_a_thread_is_raised_where_it_is_awaited() -> None:
     with pytest.raises(ZeroDivisionError):
         loop.run(divide(), patience_s=10)
     loop.close()
+
+
+def test_a_call_that_nobody_waits_for_any_more_ends_quietly() -> None:
+    threads: list[threading.Thread] = []
+    begun, left = threading.Event(), threading.Event()
+
+    def call() -> None:
+        threads.append(threading.current_thread())
+        begun.set()
+        assert left.wait(30.0)
+
+    async def leave() -> None:
+        waiting = on_thread(call)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        left.set()
+
+    asyncio.run(leave())
+    assert begun.wait(30.0)
+    threads[0].join(30.0)
+    assert not threads[0].is_alive()

@@ -101,6 +101,7 @@ def on_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
 
 def _started(function: Callable[[], T]) -> concurrent.futures.Future[T]:
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # who stops waiting for it must not end it
 
     def call() -> None:
         try:

@@ -69,6 +69,8 @@ def _condition(check: Check) -> str:
         return f"with `{check.needs}`"
     if check.unless is not None:
         return f"without `{check.unless}`"
+    if check.member is not None:
+        return f"with `{check.member}`"
     return "with an oracle" if check.oracle else "always"
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 from genlm import Engine
 from genlm.testing import QUICK, Case, Outcome, all_checks, run_case
-from genlm.testing.target import EngineTarget, Kind, Target, TrieTarget
+from genlm.testing.target import Kind, Target, TrieTarget
 
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
@@ -42,6 +42,8 @@ _MODULES = (
     "endings",
     "fronts",
     "tries",
+    "nodes",
+    "async_tries",
 )
 
 
@@ -131,7 +133,8 @@ def front_mutant(
     attribute: str,
     *,
     killed_by: str,
-    on: Callable[..., EngineTarget] = plain_target,
+    on: Callable[..., Target] = plain_target,
+    kind: Kind = "engine",
     shows_as: ShowsAs = "broken law",
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a function that makes a broken `owner.attribute` of the right one.
@@ -141,6 +144,7 @@ def front_mutant(
         attribute: What is replaced in it, for all instances.
         killed_by: Id of the check.
         on: Makes the correct target that is driven by the broken product.
+        kind: Of that target.
         shows_as: See `Mutant`.
     """
 
@@ -148,7 +152,7 @@ def front_mutant(
         _register(
             broken,
             killed_by=killed_by,
-            kind="engine",
+            kind=kind,
             target=lambda: on(patience_s=_patience_s(shows_as)),
             patched=(owner, attribute, broken(getattr(owner, attribute))),
             shows_as=shows_as,

@@ -33,6 +33,7 @@ class Check:
         kind: What it is about.
         needs: A capability without which it does not apply.
         unless: A capability with which it does not apply.
+        member: A member without which it does not apply to a trie.
         oracle: Whether it means nothing without an oracle independent of the engine.
         cases: What must have occurred during the check for it to mean anything; the
             function reports each with `trial.saw`. It fails if one never occurred.
@@ -44,6 +45,7 @@ class Check:
     unless: Capability | None = None
     oracle: bool = False
     cases: tuple[str, ...] = field(default=())
+    member: str | None = None
 
     @property
     def id(self) -> str:
@@ -73,11 +75,11 @@ def engine_check(
 
 
 def trie_check(
-    *, cases: tuple[str, ...] = ()
+    *, member: str | None = None, cases: tuple[str, ...] = ()
 ) -> Callable[[Callable[[TrieTrial], None]], Check]:
     """Make a function of a `TrieTrial` a check; see `Check` for the arguments."""
 
     def decorate(function: Callable[[TrieTrial], None]) -> Check:
-        return Check(function, "trie", cases=cases)
+        return Check(function, "trie", cases=cases, member=member)
 
     return decorate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache
-from genlm.testing.background import LoopThread
 from genlm.testing.failure import CheckFailure, NeverEnded, expect
 from genlm.testing.probe import Probe
 from genlm.testing.profile import Profile
@@ -47,7 +46,6 @@ class EngineTrial(Trial):
         self.target = target
         self.listed = listed
         self.devices: set[str] = set()
-        self.loop = self.new_loop()
         self._oracle = functools.lru_cache(maxsize=4096)(self._asked_oracle)
 
     # -- models -----------------------------------------------------------------------
@@ -87,23 +85,6 @@ class EngineTrial(Trial):
         # A model that cannot be closed is the business of the checks about closing.
         with contextlib.suppress(NeverEnded):
             self.call(lm.close)
-
-    # -- event loops ------------------------------------------------------------------
-
-    def new_loop(self) -> LoopThread:
-        """An event loop on a thread of its own, closed when the trial ends."""
-        loop = LoopThread()
-        self._loops.append(loop)
-        self._resources.callback(loop.close)
-        return loop
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the trial's event loop.
-
-        Raises:
-            NeverEnded: It took too long.
-        """
-        return self.loop.run(coroutine, self.patience_s)
 
     # -- sequences and their true rows ------------------------------------------------
 

@@ -26,7 +26,7 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
     """Run one check of one target. Never raises because of what it finds."""
     began = time.perf_counter()
     found: dict[str, Any] = {"status": "passed"}
-    trial: Trial | None = None
+    trial: EngineTrial | TrieTrial | None = None
     try:
         with _trial(case, profile, seed) as trial:
             found = _why_not(case.check, trial) or found
@@ -53,10 +53,16 @@ def _trial(case: Case, profile: Profile, seed: int) -> EngineTrial | TrieTrial:
     return TrieTrial(case.target, profile, seed)
 
 
-def _why_not(check: Check, trial: Trial) -> dict[str, Any] | None:
+def _why_not(check: Check, trial: EngineTrial | TrieTrial) -> dict[str, Any] | None:
     """Why a check cannot or need not run, None if it should."""
-    if not isinstance(trial, EngineTrial):
+    if isinstance(trial, EngineTrial):
+        return _why_not_engine(check, trial)
+    if check.member is None or hasattr(trial.build([b"a"]), check.member):
         return None
+    return {"status": "not applicable", "reason": f"the trie has no {check.member}"}
+
+
+def _why_not_engine(check: Check, trial: EngineTrial) -> dict[str, Any] | None:
     if check.needs is not None or check.unless is not None:
         declared: frozenset[Capability] = trial.lm.capabilities
         if check.needs is not None and check.needs not in declared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import hypothesis
@@ -51,6 +51,7 @@ class Trial:
 
     Attributes:
         cases: How often each interesting case occurred.
+        loop: An event loop.
     """
 
     def __init__(self, profile: Profile, seed: int, patience_s: float) -> None:
@@ -60,6 +61,7 @@ class Trial:
         self.cases: Counter[str] = Counter()
         self._resources = contextlib.ExitStack()
         self._loops: list[LoopThread] = []
+        self.loop = self.new_loop()
 
     def __enter__(self) -> Self:
         return self
@@ -106,6 +108,21 @@ class Trial:
             law(**values)
 
         one_example()
+
+    def new_loop(self) -> LoopThread:
+        """An event loop on a thread of its own, closed when the trial ends."""
+        loop = LoopThread()
+        self._loops.append(loop)
+        self._resources.callback(loop.close)
+        return loop
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the trial's event loop.
+
+        Raises:
+            NeverEnded: It took too long.
+        """
+        return self.loop.run(coroutine, self.patience_s)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on a thread of its own.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from genlm.testing.enumeration import EXACT, Letters, below
-from genlm.testing.failure import expect
+from genlm.testing.failure import NeverEnded, expect
 from genlm.testing.profile import Profile
 from genlm.testing.target import TrieTarget
 from genlm.testing.trial import Trial
 
-__all__ = ["TrieTrial"]
+__all__ = ["TrieTrial", "known_nodes", "nodes_by_letters"]
 
 RELATIVE_ERROR = {"float32": 2e-6, "float64": 1e-13}
 """Largest error of a sum of weights that are not negative: a few units in the last place."""
@@ -38,6 +41,15 @@ class TrieTrial(Trial):
         """The trie of a vocabulary."""
         return self.call(lambda: self.target.build(items))
 
+    def at_end(self, function: Callable[[], object]) -> None:
+        """Call a function when the trial ends, the last one first; if it hangs, leave it."""
+
+        def end() -> None:
+            with contextlib.suppress(NeverEnded):
+                self.call(function)
+
+        self._resources.callback(end)
+
     def weights(
         self, count: int, *, salt: int = 0, low: float = 0.0, high: float = 1.0
     ) -> torch.Tensor:
@@ -48,6 +60,12 @@ class TrieTrial(Trial):
     def reduced(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
         """What the trie makes of one row of weights."""
         return self.call(lambda: getattr(trie, f"weight_{operation}")(ws, **options))
+
+    def reduced_some(
+        self, trie: Any, ws: Any, nodes: Any, operation: str, **options: Any
+    ) -> Any:
+        """What the trie makes of the weights below some nodes."""
+        return self.call(lambda: getattr(trie, f"partial_{operation}")(ws, nodes, **options))
 
     def reduced_batch(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
         """What the trie makes of several rows of weights."""
@@ -65,33 +83,77 @@ class TrieTrial(Trial):
             operation: `"sum"`, `"max"` or `"logsumexp"`.
             **example: What to report beside the vocabulary and the weights.
         """
-        found = np.asarray(_on_cpu(values))
+        expect(len(values) == len(trie), f"{len(trie)} values", len(values), **example)
+        known = known_nodes(trie)
+        every = np.asarray(_on_cpu(values))[list(known)]
+        self._check(trie, list(known.values()), every, weights, operation, **example)
+
+    def check_nodes(
+        self,
+        trie: Any,
+        nodes: Sequence[int],
+        values: Any,
+        weights: Any,
+        operation: str,
+        /,
+        **example: Any,
+    ) -> None:
+        """Do what `check_values` does for some nodes, whose values are `values`."""
+        known = known_nodes(trie)
+        chosen = [known[node] for node in nodes]
+        self._check(trie, chosen, np.asarray(_on_cpu(values)), weights, operation, **example)
+
+    def _check(
+        self,
+        trie: Any,
+        nodes: Sequence[Node],
+        found: npt.NDArray[Any],
+        weights: Any,
+        operation: str,
+        /,
+        **example: Any,
+    ) -> None:
+        expect(found.shape == (len(nodes),), f"{len(nodes)} values", found.shape, **example)
         given = [float(weight) for weight in _on_cpu(weights)]
-        items = trie.decode
-        expect(found.shape == (len(trie),), f"{len(trie)} values", found.shape, **example)
-        tokens_below = below(items)
-        for letters, node in nodes_by_letters(trie).items():
-            exact = EXACT[operation]([given[position] for position in tokens_below[letters]])
-            limit = largest_error(operation, exact, str(found.dtype))
-            value = float(found[node])
+        for node, value in zip(nodes, map(float, found)):
+            exact = EXACT[operation]([given[position] for position in node.below])
+            limit = 0.0 if node.leaf else largest_error(operation, exact, str(found.dtype))
             expect(
                 value == exact or (math.isfinite(value) and abs(value - exact) <= limit),
-                f"{operation} {exact!r} at the node of {_shown(letters)}, within {limit:.1g}",
+                f"{operation} {exact!r} at {node.name}, within {limit:.1g}",
                 repr(value),
-                vocabulary=items,
+                vocabulary=trie.decode,
                 weights=given,
                 **example,
             )
-        for position, weight in enumerate(given):
-            leaf = leaf_of(trie, position)
-            expect(
-                float(found[leaf]) == weight,
-                f"the weight of token {position}, {weight!r}, at its leaf",
-                float(found[leaf]),
-                vocabulary=items,
-                weights=given,
-                **example,
-            )
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is known of a node.
+
+    Attributes:
+        name: Says which, in words.
+        below: Positions of the tokens below it.
+        leaf: Whether it is that of one whole token.
+    """
+
+    name: str
+    below: Sequence[int]
+    leaf: bool = False
+
+
+def known_nodes(trie: Any) -> dict[int, Node]:
+    """Every node, by enumerating the vocabulary and walking `children` and `word2leaf`."""
+    tokens_below = below(trie.decode)
+    found = {
+        node: Node(f"the node of {_shown(letters)}", tokens_below[letters])
+        for letters, node in nodes_by_letters(trie).items()
+    }
+    for position in range(len(trie.decode)):
+        leaf = leaf_of(trie, position)
+        found[leaf] = Node(f"the leaf of token {position}", [position], leaf=True)
+    return found
 
 
 def largest_error(operation: str, exact: float, dtype: str) -> float:

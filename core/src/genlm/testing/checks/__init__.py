@@ -25,7 +25,7 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
         "engine_vocabulary",
         "engine_programs",
     ),
-    "trie": ("trie_values", "trie_vocabularies", "trie_weights"),
+    "trie": ("trie_values", "trie_vocabularies", "trie_weights", "trie_nodes", "trie_async"),
 }
 
 

@@ -1,0 +1,165 @@
+"""Fronts of tries that mix callers up, or let one of them spoil it for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+import genlm
+from genlm import AsyncTokenCharacterTrie, TokenCharacterTrie
+from genlm.core.query import Completion
+from genlm.core.trie.async_trie import ReductionEngine
+from genlm.testing import TrieTarget
+
+from .mutant import front_mutant
+
+trie_front_mutant = functools.partial(
+    front_mutant,
+    kind="trie",
+    on=functools.partial(TrieTarget, model="numpy", build=TokenCharacterTrie),
+)
+
+
+@trie_front_mutant(
+    ReductionEngine, "_answers", killed_by="concurrent-reductions-equal-lone-ones"
+)
+def rows_given_out_backwards(answers):
+    """Gives the rows of a batch to its callers in the opposite order."""
+
+    def broken(self, batch):
+        found = list(answers(self, batch))
+        for query, answer in zip(batch, reversed(found)):
+            yield Completion(query.query_id, answer.result, error=answer.error)
+
+    return broken
+
+
+@trie_front_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
+def dtypes_in_one_batch(step):
+    """Stacks rows of different dtypes, so that float32 comes back as float64."""
+
+    def broken(self):
+        alike = {}
+        for query in self._pending.values():
+            alike.setdefault((query.operation, query.returns), []).append(query)
+        self._pending = {}
+        return [answer for batch in alike.values() for answer in self._answers(batch)]
+
+    return broken
+
+
+@trie_front_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
+def operations_in_one_batch(step):
+    """Reduces a batch by the operation of its first request."""
+
+    def broken(self):
+        alike = {}
+        for query in self._pending.values():
+            alike.setdefault((query.returns, str(query.ws.dtype)), []).append(query)
+        self._pending = {}
+        return [answer for batch in alike.values() for answer in self._answers(batch)]
+
+    return broken
+
+
+@trie_front_mutant(
+    AsyncTokenCharacterTrie, "mass_sum", killed_by="concurrent-reductions-equal-lone-ones"
+)
+def mass_as_maximum(_mass_sum):
+    """Finds the largest probability instead of the mass."""
+    return AsyncTokenCharacterTrie.weight_max
+
+
+@trie_front_mutant(ReductionEngine, "_answers", killed_by="concurrent-reductions-share-a-batch")
+def row_by_row(answers):
+    """Reduces the rows of a batch one after another."""
+
+    def broken(self, batch):
+        for query in batch:
+            yield from answers(self, [query])
+
+    return broken
+
+
+@trie_front_mutant(ReductionEngine, "_answers", killed_by="a-failing-reduction-fails-alone")
+def one_error_for_the_batch(answers):
+    """Fails every request of a batch that fails."""
+
+    def broken(self, batch):
+        try:
+            rows = [query.ws for query in batch]
+            getattr(self._trie, f"batch_weight_{batch[0].operation}")(rows)
+        except genlm.WeightsError as error:
+            return [Completion(query.query_id, error=error) for query in batch]
+        return answers(self, batch)
+
+    return broken
+
+
+@trie_front_mutant(
+    AsyncTokenCharacterTrie, "_answer", killed_by="cancelled-reductions-disturb-nobody"
+)
+def one_leaves_and_all_must(answer):
+    """Ends the front when a caller is cancelled."""
+
+    async def broken(self, ws, operation, returns):
+        try:
+            return await answer(self, ws, operation, returns)
+        except asyncio.CancelledError:
+            scheduler, self._scheduler = self._scheduler, None
+            if scheduler is not None:
+                await asyncio.to_thread(scheduler.reset)
+            raise
+
+    return broken
+
+
+@trie_front_mutant(
+    AsyncTokenCharacterTrie,
+    "_answer",
+    killed_by="cancelled-reductions-disturb-nobody",
+    shows_as="lost request",
+)
+def nobody_may_leave(answer):
+    """Lets no caller go before the answer is there."""
+
+    async def broken(self, ws, operation, returns):
+        task = asyncio.ensure_future(answer(self, ws, operation, returns))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            raise
+
+    return broken
+
+
+@trie_front_mutant(
+    AsyncTokenCharacterTrie,
+    "shutdown",
+    killed_by="ending-a-front-ends-every-reduction",
+    shows_as="lost request",
+)
+def forgotten_at_the_end(_shutdown):
+    """Forgets the thread instead of ending it, and with it who waits."""
+
+    def broken(self):
+        self._scheduler = None
+
+    return broken
+
+
+@trie_front_mutant(
+    AsyncTokenCharacterTrie,
+    "shutdown",
+    killed_by="ending-a-front-ends-every-reduction",
+    shows_as="exception",
+)
+def ended_for_good(_shutdown):
+    """Keeps the closed scheduler, so that later calls are refused."""
+
+    def broken(self):
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    return broken

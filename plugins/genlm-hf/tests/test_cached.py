@@ -14,9 +14,9 @@ from genlm import Capability, EvaluationError, PrefixCacheEngine
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import attention
 
+from .families import FAMILIES, family
 from .population import Oracle, particles, unique, used
 from .test_adapters import make_adapter
-from .test_architectures import FAMILIES, family
 from .tiny import VOCAB_SIZE, alone, answers, build_model, ids_of_lengths
 
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]

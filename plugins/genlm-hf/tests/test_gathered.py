@@ -24,8 +24,8 @@ from genlm_hf.kv.tree import PrefixTree
 from genlm_hf.tiers import choice
 from genlm_hf.tiers.padded import PaddedTier
 
+from .families import FAMILIES
 from .population import Oracle, used
-from .test_architectures import FAMILIES
 from .tiny import answers, build_model, ids_of_lengths
 
 

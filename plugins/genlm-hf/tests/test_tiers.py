@@ -13,7 +13,7 @@ from genlm_hf.engine import HFEngine
 from genlm_hf.packed.windows import UnknownMaskError, window_of
 from genlm_hf.tiers.cached import CachedTier
 
-from .test_architectures import bare
+from .families import bare
 from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 
@@ -114,7 +114,7 @@ def test_the_model_is_left_with_its_own_attention(llama: Any, tokenizer: Any) ->
     assert not any(module._forward_pre_hooks for module in llama.modules())
 
 
-@pytest.mark.parametrize("window", [1, 4, 4096, 131_072, None])
+@pytest.mark.parametrize("window", [0, 1, 4, 4096, 131_072, None])
 def test_windows_are_read_from_masks_without_filling_them(window: int | None) -> None:
     from transformers import masking_utils
 

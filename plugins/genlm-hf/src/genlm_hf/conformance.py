@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from genlm.testing import EngineTarget
+from genlm_hf.progress import without_bars
 
 __all__ = ["ARCHITECTURES", "targets"]
 
@@ -114,10 +115,7 @@ class _SavedModel:
     @functools.cached_property
     def _made(self) -> Path:
         """The folder, once it holds the model, its tokenizer and its adapters."""
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()  # one for each model of each check
-        with torch.random.fork_rng(devices=()):
+        with without_bars(), torch.random.fork_rng(devices=()):
             torch.manual_seed(1)
             model = _random_model(self._name, self._architecture.settings)
             model.save_pretrained(self._folder)
@@ -171,7 +169,9 @@ def _random_model(name: str, settings: Mapping[str, Any]) -> Any:
 def _loaded(folder: Path) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with without_bars():
+        auto = transformers.AutoModelForCausalLM
+        return auto.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def _tokenizer() -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from genlm import MissingRequirementError, ModelLoadError
+from genlm_hf.progress import without_bars
 
 __all__ = ["LoadOptions", "load_checkpoint", "refuse_encoder_decoder"]
 
@@ -66,7 +67,8 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     if getattr(config, "quantization_config", None) is not None and device is not None:
         arguments["device_map"], device = {"": device}, None
     arguments |= {**where, "output_loading_info": True}
-    loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)
+    with without_bars():
+        loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)
     _refuse_random_weights(source, config, info)
     return (loaded if device is None else loaded.to(device)).eval(), tokenizer
 

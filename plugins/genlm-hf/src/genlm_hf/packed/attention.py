@@ -114,7 +114,7 @@ def _packed_attention(  # noqa: PLR0917 - as transformers calls it
         parts.append(_run(part, keys, values, run=run, how=how))
         first += run.length
     output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return output.transpose(0, 1)[None], None
+    return output.transpose(0, 1)[None].contiguous(), None
 
 
 def _rows(

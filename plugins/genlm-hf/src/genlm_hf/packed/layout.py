@@ -181,8 +181,11 @@ class _Recorder:
                 raise UnfitModelError("an attention layer has a sliding window without a mask")
             return None
         if mask.data_ptr() not in self._windows:
-            raise UnfitModelError("an attention layer makes a mask of its own")
-        return self._windows[mask.data_ptr()]
+            raise UnfitMaskError("an attention layer makes a mask of its own")
+        window = self._windows[mask.data_ptr()]
+        if window == 0:  # Qwen2-MoE makes such a mask for layers that it need not have
+            raise UnfitMaskError("an attention layer has a mask that hides every token")
+        return window
 
 
 class _Active(threading.local):

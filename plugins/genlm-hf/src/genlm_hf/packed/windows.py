@@ -24,7 +24,7 @@ class UnknownMaskError(ValueError):
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """Return how many tokens a token sees, itself included; None for all.
+    """Return how many tokens a token sees, itself included; None for all, 0 for none.
 
     Args:
         mask_function: Whether, in `(batch, head, query position, key position)`,
@@ -54,6 +54,6 @@ def _seen(mask_function: Callable[..., Any], position: int) -> int:
         raise UnknownMaskError(f"it cannot be asked about single positions: {error}") from error
     count = int(visible.sum())
     first = position + 1 - count
-    if count == 0 or not bool(visible[first : position + 1].all()):
+    if not bool(visible[first : position + 1].all()):
         raise UnknownMaskError(f"the token at position {position} sees later tokens or gaps")
     return count

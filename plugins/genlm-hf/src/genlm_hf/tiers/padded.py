@@ -18,6 +18,12 @@ from genlm_hf.tiers.tier import ServedModel
 
 __all__ = ["PaddedTier"]
 
+# Kinds of layers that padding on the right does not reach. Others may choose the tokens
+# that they attend to by scores, of which many are equal, and padding decides between them.
+_UNDISTURBED_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
+_UNDISTURBED_LAYERS |= {"chunked_attention", "linear_attention", "recurrent", "mamba", "conv"}
+_UNDISTURBED_LAYERS |= {"hybrid", "hybrid_sliding", "moe", "mlp", "dense"}
+
 
 class PaddedTier:
     """Rows from padded forward passes; see `Tier`.
@@ -30,7 +36,9 @@ class PaddedTier:
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
-        self._by_longest = depends_on_longest(served.model.config.get_text_config())
+        config = served.model.config.get_text_config()
+        self._by_longest = depends_on_longest(config)
+        kinds = set(getattr(config, "layer_types", None) or ())
         self._forwards = self._tokens_computed = self._tokens_padded = 0
         ids = sample_ids(
             served.vocabulary.tokenizer,
@@ -41,7 +49,7 @@ class PaddedTier:
         self._limits = BatchLimits(
             max_tokens=served.max_tokens,
             max_rows=served.max_rows,
-            equal_lengths=self._by_longest or not safe,
+            equal_lengths=self._by_longest or not safe or not kinds <= _UNDISTURBED_LAYERS,
         )
 
     @property

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
 PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-backend
 
@@ -11,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 
 .PHONY: demo test check mutants bench docs clean
 
-demo: $(READY)  ## particles of the embedded model under a hard constraint
+demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 test: $(READY)  ## everything that CI runs
@@ -33,14 +34,20 @@ bench: $(READY)  ## run the benchmarks and append to benchmarks/results/
 docs: $(READY)  ## write again what is generated from the code and from runs
 	$(BIN)/python scripts/generate_plugin_docs.py --run
 	$(BIN)/python scripts/hf_architectures.py
+	$(BIN)/python scripts/plot_particles.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(READY): requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
+$(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-hf
+	touch $@
+
+$(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
 	$(BIN)/python -m genlm_vllm.install_cpu

@@ -28,9 +28,8 @@ class NodeView(Sequence[T], Generic[T]):
     """A list with an entry for every node, each made when it is first read and then kept."""
 
     def __init__(self, length: int, entry: Callable[[int], T]) -> None:
-        self._length = length
         self._entry = entry
-        self._made: dict[int, T] = {}
+        self._made: list[T | None] = [None] * length
 
     @overload
     def __getitem__(self, node: int) -> T: ...
@@ -38,21 +37,22 @@ class NodeView(Sequence[T], Generic[T]):
     def __getitem__(self, node: slice) -> list[T]: ...
     def __getitem__(self, node: int | slice) -> T | list[T]:
         if isinstance(node, slice):
-            return [self[index] for index in range(*node.indices(self._length))]
+            return [self[index] for index in range(*node.indices(len(self)))]
         try:
-            return self._made[node]
-        except KeyError:
-            index = operator.index(node)
-        if not -self._length <= index < self._length:
-            raise IndexError(f"no node {index}; the trie's nodes are 0 to {self._length - 1}")
-        made = self._made[index] = self._entry(index % self._length)
+            made = self._made[node]
+        except IndexError as error:
+            raise IndexError(
+                f"no node {node}; the trie's nodes are 0 to {len(self) - 1}"
+            ) from error
+        if made is None:
+            made = self._made[node] = self._entry(operator.index(node) % len(self))
         return made
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._made)
 
     def __iter__(self) -> Iterator[T]:
-        return (self[node] for node in range(self._length))
+        return (self[node] for node in range(len(self)))
 
 
 class Views(Navigation):
@@ -123,14 +123,17 @@ def _edge_reader(
     order, child_start = layout.order.tolist(), layout.child_start.tolist()
     lo, hi = layout.lo.tolist(), layout.hi.tolist()
     letters = spell(layout.letter.tolist(), letter_objects)
+    no_edges: dict[Any, int] = {}
 
     def edges(node: int) -> dict[Any, int]:
         if node < n:
-            return {}
+            return no_edges
         first, last = child_start[node - n], child_start[node - n + 1]
-        end = lo[first] if first < last else hi[node]
-        found = {(None, leaf): leaf for leaf in order[lo[node] : end]}
-        found.update(zip(letters[first - n : last - n], range(first, last), strict=True))
+        begin, end = lo[node], lo[first] if first < last else hi[node]
+        if begin == end and last - first == 1:  # of most nodes: one letter, no token
+            return {letters[first - n]: first}
+        found = {(None, leaf): leaf for leaf in order[begin:end]}
+        found.update(zip(letters[first - n : last - n], range(first, last)))
         return found
 
     return edges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -10,6 +10,7 @@ import genlm
 from genlm.backend.llm.base import AsyncLM, MockAsyncLM
 from genlm.backend.llm.hf import AsyncTransformer
 from genlm.backend.llm.mlx import AsyncMlxLM
+from genlm.backend.llm.served import ServedLM
 from genlm.backend.llm.sgl import AsyncSGLTransformer
 from genlm.backend.llm.vllm import AsyncVirtualLM
 
@@ -34,28 +35,37 @@ _CLASSES: dict[str, Any] = {
 
 def load_model_by_name(
     name: str,
-    backend: Literal["vllm", "hf", "sgl", "mlx", "mock"] | None = None,
+    backend: str | None = None,
     llm_opts: dict[str, Any] | None = None,
 ) -> AsyncLM:
     """Maps to `genlm.load_model`: a model of the class that belongs to the backend.
 
     Args:
         name: A hub id or folder; with `"hf"` also `"demo"`, the packaged model.
-        backend: By default `"vllm"` if there is a CUDA device and genlm-vllm can be
-            used, else `"hf"`.
-        llm_opts: Arguments of the class's `from_name`.
+        backend: `"vllm"`, `"hf"`, `"sgl"`, `"mlx"`, `"mock"`, or any other engine that is
+            installed. By default `"vllm"` if there is a CUDA device and genlm-vllm can
+            be used, else `"hf"`.
+        llm_opts: Arguments of the class's `from_name`; the engine's options for one that
+            has no class here.
 
     Raises:
-        ValueError: Another backend.
+        ValueError: No such backend.
         MissingRequirementError: The backend's plugin or library is not installed; an
             `ImportError`.
     """
     if backend is None:
         backend = "vllm" if torch.cuda.is_available() and _usable("vllm") else "hf"
-    if backend not in _CLASSES:
-        raise ValueError(f"backend={backend!r}: expected one of {', '.join(_CLASSES)} or None")
-    model: AsyncLM = _CLASSES[backend].from_name(name, **(llm_opts or {}))
-    return model
+    options = llm_opts or {}
+    if backend in _CLASSES:
+        model: AsyncLM = _CLASSES[backend].from_name(name, **options)
+        return model
+    try:
+        engine = genlm.get_backend(backend)
+    except genlm.UnknownBackendError as error:
+        raise ValueError(
+            f"backend={backend!r}: expected one of {', '.join(_CLASSES)}, or None; {error}"
+        ) from error
+    return ServedLM(lambda: engine(name, **options), name=backend)
 
 
 def _usable(backend: str) -> bool:

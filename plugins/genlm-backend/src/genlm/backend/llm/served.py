@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from genlm.core.lm import Key
     from genlm.core.validation import TokenIds
 
-__all__ = ["ServedLM", "installed_engine"]
+__all__ = ["ServedLM", "installed_engine", "output_cache"]
 
 
 class ServedLM(genlm.AsyncLM, AsyncLM):

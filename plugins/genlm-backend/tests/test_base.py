@@ -1,0 +1,109 @@
+"""Models that users write on the published base, and the mock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm.backend import AsyncTokenCharacterTrie, load_model_by_name
+from genlm.backend.llm import AsyncLM, MockAsyncLM
+
+from .tiny import SIZE
+
+
+class Uniform(AsyncLM):
+    """What programs for genlm-backend define; this one knows nothing of adapters."""
+
+    asked = 0
+
+    async def next_token_logprobs(self, token_ids):
+        self.asked += 1
+        return self.next_token_logprobs_sync(token_ids)
+
+    def next_token_logprobs_sync(self, token_ids):
+        allowed = torch.full((len(self.byte_vocab),), float("-inf"))
+        allowed[[len(token_ids) % 7 + 2, 20]] = np.log(0.5)
+        return allowed
+
+
+def test_a_base_without_its_methods_cannot_be_made(tokenizer):
+    with pytest.raises(TypeError, match="abstract"):
+        AsyncLM(tokenizer)
+
+
+def test_a_model_of_two_methods_has_the_others(tokenizer):
+    llm = Uniform(tokenizer)
+    assert len(llm.byte_vocab) == len(llm.str_vocab) == SIZE
+    expected = torch.stack([llm.next_token_logprobs_sync([0] * n) for n in (1, 2)])
+    sequences = [[0], [0, 0]]
+    assert torch.equal(asyncio.run(llm.batch_next_token_logprobs(sequences)), expected)
+    assert torch.equal(llm.batch_next_token_logprobs_sync(sequences), expected)
+    with llm:
+        llm.clear_cache()
+    with pytest.raises(NotImplementedError, match="lora"):
+        llm.add_new_lora("path", "name")
+    llm.clear_lora()
+
+
+def test_a_model_of_ones_own_is_sampled_as_any(tokenizer):
+    llm = Uniform(tokenizer)
+    drawn = asyncio.run(llm.batch_sample([[1]] * 20, 5, [], seed=1))
+    assert drawn == asyncio.run(llm.batch_sample([[1]] * 20, 5, [], seed=1))
+    assert len({tuple(tokens) for tokens in drawn}) > 1
+    for tokens in drawn:
+        assert [t == 20 or t == n % 7 + 2 for n, t in enumerate(tokens, 1)] == [True] * 5
+    greedy = asyncio.run(llm.sample([1], 3, [], temperature=0))
+    assert greedy == [3, 4, 5]
+    assert asyncio.run(llm.sample([1], 9, [5], temperature=0)) == [3, 4]
+    assert asyncio.run(llm.sample([1], 0, [])) == []
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"max_tokens": -1}])
+def test_impossible_samples_are_refused(tokenizer, wrong):
+    arguments = {"max_tokens": 3, "temperature": 1.0} | wrong
+    with pytest.raises(ValueError, match="negative"):
+        asyncio.run(Uniform(tokenizer).sample([1], eos_token_ids=[], **arguments))
+
+
+def test_the_mock_gives_the_published_rows(tokenizer):
+    llm = MockAsyncLM(tokenizer)
+    for ids, seed in ([3, 5, 2], 3 + 10 + 6), ([], 0), ([2**31], 2**31):
+        draws = np.random.RandomState(seed).rand(SIZE).astype(np.float32)
+        expected = torch.log_softmax(torch.from_numpy(draws), -1)
+        assert torch.equal(llm.next_token_logprobs_sync(ids), expected)
+        assert torch.equal(asyncio.run(llm.next_token_logprobs(ids)), expected)
+
+
+def test_the_mock_takes_long_sequences_and_no_adapters(tokenizer):
+    llm = MockAsyncLM(tokenizer)
+    assert llm.next_token_logprobs_sync([250] * 9000).shape == (SIZE,)
+    with pytest.raises(ValueError, match="poet"):
+        llm.next_token_logprobs_sync([1], lora_name="poet")
+
+
+def test_a_mock_is_made_of_a_models_tokenizer(folder):
+    llm = load_model_by_name(str(folder), backend="mock")
+    assert isinstance(llm, MockAsyncLM)
+    assert isinstance(llm, AsyncLM)
+    assert len(llm.byte_vocab) == SIZE
+
+
+def test_rows_of_a_mock_go_through_a_trie(tokenizer):
+    llm = MockAsyncLM(tokenizer)
+
+    async def main():
+        async with AsyncTokenCharacterTrie.from_vocab(llm.byte_vocab) as trie:
+            row = await llm.next_token_logprobs([1])
+            return await trie.weight_sum(row.exp()), trie.trie.root
+
+    sums, root = asyncio.run(main())
+    assert sums[root] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_core_and_this_agree_on_errors(tokenizer):
+    with pytest.raises(genlm.GenlmError):
+        MockAsyncLM(tokenizer).next_token_logprobs_sync([1], "poet")

@@ -1,0 +1,117 @@
+"""Tries as published: classes, names of backends, older spellings."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm.backend import (
+    AsyncTokenCharacterTrie,
+    ParallelTokenCharacterTrie,
+    Token,
+    TokenCharacterTrie,
+)
+
+TOKENS = [Token(0, b"a"), Token(1, b"ab"), Token(2, b"ab"), Token(3, b"b")]
+WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
+
+
+def expected(trie, weights, reduce):
+    """By brute force: the weights of the tokens whose leaf is below each node."""
+    below = []
+    for node in range(len(trie)):
+        leaves, waiting = [], [node]
+        while waiting:
+            at = waiting.pop()
+            children = trie.children[at].values()
+            waiting.extend(children)
+            if not children:
+                leaves.append(at)
+        below.append(reduce(weights[i] for i, leaf in trie.idx_to_leaf if leaf in leaves))
+    return np.array(below)
+
+
+@pytest.mark.parametrize("trie_class", [TokenCharacterTrie, ParallelTokenCharacterTrie])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_weights_of_prefixes(trie_class, kind):
+    trie = trie_class(decode=TOKENS)
+    weights = kind(WEIGHTS)
+    for found, reduce in ((trie.weight_sum, sum), (trie.weight_max, max)):
+        np.testing.assert_allclose(found(weights), expected(trie, WEIGHTS, reduce))
+    for found, reduce in ((trie.batch_weight_sum, sum), (trie.batch_weight_max, max)):
+        rows = found([weights, 2 * weights])
+        assert isinstance(rows, np.ndarray)
+        np.testing.assert_allclose(rows[1], 2 * expected(trie, WEIGHTS, reduce))
+
+
+def test_the_published_views(model):
+    trie = TokenCharacterTrie(TOKENS)
+    a = trie.children[trie.root][ord("a")]
+    assert trie.children[a][None, 0] == trie.word2leaf[b"a", 0]
+    assert trie.leaf2word[trie.word2leaf[b"ab", 2]] == (b"ab", 2)
+    assert trie.node2prefix[trie.children[a][ord("b")]] == list(b"ab")
+    assert set(trie.jump[a]) == set(trie.children[a].values())
+    assert trie.ordering[-1] == trie.root
+
+
+def test_a_parallel_trie_is_a_token_character_trie():
+    trie = ParallelTokenCharacterTrie(TOKENS, device="cpu")
+    assert isinstance(trie, TokenCharacterTrie)
+    assert isinstance(trie, type(genlm.get_trie("cuda")(TOKENS)))
+    with pytest.raises(ValueError, match="expected 'cpu', 'cuda' or None"):
+        ParallelTokenCharacterTrie(TOKENS, device="tpu")
+
+
+def test_a_trie_is_drawn():
+    trie = TokenCharacterTrie(TOKENS)
+    assert "digraph" in trie.visualize().source
+    assert "0.3" in trie.visualize(trie.weight_sum(WEIGHTS)).source
+    with pytest.raises(ValueError, match="one weight for each of the"):
+        trie.visualize(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("sequential", TokenCharacterTrie), ("parallel", ParallelTokenCharacterTrie)],
+)
+def test_an_asynchronous_trie_is_made_of_a_vocabulary(backend, kind):
+    async def main():
+        trie = AsyncTokenCharacterTrie.from_vocab(TOKENS, backend=backend)
+        assert type(trie.trie) is kind
+        trie.start()
+        sums, tops = await asyncio.gather(trie.weight_sum(WEIGHTS), trie.weight_max(WEIGHTS))
+        await trie.cleanup()
+        again = await trie.weight_sum(WEIGHTS)  # starts afresh
+        trie.shutdown()
+        return trie.trie, sums, tops, again
+
+    trie, sums, tops, again = asyncio.run(main())
+    np.testing.assert_allclose(sums, expected(trie, WEIGHTS, sum))
+    np.testing.assert_allclose(tops, expected(trie, WEIGHTS, max))
+    np.testing.assert_array_equal(sums, again)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="expected one of sequential, parallel"):
+        AsyncTokenCharacterTrie.from_vocab(TOKENS, backend="magic")
+
+
+def test_mass_sum_is_an_older_name():
+    trie = TokenCharacterTrie(TOKENS)
+    with pytest.warns(DeprecationWarning, match="use weight_sum"):
+        found = trie.mass_sum(WEIGHTS)
+    np.testing.assert_array_equal(found, trie.weight_sum(WEIGHTS))
+    with pytest.warns(DeprecationWarning, match="use batch_weight_sum"):
+        found = trie.batch_mass_sum([WEIGHTS])
+    np.testing.assert_array_equal(found[0], trie.weight_sum(WEIGHTS))
+
+    async def main():
+        async with AsyncTokenCharacterTrie(trie) as front:
+            with pytest.warns(DeprecationWarning, match="use weight_sum"):
+                return await front.mass_sum(WEIGHTS)
+
+    np.testing.assert_array_equal(asyncio.run(main()), trie.weight_sum(WEIGHTS))

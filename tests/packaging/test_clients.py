@@ -1,0 +1,79 @@
+"""genlm-control and genlm-bytes, from the package index, on this project's genlm-backend.
+
+They are installed beside our distributions with pip's usual resolution, which must keep
+ours in place of the published genlm-backend, and run programs of their own whose numbers
+are compared with unbatched forward passes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "clients"
+OURS = ["core", "plugins/genlm-hf", "plugins/genlm-trie-cuda", "plugins/genlm-backend"]
+CLIENTS = ["genlm-control==0.4.1", "genlm-bytes==0.2.0", "genlm-grammar==0.2.0"]
+
+
+@pytest.fixture(scope="module")
+def environment(build, new_environment):
+    """Ours, then theirs with everything that they need and torch's environment has not."""
+    environment = new_environment(*(build(REPOSITORY / path) for path in OURS))
+    pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
+    options = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    options |= {"PYTHONWARNINGS": "default", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment.run(*pip, "install", "--quiet", *CLIENTS, **options)
+    return environment
+
+
+def run(environment, program: str):
+    """Run a program and return the objects that it printed."""
+    printed = environment.run(
+        environment.python,
+        PROGRAMS / f"{program}.py",
+        PYTHONWARNINGS="default",
+        HF_HUB_OFFLINE="1",
+    )
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+def test_pip_keeps_ours(environment):
+    code = (
+        "import json, genlm.backend, genlm.control, genlm.bytes\n"
+        "from importlib.metadata import version\n"
+        "print(json.dumps([version('genlm-backend'), genlm.backend.__file__, "
+        "genlm.control.__file__]))"
+    )
+    run_code = [environment.python, "-c", code]
+    printed = environment.run(*run_code, PYTHONWARNINGS="default")
+    version, ours, theirs = json.loads(printed)
+    assert version == "1.0.0"
+    assert Path(ours).is_relative_to(environment.folder)
+    assert Path(theirs).is_relative_to(environment.folder)
+
+
+def test_constrained_smc_finds_the_exact_evidence(environment):
+    exact, found = run(environment, "constrained")
+    assert exact["spellings"] > 3
+    assert len(found) == 5
+    for name, result in found.items():
+        assert set(result["texts"]) <= {" type", " value", " values", " key", " which"}, name
+        assert result["log_evidence"] == pytest.approx(exact["exact"], abs=0.15), name
+
+
+def test_set_samplers_weigh_tokens_by_their_probability(environment):
+    [found] = run(environment, "sets")
+    assert found["all"] == found["allowed"]
+    assert 5 <= found["topk"] <= found["allowed"]
+    assert found["eager"] >= 1
+
+
+def test_a_byte_level_beam_has_the_sums_over_all_tokens(environment):
+    [found] = run(environment, "beam")
+    assert found["greedy"].startswith("The val")
+    assert found["score"] < 0

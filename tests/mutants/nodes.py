@@ -72,15 +72,13 @@ class MaskedByZero(TokenCharacterTrie):
 class CountedFromTheEnd(TokenCharacterTrie):
     """Takes -1 for the last node, as Python's lists do."""
 
-    def reduce_some(self, ws, nodes, operation, *, returns):
-        nodes = np.where(np.asarray(nodes) == -1, self.root, nodes)
-        return super().reduce_some(ws, nodes, operation, returns=returns)
+    def partial_sum(self, ws, nodes, **options):
+        return super().partial_sum(ws, np.where(np.array(nodes) == -1, self.root, nodes))
 
 
 @trie_mutant(killed_by="wrong-nodes-are-refused")
 class BeyondTheEnd(TokenCharacterTrie):
     """Leaves nodes out that the trie does not have."""
 
-    def reduce_some(self, ws, nodes, operation, *, returns):
-        known = [node for node in nodes if node < len(self)]
-        return super().reduce_some(ws, known, operation, returns=returns)
+    def partial_max(self, ws, nodes, **options):
+        return super().partial_max(ws, [node for node in nodes if node < len(self)])

@@ -16,12 +16,10 @@ import triton
 
 from genlm_trie_cuda import kernels
 from genlm_trie_cuda.placed import PlacedPlan
+from genlm_trie_cuda.plan import ROWS_AT_ONCE
 from genlm_trie_cuda.torch_path import Operation
 
-__all__ = ["ROWS_AT_ONCE", "reduce_rows"]
-
-ROWS_AT_ONCE = 32
-"""A row of a slot is then 128 bytes of float32, one cache line."""
+__all__ = ["reduce_rows"]
 
 ROWS_OF_A_TREE = 8
 """Rows of one program that builds trees; a sector of 32 bytes holds as many float32."""

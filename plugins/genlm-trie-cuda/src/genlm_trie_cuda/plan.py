@@ -22,10 +22,13 @@ import numpy.typing as npt
 
 from genlm import TrieLayout
 
-__all__ = ["BLOCK", "Indices", "Stage", "TreePlan"]
+__all__ = ["BLOCK", "ROWS_AT_ONCE", "Indices", "Stage", "TreePlan"]
 
 BLOCK = 512
 """Entries below one tree of a stage; two stages suffice for 262,144 tokens."""
+
+ROWS_AT_ONCE = 32
+"""Rows that share one reading of the indices; a slot of as many float32 is a cache line."""
 
 Indices = npt.NDArray[np.int32]
 

@@ -20,8 +20,6 @@ from genlm_trie_cuda.torch_path import Operation, reduce_ranks
 
 __all__ = ["reduce_nodes"]
 
-Positions = npt.NDArray[np.int64]
-
 
 def reduce_nodes(
     layout: TrieLayout, nodes: npt.NDArray[Any], operation: Operation, rows: torch.Tensor
@@ -39,25 +37,10 @@ def reduce_nodes(
     """
     if not len(nodes):
         return rows.new_empty((len(rows), 0), dtype=result_dtype(rows))
-    tokens, lo, hi = _below(layout, nodes)
-    read = rows.index_select(1, torch.from_numpy(tokens).to(rows.device))
-    source = len(tokens) + np.arange(len(nodes))
-    plan = TreePlan.of(np.arange(len(tokens)), lo, hi, source)
+    ranks, lo, hi = layout.ranks_below(nodes)
+    tokens = torch.from_numpy(layout.order[ranks]).to(rows.device)
+    source = len(ranks) + np.arange(len(nodes))
+    plan = TreePlan.of(np.arange(len(ranks)), lo, hi, source)
     placed = PlacedPlan.on(plan, rows.device)
+    read = rows.index_select(1, tokens)
     return reduce_ranks(placed, operation, read.to(result_dtype(rows)))
-
-
-def _below(
-    layout: TrieLayout, nodes: npt.NDArray[Any]
-) -> tuple[npt.NDArray[np.int32], Positions, Positions]:
-    """The tokens below any of the nodes, and each node's interval of those."""
-    lo, hi = layout.lo[nodes].astype(np.int64), layout.hi[nodes].astype(np.int64)
-    bounds = np.unique(np.concatenate([lo, hi]))
-    opened = np.bincount(np.searchsorted(bounds, lo), minlength=len(bounds))
-    closed = np.bincount(np.searchsorted(bounds, hi), minlength=len(bounds))
-    covered = np.flatnonzero(np.cumsum(opened - closed)[:-1])
-    start, sizes = bounds[covered], bounds[covered + 1] - bounds[covered]
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    ranks = np.repeat(start - ends[:-1], sizes) + np.arange(ends[-1])
-    first, last = np.searchsorted(start, lo), np.searchsorted(start, hi)
-    return layout.order[ranks], ends[first], ends[last]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from genlm_trie_cuda.plan import TreePlan
+from genlm_trie_cuda.plan import ROWS_AT_ONCE, TreePlan
 
 if TYPE_CHECKING:
     from genlm_trie_cuda.torch_path import Operation
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["floor_bytes", "kernel_bytes"]
 
 INDEX_BYTES = 4
-ROWS_AT_ONCE = 32
-"""Rows that share one reading of the indices; `launches` has the same number."""
 
 
 def floor_bytes(plan: TreePlan, *, rows: int, weight_bytes: int, value_bytes: int) -> int:

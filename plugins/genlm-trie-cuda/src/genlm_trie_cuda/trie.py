@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -104,12 +103,7 @@ class DeviceTrie(TokenCharacterTrie):
         return _delivered(out if batch else out[0], returns)
 
     def reduce_some(
-        self,
-        ws: Any,
-        nodes: Sequence[int] | npt.NDArray[Any],
-        operation: Operation,
-        *,
-        returns: Returns,
+        self, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation, *, returns: Returns
     ) -> Any:
         """Do what the `partial_` methods do, for some nodes; not for CUDA graphs."""
         tensor = self._elsewhere(ws)
@@ -119,13 +113,10 @@ class DeviceTrie(TokenCharacterTrie):
 
         from genlm_trie_cuda.some_nodes import reduce_nodes
 
-        chosen = np.asarray(nodes, dtype=np.int64).reshape(-1)
-        for node in {int(chosen.min()), int(chosen.max())} if len(chosen) else ():
-            self.interval(node)  # raises for what is no node
         rows = as_rows(tensor, self.layout.n_tokens, (1, 2))
         _check(returns)
         with torch.no_grad():
-            result = reduce_nodes(self.layout, chosen, operation, rows)
+            result = reduce_nodes(self.layout, nodes, operation, rows)
         return _delivered(result if tensor.ndim == 2 else result[0], returns)
 
     def _elsewhere(self, ws: Any) -> torch.Tensor | None:

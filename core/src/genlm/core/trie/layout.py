@@ -88,6 +88,32 @@ class TrieLayout:
         """Memory of all arrays, in bytes."""
         return sum(array.nbytes for array in vars(self).values())
 
+    def ranks_below(
+        self, nodes: npt.NDArray[np.integer[Any]]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Collect the ranks below some nodes, each once, in order.
+
+        Args:
+            nodes: Valid nodes in any order, nested or repeated, `(k,)`.
+
+        Returns:
+            The ranks, and where the ranks below each node begin and end among them,
+            `(k,)` each.
+        """
+        lo, hi = self.lo[nodes].astype(np.int64), self.hi[nodes].astype(np.int64)
+        bounds = np.unique(np.concatenate([lo, hi]))
+        opened = np.bincount(np.searchsorted(bounds, lo), minlength=len(bounds))
+        closed = np.bincount(np.searchsorted(bounds, hi), minlength=len(bounds))
+        covered = np.flatnonzero(np.cumsum(opened - closed)[:-1])
+        start, sizes = bounds[covered], bounds[covered + 1] - bounds[covered]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        ranks = np.repeat(start - ends[:-1], sizes) + np.arange(ends[-1])
+        return (
+            ranks,
+            ends[np.searchsorted(start, lo)],
+            ends[np.searchsorted(start, hi)],
+        )
+
     @classmethod
     def build(cls, letters: Letters) -> TrieLayout:
         """Lay out the trie of a vocabulary.

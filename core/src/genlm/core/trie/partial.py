@@ -43,20 +43,14 @@ def partial_weights(
     Returns:
         The results, `(rows, k)`, in the dtype of the weights that were read, and those.
     """
-    lo, hi = layout.lo[nodes].astype(np.int64), layout.hi[nodes].astype(np.int64)
-    bounds = np.unique(np.concatenate([lo, hi]))
-    opened = np.bincount(np.searchsorted(bounds, lo), minlength=len(bounds))
-    closed = np.bincount(np.searchsorted(bounds, hi), minlength=len(bounds))
-    covered = np.flatnonzero(np.cumsum(opened - closed)[:-1])
-    start, sizes = bounds[covered], bounds[covered + 1] - bounds[covered]
-    offset = np.cumsum(sizes) - sizes
-    ranks = np.repeat(start - offset, sizes) + np.arange(sizes.sum())
+    ranks, lo, hi = layout.ranks_below(nodes)
     read = Weights.of_tokens(ws, layout.n_tokens, layout.order[ranks].astype(np.int64))
     if not len(nodes):
         return read.rows, read
+    bounds = np.unique(np.concatenate([lo, hi]))
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        pieces = _pieces(read.rows, offset, sizes, operation)
-        first, last = np.searchsorted(start, lo), np.searchsorted(start, hi)
+        pieces = _pieces(read.rows, bounds[:-1], np.diff(bounds), operation)
+        first, last = np.searchsorted(bounds, lo), np.searchsorted(bounds, hi)
         if (last - first == 1).all():
             result = pieces[:, first]
         else:

@@ -209,33 +209,31 @@ class TokenCharacterTrie(Views):
             WeightsError: The shape or the kind of number is another.
             IndexError: There is no such node.
         """
-        return self.reduce_some(ws, nodes, "sum", returns=returns)
+        return self.reduce_some(ws, self._valid(nodes), "sum", returns=returns)
 
     def partial_max(
         self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
     ) -> Any:
         """Find the largest weight below some nodes; as `partial_sum`."""
-        return self.reduce_some(ws, nodes, "max", returns=returns)
+        return self.reduce_some(ws, self._valid(nodes), "max", returns=returns)
 
     def partial_logsumexp(
         self, ws: Any, nodes: Sequence[int] | npt.NDArray[Any], *, returns: Returns = "numpy"
     ) -> Any:
         """Add the log-weights below some nodes; as `partial_sum`."""
-        return self.reduce_some(ws, nodes, "logsumexp", returns=returns)
+        return self.reduce_some(ws, self._valid(nodes), "logsumexp", returns=returns)
 
     def reduce_some(
-        self,
-        ws: Any,
-        nodes: Sequence[int] | npt.NDArray[Any],
-        operation: Operation,
-        *,
-        returns: Returns,
+        self, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation, *, returns: Returns
     ) -> Any:
-        """Do what the three methods above do; the other method to override."""
+        """Do what the three methods above do, for nodes that exist; to override as well."""
+        result, read = partial_weights(self.layout, ws, nodes, operation)
+        single = np.ndim(ws) == 1
+        return read.deliver(result[0] if single else result, returns)
+
+    def _valid(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         chosen = np.asarray(nodes, dtype=np.int64).reshape(-1)
         if len(chosen):
             self._checked(int(chosen.min()))
             self._checked(int(chosen.max()))
-        result, read = partial_weights(self.layout, ws, chosen, operation)
-        single = np.ndim(ws) == 1
-        return read.deliver(result[0] if single else result, returns)
+        return chosen

@@ -32,7 +32,7 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model() -> Any:
+def make_model(**changes: Any) -> Any:
     """A Llama of two layers whose every token matters to every row."""
     config = transformers.LlamaConfig(
         vocab_size=WIDTH,
@@ -44,6 +44,7 @@ def make_model() -> Any:
         max_position_embeddings=CONTEXT,
         bos_token_id=0,
         eos_token_id=1,
+        **changes,
     )
     with torch.random.fork_rng():
         torch.manual_seed(1)

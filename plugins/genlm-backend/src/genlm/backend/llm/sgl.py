@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, Self
 
+import torch
+
+import genlm
 from genlm.backend.llm.handover import Recipe, recipe_of_sglang
 from genlm.backend.llm.served import ServedLM, installed_engine, output_cache
 
@@ -15,7 +19,7 @@ HAS_SGL = find_spec("sglang") is not None
 
 
 class AsyncSGLTransformer(ServedLM):
-    """Maps to `genlm.load_model(name, backend="sgl", engine_opts=...)`.
+    """Maps to `genlm.load_model(name, backend="sgl")`; rows are on the CPU, as published.
 
     Args:
         sgl_model: An SGLang scheduler, with a `DeprecationWarning`: its model is loaded
@@ -35,7 +39,9 @@ class AsyncSGLTransformer(ServedLM):
         )
         recipe = sgl_model if isinstance(sgl_model, Recipe) else recipe_of_sglang(sgl_model)
         super().__init__(
-            lambda: engine(recipe.model, engine_opts=recipe.engine_opts, gpu_id=recipe.gpu_id),
+            lambda: _with_rows_on_cpu(
+                engine(recipe.model, engine_opts=recipe.engine_opts, gpu_id=recipe.gpu_id)
+            ),
             name="sgl",
             cache=output_cache(cache_size, cache_opts),
         )
@@ -60,3 +66,15 @@ class AsyncSGLTransformer(ServedLM):
             ModelLoadError: SGLang cannot serve the model.
         """
         return cls(Recipe(model_id, dict(engine_opts or {}), gpu_id), **kwargs)
+
+
+def _with_rows_on_cpu(engine: Any) -> Any:
+    step = engine.step
+
+    def step_to_cpu() -> Iterable[genlm.Completion]:
+        for answer in step():
+            is_row = isinstance(answer.result, torch.Tensor)
+            yield answer._replace(result=answer.result.cpu()) if is_row else answer
+
+    engine.step = step_to_cpu
+    return engine

@@ -18,9 +18,8 @@ def test_texts_are_printed_as_a_tree() -> None:
     assert done.output.splitlines() == [
         "root  1",
         "└─ t  1",
-        "   ├─ h  0.25",
-        "   │  └─ e  0.25",
-        "   │     └─ end 0  0.25",
+        "   ├─ he  0.25",
+        "   │  └─ end 0  0.25",
         "   └─ o  0.75",
         "      └─ end 1  0.75",
     ]
@@ -29,7 +28,8 @@ def test_texts_are_printed_as_a_tree() -> None:
 def test_dot_prints_graphviz_source() -> None:
     done = run(app, ["trie", "--dot", "é", "é"])
     assert done.output.startswith("digraph trie {")
-    assert "\\\\xc3\\\\xa9" in done.output
+    assert 'label="é\\n2"' in done.output
+    assert 'label="\\\\xc3"' in done.output
     assert done.output.count("peripheries=2") == 2
 
 
@@ -67,3 +67,13 @@ def test_svg_writes_what_graphviz_draws(monkeypatch, tmp_path) -> None:
     done = run(app, ["trie", "a", "--svg", str(tmp_path / "a.svg")])
     assert done.exit_code == 0
     assert (tmp_path / "a.svg").read_bytes() == b"<svg/>"
+    assert done.output == f"wrote {tmp_path / 'a.svg'}\n"
+
+
+def test_a_drawing_needs_a_folder_and_is_not_printed_too(tmp_path) -> None:
+    done = run(app, ["trie", "a", "--svg", str(tmp_path / "none" / "a.svg")])
+    assert done.exit_code == 2
+    assert "there is no folder" in done.output
+    done = run(app, ["trie", "a", "--dot", "--svg", str(tmp_path / "a.svg")])
+    assert done.exit_code == 2
+    assert "take one of them" in done.output

@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from trie_oracle import EOS
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, WeightsError
 from genlm.core.trie.drawing import dot_source, node_values, sketch, text_lines
@@ -29,10 +30,31 @@ def test_a_small_trie_is_drawn_whole() -> None:
         "│  ├─ end 0  0.5",
         "│  └─ b  0.25",
         "│     └─ end 1  0.25",
-        "└─ \\xff  0.25",
-        "   └─ \\x20  0.25",
-        "      └─ end 2  0.25",
+        "└─ \\xff\\x20  0.25",
+        "   └─ end 2  0.25",
     ]
+
+
+def test_letters_without_a_branch_share_a_line_as_the_text_they_are() -> None:
+    trie = TokenCharacterTrie(["naïve".encode(), "日本".encode(), "日".encode(), (EOS, 97)])
+    assert text(trie) == [
+        "root  4",
+        "├─ naïve  1",
+        "│  └─ end 0  1",
+        "├─ 日  2",
+        "│  ├─ end 2  1",
+        "│  └─ 本  1",
+        "│     └─ end 1  1",
+        f"└─ {EOS}a  1",
+        "   └─ end 3  1",
+    ]
+
+
+def test_letters_of_other_weights_keep_their_lines() -> None:
+    trie = trie_of(b"abc")
+    ws = trie.weight_sum([1.0])
+    ws[trie.node_of(b"abc")] = 2
+    assert text(trie, ws)[1:3] == ["└─ ab  1", "   └─ c  2"]
 
 
 def test_without_weights_nodes_show_how_many_tokens_are_below() -> None:
@@ -44,8 +66,8 @@ def test_light_children_are_folded_into_their_number_of_tokens() -> None:
     ws = trie.weight_sum(np.arange(26.0))
     lines = text(trie, ws)
     assert "└─ … 10 more tokens" in lines
-    assert not any(line.startswith("├─ A ") for line in lines)
-    assert any(line.startswith("├─ Z  25") for line in lines)
+    assert not any(line.startswith("├─ AA ") for line in lines)
+    assert any(line.startswith("├─ ZA  25") for line in lines)
 
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 5, 50])

@@ -31,6 +31,10 @@ def trie(
     ] = None,
 ) -> None:
     """Print the token trie of some texts, or draw it."""
+    if svg is not None and dot:
+        raise typer.BadParameter("--dot prints and --svg draws; take one of them")
+    if svg is not None and not svg.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {svg.parent}", param_hint="--svg")
     from genlm.core.trie.drawing import dot_source, node_values, sketch, text_lines
     from genlm.core.trie.trie import TokenCharacterTrie
     from genlm.core.vocab import Token
@@ -42,6 +46,7 @@ def trie(
         if shutil.which("dot") is None:
             raise MissingRequirementError("--svg", ["dot"], "install Graphviz (graphviz.org)")
         svg.write_bytes(found.visualize(ws, max_nodes=max_nodes).pipe())
+        typer.echo(f"wrote {svg}")
         return
     top = sketch(found, node_values(found, ws), max_nodes)
     if dot:

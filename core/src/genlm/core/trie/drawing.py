@@ -5,11 +5,12 @@ Neither needs Graphviz; only turning the source into an image does.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Sketch:
 
     Attributes:
         node: Which.
-        edge: What leads to it, as a label.
+        edge: The letters that lead to it from its parent; none to a leaf.
         value: Its weight, or the number of tokens below.
         leaf: Whether it is a whole token.
         children: What is drawn below it.
@@ -40,7 +41,7 @@ class Sketch:
     """
 
     node: int
-    edge: str
+    edge: list[Any]
     value: float
     leaf: bool = False
     children: list[Sketch] = field(default_factory=list)
@@ -70,26 +71,28 @@ def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
 
 def sketch(trie: Navigation, values: npt.NDArray[np.float64], max_nodes: int) -> Sketch:
     """Choose what to draw: the heaviest nodes first, at most about `max_nodes`."""
-    top = Sketch(trie.root, "", float(values[trie.root]))
+    top = Sketch(trie.root, [], float(values[trie.root]))
     order = itertools.count()
     waiting = [(-top.value, next(order), top)]
     room = max_nodes - 1
     while waiting:
         _, _, drawn = heapq.heappop(waiting)
-        leaves = [(node, f"end {node}", True) for node in trie.tokens_at(drawn.node).tolist()]
+        leaves: list[tuple[int, list[Any]]] = [
+            (node, []) for node in trie.tokens_at(drawn.node).tolist()
+        ]
         inner = zip(trie.child_letters(drawn.node), trie.child_prefixes(drawn.node))
-        found = [*leaves, *((node, _label(letter), False) for letter, node in inner)]
+        found = [*leaves, *((node, [letter]) for letter, node in inner)]
         lightest_last = sorted(found, key=lambda child: -_rank(values[child[0]]))
-        kept = {node for node, _, _ in lightest_last[: min(MOST_CHILDREN, room)]}
+        kept = {node for node, _ in lightest_last[: min(MOST_CHILDREN, room)]}
         room -= len(kept)
-        for node, edge, leaf in found:
+        for node, edge in found:
             if node not in kept:
                 lo, hi = trie.interval(node)
                 drawn.folded += hi - lo
                 continue
-            child = Sketch(node, edge, float(values[node]), leaf)
+            child = Sketch(node, edge, float(values[node]), leaf=not edge)
             drawn.children.append(child)
-            if not leaf:
+            if not child.leaf:
                 heapq.heappush(waiting, (-_rank(child.value), next(order), child))
     return top
 
@@ -100,7 +103,7 @@ def dot_source(top: Sketch, trie: Navigation) -> str:
     heaviest = max(abs(top.value), max((abs(s.value) for s in _all(top)), default=0.0))
     for number, drawn in enumerate(_all(top)):
         drawn_as = f"n{drawn.node}"
-        prefix = _readable(trie.prefix_of(drawn.node))
+        prefix = "root" if drawn.node == trie.root else _readable(trie.prefix_of(drawn.node))
         label = json.dumps(f"{prefix}\n{drawn.value:.4g}", ensure_ascii=False)
         share = _rank(drawn.value) / heaviest if heaviest and math.isfinite(heaviest) else 0.0
         colour = f"0.33 {min(max(share, 0.0), 1.0):.3f} 1.0"
@@ -109,7 +112,7 @@ def dot_source(top: Sketch, trie: Navigation) -> str:
             f'  {drawn_as} [label={label} fillcolor="{colour}" peripheries={peripheries}];'
         )
         for child in drawn.children:
-            edge = json.dumps(child.edge, ensure_ascii=False)
+            edge = json.dumps(_edge(child), ensure_ascii=False)
             lines.append(f"  {drawn_as} -> n{child.node} [label={edge}];")
         if drawn.folded:
             lines.append(f'  fold{number} [label="{_more(drawn.folded)}" style=dashed];')
@@ -118,7 +121,7 @@ def dot_source(top: Sketch, trie: Navigation) -> str:
 
 
 def text_lines(top: Sketch) -> Iterator[str]:
-    """Write a sketch as an indented tree."""
+    """Write a sketch as an indented tree; letters without a branch share a line."""
     yield f"root  {top.value:.4g}"
     yield from _indented(top, "")
 
@@ -130,9 +133,21 @@ def _indented(drawn: Sketch, indent: str) -> Iterator[str]:
         branch = "└─ " if last else "├─ "
         if row is None:
             yield f"{indent}{branch}{_more(drawn.folded)}"
-        else:
-            yield f"{indent}{branch}{row.edge}  {row.value:.4g}"
-            yield from _indented(row, indent + ("   " if last else "│  "))
+            continue
+        end = _unbranched(row)
+        yield f"{indent}{branch}{_edge(end)}  {end.value:.4g}"
+        yield from _indented(end, indent + ("   " if last else "│  "))
+
+
+def _unbranched(drawn: Sketch) -> Sketch:
+    """What comes of a node when all letters up to the next branch or end are one edge."""
+    edge = drawn.edge
+    while len(drawn.children) == 1 and not drawn.folded:
+        (child,) = drawn.children
+        if child.leaf or child.value != drawn.value:
+            break
+        edge, drawn = [*edge, *child.edge], child
+    return dataclasses.replace(drawn, edge=edge)
 
 
 def _all(top: Sketch) -> Iterator[Sketch]:
@@ -151,12 +166,22 @@ def _more(tokens: int) -> str:
     return f"… {tokens} more token{'' if tokens == 1 else 's'}"
 
 
-def _label(letter: Any) -> str:
-    """A letter as text: printable ASCII as it is, other bytes in hexadecimal."""
-    if isinstance(letter, int):
-        return chr(letter) if 32 < letter < 127 else f"\\x{letter:02x}"
-    return str(letter)
+def _edge(drawn: Sketch) -> str:
+    return f"end {drawn.node}" if drawn.leaf else _readable(drawn.edge)
 
 
-def _readable(letters: list[Any]) -> str:
-    return "".join(map(_label, letters)) or "root"
+def _readable(letters: Sequence[Any]) -> str:
+    """Letters as text: bytes as UTF-8 where they are, others escaped, objects by name."""
+    text = ""
+    for are_bytes, run in itertools.groupby(letters, lambda letter: isinstance(letter, int)):
+        if are_bytes:
+            text += bytes(run).decode(errors="backslashreplace")
+        else:
+            text += "".join(map(str, run))
+    return "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    if character.isprintable() and character != " ":
+        return character
+    return f"\\x{ord(character):02x}"

@@ -133,12 +133,13 @@ class _Recorder:
     def __init__(self, *, eager: bool) -> None:
         self.layers: dict[torch.nn.Module, AttentionLayer] = {}
         self._eager = eager
-        self._windows: dict[int, int | None] = {}
-        self._masks: list[torch.Tensor] = []  # kept, so that their memory is not reused
+        self._windows: dict[float, int | None] = {}
 
-    def add_mask(self, mask: torch.Tensor, window: int | None) -> None:
-        self._masks.append(mask)
-        self._windows[mask.data_ptr()] = window
+    def add_mask(self, window: int | None) -> float:
+        """Return what to fill a mask with, by which it is known again on any device."""
+        mark = len(self._windows) + 1000.5
+        self._windows[mark] = window
+        return mark
 
     def add_layer(
         self,
@@ -180,9 +181,10 @@ class _Recorder:
             if arguments.get("sliding_window") is not None:
                 raise UnfitModelError("an attention layer has a sliding window without a mask")
             return None
-        if mask.data_ptr() not in self._windows:
+        marks = torch.unique(mask).tolist()
+        if len(marks) != 1 or marks[0] not in self._windows:
             raise UnfitMaskError("an attention layer makes a mask of its own")
-        window = self._windows[mask.data_ptr()]
+        window = self._windows[marks[0]]
         if window == 0:  # Qwen2-MoE makes such a mask for layers that it need not have
             raise UnfitMaskError("an attention layer has a mask that hides every token")
         return window
@@ -223,9 +225,8 @@ def _record_mask(
         window = window_of(mask_function)
     except UnknownMaskError as error:
         raise UnfitMaskError(f"one of its masks is unknown: {error}") from error
-    mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    _active.recorder.add_mask(mask, window)
-    return mask
+    mark = _active.recorder.add_mask(window)
+    return torch.full((batch_size, 1, q_length, kv_length), mark, device=device)
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

@@ -150,7 +150,7 @@ def test_a_byte_decoder_that_does_not_fit_is_an_error(tokenizer):
 
 def test_pieces_are_decoded_by_sentencepieces_rules():
     class Pieces:
-        pieces = ("<s>", "▁the", "<0x0A>", "a▁b", "<0xZZ>")
+        pieces = ("<s>", "▁the", "<0x0A>", "a▁b", "<0xZZ>", "a<0x0A>")
 
         def __len__(self):
             return len(self.pieces)
@@ -161,7 +161,7 @@ def test_pieces_are_decoded_by_sentencepieces_rules():
         def convert_ids_to_tokens(self, token_id):
             return self.pieces[token_id]
 
-    expected = [b"<s>", b" the", b"\n", b"a b", b"<0xZZ>"]
+    expected = [b"<s>", b" the", b"\n", b"a b", b"<0xZZ>", b"a<0x0A>"]
     assert get_byte_tokens_from_sp(Pieces()) == expected
 
 

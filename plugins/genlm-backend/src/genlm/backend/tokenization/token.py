@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import genlm
@@ -54,49 +55,35 @@ class Token(genlm.Token, metaclass=_AnyToken):
         """Whether `x` is bytes and no token."""
         return isinstance(x, bytes) and not isinstance(x, genlm.Token)
 
-    # NotImplemented lets `bytes` compare the contents from the other side.
     def __eq__(self, other: object) -> bool:
-        return (
-            self.token_id == other.token_id
-            if isinstance(other, genlm.Token)
-            else NotImplemented
-        )
+        return _compared(operator.eq, self, other)
 
     def __ne__(self, other: object) -> bool:
-        return (
-            self.token_id != other.token_id
-            if isinstance(other, genlm.Token)
-            else NotImplemented
-        )
+        return _compared(operator.ne, self, other)
 
     def __lt__(self, other: bytes) -> bool:
-        return (
-            self.token_id < other.token_id if isinstance(other, genlm.Token) else NotImplemented
-        )
+        return _compared(operator.lt, self, other)
 
     def __le__(self, other: bytes) -> bool:
-        return (
-            self.token_id <= other.token_id
-            if isinstance(other, genlm.Token)
-            else NotImplemented
-        )
+        return _compared(operator.le, self, other)
 
     def __gt__(self, other: bytes) -> bool:
-        return (
-            self.token_id > other.token_id if isinstance(other, genlm.Token) else NotImplemented
-        )
+        return _compared(operator.gt, self, other)
 
     def __ge__(self, other: bytes) -> bool:
-        return (
-            self.token_id >= other.token_id
-            if isinstance(other, genlm.Token)
-            else NotImplemented
-        )
+        return _compared(operator.ge, self, other)
 
     __hash__ = genlm.Token.__hash__
 
     def __repr__(self) -> str:
         return f"Token(token_id={self.token_id}, byte_string={self.byte_string!r})"
+
+
+def _compared(compare: Callable[[int, int], bool], token: Token, other: object) -> bool:
+    """Compare the ids of two tokens; for the rest let `bytes` compare the contents."""
+    if isinstance(other, genlm.Token):
+        return compare(token.token_id, other.token_id)
+    return NotImplemented  # type: ignore[no-any-return]
 
 
 def published_tokens(tokens: Iterable[genlm.Token]) -> list[Token]:

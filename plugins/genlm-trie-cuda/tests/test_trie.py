@@ -211,3 +211,10 @@ def test_coroutines_share_its_batches() -> None:
     alone = on_cpu().weight_sum(torch.tensor(WS), returns="torch")
     for factor, row in enumerate(asyncio.run(values())):
         torch.testing.assert_close(row, alone * factor)
+
+
+def test_weights_left_to_the_core_may_have_its_machine_code() -> None:
+    trie = DeviceTrie([Token(0, b"a"), Token(1, b"ab")], compiled=True)
+    assert trie.compiled
+    assert trie.weight_sum([1.0, 2.0]).tolist() == [1, 2, 2, 3, 3]
+    assert not DeviceTrie([Token(0, b"a")]).compiled

@@ -67,6 +67,25 @@ def test_any_other_installed_engine_can_be_asked_for():
             llm.next_token_logprobs_sync([])
 
 
+def test_a_plugin_for_mlx_would_be_served_by_name_and_by_object(monkeypatch):
+    class Engine(type(genlm.get_backend("reference")("demo"))):
+        @classmethod
+        def from_model(cls, model, tokenizer):
+            assert tokenizer == "its tokenizer"
+            return cls(model)
+
+    monkeypatch.setattr("genlm.backend.llm.mlx.installed_engine", lambda *_: Engine)
+    by_name = AsyncMlxLM.from_name("demo", timeout=0.1, prefill_step_size=64, cache_size=1)
+    by_object = AsyncMlxLM("demo", "its tokenizer", cache_opts={"move_to_cpu": True})
+    with by_name, by_object:
+        ids = by_name.tokenizer.encode("the ")
+        row = by_name.next_token_logprobs_sync(ids)
+        assert torch.equal(by_object.next_token_logprobs_sync(ids), row)
+        assert (by_name.timeout, by_name.prefill_step_size) == (0.1, 64)
+        assert (len(by_name.cache), len(by_object.cache)) == (1, 0)
+        assert by_object.cache.move_to_cpu
+
+
 @pytest.mark.parametrize("model_class", [AsyncVirtualLM, AsyncSGLTransformer])
 def test_an_object_that_is_no_engine_is_refused(model_class, monkeypatch):
     for module in ("vllm", "sgl"):

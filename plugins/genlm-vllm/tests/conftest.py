@@ -21,10 +21,12 @@ from genlm_vllm.conformance import TinyModel
 THIRD_PARTY = (
     "ignore:.*torch.jit.script_method.*:DeprecationWarning",
     "ignore:.*torch.distributed.reduce_op.*:FutureWarning",
+    "ignore:Unclosed context:ResourceWarning",  # zmq's, of engines in other processes
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "second_runner: needs vLLM 0.31 or later")
     for warning in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", warning)
 

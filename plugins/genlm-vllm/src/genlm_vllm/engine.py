@@ -35,6 +35,7 @@ from genlm_vllm.surroundings import (
     release_process,
     undisturbed,
 )
+from genlm_vllm.watch import Watch
 
 __all__ = ["VLLMEngine"]
 
@@ -104,6 +105,7 @@ class VLLMEngine:
             | ({Capability.LORA} if capacity else set())
             | ({Capability.PREFIX_CACHE} if keeps else set())
         )
+        self._watch = Watch(engine) if self._multiprocess else None
         rows = RemoteRows if self._multiprocess else LocalRows
         self._rows = rows(engine, self.vocabulary)
         self._requests: dict[str, Request] = {}  # in vLLM, by vLLM's id, oldest first
@@ -170,6 +172,16 @@ class VLLMEngine:
     def _advance(self) -> list[Completion]:
         if not self._requests:
             return []
+        if self._watch is None:
+            return self._advance_vllm()
+        self._watch.check()
+        try:
+            return self._advance_vllm()
+        except Exception as error:
+            self._watch.check(error)
+            raise
+
+    def _advance_vllm(self) -> list[Completion]:
         if not self._vllm.has_unfinished_requests():
             return self._lost()
         outputs = self._vllm.step()
@@ -289,6 +301,8 @@ class VLLMEngine:
         """End vLLM and give its memory back; another engine may start."""
         self._final_statistics = self.statistics()
         engine, self._vllm = self._vllm, None
+        if self._watch is not None:
+            self._watch.stop()
         self._rows.end()
         del self._rows, self._adapters
         self._requests.clear()

@@ -18,7 +18,7 @@ from genlm import ModelLoadError
 from genlm_vllm.surroundings import quiet, undisturbed
 from genlm_vllm.versions import check_version
 
-__all__ = ["adapter_capacity", "load_vllm", "needs_processes", "shut_down"]
+__all__ = ["adapter_capacity", "engine_arguments", "load_vllm", "needs_processes", "shut_down"]
 
 CPU_BLOCK_SIZE = 32
 """Tokens in a KV block on the CPU, the smallest there. vLLM's default of 128 would keep
@@ -35,6 +35,8 @@ DEFAULT_MAX_LORAS = 4
 
 DEFAULT_KNOWN_LORAS = 32
 """Adapters in all, where they need not all be on the device."""
+
+_SOCKET_PATIENCE_S = 5.0
 
 _OURS = {
     "logits_processors": "they would change the log-probabilities",
@@ -79,7 +81,7 @@ def load_vllm(
     with undisturbed(**variables, **quiet()):
         import vllm
 
-        arguments = _arguments(source, engine_opts)
+        arguments = engine_arguments(source, engine_opts)
         try:
             # Its variables may be cached since an earlier engine.
             vllm.envs.disable_envs_cache()
@@ -102,8 +104,17 @@ def shut_down(engine: Any, *, multiprocess: bool) -> None:
     renderer = getattr(engine, "renderer", None)
     if renderer is not None:
         renderer.shutdown()
-    if not multiprocess:
+    if multiprocess:
+        _close_sockets(engine.engine_core)
+    else:
         _clean_up()
+
+
+def _close_sockets(client: Any) -> None:
+    """End the client's zmq context, which vLLM leaves to the garbage collector."""
+    client.output_queue_thread.join(_SOCKET_PATIENCE_S)
+    if not client.output_queue_thread.is_alive():  # else it still uses a socket
+        client.ctx.destroy(linger=0)
 
 
 def _clean_up() -> None:
@@ -130,8 +141,13 @@ def _source(model: str | os.PathLike[str]) -> str:
     return name
 
 
-def _arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the options and add the defaults."""
+def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `vllm.EngineArgs`: options checked, defaults added.
+
+    Raises:
+        ValueError: An option that would make rows wrong.
+        TypeError: An option that vLLM does not have.
+    """
     import vllm
     from vllm.platforms import current_platform
 
@@ -141,7 +157,7 @@ def _arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
             close = difflib.get_close_matches(name, known - {"model"}, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"vllm.EngineArgs takes no option {name!r} here.{hint}")
-        if name in _OURS and value not in (None, False, 1, [], ""):
+        if name in _OURS and value and (name, value) != ("data_parallel_size", 1):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_OURS[name]}; leave it out")
     on_cpu = current_platform.is_cpu()
     arguments = {
@@ -181,11 +197,11 @@ def adapter_capacity(engine: Any) -> int:
 def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     import psutil
 
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": True,  # compiling takes minutes and a C++ compiler
-        "block_size": CPU_BLOCK_SIZE,
-    }
+    defaults: dict[str, Any] = {"dtype": "float32", "block_size": CPU_BLOCK_SIZE}
+    if engine_opts.get("pipeline_parallel_size", 1) > 1:
+        # Pipelines need vLLM's warm-up, which it leaves out where it does not compile.
+        return defaults | {"gpu_memory_utilization": 1 / CPU_KV_SHARE}
+    defaults["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
     sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
     if not sized & engine_opts.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         free = psutil.virtual_memory().available

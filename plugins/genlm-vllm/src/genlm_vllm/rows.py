@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from genlm import Vocabulary
+from genlm_vllm.worker import ask_workers
 
 __all__ = ["LocalRows", "RemoteRows"]
 
@@ -28,7 +29,7 @@ class LocalRows:
     def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._size = vocabulary.size
-        self._call("genlm_begin", vocabulary.size, list(vocabulary.missing_ids))
+        ask_workers(engine, "genlm_begin", vocabulary.size, list(vocabulary.missing_ids))
 
     def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
         """Fetch rows of finished requests and drop those of abandoned ones.
@@ -42,16 +43,14 @@ class LocalRows:
         """
         if not keys:
             return {}
-        rows: dict[int, torch.Tensor] = self._call("genlm_take", list(keys), oldest)[0]
+        rows: dict[int, torch.Tensor] = ask_workers(
+            self._engine, "genlm_take", list(keys), oldest
+        )[0]
         return rows
 
     def end(self) -> None:
         """Drop all rows."""
-        self._call("genlm_end")
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        answers: list[Any] = self._engine.collective_rpc(method, args=arguments)
-        return answers
+        ask_workers(self._engine, "genlm_end")
 
 
 class RemoteRows(LocalRows):
@@ -64,7 +63,7 @@ class RemoteRows(LocalRows):
         rows: dict[int, torch.Tensor] = {}
         for begin in range(0, len(keys), count):
             part = list(keys[begin : begin + count])
-            for found, data in self._call("genlm_take_bytes", part, oldest):
+            for found, data in ask_workers(self._engine, "genlm_take_bytes", part, oldest):
                 if found:  # one worker has rows
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
                     rows |= {key: torch.tensor(row) for key, row in zip(found, values)}

@@ -1,0 +1,67 @@
+"""`Watch`: a guard over vLLM's processes, so that nobody waits for a dead one.
+
+vLLM's synchronous client wakes nobody when its engine's process is killed, and leaves
+calls to workers unanswered when it fails.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from genlm import EngineDiedError
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Ends whatever waits for vLLM's processes when one of them ends.
+
+    Args:
+        engine: A `vllm.LLMEngine` that computes in processes of its own.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._client = engine.engine_core
+        manager = self._client.resources.engine_manager
+        self._processes = list(getattr(manager, "processes", ()))  # other managers have none
+        self._dead = False
+        stopped, self._stop = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(
+            target=self._run, args=(stopped,), name="genlm-vllm-watch", daemon=True
+        )
+        self._thread.start()
+
+    def check(self, cause: BaseException | None = None) -> None:
+        """Raise `EngineDiedError` if a process has ended.
+
+        Args:
+            cause: What was noticed of it.
+        """
+        if self._dead:
+            codes = ", ".join(str(process.exitcode) for process in self._processes)
+            raise EngineDiedError(
+                f"vLLM's engine process ended (exit code {codes}); its log says more. Load "
+                f"the model again"
+            ) from cause
+
+    def stop(self) -> None:
+        """Stop watching; the processes are about to be ended."""
+        self._stop.close()
+        self._thread.join()
+
+    def _run(self, stopped: Connection) -> None:
+        with stopped:
+            ended = wait([stopped, *(process.sentinel for process in self._processes)])
+            if stopped in ended:
+                return
+        self._dead = True
+        # From here on the client refuses new calls, so that these are the last to wait.
+        self._client.resources.engine_dead = True
+        error = EngineDiedError("vLLM's engine process ended")
+        self._client.outputs_queue.put(error)
+        for future in list(self._client.utility_results.values()):
+            if not future.done():
+                future.set_exception(error)

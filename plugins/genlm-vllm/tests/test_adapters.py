@@ -1,0 +1,139 @@
+"""Loading LoRA adapters: which are refused, and that a bad one harms nothing.
+
+peft's own models are the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from genlm import AdapterError, Capability
+from genlm_vllm.conformance import TinyModel
+
+from .traffic import largest_error, prompts, rows
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: TinyModel) -> Iterator[Any]:
+    """With room for three adapters and ranks up to 8."""
+    engine = tiny.engine(max_loras=3, max_lora_rank=8)
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    yield engine
+    engine.close()
+
+
+def check(engine: Any, tiny: TinyModel) -> None:
+    """Base model and adapters answer as themselves, with and without the prefix cache."""
+    asked = prompts(70, 3, 33)
+    for name in (None, "red", "blue", None):
+        assert largest_error(tiny, rows(engine, asked, name), asked, name) <= 1e-4, name
+
+
+def edited(change: dict[str, Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    return edit
+
+
+def other_base(**settings: Any) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        shutil.rmtree(folder)
+        llama = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+        llama |= {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32} | settings
+        base = transformers.LlamaConfig(num_key_value_heads=2, **llama)
+        model = transformers.AutoModelForCausalLM.from_config(base)
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(model, config)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_()
+        adapted.save_pretrained(folder)
+
+    return make
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50])
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "absent": (shutil.rmtree, "is no folder with adapter_config.json"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is no folder with"),
+    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "no valid JSON"),
+    "no settings": (lambda f: (f / "adapter_config.json").write_text("[]"), "no settings"),
+    "another type": (edited({"peft_type": "PREFIX_TUNING"}), "of type PREFIX_TUNING"),
+    "dora": (edited({"use_dora": True}), "has use_dora=True"),
+    "bias": (edited({"bias": "all"}), "has bias='all'"),
+    "pissa": (edited({"init_lora_weights": "pissa"}), "has init_lora_weights='pissa'"),
+    "alpha": (edited({"alpha_pattern": {"q_proj": 9}}), "has alpha_pattern"),
+    "high rank": (edited({"r": 16}), "rank 16 is greater than max_lora_rank"),
+    "truncated": (truncated, "weights cannot be read"),
+    "narrow base": (other_base(hidden_size=16), "wide, the model 32"),
+    "deep base": (other_base(num_hidden_layers=3), "the model has no .*layers.2"),
+    "other modules": (edited({"target_modules": ["embed_q"]}), ""),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_adapter_is_refused_and_changes_nothing(
+    engine: Any, tiny: Any, tmp_path: Path, kind: str
+) -> None:
+    spoil, message = BAD[kind]
+    folder = tmp_path / "bad"
+    shutil.copytree(tiny.adapters["red"], folder)
+    spoil(folder)
+    if not message:
+        weights = folder / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes().replace(b"q_proj", b"x_proj"))
+        message = "does not serve"
+    with pytest.raises(AdapterError, match=message):
+        engine.add_adapter("bad", str(folder))
+    check(engine, tiny)
+    assert engine._adapters.names == ("red", "blue")
+
+
+def test_a_name_keeps_its_adapter(engine: Any, tiny: Any) -> None:
+    with pytest.raises(AdapterError, match="'red' is loaded already"):
+        engine.add_adapter("red", tiny.adapters["blue"])
+    check(engine, tiny)
+
+
+def test_as_many_adapters_as_asked_for_leave_the_base_model_alone(
+    engine: Any, tiny: Any, tmp_path: Path
+) -> None:
+    """On the CPU base requests go through the last slot, which no adapter may get."""
+    shutil.copytree(tiny.adapters["red"], tmp_path / "third")
+    engine.add_adapter("third", str(tmp_path / "third"))
+    asked = prompts(40, 9)
+    for name, like in (("third", "red"), ("red", "red"), ("blue", "blue"), (None, None)):
+        assert largest_error(tiny, rows(engine, asked, name), asked, like) <= 1e-4, name
+    with pytest.raises(AdapterError, match=r"beside 3 others.*max_loras"):
+        engine.add_adapter("fourth", tiny.adapters["blue"])
+    shutil.rmtree(tmp_path / "third")  # never read again
+    assert largest_error(tiny, rows(engine, asked, "third"), asked, "red") <= 1e-4
+    check(engine, tiny)
+
+
+def test_an_engine_without_lora_says_how_to_get_it(tiny: Any, engine: Any) -> None:
+    assert Capability.LORA in engine.capabilities
+    other = tiny.engine(lora=False, multiprocess=True)
+    try:
+        assert Capability.LORA not in other.capabilities
+        with pytest.raises(AdapterError, match="'enable_lora': True"):
+            other.add_adapter("red", tiny.adapters["red"])
+    finally:
+        other.close()

@@ -1,0 +1,280 @@
+"""Rows and continuations of an engine in this process, under every batching of vLLM's.
+
+The engine takes 4 requests and 64 tokens a step, so that most of what is asked here waits
+in vLLM's queue and is computed in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import (
+    ContextLengthError,
+    EvaluationError,
+    Query,
+    SamplingParams,
+    TokenIdError,
+    UnknownAdapterError,
+)
+from genlm_vllm.conformance import VOCABULARY, TinyModel
+from genlm_vllm.kept_rows import KEPT
+
+from .traffic import drawn, expected_draws, finish, largest_error, prompts, rows, submit
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: TinyModel) -> Iterator[Any]:
+    engine = tiny.engine(max_num_seqs=4, max_num_batched_tokens=64)
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: Any) -> None:
+    engine.clear_prefix_cache()
+
+
+def test_more_prompts_than_fit_a_step_each_get_their_own_row(engine: Any, tiny: Any) -> None:
+    asked = prompts(*range(1, 21), 3, 3)
+    asked += [asked[4], asked[4], (*asked[4], 7)]  # duplicates and a shared prefix
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def test_prompts_computed_in_chunks_get_the_row_of_their_last_token(
+    engine: Any, tiny: Any
+) -> None:
+    asked = prompts(200, 255, 65, 130, 250)
+    before = engine.statistics()["steps"]
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    assert engine.statistics()["steps"] - before >= 900 // 64  # in chunks
+
+
+def test_rows_of_cached_prefixes_are_the_same(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(150)
+    rows(engine, [prompt])
+    asked = [prompt, (*prompt[:100], 9, 8, 7), prompt[:33], (*prompt, 5)]
+    before = engine.statistics()["tokens_computed"]
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    computed = engine.statistics()["tokens_computed"] - before
+    assert computed < sum(map(len, asked)) - 150  # much came from the cache
+
+
+def test_a_cached_prefix_is_not_computed_again(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(128, seed=4)
+    waiting = submit(engine, prompts(40)[0])
+    engine.cache_prefix(prompt, None)
+    finish(engine, [waiting])  # answered meanwhile and kept for the next step
+    before = engine.statistics()["tokens_computed"]
+    asked = [(*prompt, 4)]
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    assert engine.statistics()["tokens_computed"] - before == 1
+    engine.clear_prefix_cache()
+    before = engine.statistics()["tokens_computed"]
+    rows(engine, asked)
+    assert engine.statistics()["tokens_computed"] - before == 129
+
+
+def test_requests_join_a_running_batch(engine: Any, tiny: Any) -> None:
+    asked = prompts(240, 30, 5, 90)
+    queries = [submit(engine, asked[0])]
+    found = {}
+    for ids in asked[1:]:
+        found |= {answer.query_id: answer.result for answer in engine.step()}
+        queries.append(submit(engine, ids))
+    while len(found) < len(asked):
+        found |= {answer.query_id: answer.result for answer in engine.step()}
+    in_order = [found[query.query_id] for query in queries]
+    assert largest_error(tiny, in_order, asked) <= 1e-4
+
+
+def test_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
+    asked = prompts(70, 3, 140, 20, 1, 33)
+    plans = [SamplingParams(12, 1.0, frozenset(), seed) for seed in range(len(asked))]
+    queries = []
+    for ids, plan in zip(asked, plans, strict=True):
+        queries += [submit(engine, ids), submit(engine, ids, None, plan)]
+    found = finish(engine, queries)
+    assert largest_error(tiny, found[::2], asked) <= 1e-4
+    for ids, plan, tokens in zip(asked, plans, found[1::2], strict=True):
+        assert tokens == expected_draws(tiny, ids, 12, plan.seed or 0)
+
+
+def test_a_continuation_does_not_depend_on_chunks_or_company(engine: Any, tiny: Any) -> None:
+    asked = prompts(200, 9, 65)
+    alone = [drawn(engine, ids, 8, seed=5) for ids in asked]
+    assert alone == [expected_draws(tiny, ids, 8, 5) for ids in asked]
+    engine.clear_prefix_cache()
+    plan = SamplingParams(8, 1.0, frozenset(), 5)
+    queries = [submit(engine, ids, None, plan) for ids in asked * 3]
+    assert finish(engine, queries) == alone * 3
+
+
+def test_temperature_zero_takes_the_most_likely_token(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(20)
+    greedy = expected_draws(tiny, prompt, 10, 0, temperature=0.0)
+    for seed in (0, 1):
+        assert drawn(engine, prompt, 10, seed, temperature=0.0) == greedy
+    assert drawn(engine, prompt, 10, 1, temperature=0.7) == expected_draws(
+        tiny, prompt, 10, 1, temperature=0.7
+    )
+
+
+def test_a_continuation_stops_at_an_id_whatever_its_text(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(20, seed=2)
+    free = expected_draws(tiny, prompt, 20, 3)
+    for stops in ({free[6]}, {free[0]}, {free[6], free[2], 1}, {2}):
+        end = next((i for i, token in enumerate(free) if token in stops), 20)
+        plan = SamplingParams(20, 1.0, frozenset(stops), 3)
+        [tokens] = finish(engine, [submit(engine, prompt, None, plan)])
+        assert tokens == free[:end], stops
+
+
+def test_a_continuation_without_a_seed_is_new_each_time(engine: Any) -> None:
+    [prompt] = prompts(5)
+    plan = SamplingParams(20, 1.5)
+    queries = [submit(engine, prompt, None, plan) for _ in range(6)]
+    assert len({tuple(tokens) for tokens in finish(engine, queries)}) == 6
+
+
+def test_a_continuation_ends_where_the_context_does(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(engine.max_context - 3)
+    assert drawn(engine, prompt, 50, seed=1) == expected_draws(tiny, prompt, 4, 1)
+
+
+def test_no_padded_id_is_drawn(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(4)
+    plans = [SamplingParams(40, 50.0, frozenset(), seed) for seed in range(8)]  # near uniform
+    queries = [submit(engine, prompt, None, plan) for plan in plans]
+    tokens = [token for found in finish(engine, queries) for token in found]
+    assert max(tokens) < VOCABULARY
+    assert len(set(tokens)) > 150
+
+
+def test_adapters_and_the_base_model_mix_in_a_batch(engine: Any, tiny: Any) -> None:
+    asked = prompts(70, 3, 140)
+    names = (None, "red", "blue")
+    for _ in range(2):  # computed, then from the prefix cache
+        queries = [submit(engine, ids, name) for ids in asked for name in names]
+        found = finish(engine, queries)
+        for place, name in enumerate(names):
+            assert largest_error(tiny, found[place::3], asked, name) <= 1e-4, name
+
+
+def test_aborted_requests_leave_nothing_and_disturb_nobody(engine: Any, tiny: Any) -> None:
+    asked = prompts(250, 40, 200, 7, 230, 12)
+    queries = [submit(engine, ids) for ids in asked]
+    for query in queries[::2]:
+        engine.abort(query.query_id)
+    assert largest_error(tiny, finish(engine, queries[1::2]), asked[1::2]) <= 1e-4
+    queries = [submit(engine, ids) for ids in asked]
+    engine.step()
+    engine.step()  # some are half computed
+    for query in queries[:4]:
+        engine.abort(query.query_id)
+    assert largest_error(tiny, finish(engine, queries[4:]), asked[4:]) <= 1e-4
+    assert len(KEPT) == 0
+    plan = SamplingParams(30, 1.0, frozenset(), 1)
+    query = submit(engine, asked[1], None, plan)
+    engine.step()
+    engine.abort(query.query_id)
+    engine.abort(query.query_id)  # and of what is gone
+    assert engine.step() == []
+
+
+def test_rows_belong_to_the_caller(engine: Any) -> None:
+    for row in rows(engine, prompts(3, 4, 5)):
+        assert row.shape == (VOCABULARY,)
+        assert row.dtype == torch.float32
+        assert abs(float(row.logsumexp(-1))) <= 1e-4
+        assert row.untyped_storage().nbytes() == row.nbytes
+        assert not row.is_inference()
+        row.fill_(7.0)
+
+
+def test_wrong_queries_are_refused_alone(engine: Any, tiny: Any) -> None:
+    asked = prompts(9, 90)
+    queries = [submit(engine, ids) for ids in asked]
+    with pytest.raises(UnknownAdapterError, match=r"'green'\. Loaded: blue, red"):
+        submit(engine, (3, 4), "green")
+    with pytest.raises(
+        ContextLengthError, match="256 tokens is longer than the context of 255"
+    ):
+        submit(engine, (3,) * 256)
+    with pytest.raises(TokenIdError, match="token id 320 at position 1"):
+        submit(engine, (3, 320))
+    assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+
+
+def test_the_longest_context_is_served(engine: Any, tiny: Any) -> None:
+    asked = prompts(engine.max_context)
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def test_a_step_that_raises_is_survived(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(100, 5, 30)
+    queries = [submit(engine, ids) for ids in asked]
+    engine.step()
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.v1.sample.sampler.Sampler.forward", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            finish(engine, queries)
+    for query in queries:  # as the scheduler does
+        engine.abort(query.query_id)
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) -> None:
+    query = submit(engine, prompts(9)[0])
+    [name] = engine._requests
+    engine._vllm.abort_request([name])
+    [error] = finish(engine, [query])
+    assert isinstance(error, EvaluationError)
+    asked = prompts(9)
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def test_a_finished_request_without_a_row_is_an_error(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KEPT, "active", False)
+    [error] = rows(engine, prompts(9))
+    assert isinstance(error, EvaluationError)
+    assert "without computing its row" in str(error)
+
+
+def test_many_requests_leave_no_growth(engine: Any) -> None:
+    for _ in range(10):
+        rows(engine, prompts(2, 3, 4, 5, 6, 7))
+    assert len(KEPT) == 0
+    assert not engine._requests
+    assert not engine._ids
+    assert not engine._ready
+
+
+def test_figures_add_up(engine: Any) -> None:
+    before = engine.statistics()
+    rows(engine, prompts(10, 20, seed=9))
+    drawn(engine, prompts(7, seed=11)[0], 5, seed=0)
+    after = engine.statistics()
+    grown = {name: after[name] - before[name] for name in after if "tokens_" in name[:7]}
+    assert grown == {"tokens_asked": 37, "tokens_computed": 41, "tokens_drawn": 5}
+    assert after["processes"] == "this"
+    assert after["dtype"] == "float32"
+
+
+def test_a_query_can_be_a_lone_token(engine: Any, tiny: Any) -> None:
+    engine.submit(Query(10**9, (5,)))
+    [answer] = engine.step()
+    assert (answer.result - tiny.logprobs((5,))).abs().max() <= 1e-4

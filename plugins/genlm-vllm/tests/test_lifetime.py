@@ -1,0 +1,150 @@
+"""One engine at a time, and a process that is as it was before."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genlm import ModelLoadError, VocabularyError
+from genlm_vllm.conformance import TinyModel
+from genlm_vllm.engine import VLLMEngine
+
+from .traffic import largest_error, prompts, rows
+
+
+@pytest.fixture
+def serve(tiny: TinyModel) -> Iterator[Any]:
+    """Make engines; those still open at the end are closed."""
+    made = []
+
+    def make(**options: Any) -> Any:
+        made.append(tiny.engine(**({"lora": False} | options)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        if engine._final_statistics is None:
+            engine.close()
+
+
+def test_a_second_engine_in_the_process_is_refused(serve: Any, tiny: Any) -> None:
+    first = serve()
+    asked = prompts(5, 40)
+    with pytest.raises(ModelLoadError, match=r"second vLLM engine.*multiprocess=True"):
+        serve()
+    assert largest_error(tiny, rows(first, asked), asked) <= 1e-4
+    first.close()
+    second = serve()
+    assert largest_error(tiny, rows(second, asked), asked) <= 1e-4
+
+
+def test_an_engine_that_fails_to_build_leaves_room_for_another(
+    serve: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelLoadError, match=r"kv_cache_memory_bytes=1000.* raised"):
+        serve(kv_cache_memory_bytes=1000)  # fails after the weights are loaded
+    with pytest.raises(ModelLoadError, match="no such folder"):
+        VLLMEngine(Path("nowhere"))
+    with monkeypatch.context() as patch:
+        patch.setattr("genlm.Vocabulary.from_tokenizer", _undecodable)
+        with pytest.raises(VocabularyError):
+            serve()
+    asked = prompts(5)
+    assert largest_error(tiny, rows(serve(), asked), asked) <= 1e-4
+
+
+def _undecodable(tokenizer: Any) -> None:
+    raise VocabularyError("no bytes")
+
+
+def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:
+    def surroundings() -> dict[str, Any]:
+        return {
+            "torch": torch.get_rng_state().tolist(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state()[1].tolist(),
+            "environment": dict(os.environ),
+            "threads": torch.get_num_threads(),
+            "set_num_threads": torch.set_num_threads,
+            "dtype": torch.get_default_dtype(),
+            "frozen": gc.get_freeze_count() > 0,
+        }
+
+    torch.manual_seed(5)
+    random.seed(5)
+    before = surroundings()
+    synchronize = torch.accelerator.synchronize
+    engine = serve()
+    assert surroundings() | {"frozen": False} == before | {"frozen": False}
+    rows(engine, prompts(5, 70))
+    assert surroundings() | {"frozen": False} == before | {"frozen": False}
+    engine.close()
+    assert surroundings() == before
+    assert torch.accelerator.synchronize is synchronize
+
+
+def test_closing_gives_the_memory_back(serve: Any) -> None:
+    engine = serve()
+    rows(engine, prompts(9))
+    executor = engine._vllm.model_executor
+    model = weakref.ref(executor.driver_worker.worker.model_runner.model)
+    assert model() is not None
+    del executor
+    engine.close()
+    gc.collect()
+    assert model() is None
+
+
+def test_figures_outlive_the_engine(serve: Any) -> None:
+    engine = serve()
+    rows(engine, prompts(9))
+    figures = engine.statistics()
+    engine.close()
+    assert engine.statistics() == figures
+    assert figures["tokens_asked"] == 9
+
+
+def test_an_engine_that_is_dropped_frees_the_process(serve: Any, tiny: Any) -> None:
+    engine = tiny.engine(lora=False)
+    del engine
+    gc.collect()
+    asked = prompts(5)
+    assert largest_error(tiny, rows(serve(), asked), asked) <= 1e-4
+
+
+LOAD = """
+import sys
+sys.path[:0] = [{tests!r}]
+from pathlib import Path
+from genlm_vllm.engine import VLLMEngine
+options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
+VLLMEngine({model!r}, engine_opts=options).close()
+"""
+
+
+@pytest.mark.parametrize(("level", "heard"), [(None, False), ("INFO", True)])
+def test_the_log_is_quiet_unless_asked_for(tiny: Any, level: str | None, heard: bool) -> None:
+    script = LOAD.format(model=str(tiny.path), tests=str(Path(__file__).parent))
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
+    if level is not None:
+        variables["VLLM_LOGGING_LEVEL"] = level
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "[W" not in line[:2]]
+    assert bool(said) == heard, said

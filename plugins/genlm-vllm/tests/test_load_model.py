@@ -1,0 +1,91 @@
+"""End to end: `genlm.load_model(..., backend="vllm")`, many callers, cancellation, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import genlm
+from genlm_vllm.conformance import TinyModel
+
+from .traffic import largest_error, prompts
+
+OPTIONS = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture
+def lm(tiny: TinyModel) -> Iterator[genlm.AsyncLM]:
+    cache = genlm.OutputCache(0)
+    with genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS, output_cache=cache) as lm:
+        yield lm
+
+
+def test_concurrent_requests_equal_unbatched_forward_passes(lm: Any, tiny: Any) -> None:
+    asked = prompts(*range(1, 40), 200, 255)
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*map(lm.next_token_logprobs, asked))
+
+    assert largest_error(tiny, asyncio.run(ask()), asked) <= 1e-4
+    assert lm.statistics().batches > 10  # four at a time
+
+
+def test_cancelled_callers_disturb_nobody(lm: Any, tiny: Any) -> None:
+    asked = prompts(200, 5, 250, 33, 90, 7)
+
+    async def ask() -> list[Any]:
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in asked]
+        draws = [asyncio.ensure_future(lm.sample(ids, 30)) for ids in asked[:3]]
+        while lm.statistics().engine["steps"] < 3:
+            await asyncio.sleep(0)
+        for task in (*tasks[::2], *draws[1:]):
+            task.cancel()
+        await asyncio.gather(*tasks[::2], *draws, return_exceptions=True)
+        return await asyncio.gather(*tasks[1::2])
+
+    assert largest_error(tiny, asyncio.run(ask()), asked[1::2]) <= 1e-4
+    assert lm.statistics().pending == 0
+
+
+def test_threads_and_loops_share_the_engine(lm: Any, tiny: Any) -> None:
+    asked = prompts(30, 4, 70, 100)
+    found: dict[int, Any] = {}
+
+    def ask(place: int) -> None:
+        found[place] = lm.next_token_logprobs_sync(asked[place])
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert largest_error(tiny, [found[place] for place in range(4)], asked) <= 1e-4
+
+
+def test_closing_in_the_middle_ends_every_request(tiny: Any) -> None:
+    lm = genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS)
+    asked = prompts(*[150] * 12)
+
+    async def ask() -> list[Any]:
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in asked]
+        tasks += [asyncio.ensure_future(lm.sample(ids, 60)) for ids in asked]
+        while lm.statistics().engine["steps"] < 4:
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(asyncio.to_thread(lm.close))
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        await closing
+        return list(found)
+
+    ended = [found for found in asyncio.run(ask()) if isinstance(found, Exception)]
+    assert ended
+    assert all(isinstance(error, genlm.EngineClosedError) for error in ended)
+    with pytest.raises(genlm.EngineClosedError):
+        lm.next_token_logprobs_sync([5])
+    # And the process is free for another.
+    with genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS) as other:
+        row = other.next_token_logprobs_sync(asked[0])
+    assert largest_error(tiny, [row], asked[:1]) <= 1e-4

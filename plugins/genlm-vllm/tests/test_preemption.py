@@ -1,0 +1,49 @@
+"""Rows and continuations when vLLM has to throw running requests out of its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from genlm import SamplingParams
+from genlm_vllm.conformance import TinyModel
+
+from .traffic import expected_draws, finish, largest_error, prompts, submit
+
+BLOCK_BYTES = 2**15
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: TinyModel) -> Iterator[Any]:
+    """Ten blocks of 32 tokens, of which one context alone can need eight."""
+    engine = tiny.engine(
+        lora=False, kv_cache_memory_bytes=10 * BLOCK_BYTES, disable_log_stats=False
+    )
+    yield engine
+    engine.close()
+
+
+def preemptions(engine: Any) -> int:
+    figures = {metric.name: metric for metric in engine._vllm.get_metrics()}
+    return int(figures["vllm:num_preemptions"].value)
+
+
+def test_preempted_continuations_draw_the_same_tokens(engine: Any, tiny: Any) -> None:
+    asked = prompts(20, 60, 25, 33, 8)
+    plans = [SamplingParams(80, 1.0, frozenset(), seed) for seed in range(5)]
+    before = preemptions(engine)
+    queries = [submit(engine, i, None, p) for i, p in zip(asked, plans, strict=True)]
+    mixed = [submit(engine, ids) for ids in asked]
+    found = finish(engine, queries + mixed)
+    assert preemptions(engine) > before
+    for ids, plan, tokens in zip(asked, plans, found, strict=False):
+        assert tokens == expected_draws(tiny, ids, 80, plan.seed or 0)
+    assert largest_error(tiny, found[5:], asked) <= 1e-4
+
+
+def test_more_contexts_than_the_cache_holds(engine: Any, tiny: Any) -> None:
+    asked = prompts(200, 240, 100, 255, 33, 180, 255)
+    queries = [submit(engine, ids) for ids in asked]
+    assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4

@@ -1,0 +1,109 @@
+"""Engines that compute in processes of their own, on the CPU build."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import genlm
+from genlm_vllm.conformance import TinyModel
+from genlm_vllm.worker import ask_workers
+
+from .traffic import expected_draws, finish, largest_error, prompts, rows, submit
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: TinyModel) -> Iterator[Any]:
+    """Two tensor-parallel ranks, 4 requests and 64 tokens a step."""
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_loras": 3}
+    engine = tiny.engine(multiprocess=None, tensor_parallel_size=2, **options)
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    yield engine
+    engine.close()
+
+
+def test_two_ranks_give_the_rows_of_one(engine: Any, tiny: Any) -> None:
+    asked = prompts(200, 3, 65, 33, 1, 90, 90)
+    for name in (None, "red", "blue"):
+        assert largest_error(tiny, rows(engine, asked, name), asked, name) <= 1e-4
+    assert engine.statistics()["processes"] == "own"
+
+
+def test_two_ranks_draw_the_same_tokens(engine: Any, tiny: Any) -> None:
+    asked = prompts(70, 5, 130)
+    plans = [genlm.SamplingParams(10, 1.0, frozenset(), seed) for seed in range(3)]
+    queries = [submit(engine, i, "red", p) for i, p in zip(asked, plans, strict=True)]
+    queries += [submit(engine, ids) for ids in asked]
+    found = finish(engine, queries)
+    for ids, plan, tokens in zip(asked, plans, found, strict=False):
+        assert tokens == expected_draws(tiny, ids, 10, plan.seed or 0, adapter="red")
+    assert largest_error(tiny, found[3:], asked) <= 1e-4
+
+
+def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
+    asked = prompts(250, 40, 200, 7)
+    for _ in range(3):
+        queries = [submit(engine, ids) for ids in asked]
+        for query in queries[:2]:
+            engine.abort(query.query_id)
+        assert largest_error(tiny, finish(engine, queries[2:]), asked[2:]) <= 1e-4
+    rows(engine, asked[:1])
+    assert sum(ask_workers(engine._vllm, "genlm_count")) == 0
+
+
+def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
+    engine: Any, tiny: Any, tmp_path: Any
+) -> None:
+    with pytest.raises(genlm.AdapterError, match="is no folder"):
+        engine.add_adapter("bad", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}'
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(genlm.AdapterError, match="weights cannot be read"):
+        engine.add_adapter("bad", str(tmp_path))
+    weights = Path(tiny.adapters["red"]) / "adapter_model.safetensors"
+    shutil.copy(weights, tmp_path)
+    with pytest.raises(genlm.AdapterError, match="rank 64 is greater than"):
+        engine.add_adapter("bad", str(tmp_path))  # refused by the workers
+    asked = prompts(9, 4)
+    assert largest_error(tiny, rows(engine, asked, "red"), asked, "red") <= 1e-4
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def test_rows_are_fetched_in_parts(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm_vllm.rows._BYTES_A_CALL", 3000)  # two rows
+    asked = prompts(3, 4, 5, 6, 7, 8, 9)
+    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+
+
+def test_every_request_ends_when_a_worker_dies(tiny: Any) -> None:
+    options = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 1}
+    lm = genlm.load_model(tiny.path, "vllm", engine_opts=options, multiprocess=True)
+
+    async def ask() -> list[Any]:
+        asked = [asyncio.ensure_future(lm.sample(p, 200)) for p in prompts(5, 6, 7)]
+        await asyncio.sleep(0)
+        for process in _processes(lm):
+            os.kill(process, signal.SIGKILL)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with lm:
+        assert all(isinstance(found, genlm.EngineError) for found in asyncio.run(ask()))
+        with pytest.raises(genlm.EngineError):
+            lm.next_token_logprobs_sync([5])
+
+
+def _processes(lm: Any) -> list[int]:
+    manager = lm._scheduler.engine._vllm.engine_core.resources.engine_manager
+    return [process.pid for process in manager.processes]

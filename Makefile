@@ -4,20 +4,32 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-backend
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-sgl plugins/genlm-backend
+
+# SGLang needs versions of its own, so an environment of its own.
+SGL        := .venv-sgl
+SGL_READY  := $(SGL)/.ready
+SGL_OLDEST := $(SGL)/sglang-oldest
+SGL_PACKAGES := core plugins/genlm-sgl
 
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check mutants bench docs clean
+.PHONY: demo test test-sgl test-sgl-oldest check mutants bench docs clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
-test: $(READY)  ## everything that CI runs
+test: $(READY) test-sgl  ## everything that CI runs
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest plugins/genlm-vllm/tests
+
+test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
+	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
+
+test-sgl-oldest: $(SGL_OLDEST)  ## the same on the oldest SGLang that it supports
+	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -28,16 +40,17 @@ check: $(READY)  ## format, lint, types, import contracts
 mutants: $(READY)  ## break engines and tries one by one: which check sees it
 	$(BIN)/python -m tests.mutants
 
-bench: $(READY)  ## run the benchmarks and append to benchmarks/results/
-	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench --save || exit 1; done
+bench: $(READY) $(SGL_READY)  ## run the benchmarks and append to benchmarks/results/
+	for bench in $(filter-out %_sgl.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
+	$(SGL)/bin/python benchmarks/bench_sgl.py --save
 
-docs: $(READY)  ## write again what is generated from the code and from runs
+docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and from runs
 	$(BIN)/python scripts/generate_plugin_docs.py --run
 	$(BIN)/python scripts/hf_architectures.py
 	$(BIN)/python scripts/plot_particles.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
@@ -51,4 +64,17 @@ $(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
 	$(BIN)/python -m genlm_vllm.install_cpu
+	touch $@
+
+$(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt
+	$(PYTHON) -m venv $(SGL)
+	$(SGL)/bin/python -m pip install --quiet --upgrade 'pip>=24'
+	$(SGL)/bin/python -m pip install --quiet -r requirements-sgl.txt
+	$(SGL)/bin/python -m pip install --quiet --no-build-isolation $(SGL_PACKAGES:%=-e %)
+	$(SGL)/bin/python -m genlm_sgl.install_cpu --quiet
+	touch $@
+
+# torchao: this version imports it whether it is asked for or not.
+$(SGL_OLDEST): $(SGL_READY)
+	$(SGL)/bin/python -m pip install --quiet --no-deps --upgrade --target $@ sglang==0.5.8.post1 torchao==0.9.0
 	touch $@

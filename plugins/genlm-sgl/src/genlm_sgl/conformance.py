@@ -16,6 +16,7 @@ import torch
 
 from genlm.testing import EngineTarget
 from genlm_sgl.alternating import AlternatingEngine
+from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 __all__ = ["LOGITS", "VOCABULARY", "TinyModel", "targets"]
 
@@ -56,14 +57,20 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         folder: Where the model is put.
     """
     model = TinyModel(folder / "llama")
+    paged = check_version(installed_version()) >= CPU_PAGES_FROM
     for name, options in SETTINGS.items():
         yield EngineTarget(
             model=name,
-            build=functools.partial(_alternating, model, options),
+            build=functools.partial(_alternating, model, _fitting(options, paged=paged)),
             oracle=lambda token_ids, _adapter: model.logprobs(token_ids),
-            tight_options=_TIGHT,
+            tight_options=[_fitting(options, paged=paged) for options in _TIGHT],
             shared=True,
         )
+
+
+def _fitting(options: Mapping[str, Any], *, paged: bool) -> Mapping[str, Any]:
+    """The options with pages of one token where others need a GPU."""
+    return options if paged else {**options, "page_size": 1}
 
 
 def _alternating(

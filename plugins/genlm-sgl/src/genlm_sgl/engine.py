@@ -30,6 +30,7 @@ from genlm import (
 )
 from genlm_sgl import cpu_shim
 from genlm_sgl.loading import (
+    check_cpu_pages,
     checked_options,
     cpu_token_capacity,
     default_options,
@@ -78,6 +79,8 @@ class SGLEngine:
         max_context: The longest prompt that SGLang takes: of the model's window, or of the
             KV cache if that is smaller, SGLang keeps six tokens for itself.
         capabilities: `SAMPLE` and `PREFIX_CACHE`.
+        embedding_rows: How many ids the model can embed.
+        closed: Whether `close` was called.
     """
 
     capabilities = frozenset({Capability.SAMPLE, Capability.PREFIX_CACHE})
@@ -90,7 +93,7 @@ class SGLEngine:
         gpu_id: int = 0,
     ) -> None:
         self._version = installed_version()
-        check_version(self._version)
+        self._release = check_version(self._version)
         if not _only_one.acquire(blocking=False):
             raise ModelLoadError(
                 f"asked for SGLang with {os.fspath(model)!r} while another SGLang engine is "
@@ -113,8 +116,10 @@ class SGLEngine:
             known = server_options()
             options = {k: v for k, v in default_options(cpu=cpu).items() if k in known}
             options |= checked_options(wanted, known)
+            if cpu:
+                check_cpu_pages(options, self._release)
             try:
-                if cpu and "max_total_tokens" not in options:
+                if cpu and options.get("max_total_tokens") is None:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
                 self._api = SchedulerApi(options | {"model_path": source}, gpu_id)
             except Exception as error:
@@ -125,9 +130,11 @@ class SGLEngine:
             self._api.close()
             raise
         self.max_context: int | None = self._api.longest_prompt
+        self.embedding_rows = self._api.embedding_rows
         self._requests = Requests(self.vocabulary)
         self._api.watch(self._requests)
         self._early: list[Completion] = []  # of steps that were not `step`
+        self.closed = False
         self._still = 0  # turns in a row that moved nothing
         self._final_statistics: Mapping[str, int | float | str] | None = None
 
@@ -154,7 +161,7 @@ class SGLEngine:
         sampling = query.sampling
         most = 0 if sampling is None else self._most_tokens(query.token_ids, sampling)
         stop = frozenset() if sampling is None else sampling.stop_token_ids
-        rid = self._requests.add(query)
+        rid = self._requests.add(query, most)
         try:
             self._api.enqueue(rid, query.token_ids, most, stop)
         except BaseException:
@@ -170,7 +177,7 @@ class SGLEngine:
             raise EmptySequenceError
         if self.max_context is not None and len(token_ids) > self.max_context:
             raise ContextLengthError(len(token_ids), self.max_context)
-        size = min(self._api.embedding_rows, self.vocabulary.size)
+        size = min(self.embedding_rows, self.vocabulary.size)
         if min(token_ids) < 0 or max(token_ids) >= size:
             position = next(i for i, t in enumerate(token_ids) if not 0 <= t < size)
             raise TokenIdError(token_ids[position], position, size)
@@ -265,6 +272,16 @@ class SGLEngine:
         if not self._api.flush():
             raise EvaluationError("SGLang did not empty its radix cache though nothing runs")
 
+    @property
+    def model(self) -> Any:
+        """The torch module that SGLang runs; for reading only."""
+        return self._api.model
+
+    @property
+    def free_tokens(self) -> int:
+        """How many tokens of the KV cache hold nothing, not even a cached prefix."""
+        return self._api.free_tokens
+
     # -- figures and the end ----------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:
@@ -284,6 +301,7 @@ class SGLEngine:
     def close(self) -> None:
         """Take SGLang down; another engine can then be built."""
         self._final_statistics = self.statistics()
+        self.closed = True
         try:
             self._api.close()
         finally:

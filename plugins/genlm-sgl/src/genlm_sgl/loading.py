@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from genlm import ModelLoadError
+from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
     "checked_options",
@@ -103,6 +104,20 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
             hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise TypeError(f"engine_opts[{name!r}]: SGLang's ServerArgs takes no such.{hint}")
     return dict(options)
+
+
+def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> None:
+    """Refuse pages of several tokens where SGLang has no code for them on a CPU.
+
+    Raises:
+        ValueError: It would raise at the first request.
+    """
+    size = options.get("page_size") or 1
+    if size > 1 and release < CPU_PAGES_FROM:
+        raise ValueError(
+            f"engine_opts['page_size'] = {size}: on a CPU this takes SGLang "
+            f"{'.'.join(map(str, CPU_PAGES_FROM))} or newer; leave it out"
+        )
 
 
 def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:

@@ -22,11 +22,13 @@ class Request:
 
     Attributes:
         query: What was asked.
+        most_tokens: How many tokens to draw, unless it stops before.
         row: Its row, once the pass over its last token was seen.
         uniforms: The randomness of its continuation.
     """
 
     query: Query
+    most_tokens: int
     row: torch.Tensor | None = None
     uniforms: UniformStream = field(init=False)
 
@@ -56,10 +58,10 @@ class Requests:
     def __contains__(self, rid: str) -> bool:
         return rid in self._by_rid
 
-    def add(self, query: Query) -> str:
+    def add(self, query: Query, most_tokens: int) -> str:
         """Take a query in; returns its request id, the beginning of no other's."""
         rid = f"{next(self._numbers)}."
-        self._by_rid[rid] = Request(query)
+        self._by_rid[rid] = Request(query, most_tokens)
         self._rids[query.query_id] = rid
         return rid
 
@@ -139,9 +141,14 @@ def _answer(request: Request, end: Ended) -> Completion:
         message = f"SGLang gave up a request of {len(query.token_ids)} tokens: {end.aborted}"
         return Completion(query.query_id, error=EvaluationError(message))
     if query.sampling is not None:
-        drawn = end.output_ids[: query.sampling.max_tokens]
-        stops = (i for i, token in enumerate(drawn) if token in query.sampling.stop_token_ids)
-        return Completion(query.query_id, drawn[: next(stops, len(drawn))])
+        drawn, stops = end.output_ids[: request.most_tokens], query.sampling.stop_token_ids
+        length = next((i for i, token in enumerate(drawn) if token in stops), None)
+        if length is not None or len(drawn) == request.most_tokens:
+            return Completion(query.query_id, drawn[:length])
+        message = (
+            f"SGLang ended a continuation after {len(drawn)} of {request.most_tokens} tokens"
+        )
+        return Completion(query.query_id, error=EvaluationError(message))
     if request.row is None:
         message = f"SGLang ended a request of {len(query.token_ids)} tokens without its logits"
         return Completion(query.query_id, error=EvaluationError(message))

@@ -111,14 +111,21 @@ class SchedulerApi:
 
     @property
     def longest_prompt(self) -> int:
-        """The most tokens that SGLang takes as a prompt."""
-        # It refuses `len >= max_req_input_len` (and runs `[0]` instead).
-        return int(self._scheduler.max_req_input_len) - 1
+        """The most tokens that SGLang takes as a prompt and can draw one more after."""
+        # It refuses `len >= max_req_input_len` (and runs `[0]` instead), never starts what
+        # leaves no page of the KV cache free, and cuts a continuation that would not.
+        window = int(self._scheduler.max_req_input_len) - 1
+        return min(window, self.token_capacity - 2 * int(self._scheduler.page_size) - 1)
 
     @property
     def embedding_rows(self) -> int:
         """How many ids the model can embed."""
         return int(self._scheduler.model_config.vocab_size)
+
+    @property
+    def model(self) -> Any:
+        """The torch module that runs."""
+        return self._scheduler.tp_worker.model_runner.model
 
     @property
     def device(self) -> str:
@@ -134,11 +141,6 @@ class SchedulerApi:
     def free_tokens(self) -> int:
         """How many tokens of the KV cache hold nothing, not even a cached prefix."""
         return int(self._scheduler.token_to_kv_pool_allocator.available_size())
-
-    @property
-    def cached_tokens(self) -> int:
-        """How many tokens the radix cache holds for nobody in particular."""
-        return int(self._scheduler.tree_cache.evictable_size())
 
     # -- requests ---------------------------------------------------------------------
 
@@ -326,8 +328,8 @@ class SchedulerApi:
         runner = scheduler.tp_worker.model_runner
         for name in ("forward", "sample"):
             vars(runner).pop(name, None)
-        for socket in _sockets(scheduler):
-            socket.close(linger=0)
+        for context in {socket.context for socket in _sockets(scheduler)}:
+            context.destroy(linger=0)  # and its sockets
         del runner, scheduler
         _leave_groups()
 
@@ -344,14 +346,12 @@ class SchedulerApi:
         return hasattr(schedule_batch, "array")
 
     def _make_stream(self) -> None:
-        self._stream = getattr(self._scheduler, "schedule_stream", None)
-        if (
-            self._stream is None
-            and "cuda" in self.device
-            and not hasattr(self._scheduler, "default_stream")
-        ):
-            module = self._scheduler.device_module
-            self._stream = self._scheduler.schedule_stream = module.Stream(priority=0)
+        """Give the scheduler the stream that `run_event_loop` gives it in newer versions."""
+        scheduler = self._scheduler
+        own = hasattr(scheduler, "schedule_stream") or hasattr(scheduler, "default_stream")
+        if not own:
+            scheduler.schedule_stream = scheduler.device_module.Stream(priority=0)
+        self._stream = getattr(scheduler, "schedule_stream", None)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

@@ -7,11 +7,14 @@ from importlib.metadata import version
 
 from genlm import MissingRequirementError
 
-__all__ = ["NEWEST", "OLDEST", "check_version", "installed_version"]
+__all__ = ["CPU_PAGES_FROM", "NEWEST", "OLDEST", "check_version", "installed_version"]
 
 OLDEST = (0, 5, 8)
 NEWEST = (0, 5, 23)
 """The range that the tests were run on; see docs/sglang-engine.md for which of them."""
+
+CPU_PAGES_FROM = (0, 5, 22)
+"""Before, pages of several tokens need a GPU."""
 
 
 def installed_version() -> str:
@@ -19,10 +22,13 @@ def installed_version() -> str:
     return version("sglang")
 
 
-def check_version(found: str) -> None:
+def check_version(found: str) -> tuple[int, ...]:
     """Refuse a version outside the range.
 
     SGLang's scheduler is no public interface: another version may start and answer wrongly.
+
+    Returns:
+        Its numbers.
 
     Raises:
         MissingRequirementError: It is too old, too new, or no version.
@@ -36,3 +42,4 @@ def check_version(found: str) -> None:
             [f"sglang from {oldest} to {newest} (found {found})"],
             f"pip install sglang=={newest}",
         )
+    return release

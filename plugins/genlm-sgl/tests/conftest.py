@@ -1,0 +1,45 @@
+"""Engines over one tiny model, made here: nothing is downloaded, nothing is mocked."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from genlm_sgl.conformance import TinyModel
+from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # SGLang uses what torch has deprecated, and SWIG's types have no module.
+    for message in ("DeprecationWarning:torch", "DeprecationWarning:sglang"):
+        config.addinivalue_line("filterwarnings", f"ignore::{message}")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A Llama with a window of 512 positions."""
+    return TinyModel(tmp_path_factory.mktemp("sgl") / "llama", positions=512)
+
+
+@pytest.fixture
+def build(tiny: TinyModel) -> Iterator[Callable[..., Any]]:
+    """Build an engine with these SGLang options; closed when the test ends."""
+    built: list[Any] = []
+    release = check_version(installed_version())
+
+    def engine(**options: Any) -> Any:
+        if release < CPU_PAGES_FROM:  # these refuse larger ones, see test_loading.py
+            options["page_size"] = 1
+        built.append(tiny.engine({"max_total_tokens": 4096}, **options))
+        return built[-1]
+
+    yield engine
+    for each in built:
+        if not each.closed:
+            each.close()

@@ -1,0 +1,12 @@
+"""The engine keeps every law, served plainly and in tight quarters; no stand-in was called."""
+
+from __future__ import annotations
+
+from genlm.testing import conformance_tests
+from genlm_sgl import cpu_shim
+
+test_sgl = conformance_tests("sgl", no_skips=True)
+
+
+def test_no_stand_in_was_called() -> None:
+    assert cpu_shim.CALLED == []

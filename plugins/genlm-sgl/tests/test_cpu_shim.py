@@ -1,0 +1,80 @@
+"""The stand-ins: any name, no ability, and never in the way of the real package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from genlm_sgl import cpu_shim
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_shim, "CALLED", [])
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package that is not installed, to be stood in for."""
+    monkeypatch.setattr(cpu_shim, "PACKAGES", ("genlm_absent",))
+    yield "genlm_absent"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "genlm_absent"]:
+        del sys.modules[name]
+
+
+def test_any_name_can_be_imported_and_calling_it_raises_and_is_recorded(absent: str) -> None:
+    with cpu_shim.standing_in() as packages:
+        assert packages == (absent,)
+        module = importlib.import_module(f"{absent}.deep.inside")
+    found = [name for name in cpu_shim.installed_stand_ins() if name.startswith(absent)]
+    assert found == [absent, f"{absent}.deep", f"{absent}.deep.inside"]
+    assert cpu_shim.CALLED == []
+    for attempt in (module.gelu, module.modes.BICUBIC):
+        with pytest.raises(NotImplementedError, match=f"install {absent}"):
+            attempt(1, x=2)
+    called = [f"{absent}.deep.inside.gelu", f"{absent}.deep.inside.modes.BICUBIC"]
+    assert called == cpu_shim.CALLED
+    assert not hasattr(module, "__wrapped__")
+
+
+def test_nothing_new_is_found_afterwards(absent: str) -> None:
+    with cpu_shim.standing_in():
+        assert importlib.util.find_spec(absent) is not None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{absent}.never_asked_for")
+    with cpu_shim.standing_in() as packages:  # again, for the next engine
+        assert packages == (absent,)
+
+
+def test_an_installed_package_is_never_replaced(
+    absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / absent).mkdir()
+    (tmp_path / absent / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with cpu_shim.standing_in() as packages:
+        assert packages == ()
+        module: Any = importlib.import_module(absent)
+    assert module.real
+    with cpu_shim.standing_in() as packages:  # imported by now
+        assert packages == ()
+    assert absent not in cpu_shim.installed_stand_ins()
+
+
+def test_torchvision_is_unknown_again_to_everybody_else() -> None:
+    from transformers.utils import import_utils
+
+    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        assert isinstance(importlib.import_module("torchvision"), ModuleType)
+        return
+    with cpu_shim.standing_in():
+        importlib.import_module("torchvision.transforms")
+    assert not [name for name in sys.modules if name.startswith("torchvision")]
+    assert not import_utils.is_torchvision_available()

@@ -1,0 +1,136 @@
+"""One engine at a time, and a process that is as it was when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import genlm
+from genlm_sgl.conformance import TinyModel
+
+from .driving import TOLERANCE, answers, largest_error, prompts_of
+
+
+def test_a_second_engine_is_refused_and_the_first_goes_on(build: Any, tiny: TinyModel) -> None:
+    engine = build()
+    with pytest.raises(genlm.ModelLoadError, match="another SGLang engine is alive"):
+        build()
+    prompts = prompts_of(5, 9)
+    assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
+
+
+def test_engines_follow_one_another_and_leave_little_behind(
+    build: Any, tiny: TinyModel
+) -> None:
+    prompts = prompts_of(5, 9)
+    process = psutil.Process()
+    found = []
+    for _ in range(6):
+        engine = build()
+        assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
+        engine.close()
+        gc.collect()
+        names = {each.name for each in threading.enumerate()}
+        found.append((process.num_threads(), process.num_fds(), names, process.memory_info()))
+    assert found[-1][0] <= found[1][0]
+    assert found[-1][1] - found[1][1] <= 2 * 4  # measured: one file descriptor each
+    assert found[-1][2] <= found[1][2]
+    assert found[-1][3].rss - found[1][3].rss <= 4 * 20 * 2**20  # measured: 2 MB each
+
+
+def test_no_thread_watches_the_engine(build: Any) -> None:
+    """SGLang's watchdog sends SIGQUIT to the parent process after five idle minutes."""
+    before = {each.ident for each in threading.enumerate()}
+    engine = build()
+    answers(engine, prompts_of(5))
+    new = [each for each in threading.enumerate() if each.ident not in before]
+    assert not [each for each in new if "watchdog" in each.name]
+
+
+def test_a_model_that_cannot_be_built_leaves_room_for_the_next(
+    build: Any, tiny: TinyModel, tmp_path: Path
+) -> None:
+    from genlm_sgl.engine import SGLEngine
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for model, words in ((tmp_path, "it raised"), (tmp_path / "no", "no such folder")):
+        with pytest.raises(genlm.ModelLoadError, match=words):
+            SGLEngine(model, engine_opts={"device": "cpu"})
+    with pytest.raises(genlm.ModelLoadError):
+        SGLEngine("genlm/no-such-model", engine_opts={"device": "cpu"})
+    prompts = prompts_of(5, 9)
+    assert largest_error(tiny, prompts, answers(build(), prompts)) <= TOLERANCE
+
+
+def test_the_process_is_left_as_it_was(build: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def state() -> list[Any]:
+        return [
+            dict(os.environ),
+            random.getstate(),
+            str(np.random.get_state()),
+            torch.get_rng_state().tolist(),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            list(logging.root.handlers),
+            logging.root.level,
+            sys.excepthook,
+            "torchvision" in sys.modules,
+        ]
+
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = state()
+    level = logging.getLogger("sglang").level
+    engine = build()
+    assert state() == before
+    answers(engine, [*prompts_of(5), (prompts_of(4)[0], genlm.SamplingParams(3))])
+    assert state() == before
+    engine.close()
+    assert state() == before
+    assert logging.getLogger("sglang").level == level
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_importing_the_plugin_sets_nothing_and_imports_no_sglang() -> None:
+    code = (
+        "import os, sys; before = dict(os.environ)\n"
+        "import genlm_sgl.plugin, genlm_sgl.engine, genlm_sgl.conformance\n"
+        "assert dict(os.environ) == before\n"
+        "assert 'sglang' not in sys.modules and 'sgl_kernel' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_load_model_serves_it_as_any_other(tiny: TinyModel) -> None:
+    prompts = prompts_of(5, 9, 1)
+
+    async def ask(lm: genlm.AsyncLM) -> list[torch.Tensor]:
+        asked = [lm.next_token_logprobs(prompt) for prompt in prompts * 2]
+        return list(await asyncio.gather(*asked))
+
+    options = {"device": "cpu", "max_total_tokens": 4096}
+    with genlm.load_model(tiny.folder, "sgl", engine_opts=options, gpu_id=0) as lm:
+        rows = asyncio.run(ask(lm))
+        assert largest_error(tiny, prompts * 2, rows) <= TOLERANCE
+        figures = lm.statistics()
+        # Identical prompts in one cold batch are computed once: the core joins them.
+        assert figures.engine["tokens_computed"] == 15
+        drawn = asyncio.run(lm.batch_sample(prompts, 4, seed=1))
+        assert [len(tokens) for tokens in drawn] == [4, 4, 4]
+    assert lm.statistics().engine["rows"] == 3

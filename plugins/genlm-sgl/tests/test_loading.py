@@ -1,0 +1,77 @@
+"""What is refused before anything is loaded, and what is chosen where nothing is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from genlm import MissingRequirementError, ModelLoadError
+from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capacity, model_source
+from genlm_sgl.versions import check_version
+
+
+@pytest.mark.parametrize("found", ["0.5.8", "0.5.8.post1", "0.5.17", "0.5.23", "0.5.23.post2"])
+def test_versions_in_the_range_are_accepted(found: str) -> None:
+    assert check_version(found)[:2] == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "found", ["0.5.7", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
+)
+def test_other_versions_are_refused_with_the_command_to_run(found: str) -> None:
+    with pytest.raises(MissingRequirementError) as refused:
+        check_version(found)
+    assert f"from 0.5.8 to 0.5.23 (found {found})" in str(refused.value)
+    assert "pip install sglang==0.5.23" in str(refused.value)
+
+
+def test_an_engine_on_another_version_is_not_built(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genlm_sgl import engine
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "installed_version", lambda: "0.6.0")
+        with pytest.raises(MissingRequirementError, match=r"found 0\.6\.0"):
+            build()
+    build()
+
+
+@pytest.mark.parametrize("option", ["tp_size", "dp_size", "pp_size", "ep_size", "nnodes"])
+def test_options_that_take_other_processes_are_refused(build: Any, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}.*inside yours"):
+        build(**{option: 2})
+    assert checked_options({option: 1}, frozenset({option})) == {option: 1}
+
+
+@pytest.mark.parametrize("option", ["model_path", "base_gpu_id"])
+def test_options_with_an_argument_of_their_own_are_refused(build: Any, option: str) -> None:
+    with pytest.raises(ValueError, match="first argument"):
+        build(**{option: "x"})
+
+
+def test_an_unknown_option_is_refused_with_its_like(build: Any) -> None:
+    with pytest.raises(TypeError, match=r"Did you mean .*'page_size'"):
+        build(page_sise=4)
+
+
+def test_pages_of_several_tokens_are_refused_where_they_need_a_gpu() -> None:
+    check_cpu_pages({"page_size": 1}, (0, 5, 8))
+    check_cpu_pages({"page_size": 16}, (0, 5, 23))
+    with pytest.raises(ValueError, match=r"page_size.*newer"):
+        check_cpu_pages({"page_size": 16}, (0, 5, 10))
+
+
+def test_a_folder_that_does_not_exist_is_no_hub_id() -> None:
+    for name in ("./none", "/none/at/all", "~/none-of-that"):
+        with pytest.raises(ModelLoadError, match="no such folder"):
+            model_source(name)
+    assert model_source("owner/name") == "owner/name"
+
+
+def test_the_kv_cache_on_a_cpu_has_a_bound_of_its_own(build: Any, tiny: Any) -> None:
+    capacity = cpu_token_capacity(str(tiny.folder), {})
+    assert 1024 <= capacity <= 2**17
+    engine = build(max_total_tokens=None)
+    assert engine.statistics()["kv_tokens"] == capacity

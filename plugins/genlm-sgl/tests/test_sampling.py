@@ -1,0 +1,136 @@
+"""Continuations drawn in SGLang's batches, compared with draws from the oracle's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm import Query, SamplingParams
+from genlm_sgl.conformance import VOCABULARY, TinyModel
+from genlm_sgl.drawing import UniformStream, draw_tokens
+
+from .driving import answers, collected, continuation, prompts_of
+
+PROMPTS = prompts_of(3, 9, 1, 20, 4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+def test_draws_are_those_of_the_oracle(
+    build: Any, tiny: TinyModel, overlap: bool, temperature: float
+) -> None:
+    engine = build(disable_overlap_schedule=not overlap)
+    asked = [
+        (prompt, SamplingParams(12, temperature, seed=seed))
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    expected = [continuation(tiny, prompt, params) for prompt, params in asked]
+    assert answers(engine, asked) == expected
+    for each, drawn in zip(asked, expected, strict=True):  # alone as in company
+        assert answers(engine, [each]) == [drawn]
+
+
+def test_equal_prompts_have_streams_of_their_own(build: Any) -> None:
+    engine = build()
+    asked = [(PROMPTS[0], SamplingParams(8, seed=seed)) for seed in range(20)]
+    drawn = answers(engine, asked)
+    assert len({tuple(tokens) for tokens in drawn}) == 20
+    unseeded = answers(engine, [(PROMPTS[0], SamplingParams(8))] * 2)
+    assert unseeded[0] != unseeded[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stop_ids_end_a_continuation_and_the_models_own_end_does_not(
+    build: Any, tiny: TinyModel, overlap: bool
+) -> None:
+    engine = build(disable_overlap_schedule=not overlap)
+    params = SamplingParams(60, temperature=4.0, seed=3)
+    whole = continuation(tiny, PROMPTS[0], params)
+    for stop in (whole[10], whole[0], whole[-1]):
+        stopping = dataclasses.replace(params, stop_token_ids=frozenset({stop, 299}))
+        expected = continuation(tiny, PROMPTS[0], stopping)
+        assert answers(engine, [(PROMPTS[0], stopping)]) == [expected]
+    many = [(PROMPTS[0], SamplingParams(60, 4.0, frozenset({5}), seed)) for seed in range(30)]
+    drawn = answers(engine, many)
+    assert any(2 in tokens for tokens in drawn)  # 2 is the end of sequence in its config
+    assert drawn == [continuation(tiny, prompt, params) for prompt, params in many]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_retracted_continuation_is_drawn_as_if_it_had_not_been(
+    build: Any, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, overlap: bool, page_size: int
+) -> None:
+    """The cache is too small for all; SGLang takes some out and computes them again."""
+    engine = build(
+        disable_overlap_schedule=not overlap,
+        page_size=page_size,
+        max_total_tokens=256,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.1,
+    )
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    retracted = 0
+    retract = ScheduleBatch.retract_decode
+
+    def counting(batch: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal retracted
+        retracted += 1
+        return retract(batch, *arguments, **options)
+
+    monkeypatch.setattr(ScheduleBatch, "retract_decode", counting)
+    asked = [
+        # Where a continuation may stop early SGLang reckons with less than its full length.
+        (prompt, SamplingParams(70, stop_token_ids=frozenset({299}), seed=seed))
+        for seed, prompt in enumerate(prompts_of(10, 11, 12, 13, 14, 15))
+    ]
+    for number, (prompt, params) in enumerate(asked):  # in one batch it would admit too few
+        engine.submit(Query(number, prompt, None, params))
+        assert engine.step() == []
+    drawn = collected(engine, range(len(asked)))
+    assert drawn == [continuation(tiny, *each) for each in asked]
+    assert retracted
+
+
+@given(
+    st.lists(st.floats(-30, 0), min_size=1, max_size=9),
+    st.sampled_from([0.0, 1e-300, 0.5, 1.0, 40.0]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_draw_inverts_the_cumulative_distribution(
+    logprobs: list[float], temperature: float, uniform: float
+) -> None:
+    rows = torch.tensor([logprobs, logprobs[::-1]], dtype=torch.float32)
+    drawn = draw_tokens(rows, [temperature, 0.0], [uniform, uniform])
+    values = rows[0].double().numpy()
+    if temperature == 0:
+        assert drawn[0] == int(values.argmax())
+    else:
+        weights = np.exp((values - values.max()) / temperature)
+        upper = weights.cumsum() / weights.sum()
+        token = int(drawn[0])
+        assert upper[token] >= uniform - 1e-12
+        assert token == 0 or upper[token - 1] <= uniform + 1e-12
+    assert drawn[1] == int(rows[1].argmax())
+
+
+def test_ids_of_probability_zero_are_never_drawn() -> None:
+    row = torch.full((1, VOCABULARY), -torch.inf)
+    row[0, 7] = row[0, 9] = -0.7
+    for uniform in (0.0, 0.25, 0.5, 0.75, 1 - 2**-53):
+        assert int(draw_tokens(row, [1.0], [uniform])) in {7, 9}
+
+
+def test_a_stream_is_addressed_by_position() -> None:
+    stream, again = UniformStream(5), UniformStream(5)
+    later = [stream[10], stream[3], stream[3], stream[0]]
+    expected = np.random.default_rng(5).random(11)
+    assert later == [expected[10], expected[3], expected[3], expected[0]]
+    assert [again[i] for i in range(11)] == expected.tolist()

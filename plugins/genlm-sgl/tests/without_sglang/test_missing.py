@@ -1,0 +1,39 @@
+"""What users see who have the plugin and not SGLang; runs where SGLang is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import genlm
+from genlm_sgl import install_cpu
+
+
+def test_the_plugin_is_listed_with_what_is_missing_and_how_to_install_it() -> None:
+    [info] = [each for each in genlm.list_backends("engine") if each.name == "sgl"]
+    assert info.status == "missing"
+    shown = subprocess.run(
+        [Path(sys.executable).parent / "genlm", "plugins"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "missing: sglang" in shown
+    assert "python -m genlm_sgl.install_cpu" in shown
+
+
+def test_asking_for_it_names_the_command() -> None:
+    with pytest.raises(genlm.MissingRequirementError) as error:
+        genlm.load_model("anything", backend="sgl")
+    assert error.value.missing == ("sglang",)
+    assert "python -m genlm_sgl.install_cpu" in str(error.value)
+
+
+def test_the_command_installs_the_requirements_and_then_sglang_alone() -> None:
+    requirements, alone = install_cpu.commands(["--quiet"])
+    assert requirements[1:] == ["-m", "pip", "install", "--quiet", "-r", requirements[-1]]
+    assert "torch==" in Path(requirements[-1]).read_text(encoding="utf-8")
+    assert alone[-2:] == ["--no-deps", "sglang==0.5.23"]

@@ -12,18 +12,25 @@ SGL_READY  := $(SGL)/.ready
 SGL_OLDEST := $(SGL)/sglang-oldest
 SGL_PACKAGES := core plugins/genlm-sgl
 
+VLLM_OLDEST := .venv-vllm-oldest
+
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-sgl test-sgl-oldest check mutants bench docs clean
+.PHONY: demo test test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants bench docs clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
-test: $(READY) test-sgl  ## everything that CI runs
+test: $(READY) test-sgl test-vllm  ## everything that CI runs
 	$(BIN)/python -m pytest
+
+test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
 	$(BIN)/python -m pytest plugins/genlm-vllm/tests
+
+test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
+	$(VLLM_OLDEST)/bin/python -m pytest plugins/genlm-vllm/tests -m "not second_runner"
 
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
@@ -50,7 +57,7 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	$(BIN)/python scripts/plot_particles.py
 
 clean:
-	rm -rf $(VENV) $(SGL) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(VLLM_OLDEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
@@ -64,6 +71,14 @@ $(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
 	$(BIN)/python -m genlm_vllm.install_cpu
+	touch $@
+
+$(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml
+	$(PYTHON) -m venv $(VLLM_OLDEST)
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout scipy hypothesis torch==2.13.0
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-vllm
+	$(VLLM_OLDEST)/bin/python -m genlm_vllm.install_cpu 0.28.0
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet transformers==5.19.0
 	touch $@
 
 $(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm_hf.gathered.plan import SegmentBatch
 from genlm_hf.kv.storage import KVStorage, LayerShape
@@ -18,34 +18,7 @@ from genlm_hf.kv.storage import KVStorage, LayerShape
 __all__ = ["RecordingCache", "SlotCache"]
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc] # transformers is untyped
-    """A layer that sees all of its past, of a known length.
-
-    Attributes:
-        length: Number of tokens it holds, padding included.
-    """
-
-    is_sliding = False
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is made here."""
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
     """What a model sees of the storage in one forward pass.
 
     Args:
@@ -63,16 +36,23 @@ class SlotCache(Cache):  # type: ignore[misc]
         )
 
 
-class _SlotLayer(_Layer):
-    def __init__(self, length: int, index: int, storage: KVStorage, indices: _Indices) -> None:
-        super().__init__(length)
+class _SlotLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer that sees all of its past, padding included."""
+
+    def __init__(self, past: int, index: int, storage: KVStorage, indices: _Indices) -> None:
+        super().__init__()
+        self._length = past
         self._index, self._storage, self._indices = index, storage, indices
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens it holds."""
+        return self._length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store `(segments, heads, new, width)`; return `(segments, heads, all, width)`."""
-        self.length += key_states.shape[2]
+        self._length += key_states.shape[2]
         keys, values = self._storage.write(
             self._index,
             self._indices.writes(key_states.device),

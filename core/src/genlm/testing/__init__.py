@@ -37,6 +37,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.selection import cases_of as cases_of
     from genlm.testing.target import EngineTarget as EngineTarget
     from genlm.testing.target import TrieTarget as TrieTarget
+    from genlm.testing.tiny_model import TINY_LLAMA as TINY_LLAMA
+    from genlm.testing.tiny_model import TINY_LOGITS as TINY_LOGITS
+    from genlm.testing.tiny_model import TINY_VOCABULARY as TINY_VOCABULARY
+    from genlm.testing.tiny_model import TinyModel as TinyModel
     from genlm.testing.trie_trial import TrieTrial as TrieTrial
 
 _HOME = {
@@ -52,6 +56,7 @@ _HOME = {
     "selection": "Case cases_of",
     "target": "EngineTarget TrieTarget",
     "engine_trial": "EngineTrial",
+    "tiny_model": "TINY_LLAMA TINY_LOGITS TINY_VOCABULARY TinyModel",
     "trie_trial": "TrieTrial",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

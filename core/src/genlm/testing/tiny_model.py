@@ -1,0 +1,170 @@
+"""`TinyModel`: a small random model on disk, for engines that load transformers' folders.
+
+Its oracle is transformers' own forward pass of one sequence, in float32 and without a past,
+and peft's own model for adapters. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["TINY_LLAMA", "TINY_LOGITS", "TINY_VOCABULARY", "TinyModel"]
+
+TINY_VOCABULARY = 300
+"""How many ids the tokenizer has."""
+
+TINY_LOGITS = 320
+"""More than the tokenizer has ids, as in models with embeddings padded to a round number."""
+
+TINY_LLAMA: Mapping[str, Any] = {
+    "vocab_size": TINY_LOGITS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""The config of a Llama with grouped-query attention and a window of 64 tokens."""
+
+_TEXT = "Once upon a time there was a fox who ran through the woods and the windy hills. "
+_SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+class TinyModel:
+    """A causal language model with random weights in a folder, and its oracle.
+
+    The weights are so large that every token matters to every row. Needs transformers, and
+    peft for adapters.
+
+    Args:
+        folder: Where model, tokenizer and adapters are put, on first use of `path`.
+        settings: Of the config, all of them; by default those of `TINY_LLAMA`.
+        model_type: transformers' name of the architecture.
+        adapters: Names of LoRA adapters to make.
+        lora: Arguments of `peft.LoraConfig`, `target_modules` among them.
+
+    Attributes:
+        adapters: Folder of each adapter, by name; empty without peft.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any] = TINY_LLAMA,
+        *,
+        model_type: str = "llama",
+        adapters: Sequence[str] = (),
+        lora: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._model_type = model_type
+        self._lora = lora or {"target_modules": ["q_proj", "down_proj"]}
+        if importlib.util.find_spec("peft") is None:
+            adapters = ()
+        self.adapters = {name: str(folder / name) for name in adapters}
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The folder, once it holds the model, its tokenizer and its adapters."""
+        with torch.random.fork_rng(devices=()), _no_bars():
+            torch.manual_seed(1)
+            self._random().save_pretrained(self._folder)
+            for seed, path in enumerate(self.adapters.values()):
+                torch.manual_seed(seed + 2)
+                self._save_adapter(path)
+        tiny_tokenizer().save_pretrained(self._folder)
+        return self._folder
+
+    def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
+        """Compute the row of one sequence alone, without a past; float64."""
+        ids = torch.tensor([list(token_ids)])
+        with torch.no_grad():
+            outputs = self._alone(adapter)(
+                ids, attention_mask=torch.ones_like(ids), use_cache=False
+            )
+        row: torch.Tensor = outputs.logits[0, -1, :TINY_VOCABULARY].double().log_softmax(-1)
+        return row
+
+    def _random(self) -> Any:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(self._model_type, **self._settings)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 0.15)
+        return model
+
+    def _save_adapter(self, path: str) -> None:
+        import peft
+
+        config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **self._lora)
+        adapted = peft.get_peft_model(_loaded(self._folder), config)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0, 0.3)
+        adapted.save_pretrained(path)
+
+    @functools.cache  # noqa: B019 - lives as long as its target
+    def _alone(self, adapter: str | None) -> Any:
+        model = _loaded(self.path)
+        if adapter is None:
+            return model
+        import peft
+
+        return peft.PeftModel.from_pretrained(model, self.adapters[adapter]).eval()
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of exactly `TINY_VOCABULARY` ids."""
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_VOCABULARY,
+        special_tokens=list(_SPECIAL_TOKENS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([_TEXT * 3], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **_SPECIAL_TOKENS)
+
+
+def _loaded(folder: Path) -> Any:
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with _no_bars():
+        return load(folder, dtype=torch.float32).eval()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hide transformers' progress bars: one for each model of each check."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

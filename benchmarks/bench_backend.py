@@ -1,0 +1,98 @@
+"""How much faster does a genlm-control program get by replacing genlm-backend?
+
+Sequential Monte Carlo of `genlm-control` with a `PromptedLLM`, unchanged, on the published
+genlm-backend 0.3.1 and on this project's, each in an environment of its own (made in
+`.cache/`, or `--published PYTHON --ours PYTHON`) with equal versions of everything else.
+The two take turns within each round. Two token samplers: `direct` draws from the model's
+row, `eager` walks the token trie under a constraint. `as-is` sets nothing; `tuned` is
+what the published documentation advises, batches of all particles and the prompt in
+the cache. A figure is milliseconds of a step of all particles, front end and sampler
+included; a ratio is the published one's over ours, the median over rounds.
+
+The published one computes contexts again at every step, `tuned` all but the prompt, and
+waits 20 ms for a batch that is not full. The limit is the forward pass of one new token for
+each particle and genlm-control's own work.
+
+Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights, float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from peer import Peer
+from report import print_report
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ENVIRONMENTS = REPOSITORY / ".cache"
+CLIENTS = ["genlm-control==0.4.1", "genlm-bytes==0.2.0", "genlm-grammar==0.2.0"]
+OURS = ["core", "plugins/genlm-hf", "plugins/genlm-backend"]
+
+CASES = [
+    "direct 20 64 6 as-is",
+    "direct 20 64 6 tuned",
+    "direct 50 64 6 tuned",
+    "direct 20 256 6 tuned",
+    "eager 20 64 6 as-is",
+    "eager 20 64 6 tuned",
+]
+
+
+def interpreter(name: str, *packages: str) -> Path:
+    """An environment with genlm-control and this environment's torch and transformers."""
+    folder = ENVIRONMENTS / f"genlm-control-{name}"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        torch, transformers = map(importlib.metadata.version, ("torch", "transformers"))
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        # Torch first: what the others ask for would bring another build of it.
+        subprocess.run([*install, f"torch=={torch.split('+')[0]}"], check=True)
+        wanted = [f"transformers=={transformers}", *packages, *CLIENTS]
+        subprocess.run([*install, *wanted], check=True)
+        (folder / "ready").touch()
+    return python
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--published", type=Path)
+    parser.add_argument("--ours", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_known_args()[0]
+    editable = [word for path in OURS for word in ("-e", str(REPOSITORY / path))]
+    peers = {
+        "0.3.1": Peer(
+            options.published or interpreter("published", "genlm-backend==0.3.1"),
+            "control_program.py",
+        ),
+        "ours": Peer(options.ours or interpreter("ours", *editable), "control_program.py"),
+    }
+    samples: dict[str, list[float]] = {}
+    for peer in peers.values():
+        peer.measure("direct 2 8 2 as-is")  # warm
+    for round_ in range(options.rounds):
+        for case in CASES:
+            order = list(peers) if round_ % 2 else list(reversed(peers))
+            for name in order:
+                samples.setdefault(f"{case}, {name}", []).append(peers[name].measure(case))
+    for peer in peers.values():
+        peer.close()
+    ratios = {
+        f"{case}, ours": statistics.median(
+            theirs / own
+            for theirs, own in zip(samples[f"{case}, 0.3.1"], samples[f"{case}, ours"])
+        )
+        for case in CASES
+    }
+    rows = {f"{case}, {name}": samples[f"{case}, {name}"] for case in CASES for name in peers}
+    print_report("backend", rows, unit="ms a step", ratios=ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,12 +3,14 @@
     python scripts/generate_plugin_docs.py          # checks.md, from the code
     python scripts/generate_plugin_docs.py --run    # and capabilities.md, from runs
 
-`--run` certifies every installed plugin, which takes minutes.
+`--run` certifies every installed plugin, which takes minutes; one that lives in an environment
+of its own is certified there, by `--row NAME`, which prints its line of the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -45,6 +47,9 @@ _WITHOUT = {
     Capability.SAMPLE: "by the core",
     Capability.PREFIX_CACHE: "refused",
 }
+
+ELSEWHERE = {"sgl": ".venv-sgl"}
+"""Engines that need an environment of their own, and where `make` builds it."""
 
 SUBJECTS = {"engine": "Engines", "trie": "Token tries"}
 
@@ -85,10 +90,26 @@ def capabilities_page() -> str:
     lines += [
         _row(*_head(report, names), *_abilities(report)) for report, names in found["engine"]
     ]
+    lines += [_row_from(folder, name) for name, folder in ELSEWHERE.items()]
     lines += ["", "## Token tries", "", _row("Trie", "Paths", "Passed", "Skipped")]
     lines += [_row(*["---"] * 4)]
     lines += [_row(*_head(report, names)) for report, names in found["trie"]]
     return "\n".join([*lines, ""])
+
+
+def engine_row(name: str) -> str:
+    """The line of one engine that is installed here."""
+    [[info, *also]] = [each for each in _installed("engine") if each[0].name == name]
+    report, names = _certified(info, *also)
+    return _row(*_head(report, names), *_abilities(report))
+
+
+def _row_from(folder: str, name: str) -> str:
+    """The line of an engine that is installed in another environment."""
+    python = FOLDER.parents[1] / folder / "bin" / "python"
+    command = [python, __file__, "--row", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()[-1]
 
 
 def _installed(kind: str) -> Iterator[list[BackendInfo]]:
@@ -148,8 +169,13 @@ def main() -> None:
     """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", action="store_true", help="certify the installed plugins")
+    parser.add_argument("--row", metavar="NAME", help="print the line of one engine only")
+    options = parser.parse_args()
+    if options.row is not None:
+        print(engine_row(options.row))
+        return
     pages = {"checks.md": checks_page()}
-    if parser.parse_args().run:
+    if options.run:
         pages["capabilities.md"] = capabilities_page()
     for name, text in pages.items():
         (FOLDER / name).write_text(text, encoding="utf-8")

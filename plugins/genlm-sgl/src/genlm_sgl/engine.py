@@ -141,9 +141,9 @@ class SGLEngine:
     def _load_error(self, source: str, error: Exception) -> ModelLoadError:
         first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return ModelLoadError(
-            f"asked SGLang {self._version} for the model {source!r}; it raised {first_line}. "
-            f"It must be a folder or an accessible hub id with config.json, weights and "
-            f"tokenizer of an architecture that this SGLang serves on this device"
+            f"asked SGLang {self._version} for the model {source!r}; it raised {first_line} ("
+            f"it must be a folder or an accessible hub id with config.json, weights and "
+            f"tokenizer of an architecture that this SGLang serves on this device)"
         )
 
     # -- queries ----------------------------------------------------------------------

@@ -145,6 +145,7 @@ def test_random_comings_goings_and_moves(capture: Capture) -> None:
         wanted = {key: index for index, key in batch.items() if key is not None}
         taken = KEPT.take(list(wanted), oldest=0)
         assert list(taken) == list(wanted)
+        assert len(KEPT) == 0  # nobody else's
         for key, index in wanted.items():
             assert torch.allclose(taken[key], expected(logits[index]))
 

@@ -49,9 +49,8 @@ def drawn_tokens(
     scaled = rows.double() / divisor.to(rows.device)[:, None]
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
+    # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
     place = torch.tensor(uniforms, dtype=torch.float64, device=rows.device)[:, None] * total
-    # Rounding could make a product with a number below 1 equal to the total.
-    place = torch.minimum(place, total.nextafter(torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, place, right=True)[:, 0]
     is_greedy = torch.tensor([t == 0 for t in temperatures], device=rows.device)
     return torch.where(is_greedy, greedy, drawn)

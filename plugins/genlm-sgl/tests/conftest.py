@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from genlm_sgl.alternating import AlternatingEngine
 from genlm_sgl.conformance import TinyModel
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
@@ -25,6 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A Llama with a window of 512 positions."""
     return TinyModel(tmp_path_factory.mktemp("sgl") / "llama", positions=512)
+
+
+@pytest.fixture(autouse=True)
+def alone(request: pytest.FixtureRequest) -> None:
+    """Have the conformance suite's engine make way; it comes back when it is asked."""
+    if request.module.__name__.endswith("test_conformance"):
+        return
+    if AlternatingEngine.awake is not None:
+        AlternatingEngine.awake.park()
 
 
 @pytest.fixture

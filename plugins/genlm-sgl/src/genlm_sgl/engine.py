@@ -57,6 +57,10 @@ _PREFIX = -1
 """Query id of a prefix, which no scheduler uses."""
 
 
+def _stop_ids(query: Query) -> frozenset[int]:
+    return frozenset() if query.sampling is None else query.sampling.stop_token_ids
+
+
 class SGLEngine:
     """Next-token rows and continuations from SGLang, with its radix cache.
 
@@ -160,10 +164,9 @@ class SGLEngine:
         self._check(query.token_ids, query.adapter)
         sampling = query.sampling
         most = 0 if sampling is None else self._most_tokens(query.token_ids, sampling)
-        stop = frozenset() if sampling is None else sampling.stop_token_ids
         rid = self._requests.add(query, most)
         try:
-            self._api.enqueue(rid, query.token_ids, most, stop)
+            self._api.enqueue(rid, query.token_ids, most, _stop_ids(query))
         except BaseException:
             self._requests.drop(query.query_id)
             raise
@@ -213,8 +216,10 @@ class SGLEngine:
             raise
         answers = self._requests.completions(ended)
         self._still = 0 if moved or ended else self._still + 1
-        if self._still >= _PATIENCE:
-            answers += self._give_up_waiting()
+        if self._still == _PATIENCE:
+            self._begin_again()
+        elif self._still == 2 * _PATIENCE:
+            answers += self._give_up()
         return answers
 
     def _settle(self) -> None:
@@ -227,16 +232,26 @@ class SGLEngine:
             logger.exception("SGLang lost slots of its KV cache; the cache is emptied")
             self._api.start_over()
 
-    def _give_up_waiting(self) -> list[Completion]:
+    def _begin_again(self) -> None:
+        """Empty the cache and hand everything unanswered to SGLang anew.
+
+        SGLang 0.5.8 was seen to lose slots of its KV cache, and then had no room for what
+        waited.
+        """
+        self._api.start_over()
+        for rid, request in self._requests.unanswered():
+            query = request.query
+            self._api.enqueue(rid, query.token_ids, request.most_tokens, _stop_ids(query))
+
+    def _give_up(self) -> list[Completion]:
         """Fail what SGLang can never start: its loop would turn on for ever."""
         self._still = 0
         why = (
             f"it does not fit into the KV cache of {self._api.token_capacity} tokens as SGLang "
             f"reckons; raise engine_opts['max_total_tokens']"
         )
-        stuck = [Ended(rid, [], why) for rid in self._api.waiting]
-        for end in stuck:
-            self._api.abort(end.rid)
+        stuck = [Ended(rid, [], why) for rid, _ in self._requests.unanswered()]
+        self._api.start_over()
         return self._requests.completions(stuck)
 
     # -- prefixes ---------------------------------------------------------------------

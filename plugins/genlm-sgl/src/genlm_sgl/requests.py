@@ -72,6 +72,10 @@ class Requests:
             del self._by_rid[rid]
         return rid
 
+    def unanswered(self) -> list[tuple[str, Request]]:
+        """Every request with its id."""
+        return list(self._by_rid.items())
+
     def clear(self) -> None:
         """Forget all."""
         self._by_rid.clear()

@@ -8,9 +8,10 @@ step continuing copies of some. Each tier serves the same particles of the same 
 - packed: each token once, the shared past read once, where the model allows it;
 
 beside them lockstep decoding, the model's own `[N, 1]` pass with transformers'
-DynamicCache and no front end, which copies every past at every step as the gathered tier does. Only decoding is timed, after a prefill; every round runs all in turn.
-Models: 8 layers x 512, 8 heads, vocabulary 8,000, random weights, float32.
-Torch's threads are what OMP_NUM_THREADS says.
+DynamicCache and no front end, which copies every past at every step as the gathered tier
+does. Only decoding is timed, after a prefill; every round runs all in turn. Models: 8
+layers x 512, 8 heads, vocabulary 8,000, random weights, float32. Torch's threads are what
+OMP_NUM_THREADS says.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import warnings
 
 import numpy as np
 import torch
+
 from genlm.backend.tokenization import Token
 from genlm.backend.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 

@@ -16,17 +16,18 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
+    """Print the surface of the sources below a folder."""
     for path in sorted((folder / "genlm" / "backend").rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found: dict[str, str] = {}
-        for name, line in members(ast.parse(path.read_text()).body):
-            found[name] = line  # the real class comes after its placeholder
+        # Of two entries the last stays: the real class comes after its placeholder.
+        found = dict(members(ast.parse(path.read_text()).body))
         for name, line in found.items():
             print(f"{module} {name}{line}")
 
 
 def members(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the public names of a module or class, each with its description."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -45,6 +46,7 @@ def members(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
 
 
 def described(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return the kind of a function and its parameters, without annotations."""
     kinds = {ast.unparse(decorator) for decorator in node.decorator_list}
     kind = next(iter(kinds & {"property", "classmethod", "staticmethod"}), "def")
     if isinstance(node, ast.AsyncFunctionDef):
@@ -55,6 +57,7 @@ def described(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def public(name: str) -> bool:
+    """Return whether a name is meant for users."""
     return not name.startswith("_")
 
 

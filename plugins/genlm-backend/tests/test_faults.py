@@ -66,10 +66,15 @@ def test_logits_beyond_the_vocabulary_are_cut_before_normalising(llm, model):
 
 
 def test_changing_a_row_changes_nobody_elses(llm, model):
-    first, second = asked_together(llm, RED, RED)
+    async def main():
+        asked = [llm.next_token_logprobs(RED) for _ in range(2)]
+        return await asyncio.gather(*asked, llm.batch_next_token_logprobs([RED]))
+
+    first, second, batch = asyncio.run(main())
     first.fill_(7)
     llm.next_token_logprobs_sync(RED).fill_(8)
     assert_right(second, model, RED)
+    assert_right(batch, model, RED)
     assert_right(llm.next_token_logprobs_sync(RED), model, RED)
 
 

@@ -23,6 +23,7 @@ def test_a_model_of_ones_own_is_served_and_stays_ones_own(model, tokenizer):
     with AsyncTransformer(model, tokenizer, batch_size=3, timeout=0.5) as llm:
         assert_right(llm.next_token_logprobs_sync(RED), model, RED)
         assert llm.model is model
+        assert not model.training  # as published
         assert llm.tokenizer is tokenizer
         assert llm.device == model.device
         assert (llm.batch_size, llm.timeout) == (3, 0.5)

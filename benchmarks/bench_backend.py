@@ -19,17 +19,13 @@ Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights, float32.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from peer import Peer
+from peer import Peer, interpreter
 from report import print_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ENVIRONMENTS = REPOSITORY / ".cache"
 CLIENTS = ["genlm-control==0.4.1", "genlm-bytes==0.2.0", "genlm-grammar==0.2.0"]
 OURS = ["core", "plugins/genlm-hf", "plugins/genlm-backend"]
 
@@ -43,22 +39,6 @@ CASES = [
 ]
 
 
-def interpreter(name: str, *packages: str) -> Path:
-    """An environment with genlm-control and this environment's torch and transformers."""
-    folder = ENVIRONMENTS / f"genlm-control-{name}"
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        torch, transformers = map(importlib.metadata.version, ("torch", "transformers"))
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        # Torch first: what the others ask for would bring another build of it.
-        subprocess.run([*install, f"torch=={torch.split('+')[0]}"], check=True)
-        wanted = [f"transformers=={transformers}", *packages, *CLIENTS]
-        subprocess.run([*install, *wanted], check=True)
-        (folder / "ready").touch()
-    return python
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--published", type=Path)
@@ -66,13 +46,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_known_args()[0]
     editable = [word for path in OURS for word in ("-e", str(REPOSITORY / path))]
-    peers = {
-        "0.3.1": Peer(
-            options.published or interpreter("published", "genlm-backend==0.3.1"),
-            "control_program.py",
-        ),
-        "ours": Peer(options.ours or interpreter("ours", *editable), "control_program.py"),
+    pythons = {
+        "0.3.1": options.published
+        or interpreter("genlm-control-published", "genlm-backend==0.3.1", *CLIENTS),
+        "ours": options.ours or interpreter("genlm-control-ours", *editable, *CLIENTS),
     }
+    peers = {name: Peer(python, "control_program.py") for name, python in pythons.items()}
     samples: dict[str, list[float]] = {}
     for peer in peers.values():
         peer.measure("direct 2 8 2 as-is")  # warm

@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse
 import torch
+from peer import Peer, peer_python
 from report import print_report
 from trie_vocabulary import CACHE, words
 
@@ -38,45 +37,6 @@ from genlm import Token, TokenCharacterTrie
 
 ROUNDS = 12
 ROWS = 32
-PEER = CACHE.parent / "genlm-backend-0.3.1"
-PEER_PACKAGES = ["numpy<2.5", "numba", "transformers>=5,<6", "sentencepiece", "protobuf"]
-
-
-def peer_python() -> Path:
-    """An interpreter with genlm-backend, made on first use."""
-    python, ready = PEER / "bin" / "python", PEER / ".ready"
-    if not ready.exists():
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([sys.executable, "-m", "venv", PEER], check=True)
-        subprocess.run([*install, f"torch=={torch.__version__.split('+')[0]}"], check=True)
-        subprocess.run([*install, *PEER_PACKAGES], check=True)
-        subprocess.run([*install, "--no-deps", "genlm-backend==0.3.1"], check=True)
-        ready.touch()
-    return python
-
-
-class Peer:
-    """A process that measures genlm-backend's tries when it is told to."""
-
-    def __init__(self, python: Path, weights: str) -> None:
-        script = Path(__file__).with_name("trie_peer.py")
-        self._process = subprocess.Popen(
-            [python, script, CACHE, weights],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def measure(self, name: str) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(name + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            sys.exit(f"the peer ended at {name!r}; its errors show in {self._process.args}")
-        return float(answer)
 
 
 def reachability(trie: TokenCharacterTrie) -> scipy.sparse.csr_matrix:
@@ -134,7 +94,7 @@ def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], f
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         np.save(file, rows.numpy())
         file.flush()
-        peer = Peer(python, file.name)
+        peer = Peer(python, "trie_peer.py", CACHE, file.name)
         kinds = ("sequential", "parallel")
         for kind in kinds:
             samples[f"{kind} build"] = [peer.measure(f"{kind} build")]
@@ -156,6 +116,7 @@ def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], f
                 elapsed = peer.measure(name)
                 if number:
                     samples.setdefault(name, []).append(elapsed)
+        peer.close()
     held = (trie.layout.nbytes + trie._reducer.nbytes) / len(trie)  # noqa: SLF001
     return samples, held
 

@@ -8,30 +8,44 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Peer", "peer_python"]
+__all__ = ["Peer", "interpreter", "peer_python"]
 
-ENVIRONMENT = Path(__file__).resolve().parent.parent / ".cache" / "genlm-backend-0.3.1"
-PACKAGES = ("numpy<2.5", "numba", "accelerate", "sentencepiece", "protobuf")
+ENVIRONMENTS = Path(__file__).resolve().parent.parent / ".cache"
+
+
+def interpreter(name: str, *packages: str, alone: Sequence[str] = ()) -> Path:
+    """A Python with packages and this environment's torch and transformers.
+
+    Made in `.cache/` on first use; takes a minute or two.
+
+    Args:
+        name: Of the folder.
+        packages: As pip takes them.
+        alone: Those to install without what they ask for.
+    """
+    folder = ENVIRONMENTS / name
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        torch, transformers = map(importlib.metadata.version, ("torch", "transformers"))
+        install = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        # Torch first: what the others ask for would bring another build of it.
+        subprocess.run([*install, f"torch=={torch.split('+')[0]}"], check=True)
+        subprocess.run([*install, f"transformers=={transformers}", *packages], check=True)
+        if alone:
+            subprocess.run([*install, "--no-deps", *alone], check=True)
+        (folder / "ready").touch()
+    return python
 
 
 def peer_python() -> Path:
-    """An interpreter with genlm-backend and this environment's torch and transformers.
-
-    Made on first use, in `.cache/`; takes a minute or two.
-    """
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / "ready").exists():
-        torch, transformers = map(importlib.metadata.version, ("torch", "transformers"))
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
-        # Torch first: what the others ask for would bring another build of it.
-        subprocess.run([*install, f"torch=={torch.split('+')[0]}"], check=True)
-        subprocess.run([*install, f"transformers=={transformers}", *PACKAGES], check=True)
-        subprocess.run([*install, "--no-deps", "genlm-backend==0.3.1"], check=True)
-        (ENVIRONMENT / "ready").touch()
-    return python
+    """An interpreter with genlm-backend 0.3.1."""
+    needed = ("numpy<2.5", "numba", "accelerate", "sentencepiece", "protobuf")
+    published = "genlm-backend==0.3.1"
+    return interpreter("genlm-backend-0.3.1", *needed, alone=[published])
 
 
 class Peer:

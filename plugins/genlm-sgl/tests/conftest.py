@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from genlm_sgl.alternating import AlternatingEngine
-from genlm_sgl.conformance import TinyModel
+from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 
@@ -23,9 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     """A Llama with a window of 512 positions."""
-    return TinyModel(tmp_path_factory.mktemp("sgl") / "llama", positions=512)
+    return TinyLlama(tmp_path_factory.mktemp("sgl") / "llama", max_position_embeddings=512)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def alone(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def build(tiny: TinyModel) -> Iterator[Callable[..., Any]]:
+def build(tiny: TinyLlama) -> Iterator[Callable[..., Any]]:
     """Build an engine with these SGLang options; closed when the test ends."""
     built: list[Any] = []
     release = check_version(installed_version())

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from genlm import Query, SamplingParams
-from genlm_sgl.conformance import VOCABULARY, TinyModel
+from genlm.testing import TINY_VOCABULARY
+from genlm_sgl.conformance import TinyLlama
 
 TOLERANCE = 1e-5
 """Measured: at most 2e-6 on all these prompts."""
@@ -20,7 +21,9 @@ MOST_STEPS = 2000
 def prompts_of(*lengths: int, seed: int = 7) -> list[tuple[int, ...]]:
     """Random prompts of these lengths, always the same ones."""
     generator = np.random.default_rng(seed)
-    return [tuple(generator.integers(0, VOCABULARY, length).tolist()) for length in lengths]
+    return [
+        tuple(generator.integers(0, TINY_VOCABULARY, length).tolist()) for length in lengths
+    ]
 
 
 def answers(engine: Any, asked: Sequence[Any]) -> list[Any]:
@@ -50,7 +53,7 @@ def collected(engine: Any, query_ids: Sequence[int]) -> list[Any]:
 
 
 def largest_error(
-    tiny: TinyModel, prompts: Sequence[tuple[int, ...]], rows: Sequence[Any]
+    tiny: TinyLlama, prompts: Sequence[tuple[int, ...]], rows: Sequence[Any]
 ) -> float:
     """Largest difference of a log-probability from an unbatched float32 forward."""
     for row in rows:
@@ -61,7 +64,7 @@ def largest_error(
     )
 
 
-def continuation(tiny: TinyModel, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+def continuation(tiny: TinyLlama, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     """What must be drawn: token by token from the oracle's rows, by inversion."""
     generator = np.random.default_rng(params.seed)
     drawn: list[int] = []

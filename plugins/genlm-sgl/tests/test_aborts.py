@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from genlm import Query, SamplingParams
-from genlm_sgl.conformance import TinyModel
+from genlm_sgl.conformance import TinyLlama
 
 from .driving import TOLERANCE, collected, largest_error, prompts_of
 
@@ -15,7 +15,7 @@ from .driving import TOLERANCE, collected, largest_error, prompts_of
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_an_aborted_query_is_forgotten_and_its_slots_are_free(
-    build: Any, tiny: TinyModel, overlap: bool, steps: int
+    build: Any, tiny: TinyLlama, overlap: bool, steps: int
 ) -> None:
     engine = build(disable_overlap_schedule=not overlap, chunked_prefill_size=64)
     prompts = prompts_of(5, 200, 7, 300)
@@ -47,7 +47,7 @@ def test_aborting_the_last_query_frees_its_slots_at_once(build: Any, overlap: bo
 
 
 def test_aborting_one_query_spares_those_whose_ids_begin_alike(
-    build: Any, tiny: TinyModel
+    build: Any, tiny: TinyLlama
 ) -> None:
     """SGLang aborts every request whose id begins with the one it is told."""
     engine = build()

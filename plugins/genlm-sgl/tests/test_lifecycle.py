@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import genlm
-from genlm_sgl.conformance import TinyModel
+from genlm_sgl.conformance import TinyLlama
 
 from .driving import TOLERANCE, answers, largest_error, prompts_of
 
 
-def test_a_second_engine_is_refused_and_the_first_goes_on(build: Any, tiny: TinyModel) -> None:
+def test_a_second_engine_is_refused_and_the_first_goes_on(build: Any, tiny: TinyLlama) -> None:
     engine = build()
     with pytest.raises(genlm.ModelLoadError, match="another SGLang engine is alive"):
         build()
@@ -33,7 +33,7 @@ def test_a_second_engine_is_refused_and_the_first_goes_on(build: Any, tiny: Tiny
 
 
 def test_engines_follow_one_another_and_leave_little_behind(
-    build: Any, tiny: TinyModel
+    build: Any, tiny: TinyLlama
 ) -> None:
     prompts = prompts_of(5, 9)
     process = psutil.Process()
@@ -61,7 +61,7 @@ def test_no_thread_watches_the_engine(build: Any) -> None:
 
 
 def test_a_model_that_cannot_be_built_leaves_room_for_the_next(
-    build: Any, tiny: TinyModel, tmp_path: Path
+    build: Any, tiny: TinyLlama, tmp_path: Path
 ) -> None:
     from genlm_sgl.engine import SGLEngine
 
@@ -117,7 +117,7 @@ def test_importing_the_plugin_sets_nothing_and_imports_no_sglang() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
-def test_load_model_serves_it_as_any_other(tiny: TinyModel) -> None:
+def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:
     prompts = prompts_of(5, 9, 1)
 
     async def ask(lm: genlm.AsyncLM) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ def test_load_model_serves_it_as_any_other(tiny: TinyModel) -> None:
         return list(await asyncio.gather(*asked))
 
     options = {"device": "cpu", "max_total_tokens": 4096}
-    with genlm.load_model(tiny.folder, "sgl", engine_opts=options, gpu_id=0) as lm:
+    with genlm.load_model(tiny.path, "sgl", engine_opts=options, gpu_id=0) as lm:
         rows = asyncio.run(ask(lm))
         assert largest_error(tiny, prompts * 2, rows) <= TOLERANCE
         figures = lm.statistics()

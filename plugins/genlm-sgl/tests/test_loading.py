@@ -71,7 +71,7 @@ def test_a_folder_that_does_not_exist_is_no_hub_id() -> None:
 
 
 def test_the_kv_cache_on_a_cpu_has_a_bound_of_its_own(build: Any, tiny: Any) -> None:
-    capacity = cpu_token_capacity(str(tiny.folder), {})
+    capacity = cpu_token_capacity(str(tiny.path), {})
     assert 1024 <= capacity <= 2**17
     engine = build(max_total_tokens=None)
     assert engine.statistics()["kv_tokens"] == capacity

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from genlm import Engine, PrefixCacheEngine, Query, SamplingParams
-from genlm_sgl.conformance import LOGITS, VOCABULARY, TinyModel
+from genlm.testing import TINY_LOGITS, TINY_VOCABULARY
+from genlm_sgl.conformance import TinyLlama
 
 from .driving import TOLERANCE, answers, collected, largest_error, prompts_of
 
@@ -51,7 +52,7 @@ def test_the_engine_has_what_the_protocols_ask_for(build: Any) -> None:
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )
 def test_rows_do_not_depend_on_how_sglang_batches(
-    build: Any, tiny: TinyModel, options: dict[str, Any]
+    build: Any, tiny: TinyLlama, options: dict[str, Any]
 ) -> None:
     engine = build(**options)
     for _ in range(3):  # computed, from the cache, and beside continuations
@@ -64,14 +65,14 @@ def test_rows_do_not_depend_on_how_sglang_batches(
     assert engine.free_tokens == engine.statistics()["kv_tokens"]
 
 
-def test_more_prompts_than_run_at_once_are_all_answered(build: Any, tiny: TinyModel) -> None:
+def test_more_prompts_than_run_at_once_are_all_answered(build: Any, tiny: TinyLlama) -> None:
     engine = build(max_running_requests=4, chunked_prefill_size=24)
     prompts = prompts_of(*[1 + 7 * i % 60 for i in range(50)])
     assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
     assert engine.statistics()["batches"] >= 13
 
 
-def test_a_query_joins_what_is_running(build: Any, tiny: TinyModel) -> None:
+def test_a_query_joins_what_is_running(build: Any, tiny: TinyLlama) -> None:
     engine = build()
     long = SamplingParams(max_tokens=100, seed=3)
     prompts = prompts_of(5, 6, 7)
@@ -102,14 +103,14 @@ def test_rows_are_the_callers_own(build: Any) -> None:
 
 def test_logits_beyond_the_tokenizer_are_cut_before_normalising(build: Any) -> None:
     engine = build()
-    assert (engine.vocabulary.size, engine.embedding_rows) == (VOCABULARY, LOGITS)
+    assert (engine.vocabulary.size, engine.embedding_rows) == (TINY_VOCABULARY, TINY_LOGITS)
     [row] = answers(engine, prompts_of(5))
-    assert row.shape == (VOCABULARY,)
+    assert row.shape == (TINY_VOCABULARY,)
     assert row.dtype == torch.float32
     assert abs(float(row.logsumexp(0))) <= 1e-5
 
 
-def test_bfloat16_rows_are_float32_and_close(build: Any, tiny: TinyModel) -> None:
+def test_bfloat16_rows_are_float32_and_close(build: Any, tiny: TinyLlama) -> None:
     engine = build(dtype="bfloat16")
     rows = answers(engine, MIXED)
     assert {row.dtype for row in rows} == {torch.float32}
@@ -117,7 +118,7 @@ def test_bfloat16_rows_are_float32_and_close(build: Any, tiny: TinyModel) -> Non
     assert largest_error(tiny, MIXED, rows) <= 0.15
 
 
-def test_a_cached_prefix_is_computed_once(build: Any, tiny: TinyModel) -> None:
+def test_a_cached_prefix_is_computed_once(build: Any, tiny: TinyLlama) -> None:
     engine = build()
     engine.cache_prefix(SHARED, None)
     computed = engine.statistics()["tokens_computed"]
@@ -131,7 +132,7 @@ def test_a_cached_prefix_is_computed_once(build: Any, tiny: TinyModel) -> None:
 
 
 def test_prefixes_are_kept_and_cleared_while_others_are_running(
-    build: Any, tiny: TinyModel
+    build: Any, tiny: TinyLlama
 ) -> None:
     engine = build()
     prompts = prompts_of(5, 6)
@@ -147,7 +148,7 @@ def test_prefixes_are_kept_and_cleared_while_others_are_running(
 
 
 def test_a_pass_that_raises_fails_its_queries_and_no_later_ones(
-    build: Any, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    build: Any, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build()
     prompts = prompts_of(5, 6, 7)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm import Query, SamplingParams
-from genlm_sgl.conformance import VOCABULARY, TinyModel
+from genlm.testing import TINY_VOCABULARY
+from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.drawing import UniformStream, draw_tokens
 
 from .driving import answers, collected, continuation, prompts_of
@@ -23,7 +24,7 @@ PROMPTS = prompts_of(3, 9, 1, 20, 4)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_draws_are_those_of_the_oracle(
-    build: Any, tiny: TinyModel, overlap: bool, temperature: float
+    build: Any, tiny: TinyLlama, overlap: bool, temperature: float
 ) -> None:
     engine = build(disable_overlap_schedule=not overlap)
     asked = [
@@ -47,7 +48,7 @@ def test_equal_prompts_have_streams_of_their_own(build: Any) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stop_ids_end_a_continuation_and_the_models_own_end_does_not(
-    build: Any, tiny: TinyModel, overlap: bool
+    build: Any, tiny: TinyLlama, overlap: bool
 ) -> None:
     engine = build(disable_overlap_schedule=not overlap)
     params = SamplingParams(60, temperature=4.0, seed=3)
@@ -65,7 +66,7 @@ def test_stop_ids_end_a_continuation_and_the_models_own_end_does_not(
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_retracted_continuation_is_drawn_as_if_it_had_not_been(
-    build: Any, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, overlap: bool, page_size: int
+    build: Any, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, overlap: bool, page_size: int
 ) -> None:
     """The cache is too small for all; SGLang takes some out and computes them again."""
     engine = build(
@@ -122,7 +123,7 @@ def test_a_draw_inverts_the_cumulative_distribution(
 
 
 def test_ids_of_probability_zero_are_never_drawn() -> None:
-    row = torch.full((1, VOCABULARY), -torch.inf)
+    row = torch.full((1, TINY_VOCABULARY), -torch.inf)
     row[0, 7] = row[0, 9] = -0.7
     for uniform in (0.0, 0.25, 0.5, 0.75, 1 - 2**-53):
         assert int(draw_tokens(row, [1.0], [uniform])) in {7, 9}

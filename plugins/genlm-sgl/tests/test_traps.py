@@ -15,7 +15,8 @@ from genlm import (
     TokenIdError,
     UnknownAdapterError,
 )
-from genlm_sgl.conformance import LOGITS, VOCABULARY, TinyModel
+from genlm.testing import TINY_LOGITS, TINY_VOCABULARY
+from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 from .driving import TOLERANCE, answers, collected, largest_error, prompts_of
@@ -35,7 +36,7 @@ from .driving import TOLERANCE, answers, collected, largest_error, prompts_of
     ids=str,
 )
 def test_the_longest_context_is_answered_and_a_longer_one_is_refused(
-    build: Any, tiny: TinyModel, options: dict[str, Any], longest: int
+    build: Any, tiny: TinyLlama, options: dict[str, Any], longest: int
 ) -> None:
     if "page_size" in options and check_version(installed_version()) < CPU_PAGES_FROM:
         longest = options["max_total_tokens"] - 7  # there `build` makes pages of one token
@@ -66,7 +67,7 @@ def _few(count: int) -> SamplingParams:
 
 
 def test_an_answer_to_another_prompt_is_an_error_and_no_row(
-    build: Any, tiny: TinyModel
+    build: Any, tiny: TinyLlama
 ) -> None:
     """A prompt that is too long becomes `[0]` and "finishes"; its reason tells."""
     engine = build(context_length=64)
@@ -79,7 +80,7 @@ def test_an_answer_to_another_prompt_is_an_error_and_no_row(
     assert largest_error(tiny, [good], answers(engine, [good])) <= TOLERANCE
 
 
-def test_a_request_that_never_enters_a_batch_is_an_error(build: Any, tiny: TinyModel) -> None:
+def test_a_request_that_never_enters_a_batch_is_an_error(build: Any, tiny: TinyLlama) -> None:
     engine = build(max_queued_requests=2)
     prompts = prompts_of(5, 6, 7, 8)
     found = answers(engine, prompts)
@@ -90,7 +91,7 @@ def test_a_request_that_never_enters_a_batch_is_an_error(build: Any, tiny: TinyM
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_rows_beside_hot_continuations_are_not_overwritten(
-    build: Any, tiny: TinyModel, overlap: bool
+    build: Any, tiny: TinyLlama, overlap: bool
 ) -> None:
     """SGLang's sampler divides and normalises the logits of the whole batch in place."""
     engine = build(disable_overlap_schedule=not overlap)
@@ -104,14 +105,14 @@ def test_rows_beside_hot_continuations_are_not_overwritten(
     ("prompt", "error"),
     [
         ((), EmptySequenceError),
-        ((3, VOCABULARY), TokenIdError),
-        ((3, LOGITS, 4), TokenIdError),
+        ((3, TINY_VOCABULARY), TokenIdError),
+        ((3, TINY_LOGITS, 4), TokenIdError),
         ((10**6,), TokenIdError),
         ((3, -1), TokenIdError),
     ],
 )
 def test_what_breaks_the_scheduler_or_leaks_slots_never_reaches_it(
-    build: Any, tiny: TinyModel, prompt: tuple[int, ...], error: type[Exception]
+    build: Any, tiny: TinyLlama, prompt: tuple[int, ...], error: type[Exception]
 ) -> None:
     engine = build()
     good = prompts_of(5, 9)
@@ -134,7 +135,7 @@ def test_adapters_are_refused(build: Any) -> None:
 
 
 def test_identical_prompts_in_one_cold_batch_are_each_answered(
-    build: Any, tiny: TinyModel
+    build: Any, tiny: TinyLlama
 ) -> None:
     """SGLang computes each of them; the core asks for them once."""
     engine = build()
@@ -144,7 +145,7 @@ def test_identical_prompts_in_one_cold_batch_are_each_answered(
     assert engine.statistics()["tokens_computed"] == 5 * 30
 
 
-def test_a_chunk_of_a_prompt_gives_no_row(build: Any, tiny: TinyModel) -> None:
+def test_a_chunk_of_a_prompt_gives_no_row(build: Any, tiny: TinyLlama) -> None:
     """It occupies a row of the logits in every batch but is finished in the last only."""
     engine = build(chunked_prefill_size=16)
     prompts = prompts_of(100, 3, 90, 2)

@@ -15,7 +15,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 import pytest
 
-from genlm_vllm.conformance import TinyModel
+from genlm_vllm.conformance import TinyLlama
 
 # What vLLM and its libraries warn of when they are imported or started.
 THIRD_PARTY = (
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     """The conformance suite's model with room for longer prompts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    return TinyModel(folder, {"max_position_embeddings": 256})
+    return TinyLlama(folder, max_position_embeddings=256)

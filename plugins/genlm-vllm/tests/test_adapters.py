@@ -17,13 +17,13 @@ import torch
 import transformers
 
 from genlm import AdapterError, Capability
-from genlm_vllm.conformance import TinyModel
+from genlm_vllm.conformance import TinyLlama
 
 from .traffic import largest_error, prompts, rows
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: TinyModel) -> Iterator[Any]:
+def engine(tiny: TinyLlama) -> Iterator[Any]:
     """With room for three adapters and ranks up to 8."""
     engine = tiny.engine(max_loras=3, max_lora_rank=8)
     for name, path in tiny.adapters.items():
@@ -32,7 +32,7 @@ def engine(tiny: TinyModel) -> Iterator[Any]:
     engine.close()
 
 
-def check(engine: Any, tiny: TinyModel) -> None:
+def check(engine: Any, tiny: TinyLlama) -> None:
     """Base model and adapters answer as themselves, with and without the prefix cache."""
     asked = prompts(70, 3, 33)
     for name in (None, "red", "blue", None):

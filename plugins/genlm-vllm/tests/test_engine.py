@@ -20,14 +20,15 @@ from genlm import (
     TokenIdError,
     UnknownAdapterError,
 )
-from genlm_vllm.conformance import VOCABULARY, TinyModel
+from genlm.testing import TINY_VOCABULARY
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.kept_rows import KEPT
 
 from .traffic import drawn, expected_draws, finish, largest_error, prompts, rows, submit
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: TinyModel) -> Iterator[Any]:
+def engine(tiny: TinyLlama) -> Iterator[Any]:
     engine = tiny.engine(max_num_seqs=4, max_num_batched_tokens=64)
     for name, path in tiny.adapters.items():
         engine.add_adapter(name, path)
@@ -152,7 +153,7 @@ def test_no_padded_id_is_drawn(engine: Any, tiny: Any) -> None:
     plans = [SamplingParams(40, 50.0, frozenset(), seed) for seed in range(8)]  # near uniform
     queries = [submit(engine, prompt, None, plan) for plan in plans]
     tokens = [token for found in finish(engine, queries) for token in found]
-    assert max(tokens) < VOCABULARY
+    assert max(tokens) < TINY_VOCABULARY
     assert len(set(tokens)) > 150
 
 
@@ -189,7 +190,7 @@ def test_aborted_requests_leave_nothing_and_disturb_nobody(engine: Any, tiny: An
 
 def test_rows_belong_to_the_caller(engine: Any) -> None:
     for row in rows(engine, prompts(3, 4, 5)):
-        assert row.shape == (VOCABULARY,)
+        assert row.shape == (TINY_VOCABULARY,)
         assert row.dtype == torch.float32
         assert abs(float(row.logsumexp(-1))) <= 1e-4
         assert row.untyped_storage().nbytes() == row.nbytes

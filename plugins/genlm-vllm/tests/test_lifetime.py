@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from genlm import ModelLoadError, VocabularyError
-from genlm_vllm.conformance import TinyModel
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.engine import VLLMEngine
 
 from .traffic import largest_error, prompts, rows
 
 
 @pytest.fixture
-def serve(tiny: TinyModel) -> Iterator[Any]:
+def serve(tiny: TinyLlama) -> Iterator[Any]:
     """Make engines; those still open at the end are closed."""
     made = []
 

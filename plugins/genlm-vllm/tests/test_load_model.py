@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import genlm
-from genlm_vllm.conformance import TinyModel
+from genlm_vllm.conformance import TinyLlama
 
 from .traffic import largest_error, prompts
 
@@ -18,7 +18,7 @@ OPTIONS = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 4, "max_num_batched_t
 
 
 @pytest.fixture
-def lm(tiny: TinyModel) -> Iterator[genlm.AsyncLM]:
+def lm(tiny: TinyLlama) -> Iterator[genlm.AsyncLM]:
     cache = genlm.OutputCache(0)
     with genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS, output_cache=cache) as lm:
         yield lm

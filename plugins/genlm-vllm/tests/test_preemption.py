@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from genlm import SamplingParams
-from genlm_vllm.conformance import TinyModel
+from genlm_vllm.conformance import TinyLlama
 
 from .traffic import expected_draws, finish, largest_error, prompts, submit
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 2**15
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: TinyModel) -> Iterator[Any]:
+def engine(tiny: TinyLlama) -> Iterator[Any]:
     """Ten blocks of 32 tokens, of which one context alone can need eight."""
     engine = tiny.engine(
         lora=False, kv_cache_memory_bytes=10 * BLOCK_BYTES, disable_log_stats=False

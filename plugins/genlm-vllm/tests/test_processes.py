@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 import genlm
-from genlm_vllm.conformance import TinyModel
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.worker import ask_workers
 
 from .traffic import expected_draws, finish, largest_error, prompts, rows, submit
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: TinyModel) -> Iterator[Any]:
+def engine(tiny: TinyLlama) -> Iterator[Any]:
     """Two tensor-parallel ranks, 4 requests and 64 tokens a step."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_loras": 3}
     engine = tiny.engine(multiprocess=None, tensor_parallel_size=2, **options)

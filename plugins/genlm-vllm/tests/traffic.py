@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from genlm import Query, SamplingParams
-from genlm_vllm.conformance import VOCABULARY, TinyModel
+from genlm.testing import TINY_VOCABULARY
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.draws import drawn_tokens, uniform
 
 Ids = tuple[int, ...]
@@ -21,7 +22,7 @@ _query_ids = itertools.count()
 def prompts(*lengths: int, seed: int = 0) -> list[Ids]:
     """Random sequences of these lengths, always the same ones."""
     generator = random.Random(seed)
-    return [tuple(generator.randrange(3, VOCABULARY) for _ in range(n)) for n in lengths]
+    return [tuple(generator.randrange(3, TINY_VOCABULARY) for _ in range(n)) for n in lengths]
 
 
 def submit(
@@ -54,7 +55,7 @@ def drawn(engine: Any, prompt: Ids, length: int, seed: int, temperature: float =
 
 
 def largest_error(
-    model: TinyModel, found: Sequence[Any], asked: Sequence[Ids], adapter: str | None = None
+    model: TinyLlama, found: Sequence[Any], asked: Sequence[Ids], adapter: str | None = None
 ) -> float:
     """Largest difference of a log-probability from an unbatched float32 forward."""
     for row in found:
@@ -66,7 +67,7 @@ def largest_error(
 
 
 def expected_draws(
-    model: TinyModel,
+    model: TinyLlama,
     prompt: Ids,
     length: int,
     seed: int,

@@ -18,12 +18,15 @@ VLLM_OLDEST := .venv-vllm-oldest
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants bench docs clean
+.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants bench docs clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
-test: $(READY) test-sgl test-vllm  ## everything that CI runs
+test:  ## everything that CI runs, on two cores
+	$(MAKE) --jobs 2 --output-sync=target test-main test-sgl test-vllm
+
+test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
 	$(BIN)/python -m pytest
 
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself

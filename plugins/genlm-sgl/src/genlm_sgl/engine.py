@@ -2,7 +2,8 @@
 
 The engine validates and hands queries to SGLang, whose loop it turns once per step, so that
 new queries join what is running. Rows and draws are made in `requests`; everything that
-depends on SGLang's version is in `scheduler_api`.
+depends on SGLang's version is in `scheduler_api`. A little longer than other modules: it is
+the engine protocol in one place, a third of it docstrings.
 """
 
 from __future__ import annotations

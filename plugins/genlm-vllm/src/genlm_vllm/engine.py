@@ -2,7 +2,8 @@
 
 The engine hands queries to vLLM's own scheduler, which lets them join the running batch,
 and collects what has finished. Rows come from `genlm_vllm.capture`, which runs inside
-vLLM; only finished requests are believed.
+vLLM; only finished requests are believed. A little longer than other modules: it is the
+engine protocol in one place, a third of it docstrings.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plu
 SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
 SGL_OLDEST := $(SGL)/sglang-oldest
-SGL_PACKAGES := core plugins/genlm-sgl
+SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-sgl plugins/genlm-backend
 
 VLLM_OLDEST := .venv-vllm-oldest
 

@@ -15,6 +15,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import AsyncLM, EngineClosedError, OutputCache, QueryResetError
+from genlm.core.scheduler.worker import Worker
 
 
 def start_waiters(llm, engine, pool):
@@ -182,3 +183,38 @@ def test_a_model_may_be_dropped_by_a_thread_that_holds_its_lock():
         gc.collect()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("method", ["next_token_logprobs", "batch_next_token_logprobs"])
+def test_a_request_that_is_garbage_waits_for_no_lock(start, monkeypatch, method):
+    llm, _ = start()
+
+    async def begin():
+        coroutine = getattr(llm, method)([1] if method == "next_token_logprobs" else [[1], [2]])
+        coroutine.send(None)
+        return coroutine
+
+    coroutine = asyncio.run(begin())
+    # The thread that collects it may be one that holds the lock.
+    monkeypatch.setattr(Worker, "leave", lambda *_: pytest.fail("it took the worker's lock"))
+    coroutine.close()
+
+
+def test_an_engine_whose_building_was_interrupted_is_closed_once_it_is_built(monkeypatch):
+    engine, going_on = ScriptedEngine(), threading.Event()
+
+    def build():
+        assert going_on.wait(TIMEOUT_S)
+        return engine
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "wait_until_built", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AsyncLM(build, name="interrupted")
+    thread = next(t for t in threading.enumerate() if t.name == "genlm-interrupted")
+    going_on.set()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert engine.closed

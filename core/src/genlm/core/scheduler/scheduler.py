@@ -75,7 +75,11 @@ class Scheduler(Generic[EngineT]):
             limits=Limits(max_batch_size, max_wait_s, max_pending),
             name=name,
         )
-        self.engine: EngineT = self._worker.wait_until_built()
+        try:
+            self.engine: EngineT = self._worker.wait_until_built()
+        except BaseException:  # interrupted: what is still being built is closed once it is
+            self._worker.stop(_closed())
+            raise
         _live_workers.add(self._worker)
         # A scheduler that is dropped without `close` must not leave its thread behind.
         weakref.finalize(self, _undertaker().put, self._worker).atexit = False
@@ -120,6 +124,8 @@ class Scheduler(Generic[EngineT]):
             for query, key in queries:
                 asked.append(self._enqueue(query, key))
             return [await future for future, _ in asked]
+        except GeneratorExit:  # as in `answer`
+            raise
         except BaseException:
             self._abandon(asked)
             raise

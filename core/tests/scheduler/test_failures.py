@@ -15,7 +15,9 @@ from genlm import (
     EngineDiedError,
     EvaluationError,
     GenlmError,
+    Query,
     QueryError,
+    Scheduler,
     TokenIdError,
 )
 
@@ -135,8 +137,6 @@ def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
     class Unstorable(Exception):
         pass
 
-    from genlm import Query, Scheduler
-
     def store(query, _):
         if query.token_ids == (2,):
             raise Unstorable("no room")
@@ -153,6 +153,32 @@ def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
     assert isinstance(answers[2], EvaluationError)
     assert isinstance(answers[2].__cause__, Unstorable)
     assert sum(isinstance(answer, torch.Tensor) for answer in answers) == 3
+
+
+@pytest.mark.parametrize("max_pending", [None, 1])
+def test_an_id_that_is_in_use_is_refused_and_its_owner_is_answered(max_pending):
+    engine = ScriptedEngine()
+    scheduler = Scheduler(lambda: engine, max_pending=max_pending)
+    engine.hold()
+
+    async def main():
+        in_engine = asyncio.create_task(scheduler.answer(Query(1, (1,))))
+        await asyncio.to_thread(engine.wait_until_entered)
+        waiting = asyncio.create_task(scheduler.answer(Query(2, (2,))))
+        await asyncio.sleep(0)
+        for query_id in (1, 2):
+            with pytest.raises(ValueError, match=f"query id {query_id} is that of an unanswer"):
+                await scheduler.answer(Query(query_id, (3,)))
+        engine.release()
+        rows = [
+            *await asyncio.gather(in_engine, waiting),
+            await scheduler.answer(Query(1, (3,))),
+        ]
+        for token_id, row in enumerate(rows, start=1):
+            torch.testing.assert_close(row, oracle_row([token_id], None, 16))
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    scheduler.close()
 
 
 def test_invalid_requests_never_reach_the_engine(start):

@@ -39,19 +39,27 @@ class Board:
     def enqueue(
         self, query: Identified, key: Hashable, waiter: Waiter, arrived_s: float
     ) -> Flight:
-        """Add a request, or let it join the flight with the same key."""
+        """Add a request, or let it join the flight with the same key.
+
+        Raises:
+            ValueError: An unfinished request has the same id.
+        """
         flight = self._joinable.get(key) if key is not None else None
         if flight is not None:
             flight.waiters[waiter] = None
             self._joined += 1
             return flight
+        query_id = query.query_id
+        if query_id in self.inbox or query_id in self.in_engine or query_id in self._held_back:
+            raise ValueError(
+                f"query id {query_id} is that of an unanswered request; every query of a "
+                f"scheduler needs an id of its own (itertools.count, for example)"
+            )
         flight = Flight(query, key, waiter, arrived_s)
         if key is not None:
             self._joinable[key] = flight
-        if self._held_back or self._is_full:
-            self._held_back[query.query_id] = flight
-        else:
-            self.inbox[query.query_id] = flight
+        place = self._held_back if self._held_back or self._is_full else self.inbox
+        place[query_id] = flight
         return flight
 
     def leave(self, flight: Flight, waiter: Waiter) -> bool:

@@ -100,6 +100,7 @@ class Scheduler(Generic[EngineT]):
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset` came before the answer.
+            ValueError: An unanswered query has the same `query_id`.
         """
         future, flight = self._enqueue(query, key)
         try:

@@ -250,6 +250,19 @@ def test_rows_of_a_gpu_return_to_it_from_main_memory() -> None:
     assert row.tolist() == [1.0] * 4
 
 
+def test_some_rows_can_be_forgotten_and_the_others_keep_their_order_of_use() -> None:
+    cache = OutputCache(4)
+    for key in "abcd":
+        cache.put(key, row_of(1))
+    assert cache.get("a") is not None
+    cache.clear(lambda key: key in {"b", "d"})
+    assert [key in cache for key in "abcd"] == [True, False, True, False]
+    assert cache.nbytes == 2 * ROW_BYTES
+    for key in "efg":
+        cache.put(key, row_of(1))
+    assert ["a" in cache, "c" in cache] == [True, False]
+
+
 class LockedKey:
     """A key that is compared and hashed only while the cache is locked."""
 

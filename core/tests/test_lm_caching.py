@@ -98,6 +98,22 @@ def test_models_that_share_a_cache_keep_their_rows_apart(make_model: MakeModel) 
     assert len(cache) == 2
 
 
+@pytest.mark.parametrize("ending", ["clear_cache", "close"])
+def test_a_model_that_ends_leaves_the_rows_of_others_in_a_shared_cache(
+    make_model: MakeModel, ending: str
+) -> None:
+    cache, engine = OutputCache(10), ScriptedEngine(VOCAB_SIZE)
+    cache.put("somebody's own", torch.zeros(1))
+    first = make_model(ScriptedEngine(VOCAB_SIZE), output_cache=cache)
+    second = make_model(engine, output_cache=cache)
+    for llm in (first, second):
+        llm.next_token_logprobs_sync([1])
+    getattr(first, ending)()
+    assert len(cache) == 2
+    second.next_token_logprobs_sync([1])
+    assert engine.batches == [[(1,)]]
+
+
 def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeModel) -> None:
     class CountingEngine(ScriptedEngine):
         def statistics(self) -> dict[str, int]:

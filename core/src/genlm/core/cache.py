@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -78,10 +78,11 @@ class OutputCache:
             while len(self._entries) > self.max_entries:
                 self._entries.popitem()
 
-    def clear(self) -> None:
-        """Forget all rows."""
+    def clear(self, which: Callable[[Hashable], bool] = lambda _key: True) -> None:
+        """Forget the rows with keys for which `which` is true; by default all."""
         with self._lock:
-            self._entries.clear()
+            for key in [key for key in self._entries if which(key)]:
+                del self._entries[key]
 
     def __len__(self) -> int:
         return len(self._entries)

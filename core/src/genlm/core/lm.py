@@ -405,8 +405,8 @@ class AsyncLM:
         self._scheduler.run(lambda engine: engine.clear_prefix_cache())  # type: ignore[attr-defined]
 
     def clear_cache(self) -> None:
-        """Forget all rows in the output cache. Answers do not change."""
-        self._cache.clear()
+        """Forget this model's rows in the output cache. Answers do not change."""
+        self._forget_rows()
 
     def reset_async_queries(self) -> None:
         """End all unanswered requests with `QueryResetError`; the model stays usable."""
@@ -429,7 +429,7 @@ class AsyncLM:
         raises `EngineClosedError`.
         """
         self._scheduler.close()
-        self._cache.clear()
+        self._forget_rows()
 
     def __enter__(self) -> Self:
         return self
@@ -469,6 +469,14 @@ class AsyncLM:
         rows = [self._cached(key) for key in keys]
         missing = [key for key, row in zip(keys, rows, strict=True) if row is None]
         return rows, [(self._query(key), key) for key in missing]
+
+    def _forget_rows(self) -> None:
+        model = self._model
+
+        def is_own(key: Any) -> bool:
+            return isinstance(key, tuple) and key[:1] == (model,)
+
+        self._cache.clear(is_own)
 
     def _stacked(
         self, rows: Sequence[torch.Tensor | None], answers: Sequence[torch.Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -182,14 +181,6 @@ def test_code_of_a_model_runs_only_when_trusted(
     engine = HFEngine(folder_with_code, trust_remote_code=True)
     assert engine.statistics()["model"] == "TinyForCausalLM"
     assert is_right(engine, llama)
-
-
-def test_quantisation_without_its_library_says_how_to_install_it(folder: Path) -> None:
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        pytest.skip("bitsandbytes is installed")
-    message = refusal(folder, MissingRequirementError, bitsandbytes_opts={"load_in_8bit": True})
-    assert message.startswith("bitsandbytes_opts={'load_in_8bit': True} needs bitsandbytes")
-    assert "pip install 'genlm-hf[bitsandbytes]'" in message
 
 
 def test_a_device_map_without_accelerate_says_how_to_install_it(

@@ -27,6 +27,7 @@ from genlm import (
 from genlm_hf.adapters import Adapters
 from genlm_hf.limits import context_window, embedding_rows, input_device, padding_id
 from genlm_hf.loading import LoadOptions, load_checkpoint, refuse_encoder_decoder
+from genlm_hf.quantised import packed_weights_kept
 from genlm_hf.tiers.choice import ServeOptions, choose_tier
 from genlm_hf.tiers.tier import PrefixTier, ServedModel
 
@@ -226,7 +227,8 @@ class HFEngine(BatchEngine):
             raise MissingRequirementError(
                 f"adapter {name!r}", ["peft"], "pip install 'genlm-hf[lora]'"
             )
-        self._adapters.load(name, path)
+        with packed_weights_kept(self._served.model):
+            self._adapters.load(name, path)
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return what was computed and with what.

@@ -17,6 +17,7 @@ import torch
 
 from genlm import MissingRequirementError, ModelLoadError
 from genlm_hf.progress import without_bars
+from genlm_hf.quantised import is_quantised, say_once
 
 __all__ = ["LoadOptions", "load_checkpoint", "refuse_encoder_decoder"]
 
@@ -70,6 +71,8 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     with without_bars():
         loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)
     _refuse_random_weights(source, config, info)
+    if is_quantised(loaded):
+        say_once()
     return (loaded if device is None else loaded.to(device)).eval(), tokenizer
 
 

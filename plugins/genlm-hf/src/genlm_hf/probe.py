@@ -22,7 +22,7 @@ _MAX_IDS = 9
 
 # In total variation: far above rounding, far below what one leaked token does.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_PRECISION_TOLERANCE = 0.1
+_COARSE_TOLERANCE = 0.1
 
 
 def sample_ids(tokenizer: object, limit: int, max_ids: int | None) -> list[int]:
@@ -34,12 +34,13 @@ def sample_ids(tokenizer: object, limit: int, max_ids: int | None) -> list[int]:
     return ids[: min(_MAX_IDS, max_ids or _MAX_IDS)]
 
 
-def padding_is_safe(logits: Logits, ids: Sequence[int]) -> bool:
+def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False) -> bool:
     """Whether a row stays the same when its sequence is padded on the right.
 
     Args:
         logits: Runs the model.
         ids: A sequence to try, of no less than one token.
+        coarse: Whether the model rounds more than the type of its logits says.
 
     Raises:
         ModelLoadError: The row also depends on tokens that come later, so the
@@ -56,7 +57,7 @@ def padding_is_safe(logits: Logits, ids: Sequence[int]) -> bool:
             f"a first forward pass over {len(ids)} tokens raised {type(error).__name__}: "
             f"{error}; the model must run on token ids alone and have room to"
         ) from error
-    tolerance = _TOLERANCE.get(alone.dtype, _HALF_PRECISION_TOLERANCE)
+    tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE.get(alone.dtype, _COARSE_TOLERANCE)
     if _total_variation(alone, continued) > tolerance:
         raise ModelLoadError(
             "its prediction after a token changes with the tokens that follow, so it is "

@@ -13,6 +13,7 @@ from genlm import rows_from_logits
 from genlm_hf.batches import BatchLimits, plan_batches
 from genlm_hf.forward import next_logits
 from genlm_hf.probe import padding_is_safe, sample_ids
+from genlm_hf.quantised import is_quantised
 from genlm_hf.rope import depends_on_longest, forget_longest
 from genlm_hf.tiers.tier import ServedModel
 
@@ -45,7 +46,7 @@ class PaddedTier:
             min(served.embedding_rows, served.vocabulary.size),
             served.max_context,
         )
-        safe = padding_is_safe(self.logits, ids)
+        safe = padding_is_safe(self.logits, ids, coarse=is_quantised(served.model))
         self._limits = BatchLimits(
             max_tokens=served.max_tokens,
             max_rows=served.max_rows,

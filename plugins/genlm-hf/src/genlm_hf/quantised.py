@@ -1,0 +1,57 @@
+"""What is different about models whose weights have few bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["is_quantised", "packed_weights_kept", "say_once"]
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether weights are of few bits; kernels then round more than the model's dtype says."""
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+@contextmanager
+def packed_weights_kept(model: Any) -> Iterator[None]:
+    """Undo what reading a model's state, as peft does, makes of its 4-bit weights.
+
+    On CPUs with AVX512-BF16 bitsandbytes packs them in the first forward pass.
+    `state_dict` unpacks them, but not their scales (seen in bitsandbytes 0.50.2), so
+    that the model would go on with other weights.
+    """
+    kept = [
+        (weight, weight.data, weight.quant_state, dict(vars(weight.quant_state)))
+        for weight in model.parameters()
+        if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False)
+    ]
+    try:
+        yield
+    finally:
+        for weight, data, state, settings in kept:
+            weight.data, weight.quant_state = data, state
+            vars(state).clear()
+            vars(state).update(settings)
+
+
+def say_once() -> None:
+    """Let bitsandbytes log each message once, not at every product of matrices."""
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_once)
+
+
+class _Once(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._said
+        self._said.add(message)
+        return is_new
+
+
+_once = _Once()

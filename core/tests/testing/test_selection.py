@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from scripted_target import scripted_target
+from scripted_target import CertifiedEngine, scripted_target
 
 from genlm import find_backend
-from genlm.testing import TrieTarget, all_checks, cases_of
+from genlm.testing import Settings, TrieTarget, all_checks, cases_of, prepared
 from genlm.testing.selection import chosen, find, targets_of
 
 
@@ -60,6 +60,22 @@ def test_a_backend_without_a_target_says_what_to_do(tmp_path, monkeypatch):
     (target,) = targets_of(info, tmp_path, model="demo")
     assert target.model == "demo"
     assert target.oracle is None
+
+
+def test_a_model_without_a_target_is_loaded_once_for_all_checks(monkeypatch):
+    built = []
+
+    def build(model):
+        built.append(CertifiedEngine())
+        return built[-1]
+
+    monkeypatch.setattr("genlm.testing.selection.get_backend", lambda _: build)
+    only = ("batch-equals-map", "closing-ends-every-request", "statistics-add-up")
+    with prepared(Settings("reference", model="demo", only=only)) as run:
+        assert [outcome.status for outcome in run.outcomes()] == ["passed"] * 3
+        assert not built[0].closed
+    assert len(built) == 1
+    assert built[0].closed
 
 
 @pytest.mark.parametrize(

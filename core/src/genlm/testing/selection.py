@@ -16,6 +16,9 @@ from genlm.testing.target import EngineTarget, Target, TrieTarget
 
 __all__ = ["Case", "cases_of", "chosen", "find", "targets_of"]
 
+MODEL_PATIENCE_S = 600.0
+"""How long a model of the user's own may take to load, or to answer."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -122,5 +125,9 @@ def _refuse_unknown(what: str, names: Sequence[str], known: set[str]) -> None:
 def _without_oracle(info: BackendInfo, model: str) -> EngineTarget:
     build = get_backend(info.provider)
     return EngineTarget(
-        model=model, build=lambda **options: build(model, **options), oracle=None
+        model=model,
+        build=lambda **options: build(model, **options),
+        oracle=None,
+        patience_s=MODEL_PATIENCE_S,
+        shared=True,  # it may be large: there is room for it once, and time
     )

@@ -274,13 +274,6 @@ def test_loading_uses_no_random_numbers(engine: Any, saved: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_with_peft_layers_is_refused(base: Any, saved: Any, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="pass the base model"):
-        HFEngine.from_model(saved["red"][1], tokenizer)
-    with pytest.raises(ValueError, match="pass the base model"):
-        HFEngine.from_model(saved["red"][1].get_base_model(), tokenizer)
-
-
 def test_without_peft_the_engine_declares_no_adapters(
     base: Any, saved: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
-"""LoRA adapters through peft: loaded into one model, one of them at work at a time.
+"""LoRA adapters through peft: several in one model, at most one of them at work.
 
-peft puts its layers into the model itself. Here they are put there so that a
-failure leaves no trace, that the bare model keeps its answers, and that all can be
-taken out again.
+peft puts its layers into the model itself. Here they are put there so that a failure
+leaves no trace, that the model keeps its own answers, and that all can be taken out
+again. A model may come with peft layers of its maker; those stay.
 """
 
 from __future__ import annotations
@@ -14,26 +14,44 @@ from typing import Any
 
 import torch
 
-from genlm import AdapterError
+from genlm import AdapterError, ModelLoadError
 
 __all__ = ["Adapters"]
 
 # The other ways of initialising change the weights of the base model.
 _HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
+# What of peft lies in the layers alone, so that the model inside a `PeftModel` has it all.
+_IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
+
 
 class Adapters:
-    """The adapters of one model; without any, the model is untouched."""
+    """The adapters of one model: those that it came with, and those loaded here.
+
+    Outside of `at_work` the model is as it was handed over: what its maker had switched
+    on takes part in forward passes, what was loaded here does not.
+
+    Args:
+        model: Of transformers' interface, or a `peft.PeftModel` of one.
+
+    Attributes:
+        model: The one to run, without peft's wrapper.
+
+    Raises:
+        ModelLoadError: It has adapters that cannot be served.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-        self._peft_model: Any = None
-        self._bare: _Snapshot | None = None
-        self._inner_names: dict[str, str] = {}
+        given = dict(getattr(model, "peft_config", None) or {})
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _refuse_unservable(given, self.model)
+        self._inner_names = {name: name for name in given}
+        self._peft_model: Any = None  # of what is loaded here
+        self._handed_over = _Snapshot(self.model) if given else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, oldest first."""
+        """Names of the adapters, the model's own first, then oldest first."""
         return tuple(self._inner_names)
 
     def load(self, name: str, path: str) -> None:
@@ -51,7 +69,7 @@ class Adapters:
         config = _read_config(name, folder)
         # peft forbids some names (dots, for one), so it never sees the user's.
         inner = f"genlm_{len(self._inner_names)}"
-        before = _Snapshot(self._model)
+        before = _Snapshot(self.model)
         try:
             peft_model = self._inject(inner, config)
             report = peft_model.load_adapter(
@@ -59,58 +77,83 @@ class Adapters:
             )
             _refuse_misfit(report, before.put_weights_back())
         except Exception as error:
-            self._roll_back(inner, before)
-            base, cause = type(self._model).__name__, " ".join(str(error).split())
+            before.switch_back()
+            self._delete(inner)
+            before.restore()
+            base, cause = type(self.model).__name__, " ".join(str(error).split())
             raise AdapterError(
                 f"adapter {name!r} in {path!r} does not fit this {base}: {cause}"
             ) from error
-        self._bare = self._bare or before
+        self._handed_over = self._handed_over or before
         self._peft_model = peft_model
         self._inner_names[name] = inner
+        self._handed_over.switch_back()
 
     @contextmanager
     def at_work(self, name: str | None) -> Iterator[None]:
-        """Let adapter `name`, or none of them, take part in forward passes here."""
-        if self._peft_model is None:
+        """Let adapter `name` alone take part in forward passes here, None change nothing."""
+        if name is None or self._handed_over is None:
             yield
-        elif name is None:
-            with self._peft_model.disable_adapter():
-                yield
-        else:
-            self._peft_model.set_adapter(self._inner_names[name], inference_mode=True)
+            return
+        from peft.functional import set_adapter
+
+        for layer in _switches(self.model):
+            layer.enable_adapters(True)
+        set_adapter(self.model, self._inner_names[name], inference_mode=True)
+        try:
             yield
+        finally:
+            self._handed_over.switch_back()
 
     def unload(self) -> None:
-        """Take every adapter out; the model is as it was before the first."""
-        self._peft_model = None
+        """Take out every adapter that was loaded here; the model is as it was handed over."""
+        if self._peft_model is not None:
+            for inner in self._peft_model.peft_config.copy():
+                self._delete(inner)
+        if self._handed_over is not None:
+            self._handed_over.restore()
+        self._peft_model = self._handed_over = None
         self._inner_names.clear()
-        if self._bare is not None:
-            self._bare.restore()
-            self._bare = None
 
     def _inject(self, inner: str, config: Any) -> Any:
         import peft
 
-        if self._peft_model is None:
-            return peft.PeftModel(self._model, config, inner, low_cpu_mem_usage=True)
-        self._peft_model.add_adapter(inner, config, low_cpu_mem_usage=True)
-        return self._peft_model
+        if self._peft_model is not None:
+            self._peft_model.add_adapter(inner, config, low_cpu_mem_usage=True)
+            return self._peft_model
+        # The model's own adapters are kept apart; peft would mix them with those loaded here.
+        vars(self.model).pop("peft_config", None)
+        return peft.PeftModel(self.model, config, inner, low_cpu_mem_usage=True)
 
-    def _roll_back(self, inner: str, before: _Snapshot) -> None:
-        if self._peft_model is not None and inner in self._peft_model.peft_config:
-            self._peft_model.delete_adapter(inner)
-        before.restore()
+    def _delete(self, inner: str) -> None:
+        """Take an adapter out of the layers that others are in too."""
+        from peft.functional import delete_adapter
+
+        delete_adapter(self.model, inner, "lora_")
+        if self._peft_model is not None:
+            self._peft_model.peft_config.pop(inner, None)
 
 
 class _Snapshot:
-    """The modules that a model consists of, and which parameters are trainable."""
+    """The modules that a model consists of, what is switched on, what is trainable."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._children = {m: dict(m.named_children()) for m in model.modules()}
         self._weights = {m: dict(m.named_parameters(recurse=False)) for m in model.modules()}
         self._trainable = {p: p.requires_grad for p in model.parameters()}
-        self._has_config = hasattr(model, "peft_config")
+        self._config = vars(model).get("peft_config")
+        self._switched = {
+            layer: (list(layer.active_adapters), not layer.disable_adapters)
+            for layer in _switches(model)
+        }
+
+    def switch_back(self) -> None:
+        """Let the same adapters take part in forward passes, and none that came later."""
+        for layer in _switches(self._model):
+            active, enabled = self._switched.get(layer, ([], False))
+            layer.enable_adapters(enabled)
+            layer.set_adapter(active, inference_mode=True)
 
     def put_weights_back(self) -> list[str]:
         """Undo the replacing of parameters; return the names of those that differed.
@@ -135,8 +178,34 @@ class _Snapshot:
                 setattr(module, name, child)
         for parameter, trainable in self._trainable.items():
             parameter.requires_grad_(trainable)
-        if not self._has_config and hasattr(self._model, "peft_config"):
-            del self._model.peft_config
+        vars(self._model).pop("peft_config", None)
+        if self._config is not None:
+            self._model.peft_config = self._config
+
+
+def _switches(model: torch.nn.Module) -> list[Any]:
+    """Return what of peft in a model can be switched on and off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
+    """Raise `ModelLoadError` for adapters that do not act in the layers of a model."""
+    advice = "pass the base model, or what merge_and_unload returns"
+    for name, config in given.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in _IN_LAYERS or getattr(config, "alora_invocation_tokens", None):
+            raise ModelLoadError(
+                f"the model's adapter {name!r} of type {kind} needs a forward pass of peft's "
+                f"own; {advice}"
+            )
+    if given and any(getattr(layer, "merged", False) for layer in _switches(model)):
+        raise ModelLoadError(
+            f"adapters are merged into the model's weights; call unmerge_adapter, or {advice}"
+        )
 
 
 def _read_config(name: str, path: str) -> Any:

@@ -17,7 +17,6 @@ from genlm import (
     BatchEngine,
     Capability,
     MissingRequirementError,
-    ModelLoadError,
     Query,
     TokenIdError,
     UnknownAdapterError,
@@ -105,18 +104,15 @@ class HFEngine(BatchEngine):
 
         The model stays the caller's and on its device. Its weights are never
         changed; adapters put layers into it, which `close` takes out. It must not
-        be changed or run elsewhere while the engine steps.
+        be changed or run elsewhere while the engine steps. One with peft adapters, or a
+        `peft.PeftModel`, is served as it is: queries without an adapter get the rows of
+        what is switched on in it, `adapters` can be asked for one by one.
 
         Raises:
             ModelLoadError: It is an encoder-decoder, no causal language model, or
-                has peft layers already.
+                has adapters that are not in its layers alone.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
-        if hasattr(model, "peft_config"):
-            raise ModelLoadError(
-                f"a {type(model).__name__} with peft adapters was passed; pass the base model "
-                f"and load its adapters with add_new_lora, or what merge_and_unload returns"
-            )
         refuse_encoder_decoder(model.config, type(model).__name__)
         serving = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test)
         engine = cls.__new__(cls)
@@ -124,6 +120,8 @@ class HFEngine(BatchEngine):
         return engine
 
     def _serve(self, model: Any, tokenizer: Any, options: ServeOptions) -> None:
+        self._adapters = Adapters(model)
+        model = self._adapters.model
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config)
         self._embedding_rows = embedding_rows(model) or self.vocabulary.size
@@ -140,7 +138,6 @@ class HFEngine(BatchEngine):
             ),
         )
         self._served = served
-        self._adapters = Adapters(model)
         self._choice = choose_tier(served, options)
         self._tier = self._choice.tier
         self._tokens_asked = 0
@@ -150,6 +147,11 @@ class HFEngine(BatchEngine):
             ({Capability.LORA} if has_peft else set())
             | ({Capability.PREFIX_CACHE} if keeps else set())
         )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that queries can ask for."""
+        return self._adapters.names
 
     def submit(self, query: Query) -> None:
         """Accept a query for the next step.

@@ -1,0 +1,237 @@
+"""Models that come with peft adapters, against peft's own forward, one sequence at a time."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from genlm import AdapterError, ModelLoadError, UnknownAdapterError
+from genlm_hf.engine import HFEngine
+
+from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
+
+SEQUENCES = ids_of_lengths(9, 1, 23, 4)
+
+
+def lora(**settings: Any) -> peft.LoraConfig:
+    options = {"r": 3, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**(options | settings))
+
+
+def spread_adapters(model: Any, seed: int) -> Any:
+    """Give adapters weights that matter; they are made to have no effect."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for layer in model.modules():
+            for name, part in layer.named_children():
+                if name.startswith(("lora_", "ia3_", "hada_", "lokr_", "modules_to_save")):
+                    for parameter in part.parameters():
+                        parameter.normal_(0, 0.3)
+            for name, parameter in layer.named_parameters(recurse=False):
+                if name.startswith(("lora_", "ia3_", "hada_", "lokr_")):
+                    parameter.normal_(0, 0.3)
+    return model.eval()
+
+
+def peft_model(config: Any = None, **further: Any) -> Any:
+    """A `PeftModel` with adapter "red" switched on, and further ones."""
+    base = build_model("llama", **llama_settings())
+    model = peft.get_peft_model(base, config or lora(), adapter_name="red")
+    for name, other in further.items():
+        model.add_adapter(name, other)
+    return spread_adapters(model, 2)
+
+
+def two_adapters() -> Any:
+    return peft_model(blue=lora(target_modules=["v_proj"]))
+
+
+def with_loaded_adapter(path: Path) -> Any:
+    """A transformers model into which adapters were loaded by its own method."""
+    model = two_adapters()
+    model.save_pretrained(path, save_embedding_layers=False)
+    loaded = build_model("llama", **llama_settings())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("red", "blue"):
+            loaded.load_adapter(str(path / name), name)
+    loaded.set_adapter("red")
+    return loaded.eval()
+
+
+def oracles(given: Any) -> dict[str | None, Any]:
+    """A copy of a model as it was handed over, and peft's own with one adapter at work."""
+    found = {None: copy.deepcopy(given)}
+    for name in ("red", "blue"):
+        found[name] = two_adapters()
+        found[name].set_adapter(name)
+    return found
+
+
+def check_rows(engine: HFEngine, models: dict[str | None, Any]) -> None:
+    """Ask for all sequences with all adapters in one step, twice: the second is cached."""
+    requests = [(ids, name) for ids in SEQUENCES for name in models]
+    expected = [alone(models[name], ids) for ids, name in requests]
+    for _ in range(2):
+        torch.testing.assert_close(answers(engine, requests), expected, atol=1e-4, rtol=0)
+    longer = [([*ids, 7], name) for ids, name in requests]
+    expected = [alone(models[name], ids) for ids, name in longer]
+    torch.testing.assert_close(answers(engine, longer), expected, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def green(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """An adapter in a folder, of modules that others adapt and that they do not."""
+    path = tmp_path_factory.mktemp("green")
+    base = build_model("llama", **llama_settings())
+    config = lora(target_modules=["q_proj", "o_proj", "lm_head"])
+    model = spread_adapters(peft.get_peft_model(base, config), 5)
+    model.save_pretrained(path, save_embedding_layers=False)
+    return str(path), model
+
+
+@pytest.fixture(params=["wrapped", "inside", "loaded"])
+def given(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "loaded":
+        return with_loaded_adapter(tmp_path)
+    return two_adapters() if request.param == "wrapped" else two_adapters().get_base_model()
+
+
+@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
+def test_the_model_is_served_as_it_was_handed_over_and_by_adapter(
+    given: Any, tokenizer: Any, green: tuple[str, Any], tier: str
+) -> None:
+    models = oracles(given)
+    bare = build_model("llama", **llama_settings())
+    rows = [alone(model, SEQUENCES[0]) for model in (bare, models["red"], models["blue"])]
+    assert torch.pdist(torch.stack(rows)).min() > 0.1
+    engine = HFEngine.from_model(given, tokenizer, tier=tier)
+    assert engine.statistics()["tier"] == tier
+    assert engine.adapters == ("red", "blue")
+    check_rows(engine, models)
+    engine.add_adapter("green", green[0])
+    check_rows(engine, {**models, "green": green[1]})
+    engine.close()
+    check_rows(HFEngine.from_model(given, tokenizer), models)
+
+
+def states(model: Any) -> list[Any]:
+    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.ModulesToSaveWrapper)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
+    return [(n, m.active_adapters, m.disable_adapters) for n, m in layers]
+
+
+def test_closing_gives_the_model_back_as_it_was(
+    given: Any, tokenizer: Any, green: tuple[str, Any]
+) -> None:
+    modules, switches = dict(given.named_modules()), states(given)
+    parameters = {name: (p, p.requires_grad) for name, p in given.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in given.named_parameters()}
+    config, names = given.peft_config, list(given.peft_config)
+    engine = HFEngine.from_model(given, tokenizer)
+    engine.add_adapter("green", green[0])
+    answers(engine, [(ids, name) for ids in SEQUENCES for name in (None, "blue", "green")])
+    engine.close()
+    assert dict(given.named_modules()) == modules
+    assert states(given) == switches
+    assert given.peft_config is config
+    assert list(config) == names
+    for name, parameter in given.named_parameters():
+        assert parameter is parameters[name][0]
+        assert parameter.requires_grad is parameters[name][1]
+        assert torch.equal(parameter, weights[name])
+
+
+def test_between_steps_the_model_is_as_it_was_handed_over(
+    given: Any, tokenizer: Any, green: tuple[str, Any]
+) -> None:
+    expected = alone(given, SEQUENCES[0])
+    engine = HFEngine.from_model(given, tokenizer)
+    engine.add_adapter("green", green[0])
+    answers(engine, [(SEQUENCES[0], "green"), (SEQUENCES[1], "blue")])
+    assert torch.equal(alone(given, SEQUENCES[0]), expected)
+
+
+def test_several_adapters_may_be_switched_on_or_none(tokenizer: Any) -> None:
+    model = two_adapters()
+    model.base_model.set_adapter(["red", "blue"])
+    both = HFEngine.from_model(model, tokenizer)
+    check_rows(both, oracles(model))
+    both.close()
+    model.base_model.disable_adapter_layers()
+    base = build_model("llama", **llama_settings())
+    check_rows(HFEngine.from_model(model, tokenizer), {**oracles(model), None: base})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        peft.LoHaConfig(target_modules=["q_proj"], r=3),
+        peft.LoKrConfig(target_modules=["q_proj"], r=3),
+        peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+        lora(use_dora=True, use_rslora=True),
+        lora(modules_to_save=["lm_head"]),
+        lora(target_modules=["embed_tokens", "q_proj"]),
+        lora(bias="all"),
+    ],
+    ids=["ia3", "loha", "lokr", "adalora", "dora", "head", "embedding", "bias"],
+)
+def test_other_adapters_in_layers_are_served_too(tokenizer: Any, config: Any) -> None:
+    model = peft_model(config)
+    base = alone(build_model("llama", **llama_settings()), SEQUENCES[0])
+    assert (alone(model, SEQUENCES[0]) - base).abs().max() > 0.1
+    engine = HFEngine.from_model(model, tokenizer)
+    check_rows(engine, {None: copy.deepcopy(model), "red": copy.deepcopy(model)})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        lora(alora_invocation_tokens=[5, 6]),
+    ],
+    ids=["prompt", "prefix", "alora"],
+)
+def test_adapters_beyond_the_layers_are_refused(tokenizer: Any, config: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"adapter 'red' of type [A-Z_]+ needs.*merge_and"):
+        HFEngine.from_model(peft_model(config), tokenizer)
+
+
+def test_merged_adapters_are_refused(tokenizer: Any) -> None:
+    model = two_adapters()
+    model.merge_adapter(["red"])
+    with pytest.raises(ModelLoadError, match="call unmerge_adapter"):
+        HFEngine.from_model(model, tokenizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already unmerged")  # the other adapter's
+        model.unmerge_adapter()
+    check_rows(HFEngine.from_model(model, tokenizer), {None: copy.deepcopy(model)})
+
+
+def test_a_failed_load_leaves_the_model_as_it_was(
+    given: Any, tokenizer: Any, green: tuple[str, Any], tmp_path: Path
+) -> None:
+    models = oracles(given)
+    narrow = build_model("llama", **llama_settings(hidden_size=16))
+    peft.get_peft_model(narrow, lora()).save_pretrained(tmp_path / "narrow")
+    engine = HFEngine.from_model(given, tokenizer)
+    before = [name for name, _ in given.named_parameters()]
+    for loaded in ({}, {"green": green[1]}):
+        with pytest.raises(AdapterError, match="does not fit"):
+            engine.add_adapter("bad", str(tmp_path / "narrow"))
+        with pytest.raises(AdapterError, match="'red' is loaded already"):
+            engine.add_adapter("red", green[0])
+        check_rows(engine, {**models, **loaded})
+        if not loaded:
+            assert [name for name, _ in given.named_parameters()] == before
+            engine.add_adapter("green", green[0])
+    with pytest.raises(UnknownAdapterError, match="Loaded: blue, green, red"):
+        answers(engine, [(SEQUENCES[0], "bad")])

@@ -38,6 +38,11 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
         ["engine 'toy'", "support 'lora'", "genlm plugins"],
     ),
     (errors.UnsupportedCapability(Capability.LORA, "toy"), {}, ["support 'lora'"]),
+    (
+        errors.UnsupportedCapability("lora", "toy", "load it with lora=True"),
+        {"hint": "load it with lora=True"},
+        ["support 'lora'; load it with lora=True"],
+    ),
     (errors.EvaluationError("it raised"), {}, ["it raised"]),
     (errors.EngineClosedError("closed"), {}, ["closed"]),
     (errors.EngineDiedError("died"), {}, ["died"]),

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -239,6 +239,19 @@ def test_an_engine_without_adapters_says_so(
     assert found.value.capability == Capability.LORA
     llm.clear_lora()
     llm.with_lora(None).next_token_logprobs_sync([1])
+
+
+def test_an_engine_may_say_how_it_gets_a_capability(make_model: MakeModel) -> None:
+    class Hinting(PlainEngine):
+        capability_hints: ClassVar = {Capability.LORA: "load the model with lora=True"}
+
+    llm = make_model(Hinting(VOCAB_SIZE), name="hinting")
+    with pytest.raises(
+        UnsupportedCapability, match="'hinting' does not support 'lora'; load the model with"
+    ):
+        llm.add_new_lora("folder", "c")
+    with pytest.raises(UnsupportedCapability, match="'prefix_cache'; `genlm plugins` lists"):
+        llm.clear_kv_cache()
 
 
 # -- prefixes -------------------------------------------------------------------------

@@ -40,6 +40,9 @@ class Capability(enum.StrEnum):
 class Engine(Protocol):
     """Answers queries, several at a time, in any order.
 
+    An engine may also have `capability_hints`, a mapping from a capability that this model
+    was loaded without to what to do about it: `"load the model with enable_lora=True"`.
+
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
         max_context: The most tokens a query may have, None for no limit.

@@ -170,18 +170,18 @@ class UnsupportedCapability(GenlmError, NotImplementedError):
     Attributes:
         capability: The missing ability, a `Capability` value.
         engine: The engine's name.
+        hint: How this engine gets it; `""` if it cannot.
     """
 
-    def __init__(self, capability: str, engine: str) -> None:
-        super().__init__(capability, engine)
+    def __init__(self, capability: str, engine: str, hint: str = "") -> None:
+        super().__init__(capability, engine, hint)
         self.capability = capability
         self.engine = engine
+        self.hint = hint
 
     def __str__(self) -> str:
-        return (
-            f"engine {self.engine!r} does not support {str(self.capability)!r}; "
-            f"`genlm plugins` lists what each installed engine supports"
-        )
+        hint = self.hint or "`genlm plugins` lists what each installed engine supports"
+        return f"engine {self.engine!r} does not support {str(self.capability)!r}; {hint}"
 
 
 class EngineError(GenlmError, RuntimeError):

@@ -489,7 +489,8 @@ class AsyncLM:
 
     def _require(self, capability: Capability) -> None:
         if capability not in self.capabilities:
-            raise UnsupportedCapability(capability, self.name)
+            hints = getattr(self._scheduler.engine, "capability_hints", {})
+            raise UnsupportedCapability(capability, self.name, hints.get(capability, ""))
 
     def _check_adapter(self, lora_name: str) -> None:
         if lora_name not in self._adapters:

@@ -106,6 +106,7 @@ class Lease:
         self.vocabulary = shared.engine.vocabulary
         self.max_context = shared.engine.max_context
         self.capabilities = shared.engine.capabilities
+        self.capability_hints = getattr(shared.engine, "capability_hints", {})
 
     def submit(self, query: Query) -> None:
         """Pass a query on under an id of its own."""

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from genlm.testing import tiny_tokenizer
 from genlm_hf.engine import HFEngine
 
-from .tiny import build_model, llama_settings, make_tokenizer
+from .tiny import build_model, llama_settings
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    return make_tokenizer()
+    return tiny_tokenizer()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tiny models, their tokenizer, and the oracle: an unbatched forward pass."""
+"""Tiny models and the oracle: an unbatched forward pass."""
 
 from __future__ import annotations
 
@@ -6,38 +6,15 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from genlm import Query
+from genlm.testing import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
 from genlm_hf.engine import HFEngine
 
-VOCAB_SIZE = 300
-WIDTH = 320
-
-
-def make_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` ids."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    text = "Once upon a time there was a fox who ran through the woods and the windy hills. "
-    bpe.train_from_iterator(
-        [text * 3, "the quick brown foxes jumped over lazy dogs " * 3], trainer
-    )
-    assert bpe.get_vocab_size() == VOCAB_SIZE
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+VOCAB_SIZE = TINY_VOCABULARY
+WIDTH = TINY_LOGITS
 
 
 def build_model(model_type: str, **settings: Any) -> Any:
@@ -56,20 +33,8 @@ def build_model(model_type: str, **settings: Any) -> Any:
 
 
 def llama_settings(**changes: Any) -> dict[str, Any]:
-    """A Llama of two layers, `WIDTH` logits and 64 positions, changed as told."""
-    settings = {
-        "vocab_size": WIDTH,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return settings | changes
+    """The config of the conformance suite's Llama, changed as told."""
+    return {**TINY_LLAMA, **changes}
 
 
 def alone(model: Any, token_ids: Sequence[int], size: int = VOCAB_SIZE) -> torch.Tensor:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.tiny_model import TINY_LOGITS as TINY_LOGITS
     from genlm.testing.tiny_model import TINY_VOCABULARY as TINY_VOCABULARY
     from genlm.testing.tiny_model import TinyModel as TinyModel
+    from genlm.testing.tiny_model import tiny_tokenizer as tiny_tokenizer
     from genlm.testing.trie_trial import TrieTrial as TrieTrial
 
 _HOME = {
@@ -56,7 +57,7 @@ _HOME = {
     "selection": "Case cases_of",
     "target": "EngineTarget TrieTarget",
     "engine_trial": "EngineTrial",
-    "tiny_model": "TINY_LLAMA TINY_LOGITS TINY_VOCABULARY TinyModel",
+    "tiny_model": "TINY_LLAMA TINY_LOGITS TINY_VOCABULARY TinyModel tiny_tokenizer",
     "trie_trial": "TrieTrial",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TINY_LLAMA", "TINY_LOGITS", "TINY_VOCABULARY", "TinyModel"]
+__all__ = ["TINY_LLAMA", "TINY_LOGITS", "TINY_VOCABULARY", "TinyModel", "tiny_tokenizer"]
 
 TINY_VOCABULARY = 300
 """How many ids the tokenizer has."""

@@ -143,3 +143,54 @@ def test_the_users_model_is_bare_again_afterwards(model, tokenizer, adapters):
         llm.add_new_lora(adapters[0][0], "red")
         llm.next_token_logprobs_sync(IDS, "red")
     assert {name for name, _ in model.named_parameters()} == names
+
+
+# -- models that come with adapters -------------------------------------------------------
+
+
+@pytest.fixture
+def peft_model(adapters):
+    """A `PeftModel` of both adapters, the blue one switched on."""
+    model = peft.PeftModel.from_pretrained(make_model(), adapters[0][0], "red")
+    model.load_adapter(adapters[1][0], "blue")
+    model.set_adapter("blue")
+    return model
+
+
+def test_a_peft_model_is_served_as_it_is_handed_over(peft_model, tokenizer, adapters):
+    (red, red_row), (_, blue_row) = adapters
+    with AsyncTransformer(peft_model, tokenizer) as llm:
+        assert llm.model is peft_model
+        assert close(llm.next_token_logprobs_sync(IDS), blue_row)
+        assert close(asyncio.run(llm.next_token_logprobs(IDS)), blue_row)
+        assert close(llm.next_token_logprobs_uncached(IDS), blue_row)
+        assert close(llm.next_token_logprobs_sync(IDS, "red"), red_row)
+        llm.add_new_lora(red, "poet")
+        assert close(llm.next_token_logprobs_sync(IDS, "poet"), red_row)
+        assert close(llm.next_token_logprobs_uncached(IDS), blue_row)
+        drawn = asyncio.run(llm.sample(IDS, 1, [], temperature=0, lora_name="red"))
+        assert drawn == [int(red_row.argmax())]
+    assert list(peft_model.peft_config) == ["red", "blue"]
+    assert close(alone(peft_model, IDS), blue_row)
+
+
+def test_adapters_that_transformers_loaded_are_asked_for_by_name(tokenizer, adapters):
+    (red, red_row), (blue, blue_row) = adapters
+    model = make_model()
+    model.load_adapter(red, "red")
+    with AsyncTransformer(model, tokenizer) as llm:
+        assert close(llm.next_token_logprobs_sync(IDS), alone(make_model(), IDS))
+        assert close(llm.next_token_logprobs_sync(IDS, "red"), red_row)
+        llm.add_new_lora(blue, "red")
+        assert close(llm.next_token_logprobs_sync(IDS, "red"), blue_row)
+        llm.remove_lora("red")
+        with pytest.raises(genlm.UnknownAdapterError, match="Loaded: none"):
+            llm.next_token_logprobs_sync(IDS, "red")
+        assert close(llm.next_token_logprobs_uncached(IDS), alone(make_model(), IDS))
+
+
+def test_an_adapter_of_the_model_can_be_taken_away(peft_model, tokenizer):
+    with AsyncTransformer(peft_model, tokenizer) as llm:
+        llm.remove_lora("red")
+        with pytest.raises(genlm.UnknownAdapterError, match="Loaded: blue"):
+            llm.next_token_logprobs_sync(IDS, lora_name="red")

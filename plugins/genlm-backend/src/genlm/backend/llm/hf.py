@@ -21,7 +21,9 @@ class AsyncTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="hf")`; rows are on the CPU, as published.
 
     Args:
-        hf_model: A decoder-only transformers model; not to be run elsewhere meanwhile.
+        hf_model: A decoder-only transformers model; not to be run elsewhere meanwhile. A
+            `peft.PeftModel` is served as it is handed over. Adapters that
+            `hf_model.load_adapter` put in are switched off and asked for by name.
         hf_tokenizer: Its tokenizer.
         batch_size: Most sequences in one batch; by default as many as are waiting.
         timeout: Has no effect: batches leave without a timer.
@@ -42,11 +44,14 @@ class AsyncTransformer(ServedLM):
         from genlm.backend.llm.cpu_rows import RowsOnCpu
 
         hf_model.eval()
+        if getattr(hf_model, "_hf_peft_config_loaded", False):
+            hf_model.disable_adapters()
         super().__init__(
             lambda: RowsOnCpu.from_model(hf_model, hf_tokenizer),
             name="hf",
             batch_size=batch_size,
         )
+        self._know_adapters(self._scheduler.engine.adapters)  # type: ignore[attr-defined]
         self.model = hf_model
         self.device = hf_model.device
         self.batch_size = batch_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,15 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """
         inner = f"{lora_name}@{next(self._numbers)}"
         super().add_new_lora(lora_path, inner)
+        if lora_name in self._names:
+            self.remove_lora(lora_name)
         self._names[lora_name] = inner
+
+    def _know_adapters(self, names: Iterable[str]) -> None:
+        """Let adapters that the engine has already be asked for."""
+        for name in names:
+            self._names[name] = name
+            self._adapters[name] = "the model itself"
 
     def remove_lora(self, lora_name: str) -> None:
         """Forget an adapter's name; see `add_new_lora`.
@@ -145,8 +153,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         Raises:
             UnknownAdapterError: There is no such adapter.
         """
-        if self._names.pop(lora_name, None) is None:
+        if lora_name not in self._names:
             raise genlm.UnknownAdapterError(lora_name, self._names)
+        del self._adapters[self._names.pop(lora_name)]
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:  # type: ignore[override]
         """Use an adapter for all later requests, with a `DeprecationWarning`.

@@ -159,8 +159,53 @@ def test_a_step_larger_than_a_pass_is_run_in_parts(
     sequences = ids_of_lengths(30, 20, 5, 50, 4, 4)
     rows = answers(engine, sequences)
     assert Oracle(llama).largest_error(sequences, rows) <= 1e-4
-    # 30 · 20 + 5 · 50, alone · 4 + 4
+    # 30 · 20 + 5 · 40 · the other 10 + 4 + 4
     assert used(engine, "forwards") == before + 4
+
+
+@pytest.mark.parametrize("slots", [None, 400])
+@pytest.mark.parametrize("max_tokens", [7, 64, 10**6])
+@pytest.mark.parametrize(
+    ("tier", "name"),
+    [
+        ("packed", "llama"),
+        ("packed", "mistral with a short window"),
+        ("gathered", "llama"),
+        ("gathered", "gptj"),
+    ],
+)
+def test_no_pass_has_more_tokens_than_allowed_however_long_a_prompt(
+    tier: str, name: str, max_tokens: int, slots: int | None, tokenizer: Any
+) -> None:
+    model_type, settings = FAMILIES[name]
+    longer = "n_positions" if "n_positions" in settings else "max_position_embeddings"
+    model = build_model(model_type, **{**settings, longer: 400})
+    sizes: list[int] = []
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        sizes.append(kwargs["input_ids"].numel())
+
+    oracle = Oracle(model)
+    size = HFEngine.from_model(model, tokenizer, tier=tier)._tier._storage.bytes_per_token
+    budget = None if slots is None else slots * size
+    engine = HFEngine.from_model(
+        model, tokenizer, tier=tier, max_tokens_per_batch=max_tokens, kv_budget_bytes=budget
+    )
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    prompt, other = ids_of_lengths(300, 90)
+    before = used(engine, "tokens_computed")
+    for step in (
+        [prompt, other[:5]],
+        [prompt, [*prompt, 5], [*prompt[:200], *other], other[:20]],
+        [[*other, 7], other, prompt[:250]],
+    ):
+        assert oracle.largest_error(step, answers(engine, step)) <= 1e-4
+    assert max(sizes) <= max_tokens
+    assert (max(sizes) >= 300) == (max_tokens > 300)
+    if slots is None:
+        assert used(engine, "kv_tokens") == 300 + 5 + (1 + 90 + 15) + 71
+        # Again, for their logits: the last tokens of two or three known contexts.
+        assert used(engine, "tokens_computed") - before - used(engine, "kv_tokens") in {2, 3}
 
 
 @pytest.mark.parametrize("place", ["embedding", "layer 0", "layer 1", "attention 1", "head"])

@@ -36,6 +36,13 @@ def test_the_choice_and_its_reason_are_figures_and_logged(
     assert "not packed: its forward takes no position_ids" in str(figures["tier_reason"])
 
 
+def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="max_tokens_per_batch=0; at least 1"):
+        HFEngine.from_model(llama, tokenizer, max_tokens_per_batch=0)
+    with pytest.raises(ValueError, match="kv_budget_bytes=-1; at least 0"):
+        HFEngine.from_model(llama, tokenizer, kv_budget_bytes=-1)
+
+
 def test_a_tier_can_be_asked_for(llama: Any, mamba: Any, tokenizer: Any) -> None:
     engine = HFEngine.from_model(llama, tokenizer, tier="padded")
     assert (engine.statistics()["tier"], engine.statistics()["tier_reason"]) == (

@@ -170,17 +170,19 @@ def _run(
             enable_gqa=shared_heads,
         )[0]
     rows = max(1, _MASK_ENTRIES // (run.past + run.length))
-    parts = [
-        scaled_dot_product_attention(
-            query[None, :, first : first + rows],
-            own_keys,
-            own_values,
-            attn_mask=run.visible(first, min(first + rows, run.length), how.window),
+    parts = []
+    for first in range(0, run.length, rows):
+        end = min(first + rows, run.length)
+        seen = run.seen(first, end, how.window)
+        part = scaled_dot_product_attention(
+            query[None, :, first:end],
+            own_keys[:, :, seen],
+            own_values[:, :, seen],
+            attn_mask=run.visible(first, end, how.window)[:, seen],
             scale=how.scale,
             enable_gqa=shared_heads,
-        )[0]
-        for first in range(0, run.length, rows)
-    ]
+        )
+        parts.append(part[0])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -76,6 +76,11 @@ class DeviceRun:
         """Return keys or values of past and run, `(heads, past + run, width)`."""
         return self._slots.of(states)
 
+    def seen(self, first: int, end: int, window: int | None) -> slice:
+        """Return where of past and run all is that the tokens `first ... end - 1` see."""
+        begin = 0 if window is None else max(0, self.past + first + 1 - window)
+        return slice(begin, self.past + end)
+
     def visible(self, first: int, end: int, window: int | None) -> torch.Tensor:
         """Return what the tokens `first ... end - 1` of the run see, (tokens, past + run)."""
         key = torch.arange(self.past + self.length, device=self._device)

@@ -26,8 +26,9 @@ _Batch = list[tuple[int, int]]
 class CachedTier:
     """Rows from a prefix tree; see `Tier`.
 
-    A batch that needs more room than there is, is served in parts. A context too
-    long for the whole budget is computed by the padded tier, without a cache.
+    A batch that needs more room than there is, is served in parts, and so is a context
+    of more tokens than one pass may have. A context too long for the whole budget is
+    computed by the padded tier, without a cache.
 
     Args:
         name: Of the tier.
@@ -114,6 +115,8 @@ class CachedTier:
             if slot is None and batch:
                 self._run(rows, adapter, sequences, batch)
                 slot = self._insert(adapter, sequence)
+            if slot is not None and self._tree.fresh_tokens > self._served.max_tokens:
+                slot = self._insert_in_pieces(adapter, sequence)
             if slot is None:
                 # Nothing is fresh: this lets go of the prefix that was found.
                 self._tree.roll_back()
@@ -137,6 +140,20 @@ class CachedTier:
         except OutOfSlotsError:
             return None
 
+    def _insert_in_pieces(self, adapter: str | None, sequence: tuple[int, ...]) -> int:
+        """Compute the beginning of the one sequence of a batch, as much at a time as may be.
+
+        Returns:
+            What inserting the sequence again returned.
+        """
+        self._tree.roll_back()  # its slots are free now, enough for every piece
+        limit = self._served.max_tokens
+        while (missing := self._tree.missing(adapter, sequence)) > limit:
+            piece = sequence[: len(sequence) - missing + limit]
+            slot = self._tree.insert(adapter, piece)
+            self._compute(TreeBatch(self._tree, adapter, [piece], [slot]))
+        return self._tree.insert(adapter, sequence)
+
     def _run(
         self,
         rows: torch.Tensor,
@@ -144,15 +161,19 @@ class CachedTier:
         sequences: Sequence[tuple[int, ...]],
         batch: _Batch,
     ) -> None:
-        """Compute what is in the current batch of the tree and end it."""
+        """Fill the rows of a batch and end it."""
         chosen = [index for index, _ in batch]
         wanted = TreeBatch(
             self._tree, adapter, [sequences[i] for i in chosen], [slot for _, slot in batch]
         )
-        computed = self._computing.compute(wanted, self._storage)
-        found = rows_from_logits(computed.logits, self._served.vocabulary)
+        found = rows_from_logits(self._compute(wanted), self._served.vocabulary)
         rows[chosen] = found.to(rows.device)
+        batch.clear()
+
+    def _compute(self, wanted: TreeBatch) -> torch.Tensor:
+        """Compute a batch of the tree, end it, and return the logits asked for."""
+        computed = self._computing.compute(wanted, self._storage)
         self._tree.commit()
         self._forwards += computed.forwards
         self._tokens_computed += computed.tokens
-        batch.clear()
+        return computed.logits

@@ -37,12 +37,22 @@ _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How to serve; the fields are `HFEngine`'s arguments."""
+    """How to serve; the fields are `HFEngine`'s arguments.
+
+    Raises:
+        ValueError: A limit makes no sense.
+    """
 
     max_tokens_per_batch: int
     kv_budget_bytes: int | None = None
     tier: str | None = None
     self_test: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens_per_batch < 1:
+            raise ValueError(f"max_tokens_per_batch={self.max_tokens_per_batch}; at least 1")
+        if self.kv_budget_bytes is not None and self.kv_budget_bytes < 0:
+            raise ValueError(f"kv_budget_bytes={self.kv_budget_bytes}; at least 0")
 
 
 @dataclass(frozen=True, slots=True)

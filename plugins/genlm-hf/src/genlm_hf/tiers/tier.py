@@ -24,8 +24,8 @@ class ServedModel:
         embedding_rows: Ids from 0 up to here can be embedded.
         pad_id: Fills up batches.
         max_context: The most tokens it takes, None for no limit.
-        max_tokens: The most positions in one forward pass; a longer context still
-            passes, alone.
+        max_tokens: The most positions in one forward pass; without a cache a longer
+            context still passes, alone.
         max_rows: The most results of one forward pass, which bounds its logits.
     """
 

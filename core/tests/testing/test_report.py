@@ -134,7 +134,13 @@ def test_an_expected_failure_of_no_check_exits_with_2(check, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--only", "no-such-check"], ["--profile", "slow"], ["--seed", "-1"]]
+    "arguments",
+    [
+        ["--only", "no-such-check"],
+        ["--profile", "slow"],
+        ["--seed", "-1"],
+        ["--model", "demo", "--dtype", "int8"],
+    ],
 )
 def test_what_does_not_exist_exits_with_2(check, arguments):
     assert check(*arguments).exit_code == 2

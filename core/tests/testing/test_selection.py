@@ -60,6 +60,8 @@ def test_a_backend_without_a_target_says_what_to_do(tmp_path, monkeypatch):
     (target,) = targets_of(info, tmp_path, model="demo")
     assert target.model == "demo"
     assert target.oracle is None
+    (target,) = targets_of(info, tmp_path, model="demo", dtype="bfloat16")
+    assert target.largest_error == 0.15
 
 
 def test_a_model_without_a_target_is_loaded_once_for_all_checks(monkeypatch):

@@ -25,6 +25,9 @@ def check(
     model: Annotated[
         str | None, typer.Option(help="A model to check without an oracle.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="In which that model computes; sets the tolerance.")
+    ] = "float32",
     only: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="A check; may be repeated.")
     ] = None,
@@ -45,7 +48,16 @@ def check(
     _require_hypothesis()
     from genlm.testing.run import Settings, prepared
 
-    settings = Settings(backend, model, tuple(only or ()), (), profile, xfail, seed, no_skips)
+    settings = Settings(
+        backend,
+        model=model,
+        dtype=dtype,
+        only=tuple(only or ()),
+        profile=profile,
+        xfail=xfail,
+        seed=seed,
+        no_skips=no_skips,
+    )
     with contextlib.ExitStack() as stack:
         try:
             run = stack.enter_context(prepared(settings))

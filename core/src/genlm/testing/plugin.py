@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("genlm", "conformance of genlm backends")
     group.addoption("--genlm-backend", metavar="NAME", help="an installed engine or trie")
     group.addoption("--genlm-model", metavar="MODEL", help="a model, without an oracle")
+    group.addoption("--genlm-dtype", default="float32", help="in which that model computes")
     group.addoption("--genlm-only", metavar="ID", action="append", default=[])
     group.addoption("--genlm-profile", choices=list(PROFILES), default="quick")
     group.addoption("--genlm-xfail", metavar="FILE", type=Path, help="expected failures")
@@ -56,6 +57,7 @@ def _settings(config: pytest.Config) -> Settings:
     return Settings(
         backend,
         model=config.getoption("genlm_model"),
+        dtype=config.getoption("genlm_dtype"),
         only=tuple(config.getoption("genlm_only")),
         profile=config.getoption("genlm_profile"),
         xfail=config.getoption("genlm_xfail"),

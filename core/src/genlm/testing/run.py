@@ -27,6 +27,7 @@ class Settings:
         backend: Name of an installed engine or trie.
         model: What the engine calls a model, checked without an oracle; by default the
             targets that the backend brings.
+        dtype: In which that model computes; sets the tolerance.
         only: Ids of checks or cases to run; by default all.
         models: Names of targets to run; by default all.
         profile: `"quick"` or `"full"`.
@@ -43,6 +44,7 @@ class Settings:
     xfail: Path | None = None
     seed: int = 0
     no_skips: bool = False
+    dtype: str = "float32"
 
     @property
     def numbers(self) -> Profile:
@@ -96,12 +98,12 @@ def prepared(settings: Settings) -> Iterator[Run]:
         LookupError: It brings no target, or what is to be run does not exist.
         TypeError: What it brings is no target.
         ExpectationError: The file of expected failures is malformed or names nothing.
-        ValueError: No such profile.
+        ValueError: No such profile or dtype.
     """
     _ = settings.numbers
     info = find(settings.backend)
     with tempfile.TemporaryDirectory(prefix="genlm-check-") as folder:
-        targets = targets_of(info, Path(folder), settings.model)
+        targets = targets_of(info, Path(folder), settings.model, settings.dtype)
         everything = cases_of(targets, info)
         expected = ExpectedFailures.read(settings.xfail)
         expected.refuse_unmatched(_ids(everything))

@@ -45,20 +45,24 @@ def find(backend: str) -> BackendInfo:
     return find_backend(backend, "trie" if backend in tries - engines else "engine")
 
 
-def targets_of(info: BackendInfo, folder: Path, model: str | None = None) -> list[Target]:
+def targets_of(
+    info: BackendInfo, folder: Path, model: str | None = None, dtype: str = "float32"
+) -> list[Target]:
     """The targets that a backend brings, or one made of `model`.
 
     Args:
         info: An installed backend.
         folder: Empty; outlives the run.
         model: What the engine calls a model, to be checked without an oracle.
+        dtype: In which that model computes.
 
     Raises:
         LookupError: It brings none, and no model is given.
         TypeError: What `BackendSpec.conformance` names is no target.
+        ValueError: No tolerance is known for `dtype`.
     """
     if model is not None:
-        return [_without_oracle(info, model)]
+        return [_without_oracle(info, model, dtype)]
     if info.conformance is None:
         raise LookupError(
             f"{info.provider} brings no conformance target. Name one in its BackendSpec "
@@ -122,12 +126,13 @@ def _refuse_unknown(what: str, names: Sequence[str], known: set[str]) -> None:
             )
 
 
-def _without_oracle(info: BackendInfo, model: str) -> EngineTarget:
+def _without_oracle(info: BackendInfo, model: str, dtype: str) -> EngineTarget:
     build = get_backend(info.provider)
     return EngineTarget(
         model=model,
         build=lambda **options: build(model, **options),
         oracle=None,
+        dtype=dtype,
         patience_s=MODEL_PATIENCE_S,
         shared=True,  # it may be large: there is room for it once, and time
     )

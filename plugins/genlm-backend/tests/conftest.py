@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 from genlm.backend import AsyncTransformer
 
 from .tiny import make_model, make_tokenizer
+
+# SGLang is in an environment of its own; `make test-sgl` runs these there.
+collect_ignore = [] if find_spec("sglang") else ["on_sglang"]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,15 @@ from typing import Any
 __all__ = ["Recipe", "recipe_of_sglang", "recipe_of_vllm"]
 
 
+_SGLANG_OPTIONS = (
+    *("dtype", "device", "quantization", "revision", "trust_remote_code", "load_format"),
+    *("context_length", "kv_cache_dtype", "mem_fraction_static", "max_total_tokens"),
+    *("max_running_requests", "chunked_prefill_size", "page_size", "disable_radix_cache"),
+    *("attention_backend", "sampling_backend", "disable_cuda_graph"),
+)
+"""Settings of an SGLang scheduler that its successor gets too."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A model's name, the engine's options, and which GPU."""
@@ -60,19 +69,40 @@ def recipe_of_vllm(llm: Any) -> Recipe:
 
 
 def recipe_of_sglang(scheduler: Any) -> Recipe:
-    """Return how to load the model of an SGLang scheduler or engine.
+    """End an SGLang `Scheduler` and return how to load its model.
 
     Raises:
         TypeError: It is none.
     """
     arguments = getattr(scheduler, "server_args", None)
-    if arguments is None:
+    if arguments is None or not hasattr(scheduler, "tp_worker"):
         raise TypeError(
-            f"AsyncSGLTransformer got a {type(scheduler).__name__}; expected an SGLang "
-            f"scheduler, or use AsyncSGLTransformer.from_name(name)"
+            f"AsyncSGLTransformer got a {type(scheduler).__name__}; expected a Scheduler of "
+            f"SGLang in this process, or use AsyncSGLTransformer.from_name(name)"
         )
-    _warn("AsyncSGLTransformer(engine)", "AsyncSGLTransformer.from_name(name, engine_opts=...)")
-    return Recipe(arguments.model_path, {})
+    _warn(
+        "AsyncSGLTransformer(scheduler)", "AsyncSGLTransformer.from_name(name, engine_opts=...)"
+    )
+    options = {name: getattr(arguments, name, None) for name in _SGLANG_OPTIONS}
+    recipe = Recipe(
+        arguments.model_path,
+        {name: value for name, value in options.items() if value is not None},
+        arguments.base_gpu_id,
+    )
+    _end_sglang(scheduler)
+    return recipe
+
+
+def _end_sglang(scheduler: Any) -> None:
+    """Free a scheduler's memory and what it holds of the process; SGLang has no call for it."""
+    from sglang.srt.distributed import parallel_state
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # its sockets are closed with it
+        vars(scheduler).clear()
+        gc.collect()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 def _warn(old: str, new: str) -> None:

@@ -22,8 +22,8 @@ class AsyncSGLTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="sgl")`; rows are on the CPU, as published.
 
     Args:
-        sgl_model: An SGLang scheduler, with a `DeprecationWarning`: its model is loaded
-            again. Use `from_name`.
+        sgl_model: SGLang's `Scheduler`, with a `DeprecationWarning`: it is ended, and its
+            model loaded again with the same settings. Use `from_name`.
         cache_size: Most rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 

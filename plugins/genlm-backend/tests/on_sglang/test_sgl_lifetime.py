@@ -1,0 +1,56 @@
+"""The end of one `AsyncSGLTransformer` and the next; schedulers handed to the constructor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import genlm
+from genlm.backend.llm import AsyncSGLTransformer
+from genlm_sgl import cpu_shim
+from genlm_sgl.loading import default_options, environment
+from genlm_sgl.process_state import guarded, quiet
+from genlm_sgl.scheduler_api import SchedulerApi
+from genlm_sgl.versions import check_version, installed_version
+
+IDS = [10, 11, 12]
+
+
+def scheduler_of(folder, **options):
+    """SGLang's own object, as a program makes it; on a CPU only genlm-sgl can."""
+    options = {**default_options(cpu=True), **options, "model_path": str(folder)}
+    with guarded(environment(cpu=True)), quiet(), cpu_shim.standing_in():
+        return SchedulerApi(options, 0, check_version(installed_version()))._scheduler
+
+
+def assert_right(llm, tiny):
+    found = llm.next_token_logprobs_sync(IDS)
+    torch.testing.assert_close(found, tiny.logprobs(IDS).float(), atol=1e-4, rtol=0)
+
+
+def test_a_model_that_was_cleaned_up_makes_way_for_the_next(tiny, options):
+    first = AsyncSGLTransformer.from_name(str(tiny.path), engine_opts=options)
+    with pytest.raises(genlm.ModelLoadError, match="close that one first"):
+        AsyncSGLTransformer.from_name(str(tiny.path), engine_opts=options)
+    first.cleanup()
+    with pytest.raises(genlm.EngineClosedError):
+        first.next_token_logprobs_sync(IDS)
+    with AsyncSGLTransformer.from_name(str(tiny.path), options, gpu_id=0) as second:
+        assert_right(second, tiny)
+
+
+def test_a_scheduler_is_ended_and_its_model_served_with_its_settings(tiny, options):
+    scheduler = scheduler_of(tiny.path, **options)
+    with pytest.warns(DeprecationWarning, match=r"use AsyncSGLTransformer\.from_name"):
+        llm = AsyncSGLTransformer(scheduler, cache_size=2)
+    with llm:
+        assert_right(llm, tiny)
+        assert llm.max_context is not None
+        assert llm.max_context < options["context_length"]
+        assert llm.cache.maxsize == 2
+        assert vars(scheduler) == {}
+
+
+def test_anything_else_is_refused(tiny):
+    with pytest.raises(TypeError, match=r"got a str; expected a Scheduler.*from_name\(name\)"):
+        AsyncSGLTransformer(str(tiny.path))

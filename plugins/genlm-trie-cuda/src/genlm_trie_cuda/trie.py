@@ -40,10 +40,10 @@ class DeviceTrie(TokenCharacterTrie):
     the largest below each node. bfloat16 and float16 are widened when they are read.
     Integers are float64, on MPS float32. A row's values don't depend on the others.
 
-    With `returns="torch"` the result stays on the device, no call waits for it, and
-    reductions of all nodes can be captured in a CUDA graph. The first one on a device,
-    or of another operation, dtype or number of rows, copies index arrays and compiles:
-    do it once before capturing.
+    With `returns="torch"` the result stays on the device. Reductions of all nodes then do
+    not wait for the device and can be captured in a CUDA graph; the first one there, or of
+    another operation, dtype or number of rows, copies index arrays and compiles: do it
+    once before capturing. Those of some nodes copy indices each time, and wait for that.
 
     Args:
         decode: As for `TokenCharacterTrie`.

@@ -31,9 +31,10 @@ test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
 
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
 	$(BIN)/python -m pytest plugins/genlm-vllm/tests
+	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest plugins/genlm-vllm/tests/test_engine.py
 
 test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
-	$(VLLM_OLDEST)/bin/python -m pytest plugins/genlm-vllm/tests -m "not second_runner"
+	$(VLLM_OLDEST)/bin/python -m pytest plugins/genlm-vllm/tests -m "not newer"
 
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang

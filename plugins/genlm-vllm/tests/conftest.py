@@ -17,6 +17,11 @@ import pytest
 
 from genlm_vllm.conformance import TinyLlama
 
+from . import interpreted_triton
+
+if interpreted_triton.SECOND_RUNNER:
+    interpreted_triton.provide()
+
 # What vLLM and its libraries warn of when they are imported or started.
 THIRD_PARTY = (
     "ignore:.*torch.jit.script_method.*:DeprecationWarning",
@@ -26,7 +31,9 @@ THIRD_PARTY = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "second_runner: needs vLLM 0.31 or later")
+    config.addinivalue_line(
+        "markers", "newer: needs a newer vLLM than the oldest supported one"
+    )
     for warning in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", warning)
 

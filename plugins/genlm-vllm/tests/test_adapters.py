@@ -17,15 +17,16 @@ import torch
 import transformers
 
 from genlm import AdapterError, Capability
+from genlm_vllm.adapter_files import check_config
 from genlm_vllm.conformance import TinyLlama
 
-from .traffic import largest_error, prompts, rows
+from .traffic import finish, largest_error, prompts, rows, submit
 
 
 @pytest.fixture(scope="module")
 def engine(tiny: TinyLlama) -> Iterator[Any]:
-    """With room for three adapters and ranks up to 8."""
-    engine = tiny.engine(max_loras=3, max_lora_rank=8)
+    """With room for four adapters and ranks up to 8."""
+    engine = tiny.engine(max_loras=4, max_lora_rank=8)
     for name, path in tiny.adapters.items():
         engine.add_adapter(name, path)
     yield engine
@@ -53,16 +54,19 @@ def other_base(**settings: Any) -> Callable[[Path], None]:
         llama = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
         llama |= {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32} | settings
         base = transformers.LlamaConfig(num_key_value_heads=2, **llama)
-        model = transformers.AutoModelForCausalLM.from_config(base)
-        config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        adapted = peft.get_peft_model(model, config)
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_()
-        adapted.save_pretrained(folder)
+        save_adapter(transformers.AutoModelForCausalLM.from_config(base), folder, ["q_proj"])
 
     return make
+
+
+def save_adapter(model: Any, folder: Path, modules: list[str], **settings: Any) -> None:
+    config = peft.LoraConfig(r=3, target_modules=modules, task_type="CAUSAL_LM", **settings)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    adapted.save_pretrained(folder)
 
 
 def truncated(folder: Path) -> None:
@@ -79,8 +83,9 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "dora": (edited({"use_dora": True}), "has use_dora=True"),
     "bias": (edited({"bias": "all"}), "has bias='all'"),
     "pissa": (edited({"init_lora_weights": "pissa"}), "has init_lora_weights='pissa'"),
-    "alpha": (edited({"alpha_pattern": {"q_proj": 9}}), "has alpha_pattern"),
+    "blocks": (edited({"use_bdlora": {"nblocks": 2}}), "has use_bdlora"),
     "high rank": (edited({"r": 16}), "rank 16 is greater than max_lora_rank"),
+    "one high rank": (edited({"rank_pattern": {"q_proj": 16}}), "rank"),
     "truncated": (truncated, "weights cannot be read"),
     "narrow base": (other_base(hidden_size=16), "wide, the model 32"),
     "deep base": (other_base(num_hidden_layers=3), "the model has no .*layers.2"),
@@ -106,9 +111,34 @@ def test_a_bad_adapter_is_refused_and_changes_nothing(
     assert engine._adapters.names == ("red", "blue")
 
 
+def test_settings_that_an_old_vllm_ignores_are_refused(tiny: Any, tmp_path: Path) -> None:
+    shutil.copytree(tiny.adapters["red"], tmp_path, dirs_exist_ok=True)
+    edited({"alpha_pattern": {"q_proj": 9}, "rank_pattern": {}})(tmp_path)
+    check_config("bad", str(tmp_path), known={"alpha_pattern", "rank_pattern"})
+    with pytest.raises(AdapterError, match=r"has alpha_pattern=\{'q_proj': 9\}, which"):
+        check_config("bad", str(tmp_path), known={"r", "lora_alpha"})
+
+
 def test_a_name_keeps_its_adapter(engine: Any, tiny: Any) -> None:
     with pytest.raises(AdapterError, match="'red' is loaded already"):
         engine.add_adapter("red", tiny.adapters["blue"])
+    check(engine, tiny)
+
+
+@pytest.mark.newer
+def test_ranks_and_alphas_of_single_layers_are_kept(
+    engine: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.path)
+    patterns = {
+        "rank_pattern": {"q_proj": 5, r"layers\.0\.mlp\.down_proj": 2},
+        "alpha_pattern": {r"layers\.1\..*down_proj": 20, "q_proj": 3},
+    }
+    save_adapter(model, tmp_path, ["q_proj", "k_proj", "down_proj"], **patterns)
+    monkeypatch.setitem(tiny.adapters, "uneven", str(tmp_path))
+    engine.add_adapter("uneven", str(tmp_path))
+    asked = prompts(40, 9)
+    assert largest_error(tiny, rows(engine, asked, "uneven"), asked, "uneven") <= 1e-4
     check(engine, tiny)
 
 
@@ -116,15 +146,21 @@ def test_as_many_adapters_as_asked_for_leave_the_base_model_alone(
     engine: Any, tiny: Any, tmp_path: Path
 ) -> None:
     """On the CPU base requests go through the last slot, which no adapter may get."""
-    shutil.copytree(tiny.adapters["red"], tmp_path / "third")
-    engine.add_adapter("third", str(tmp_path / "third"))
+    copies = [f"copy {number}" for number in range(4 - len(engine._adapters.names))]
+    for name in copies:
+        shutil.copytree(tiny.adapters["red"], tmp_path / name)
+        engine.add_adapter(name, str(tmp_path / name))
     asked = prompts(40, 9)
-    for name, like in (("third", "red"), ("red", "red"), ("blue", "blue"), (None, None)):
-        assert largest_error(tiny, rows(engine, asked, name), asked, like) <= 1e-4, name
-    with pytest.raises(AdapterError, match=r"beside 3 others.*max_loras"):
-        engine.add_adapter("fourth", tiny.adapters["blue"])
-    shutil.rmtree(tmp_path / "third")  # never read again
-    assert largest_error(tiny, rows(engine, asked, "third"), asked, "red") <= 1e-4
+    meant = dict.fromkeys(copies, "red") | {"blue": "blue", None: None}
+    queries = [submit(engine, ids, name) for name in meant for ids in asked]  # one batch
+    found = finish(engine, queries)
+    for place, (name, like) in enumerate(meant.items()):
+        own = found[2 * place : 2 * place + 2]
+        assert largest_error(tiny, own, asked, like) <= 1e-4, name
+    with pytest.raises(AdapterError, match=r"beside 4 others.*max_loras"):
+        engine.add_adapter("fifth", tiny.adapters["blue"])
+    shutil.rmtree(tmp_path)  # never read again
+    assert largest_error(tiny, rows(engine, asked, copies[-1]), asked, "red") <= 1e-4
     check(engine, tiny)
 
 

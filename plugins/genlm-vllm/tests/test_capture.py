@@ -192,7 +192,7 @@ def context(slots: list[int], lengths: list[int]) -> Any:
     return LogitsContext(**dict.fromkeys(known) | values)
 
 
-@pytest.mark.second_runner
+@pytest.mark.newer
 def test_the_second_runner_accepts_the_processor() -> None:
     from types import SimpleNamespace
 
@@ -214,7 +214,7 @@ def test_the_second_runner_accepts_the_processor() -> None:
     capture.validate_params(params(WantedRow(1)))
 
 
-@pytest.mark.second_runner
+@pytest.mark.newer
 def test_the_second_runner_maps_rows_to_slots(capture: Capture) -> None:
     assert capture.add_request(5, params(WantedRow(1))) is True
     assert capture.add_request(2, params(None)) is False
@@ -229,7 +229,7 @@ def test_the_second_runner_maps_rows_to_slots(capture: Capture) -> None:
     assert len(KEPT) == 0
 
 
-@pytest.mark.second_runner
+@pytest.mark.newer
 def test_the_second_runner_draws_by_the_length_of_the_sequence(capture: Capture) -> None:
     capture.add_request(3, params(Draw(11, 1.0, 6)))
     for place in range(10):

@@ -1,5 +1,7 @@
 """Rows and continuations of an engine in this process, under every batching of vLLM's.
 
+They run on both of vLLM's model runners, see `interpreted_triton`.
+
 The engine takes 4 requests and 64 tokens a step, so that most of what is asked here waits
 in vLLM's queue and is computed in chunks.
 """
@@ -24,6 +26,7 @@ from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.kept_rows import KEPT
 
+from .interpreted_triton import SECOND_RUNNER
 from .traffic import drawn, expected_draws, finish, largest_error, prompts, rows, submit
 
 
@@ -39,6 +42,12 @@ def engine(tiny: TinyLlama) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def fresh(engine: Any) -> None:
     engine.clear_prefix_cache()
+
+
+def test_the_model_runner_is_the_one_meant(engine: Any) -> None:
+    runner = engine._vllm.model_executor.driver_worker.worker.model_runner
+    name = "cpu.model_runner" if SECOND_RUNNER else "cpu_model_runner"
+    assert type(runner).__module__ == f"vllm.v1.worker.{name}"
 
 
 def test_more_prompts_than_fit_a_step_each_get_their_own_row(engine: Any, tiny: Any) -> None:
@@ -228,7 +237,7 @@ def test_a_step_that_raises_is_survived(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm.v1.sample.sampler.Sampler.forward", broken)
+        patch.setattr("genlm_vllm.capture.Capture.apply", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             finish(engine, queries)
     for query in queries:  # as the scheduler does

@@ -19,6 +19,7 @@ import torch
 from genlm import ModelLoadError, VocabularyError
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.engine import VLLMEngine
+from genlm_vllm.surroundings import Accelerator
 
 from .traffic import largest_error, prompts, rows
 
@@ -94,6 +95,21 @@ def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:
     assert torch.accelerator.synchronize is synchronize
 
 
+def test_what_vllm_disables_once_is_disabled_for_the_next_engine_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Accelerator, "_of_vllm", {})
+    of_torch = torch.accelerator.synchronize
+    first = Accelerator()
+    monkeypatch.setattr(torch.accelerator, "synchronize", print)  # as an import of vLLM's
+    first.restore()
+    assert torch.accelerator.synchronize is of_torch
+    second = Accelerator()
+    assert torch.accelerator.synchronize is print
+    second.restore()
+    assert torch.accelerator.synchronize is of_torch
+
+
 def test_closing_gives_the_memory_back(serve: Any) -> None:
     engine = serve()
     rows(engine, prompts(9))
@@ -128,6 +144,7 @@ import sys
 sys.path[:0] = [{tests!r}]
 from pathlib import Path
 from genlm_vllm.engine import VLLMEngine
+from genlm_vllm.surroundings import Accelerator
 options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
 VLLMEngine({model!r}, engine_opts=options).close()
 """

@@ -51,6 +51,11 @@ def test_several_workers_need_processes(tiny: Any) -> None:
         VLLMEngine(tiny.path, engine_opts={"tensor_parallel_size": 2}, multiprocess=False)
 
 
+def test_ray_is_refused_where_vllm_does_not_support_it(tiny: Any) -> None:
+    with pytest.raises(genlm.ModelLoadError, match=r"Ray to count\. Leave it out, and"):
+        VLLMEngine(tiny.path, engine_opts={"distributed_executor_backend": "ray"})
+
+
 def test_defaults_give_way_to_options() -> None:
     found = engine_arguments("m", {})
     assert found["dtype"] == "float32"

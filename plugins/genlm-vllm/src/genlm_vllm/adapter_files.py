@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,22 @@ _CHANGES = (
     "modules_to_save",
     "layer_replication",
     "alora_invocation_tokens",
-    "rank_pattern",
-    "alpha_pattern",
+    "use_bdlora",
+    "use_qalora",
 )
-"""Settings of a config that some supported version of vLLM does not know and ignores."""
+"""Settings of a config that vLLM refuses or, in some supported version, ignores."""
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Settings that vLLM serves since it knows them, and ignored before."""
 
 
-def check_config(name: str, folder: str) -> None:
+def check_config(name: str, folder: str, known: Collection[str]) -> None:
     """Refuse an adapter whose config says that vLLM would not serve it rightly.
+
+    Args:
+        name: What the adapter is to be called.
+        folder: Where it is.
+        known: The settings that the installed vLLM reads.
 
     Raises:
         AdapterError: The folder holds no adapter, or one that is no plain LoRA.
@@ -46,7 +54,8 @@ def check_config(name: str, folder: str) -> None:
         raise AdapterError(
             f"adapter {name!r} in {folder!r} is of type {kind}; only LORA adapters are served"
         )
-    changes = {key: config[key] for key in _CHANGES if config.get(key)}
+    unserved = (*_CHANGES, *(key for key in _PATTERNS if key not in known))
+    changes = {key: config[key] for key in unserved if config.get(key)}
     if config.get("bias", "none") != "none":
         changes["bias"] = config["bias"]
     if config.get("init_lora_weights", True) not in _HARMLESS_INITS:

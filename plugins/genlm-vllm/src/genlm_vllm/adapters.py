@@ -8,6 +8,7 @@ read its folder again in the middle of a step.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -50,6 +51,7 @@ class Adapters:
             AdapterError: The name is taken, there are too many, or the folder holds no
                 LoRA adapter that vLLM serves with this model. Nothing has changed.
         """
+        from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
         if name in self._requests:
@@ -62,7 +64,7 @@ class Adapters:
                 f"model was loaded; load it with a larger engine_opts['max_loras']"
             )
         folder = os.path.realpath(Path(path).expanduser())
-        check_config(name, folder)
+        check_config(name, folder, {field.name for field in dataclasses.fields(PEFTHelper)})
         problem = misfit(self._engine.vllm_config.model_config.hf_config, folder)
         number = next(self._numbers)
         # The number is part of vLLM's name, by which it also keys cached prefixes.

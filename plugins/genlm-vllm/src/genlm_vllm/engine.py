@@ -80,7 +80,7 @@ class VLLMEngine:
                     f"need processes of their own"
                 )
             claim_process(self)
-        self._accelerator = Accelerator()
+        self._accelerator = None if self._multiprocess else Accelerator()
         try:
             self._vllm = load_vllm(model, options, multiprocess=self._multiprocess)
             try:
@@ -313,5 +313,6 @@ class VLLMEngine:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._accelerator.restore()
+        if self._accelerator is not None:
+            self._accelerator.restore()
         release_process(self)

@@ -147,6 +147,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
     Raises:
         ValueError: An option that would make rows wrong.
         TypeError: An option that vLLM does not have.
+        ModelLoadError: The Ray executor on a platform for which vLLM does not support it.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -159,6 +160,15 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
             raise TypeError(f"vllm.EngineArgs takes no option {name!r} here.{hint}")
         if name in _OURS and value and (name, value) != ("data_parallel_size", 1):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_OURS[name]}; leave it out")
+    if (
+        engine_opts.get("distributed_executor_backend") == "ray"
+        and not current_platform.ray_device_key
+    ):
+        raise ModelLoadError(
+            f"asked for distributed_executor_backend='ray', which vLLM does not support on "
+            f"{current_platform.device_name!r}: it names nothing there for Ray to count. Leave "
+            f"it out, and the workers are processes of this machine"
+        )
     on_cpu = current_platform.is_cpu()
     arguments = {
         "disable_log_stats": True,

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,23 +74,33 @@ def quiet() -> dict[str, str]:
 
 
 class Accelerator:
-    """Two functions of `torch.accelerator` that vLLM's CPU build disables for good.
+    """Functions of `torch.accelerator` that vLLM's CPU build disables for good.
 
-    It relies on that while it lives.
+    An engine that computes in this process relies on that while it lives, and vLLM may
+    disable them only once, when it is imported.
     """
 
-    _NAMES = ("synchronize", "empty_cache")
+    _NAMES = ("synchronize", "empty_cache", "get_memory_info")
+    _of_vllm: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self) -> None:
-        self._functions = {
+        self._of_torch = self._functions()
+        self._put(Accelerator._of_vllm)
+
+    def restore(self) -> None:
+        """Put back the functions that were there when this object was made."""
+        Accelerator._of_vllm = self._functions()
+        self._put(self._of_torch)
+
+    def _functions(self) -> Mapping[str, Any]:
+        return {
             name: getattr(torch.accelerator, name)
             for name in self._NAMES
             if hasattr(torch.accelerator, name)
         }
 
-    def restore(self) -> None:
-        """Put back the functions that were there when this object was made."""
-        for name, function in self._functions.items():
+    def _put(self, functions: Mapping[str, Any]) -> None:
+        for name, function in functions.items():
             setattr(torch.accelerator, name, function)
 
 

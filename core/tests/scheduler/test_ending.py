@@ -174,6 +174,43 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
     assert done.stdout.split() == ["told", "closed"]
 
 
+def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
+    program = textwrap.dedent("""
+        import asyncio, os, sys
+        sys.path.insert(0, sys.argv[1])
+        from genlm import AsyncLM, EngineClosedError
+        from scripted import ScriptedEngine
+
+        llm = AsyncLM(ScriptedEngine, name="forked")
+        llm.next_token_logprobs_sync([1])
+        with llm._scheduler._worker._lock:  # as when the engine's thread is busy
+            child = os.fork()
+        if child:
+            llm.next_token_logprobs_sync([2])
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        for ask in (
+            lambda: llm.next_token_logprobs_sync([3]),
+            lambda: asyncio.run(llm.next_token_logprobs([3])),
+        ):
+            try:
+                ask()
+            except EngineClosedError as error:
+                print(str(error).startswith("this process was forked"))
+        llm.close()
+        with AsyncLM(ScriptedEngine, name="loaded-here") as own:
+            print(len(own.next_token_logprobs_sync([3])) == len(own.byte_vocab))
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(pytestconfig.rootpath / "tests/support")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["True"] * 3
+
+
 def test_a_model_may_be_dropped_by_a_thread_that_holds_its_lock():
     llm = AsyncLM(ScriptedEngine, name="dropped-inside")
     worker = llm._scheduler._worker

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import functools
+import os
 import queue
 import threading
 import weakref
@@ -38,7 +39,8 @@ class Scheduler(Generic[EngineT]):
     what was ready; while the engine steps, arrivals collect for its next step. Requests
     with equal keys share one evaluation while it is in flight. A caller that is
     cancelled disturbs nobody; an evaluation that nobody waits for is aborted. Methods may
-    be called from any thread and from several event loops.
+    be called from any thread and from several event loops, but of one process: a fork of it
+    gets `EngineClosedError`.
 
     Args:
         build_engine: Makes the engine; called on the engine's thread. The engine has
@@ -242,3 +244,17 @@ def _close_all() -> None:
         worker.stop(_closed())
     for worker in workers:
         worker.join(EXIT_TIMEOUT_S)
+
+
+def _stop_all_in_fork() -> None:
+    error = EngineClosedError(
+        "this process was forked from the one that loaded the model, and the engine's thread "
+        "stayed there; load the model here, after the fork or in a spawned process"
+    )
+    for worker in list(_live_workers):
+        worker.stop_in_fork(error)
+    _undertaker.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_all_in_fork)

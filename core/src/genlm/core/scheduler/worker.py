@@ -137,6 +137,15 @@ class Worker:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
 
+    def stop_in_fork(self, error: EngineError) -> None:
+        """Refuse all requests in a forked process, which lacks the engine's thread.
+
+        That thread may have held the lock, which nobody will release here.
+        """
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._stopped = error
+
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended; returns at once on that thread itself."""
         if not self.runs_here:

@@ -133,12 +133,21 @@ def test_folders_that_hold_no_model_are_refused_with_what_they_hold(
     assert "model.safetensors" in refusal(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     assert "AutoModelForCausalLM" in refusal(tmp_path)
+    for number in range(30):
+        (tmp_path / f"note {number:02}").touch()
+    message = refusal(tmp_path)
+    assert ", note 09, ...; it must hold config.json" in message
+    assert "note 20" not in message
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "a/b/c", "~/no/where"])
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(name: str) -> None:
     assert f"folder {name!r}; there is no such folder" in refusal(name)
     assert "there is no such folder" in refusal(Path("nowhere"))
+
+
+def test_an_empty_name_is_not_taken_for_the_working_directory() -> None:
+    assert "asked for the model ''" in refusal("")
 
 
 def test_an_unreachable_hub_id_says_what_was_tried() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from typing import Any
 
 import pytest
 import torch
 
-from genlm import Capability, ModelLoadError, UnsupportedCapability
+from genlm import AsyncLM, Capability, ModelLoadError, UnsupportedCapability
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed.windows import UnknownMaskError, window_of
 from genlm_hf.tiers.cached import CachedTier
@@ -92,6 +93,17 @@ def test_an_engine_without_a_cache_keeps_no_prefixes(mamba: Any, tokenizer: Any)
         engine.cache_prefix([3, 4], None)
     with pytest.raises(UnsupportedCapability):
         engine.clear_prefix_cache()
+
+
+def test_what_a_model_cannot_do_is_an_error_that_says_why(
+    mamba: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with AsyncLM(lambda: HFEngine.from_model(mamba, tokenizer), name="hf") as llm:
+        with pytest.raises(UnsupportedCapability, match=r"no cache .*takes no position_ids"):
+            llm.cache_kv([3, 4])
+        with pytest.raises(UnsupportedCapability, match=r"pip install 'genlm-hf\[lora\]'"):
+            llm.add_new_lora("folder", "red")
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

@@ -53,7 +53,7 @@ class HFEngine(BatchEngine):
         bitsandbytes_opts: Arguments of `BitsAndBytesConfig`.
         trust_remote_code: Whether code that comes with a model may be run.
         max_tokens_per_batch: The most positions, padding included, in one forward
-            pass; a longer context still passes, alone.
+            pass. Longer contexts take several; without a cache they pass whole, alone.
         kv_budget_bytes: The most memory that cached keys and values take; by default
             a quarter of the CPU's free memory, half of a GPU's.
         tier: How to serve the model: `"packed"`, `"gathered"`, `"padded"`, or None for
@@ -141,12 +141,15 @@ class HFEngine(BatchEngine):
         self._choice = choose_tier(served, options)
         self._tier = self._choice.tier
         self._tokens_asked = 0
-        has_peft = importlib.util.find_spec("peft") is not None
-        keeps = isinstance(self._tier, PrefixTier)
-        self.capabilities = frozenset(
-            ({Capability.LORA} if has_peft else set())
-            | ({Capability.PREFIX_CACHE} if keeps else set())
-        )
+        abilities = {
+            Capability.LORA: importlib.util.find_spec("peft") is not None,
+            Capability.PREFIX_CACHE: isinstance(self._tier, PrefixTier),
+        }
+        self.capabilities = frozenset(name for name, present in abilities.items() if present)
+        self.capability_hints = {
+            Capability.LORA: "pip install 'genlm-hf[lora]', then load the model again",
+            Capability.PREFIX_CACHE: f"this model has no cache ({self._choice.reason})",
+        }
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -23,6 +23,9 @@ __all__ = ["LoadOptions", "load_checkpoint", "refuse_encoder_decoder"]
 
 _DEMO = Path(__file__).parent / "demo"
 
+# Of a folder that holds no model.
+_MOST_FILES_SHOWN = 12
+
 # Options of `hf_opts` that say where files are; config and tokenizer need them too.
 _LOCATION_OPTIONS = frozenset(
     {"cache_dir", "force_download", "gguf_file", "local_files_only"}
@@ -94,6 +97,8 @@ def _source(model: str | os.PathLike[str]) -> str:
             )
         return str(_DEMO)
     name = os.fspath(model)
+    if not name:
+        raise ModelLoadError("asked for the model ''; pass a folder, a hub id, or 'demo'")
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -196,9 +201,11 @@ def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
 
 def _advice(source: str) -> str:
     if Path(source).is_dir():
-        found = ", ".join(sorted(path.name for path in Path(source).iterdir()))
+        found = sorted(path.name for path in Path(source).iterdir())
+        shown = ", ".join(found[:_MOST_FILES_SHOWN]) or "nothing"
+        more = ", ..." if len(found) > _MOST_FILES_SHOWN else ""
         return (
-            f"the folder holds {found or 'nothing'}; it must hold config.json, weights and "
+            f"the folder holds {shown}{more}; it must hold config.json, weights and "
             f"tokenizer of a decoder-only model, and one with code of its own needs "
             f"trust_remote_code=True"
         )

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import genlm
@@ -86,7 +86,6 @@ def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any
     return asyncio.run(collect())
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.binary(max_size=6), min_size=1, max_size=6),
     st.integers(0, 4),
@@ -257,7 +256,6 @@ class FixedUniform:
 WEIGHTS = st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(lambda w: sum(w) > 1e-3)
 
 
-@settings(deadline=None)
 @given(WEIGHTS)
 def test_resampling_copies_in_proportion_to_the_weights(raw: list[float]) -> None:
     """Averaged over a grid of the one uniform number that is drawn, counts are N w."""

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.reference.exact import exact_row
@@ -56,7 +56,6 @@ def test_a_bigram_model_of_two_letters_has_the_fractions_worked_out_by_hand() ->
     assert row[ord("z")] == pytest.approx(3 / 257 / 6 / 2, rel=1e-15)
 
 
-@settings(deadline=None)
 @given(documents=DOCUMENTS, contexts=CONTEXTS, order=ORDERS)
 def test_a_batch_of_rows_agrees_with_counting_in_fractions(
     documents: list[bytes], contexts: list[list[int]], order: int
@@ -68,7 +67,6 @@ def test_a_batch_of_rows_agrees_with_counting_in_fractions(
         np.testing.assert_allclose(row, np.array(expected, dtype=float), rtol=1e-13)
 
 
-@settings(deadline=None)
 @given(documents=DOCUMENTS, context=CONTEXTS.map(lambda many: many[0]), order=ORDERS)
 def test_the_exact_row_agrees_with_counting_in_fractions(
     documents: list[bytes], context: list[int], order: int
@@ -77,7 +75,6 @@ def test_the_exact_row_agrees_with_counting_in_fractions(
     np.testing.assert_allclose(exact_row(documents, context, order), expected, rtol=1e-13)
 
 
-@settings(deadline=None)
 @given(documents=DOCUMENTS, document=DOCUMENTS.map(lambda many: many[0]), order=ORDERS)
 def test_a_document_costs_what_its_rows_say(
     documents: list[bytes], document: bytes, order: int

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.reference.text import default_text, split_documents
 from genlm.core.reference.tokenizer import ByteTokenizer, byte_vocabulary
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_text_comes_back(text: str) -> None:
     text = text.encode(errors="replace").decode()
@@ -17,7 +16,6 @@ def test_text_comes_back(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(deadline=None)
 @given(st.binary())
 def test_the_bytes_of_the_tokens_are_the_bytes_encoded(data: bytes) -> None:
     byte_vocab = byte_vocabulary().byte_vocab

@@ -20,7 +20,7 @@ def neighbours(ids: list[int]) -> list[list[int]]:
     return [ids, ids[::-1], ids[1:] + ids[:1], [*ids, 0], ids[1:] or ids, sorted(ids)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     asked=st.lists(
         st.tuples(sequences, st.sampled_from([None, "a", "b"])), min_size=1, max_size=8

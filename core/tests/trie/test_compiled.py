@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_oracle import vocabularies
 
@@ -29,7 +29,6 @@ def without_numba(monkeypatch):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@settings(deadline=None)
 @given(items=vocabularies(), data=st.data())
 def test_answers_are_those_of_numpy_bit_for_bit(operation, items, data) -> None:
     weights = data.draw(st.lists(NUMBERS, min_size=2 * len(items), max_size=2 * len(items)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from trie_oracle import EOS, spelt, tokens_below, vocabularies
 
 from genlm import Token, VocabularyError
@@ -25,7 +25,6 @@ def tokens(*words: bytes) -> list[Token]:
     return [Token(position, word) for position, word in enumerate(words)]
 
 
-@settings(deadline=None)
 @given(vocabularies())
 @example(tokens(b""))
 @example(tokens(b"", b"", b""))
@@ -48,7 +47,6 @@ def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> N
         assert found[layout.parent[token]] == spelt(items[token])
 
 
-@settings(deadline=None)
 @given(vocabularies())
 def test_children_precede_parents_and_prefix_children_are_consecutive(items) -> None:
     layout = TrieLayout.build(Letters.of(items))
@@ -62,7 +60,6 @@ def test_children_precede_parents_and_prefix_children_are_consecutive(items) -> 
         assert codes == sorted(set(codes))
 
 
-@settings(deadline=None)
 @given(vocabularies())
 def test_sources_name_the_interval_of_each_prefix(items) -> None:
     layout = TrieLayout.build(Letters.of(items))
@@ -78,7 +75,6 @@ def test_sources_name_the_interval_of_each_prefix(items) -> None:
     assert len({(layout.lo[d], layout.hi[d]) for d in layout.distinct}) == len(layout.distinct)
 
 
-@settings(deadline=None)
 @given(vocabularies())
 def test_levels_hold_the_prefixes_of_each_length(items) -> None:
     letters = Letters.of(items)

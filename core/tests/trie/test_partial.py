@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_oracle import EXACT, tokens_below, vocabularies
 
@@ -15,7 +15,6 @@ OPERATIONS = sorted(EXACT)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@settings(deadline=None)
 @given(items=vocabularies(), data=st.data())
 def test_any_nodes_in_any_order_agree_with_enumeration(operation, items, data) -> None:
     trie = TokenCharacterTrie(items)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from trie_oracle import EOS, EXACT, tokens_below, vocabularies
 
@@ -49,7 +49,6 @@ any_number = st.one_of(finite, st.sampled_from([0.0, -0.0, math.inf, -math.inf, 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@settings(deadline=None)
 @given(data=st.data(), items=vocabularies())
 def test_every_node_is_exact_for_any_weights(operation, data, items) -> None:
     weights = data.draw(st.lists(any_number, min_size=len(items), max_size=len(items)))
@@ -115,7 +114,6 @@ def test_other_items_count_like_tokens() -> None:
     assert values[trie.root] == 3
 
 
-@settings(deadline=None)
 @given(vocabularies(), st.integers(0, 3))
 @example(tokens(b""), 1)
 def test_a_row_of_a_batch_is_that_row_alone(items, rows) -> None:

@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("tries")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(items=vocabularies())
 def test_a_loaded_trie_is_the_saved_one(folder, items) -> None:
     saved = TokenCharacterTrie(items)

@@ -6,13 +6,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from trie_oracle import EOS, spelt, tokens_below, vocabularies
 
 from genlm import Token, TokenCharacterTrie, Vocabulary, VocabularyError
 
 
-@settings(deadline=None)
 @given(vocabularies())
 def test_walking_children_from_the_root_meets_every_prefix_and_token(items) -> None:
     trie = TokenCharacterTrie(items)
@@ -34,7 +33,6 @@ def test_walking_children_from_the_root_meets_every_prefix_and_token(items) -> N
     assert len(prefixes) + len(leaves) == len(trie) == len(trie.children)
 
 
-@settings(deadline=None)
 @given(vocabularies())
 def test_every_view_tells_the_same(items) -> None:
     trie = TokenCharacterTrie(items)
@@ -59,7 +57,6 @@ def test_every_view_tells_the_same(items) -> None:
     assert done == set(range(len(trie)))
 
 
-@settings(deadline=None)
 @given(vocabularies())
 def test_navigation_needs_no_views(items) -> None:
     trie = TokenCharacterTrie(items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.vocab import decode_vocab
@@ -34,14 +34,12 @@ def joined(decoded, name: str, text: str) -> bytes:
 
 @pytest.mark.parametrize("name", ["byte_level", "tiktoken"])
 @given(text=ANY_TEXT)
-@settings(deadline=None)
 def test_bytes_are_kept_to_the_last(decoded, name, text):
     assert joined(decoded, name, text) == text.encode()
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gemma", ""), ("unigram", ""), ("llama", " ")])
 @given(text=ANY_TEXT.filter(lambda text: "▁" not in text and "<" not in text))
-@settings(deadline=None)
 def test_all_text_but_the_space_symbol_is_kept(decoded, name, prefix, text):
     found = joined(decoded, name, text).decode()
     # Llama puts a space before texts that do not start with one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie_oracle import vocabularies
 
@@ -37,7 +37,6 @@ def ranks_below_each_slot(plan: TreePlan) -> list[set[int]]:
     return slots
 
 
-@settings(deadline=None)
 @given(items=vocabularies(), block=st.sampled_from([None, 2, 4, 16]))
 def test_every_prefix_reads_the_tokens_below_it(items, block) -> None:
     layout = TokenCharacterTrie(items).layout

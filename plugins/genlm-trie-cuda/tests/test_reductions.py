@@ -18,7 +18,6 @@ OPERATIONS = sorted(EXACT)
 ROUNDING = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 few = settings(  # the interpreter is slow
     max_examples=6 if os.environ.get("TRITON_INTERPRET") else 25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -16,7 +16,7 @@ __all__ = ["OutputCache"]
 
 
 class OutputCache:
-    """Keeps the least recently used rows out: bounded by entries and by bytes.
+    """Remembers the most recently used rows, bounded by entries and by bytes.
 
     Rows go in and come out as copies, so what a caller does to a row never reaches
     the cache. Safe to use from several threads.

@@ -471,10 +471,8 @@ class AsyncLM:
         return rows, [(self._query(key), key) for key in missing]
 
     def _forget_rows(self) -> None:
-        model = self._model
-
         def is_own(key: Any) -> bool:
-            return isinstance(key, tuple) and key[:1] == (model,)
+            return isinstance(key, tuple) and key != () and key[0] is self._model
 
         self._cache.clear(is_own)
 

@@ -64,12 +64,14 @@ def largest_error(
     )
 
 
-def continuation(tiny: TinyLlama, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+def continuation(
+    tiny: TinyLlama, prompt: tuple[int, ...], params: SamplingParams, adapter: str | None = None
+) -> list[int]:
     """What must be drawn: token by token from the oracle's rows, by inversion."""
     generator = np.random.default_rng(params.seed)
     drawn: list[int] = []
     while len(drawn) < params.max_tokens:
-        row = tiny.logprobs((*prompt, *drawn))
+        row = tiny.logprobs((*prompt, *drawn), adapter)
         uniform = generator.random()
         if params.temperature == 0:
             token = int(row.argmax())

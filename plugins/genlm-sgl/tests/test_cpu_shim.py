@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from genlm_sgl import cpu_shim
 
@@ -66,6 +69,24 @@ def test_an_installed_package_is_never_replaced(
     with cpu_shim.standing_in() as packages:  # imported by now
         assert packages == ()
     assert absent not in cpu_shim.installed_stand_ins()
+
+
+def test_tensors_are_made_without_pinning_in_this_block_and_thread_alone() -> None:
+    def pinned() -> list[torch.Tensor]:
+        made = torch.zeros(2, pin_memory=True)
+        return [made, torch.tensor([1.0], pin_memory=True), made.pin_memory()]
+
+    has_gpu = torch.cuda.is_available()
+    outside = contextlib.nullcontext() if has_gpu else pytest.raises(RuntimeError)
+    with cpu_shim.Unpinned():
+        first, second, third = pinned()
+        with ThreadPoolExecutor(1) as elsewhere, outside:
+            elsewhere.submit(pinned).result()
+    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [1.0])
+    assert not first.is_pinned()
+    assert third is first
+    with outside:
+        pinned()
 
 
 def test_torchvision_is_unknown_again_to_everybody_else() -> None:

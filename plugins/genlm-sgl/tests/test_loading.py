@@ -11,18 +11,20 @@ from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capaci
 from genlm_sgl.versions import check_version
 
 
-@pytest.mark.parametrize("found", ["0.5.8", "0.5.8.post1", "0.5.17", "0.5.23", "0.5.23.post2"])
+@pytest.mark.parametrize(
+    "found", ["0.5.20", "0.5.20.post1", "0.5.22", "0.5.23", "0.5.23.post2"]
+)
 def test_versions_in_the_range_are_accepted(found: str) -> None:
     assert check_version(found)[:2] == (0, 5)
 
 
 @pytest.mark.parametrize(
-    "found", ["0.5.7", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
+    "found", ["0.5.8.post1", "0.5.19", "0.4.10.post2", "0.5.24", "0.6.0", "1.0", "nightly"]
 )
 def test_other_versions_are_refused_with_the_command_to_run(found: str) -> None:
     with pytest.raises(MissingRequirementError) as refused:
         check_version(found)
-    assert f"from 0.5.8 to 0.5.23 (found {found})" in str(refused.value)
+    assert f"from 0.5.20 to 0.5.23 (found {found})" in str(refused.value)
     assert "pip install sglang==0.5.23" in str(refused.value)
 
 
@@ -51,16 +53,21 @@ def test_options_with_an_argument_of_their_own_are_refused(build: Any, option: s
         build(**{option: "x"})
 
 
+def test_adapters_are_not_loaded_by_options(build: Any) -> None:
+    with pytest.raises(ValueError, match="add_new_lora"):
+        build(enable_lora=True, lora_paths=["red=somewhere"])
+
+
 def test_an_unknown_option_is_refused_with_its_like(build: Any) -> None:
     with pytest.raises(TypeError, match=r"Did you mean .*'page_size'"):
         build(page_sise=4)
 
 
 def test_pages_of_several_tokens_are_refused_where_they_need_a_gpu() -> None:
-    check_cpu_pages({"page_size": 1}, (0, 5, 8))
+    check_cpu_pages({"page_size": 1}, (0, 5, 20))
     check_cpu_pages({"page_size": 16}, (0, 5, 23))
     with pytest.raises(ValueError, match=r"page_size.*newer"):
-        check_cpu_pages({"page_size": 16}, (0, 5, 10))
+        check_cpu_pages({"page_size": 16}, (0, 5, 21))
 
 
 def test_a_folder_that_does_not_exist_is_no_hub_id() -> None:

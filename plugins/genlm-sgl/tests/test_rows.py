@@ -65,8 +65,14 @@ def test_rows_do_not_depend_on_how_sglang_batches(
     assert engine.free_tokens == engine.statistics()["kv_tokens"]
 
 
-def test_more_prompts_than_run_at_once_are_all_answered(build: Any, tiny: TinyLlama) -> None:
-    engine = build(max_running_requests=4, chunked_prefill_size=24)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_more_prompts_than_run_at_once_are_all_answered(
+    build: Any, tiny: TinyLlama, overlap: bool
+) -> None:
+    """Where batches overlap, one holds its slots while the next is chosen."""
+    engine = build(
+        disable_overlap_schedule=not overlap, max_running_requests=4, chunked_prefill_size=24
+    )
     prompts = prompts_of(*[1 + 7 * i % 60 for i in range(50)])
     assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
     assert engine.statistics()["batches"] >= 13

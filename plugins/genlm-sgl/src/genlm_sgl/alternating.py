@@ -36,6 +36,7 @@ class AlternatingEngine:
     def __init__(self, build: Callable[[], Any]) -> None:
         self._build = build
         self._engine: Any = None
+        self._adapters: dict[str, str] = {}
         self._unanswered: set[int] = set()
         self._last_statistics: Mapping[str, int | float | str] = {}
         with self.lock:
@@ -51,6 +52,8 @@ class AlternatingEngine:
                 cls.awake.park()
             self._engine = self._build()
             cls.awake = self
+            for name, path in self._adapters.items():
+                self._engine.add_adapter(name, path)
         return self._engine
 
     def park(self) -> None:
@@ -82,6 +85,12 @@ class AlternatingEngine:
             self._unanswered.discard(query_id)
             if self._engine is not None:
                 self._engine.abort(query_id)
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """As the engine, in every life from now on."""
+        with self.lock:
+            self._woken().add_adapter(name, path)
+            self._adapters[name] = path
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """As the engine."""

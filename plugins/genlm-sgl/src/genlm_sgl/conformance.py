@@ -18,13 +18,14 @@ from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 __all__ = ["TinyLlama", "targets"]
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "plain": {"max_total_tokens": 4096},
+    "plain": {"enable_lora": True, "max_total_tokens": 4096},
     # Batches overlap, 40 tokens go through the model at a time, the prompt that would be the
     # last in chunks; pages hold 4 tokens, the cache a few prompts, the context 23 tokens.
     "cramped": {
         "chunked_prefill_size": 40,
         "context_length": 30,
         "disable_overlap_schedule": False,
+        "enable_lora": True,
         "max_running_requests": 8,
         "max_total_tokens": 160,
         "page_size": 4,
@@ -53,6 +54,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             model=name,
             build=functools.partial(_alternating, model, _fitting(options, paged=paged)),
             oracle=model.logprobs,
+            adapters=model.adapters,
             patience_s=240.0,  # the first engine imports SGLang
             tight_options=[_fitting(options, paged=paged) for options in _TIGHT],
             shared=True,
@@ -60,11 +62,8 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
 
 
 def _fitting(options: Mapping[str, Any], *, paged: bool) -> Mapping[str, Any]:
-    """The options, for versions before pages on a CPU without them and without overlap.
-
-    Where batches overlap, 0.5.8 was seen to admit more prompts than run at once, and to raise.
-    """
-    return options if paged else {**options, "page_size": 1, "disable_overlap_schedule": True}
+    """The options, with pages of one token for versions that have no others on a CPU."""
+    return options if paged else {**options, "page_size": 1}
 
 
 def _alternating(
@@ -74,7 +73,7 @@ def _alternating(
 
 
 class TinyLlama(TinyModel):
-    """A tiny Llama, as SGLang serves it.
+    """A tiny Llama with two adapters, as SGLang serves it.
 
     Args:
         folder: Where to put it.
@@ -82,7 +81,14 @@ class TinyLlama(TinyModel):
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(folder, {**TINY_LLAMA, **settings})
+        # On a CPU, SGLang makes inner layers a multiple of 64 wide and adapters must be, too;
+        # who changes queries must also change values.
+        super().__init__(
+            folder,
+            {**TINY_LLAMA, "intermediate_size": 64, **settings},
+            adapters=("red", "blue"),
+            lora={"target_modules": ["q_proj", "v_proj", "down_proj"]},
+        )
 
     def engine(self, options: Mapping[str, Any], **more: Any) -> Any:
         """Serve the model, on the CPU in float32."""

@@ -1,4 +1,4 @@
-"""Stand-ins for two packages that SGLang imports and does not use on a CPU.
+"""Stand-ins for what SGLang asks for and does not use on a CPU: two packages, pinned memory.
 
 `sgl_kernel` and torchvision exist in builds that a machine without a GPU often lacks. SGLang
 imports names from both at its top level. The stand-ins give it any name it asks for, and
@@ -17,7 +17,10 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["CALLED", "PACKAGES", "installed_stand_ins", "standing_in"]
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["CALLED", "PACKAGES", "Unpinned", "installed_stand_ins", "standing_in"]
 
 PACKAGES = ("sgl_kernel", "torchvision")
 """What may be stood in for."""
@@ -104,6 +107,24 @@ def standing_in() -> Iterator[tuple[str, ...]]:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             if isinstance(sys.modules[name], _AbsentModule):
                 del sys.modules[name]
+
+
+class Unpinned(TorchFunctionMode):
+    """Within it, in this thread, tensors that are asked for in pinned memory are in any.
+
+    Pinned memory makes copies to an accelerator faster; without one, torch raises. Values do
+    not depend on it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, but pin nothing."""
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        options = dict(kwargs or {})
+        options.pop("pin_memory", None)
+        return func(*args, **options)
 
 
 def installed_stand_ins() -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from genlm import (
+    AdapterError,
     Capability,
     Completion,
     ContextLengthError,
@@ -30,6 +31,7 @@ from genlm import (
     Vocabulary,
 )
 from genlm_sgl import cpu_shim
+from genlm_sgl.adapters import Adapters
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
@@ -57,6 +59,8 @@ _PATIENCE = 4
 _PREFIX = -1
 """Query id of a prefix, which no scheduler uses."""
 
+_LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
+
 
 def _stop_ids(query: Query) -> frozenset[int]:
     return frozenset() if query.sampling is None else query.sampling.stop_token_ids
@@ -83,12 +87,11 @@ class SGLEngine:
         vocabulary: The tokenizer's ids.
         max_context: The longest prompt that SGLang takes: of the model's window, or of the
             KV cache if that is smaller, SGLang keeps six tokens for itself.
-        capabilities: `SAMPLE` and `PREFIX_CACHE`.
+        capabilities: `SAMPLE` and `PREFIX_CACHE`; `LORA` with `enable_lora` in `engine_opts`.
+        capability_hints: How to get `LORA`, without it.
         embedding_rows: How many ids the model can embed.
         closed: Whether `close` was called.
     """
-
-    capabilities = frozenset({Capability.SAMPLE, Capability.PREFIX_CACHE})
 
     def __init__(
         self,
@@ -136,6 +139,12 @@ class SGLEngine:
             raise
         self.max_context: int | None = self._api.longest_prompt
         self.embedding_rows = self._api.embedding_rows
+        self.capabilities = frozenset({Capability.SAMPLE, Capability.PREFIX_CACHE})
+        self.capability_hints = {Capability.LORA: _LORA_HINT}
+        if options.get("enable_lora"):
+            self.capabilities |= {Capability.LORA}
+            self.capability_hints = {}
+        self._adapters = Adapters(self._api)
         self._requests = Requests(self.vocabulary)
         self._api.watch(self._requests)
         self._early: list[Completion] = []  # of steps that were not `step`
@@ -160,14 +169,15 @@ class SGLEngine:
             EmptySequenceError: It has no tokens.
             ContextLengthError: It has more than `max_context`.
             TokenIdError: An id that the model cannot embed.
-            UnknownAdapterError: It asks for an adapter; none can be loaded.
+            UnknownAdapterError: Its adapter was not loaded.
         """
         self._check(query.token_ids, query.adapter)
         sampling = query.sampling
         most = 0 if sampling is None else self._most_tokens(query.token_ids, sampling)
         rid = self._requests.add(query, most)
         try:
-            self._api.enqueue(rid, query.token_ids, most, _stop_ids(query))
+            adapter_id = self._adapters.id_of(query.adapter)
+            self._api.enqueue(rid, query.token_ids, most, _stop_ids(query), adapter_id)
         except BaseException:
             self._requests.drop(query.query_id)
             raise
@@ -175,8 +185,8 @@ class SGLEngine:
     def _check(self, token_ids: Sequence[int], adapter: str | None) -> None:
         # SGLang answers a prompt that is too long with another's row, chokes on an empty
         # one, and loses slots over an unknown id: none of them may reach it.
-        if adapter is not None:
-            raise UnknownAdapterError(adapter, ())
+        if adapter is not None and adapter not in self._adapters.names:
+            raise UnknownAdapterError(adapter, self._adapters.names)
         if not token_ids:
             raise EmptySequenceError
         if self.max_context is not None and len(token_ids) > self.max_context:
@@ -218,8 +228,6 @@ class SGLEngine:
         answers = self._requests.completions(ended)
         self._still = 0 if moved or ended else self._still + 1
         if self._still == _PATIENCE:
-            self._begin_again()
-        elif self._still == 2 * _PATIENCE:
             answers += self._give_up()
         return answers
 
@@ -233,17 +241,6 @@ class SGLEngine:
             logger.exception("SGLang lost slots of its KV cache; the cache is emptied")
             self._api.start_over()
 
-    def _begin_again(self) -> None:
-        """Empty the cache and hand everything unanswered to SGLang anew.
-
-        SGLang 0.5.8 was seen to lose slots of its KV cache, and then had no room for what
-        waited.
-        """
-        self._api.start_over()
-        for rid, request in self._requests.unanswered():
-            query = request.query
-            self._api.enqueue(rid, query.token_ids, request.most_tokens, _stop_ids(query))
-
     def _give_up(self) -> list[Completion]:
         """Fail what SGLang can never start: its loop would turn on for ever."""
         self._still = 0
@@ -251,11 +248,24 @@ class SGLEngine:
             f"it does not fit into the KV cache of {self._api.token_capacity} tokens as SGLang "
             f"reckons; raise engine_opts['max_total_tokens']"
         )
-        stuck = [Ended(rid, [], why) for rid, _ in self._requests.unanswered()]
+        stuck = [Ended(rid, [], why) for rid in self._requests.unanswered()]
         self._api.start_over()
         return self._requests.completions(stuck)
 
-    # -- prefixes ---------------------------------------------------------------------
+    # -- adapters, prefixes -----------------------------------------------------------
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in folder `path`, once what is running has ended.
+
+        Raises:
+            AdapterError: The name is taken, the folder holds no adapter that SGLang serves
+                with this model, or the model was loaded without `enable_lora`.
+        """
+        if Capability.LORA not in self.capabilities:
+            raise AdapterError(f"asked for adapter {name!r}; {_LORA_HINT}")
+        self._settle()
+        with quiet():
+            self._adapters.load(name, path)
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix, which then stands in the radix cache.

@@ -24,6 +24,10 @@ __all__ = [
 _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes")
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
 
+_LORA_RANK = 16
+
+_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 _KV_SHARE = 4
 """On the CPU, cached keys and values may take a quarter of the free memory."""
 
@@ -63,11 +67,15 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
         "disable_cuda_graph": cpu,
         "grammar_backend": "none",
         "log_level": "error",
+        "lora_strict_loading": True,
+        "lora_target_modules": list(_LORA_MODULES),
+        "max_lora_rank": _LORA_RANK,
         "random_seed": 0,
         "skip_server_warmup": True,
     }
     if cpu:
         options |= {
+            "lora_backend": "torch_native",
             "attention_backend": "torch_native",
             "device": "cpu",
             "disable_overlap_schedule": True,
@@ -98,6 +106,11 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
                 f"engine_opts[{name!r}]: the model is load_model's first argument, the GPU "
                 f"its gpu_id"
             )
+    if options.get("lora_paths"):
+        raise ValueError(
+            "engine_opts['lora_paths']: pass enable_lora=True instead, and load each adapter "
+            "with the model's add_new_lora, which checks it"
+        )
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, 3)

@@ -72,9 +72,9 @@ class Requests:
             del self._by_rid[rid]
         return rid
 
-    def unanswered(self) -> list[tuple[str, Request]]:
-        """Every request with its id."""
-        return list(self._by_rid.items())
+    def unanswered(self) -> list[str]:
+        """The ids of all requests."""
+        return list(self._by_rid)
 
     def clear(self) -> None:
         """Forget all."""

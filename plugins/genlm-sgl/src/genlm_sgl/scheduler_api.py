@@ -2,9 +2,9 @@
 
 `SchedulerApi` builds SGLang's own `Scheduler` in this process and turns its loop, one
 iteration at a time. It knows SGLang's requests by their ids and nothing of queries, rows or
-sampling; `Hooks` are told about logits. Arguments that came and went are chosen by the
-signatures that are found. Longer than other modules, because the knowledge of one foreign
-library is one concept.
+sampling; `Hooks` are told about logits. What differs between the supported versions is chosen
+by the signatures that are found. Longer than other modules, because the knowledge of one
+foreign library is one concept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from genlm import ModelLoadError
+from genlm_sgl.cpu_shim import Unpinned
 
 __all__ = ["Ended", "Hooks", "SchedulerApi", "server_options"]
 
@@ -81,10 +82,12 @@ class SchedulerApi:
     def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        self._unpinned = bool(options.get("enable_lora")) and options.get("device") == "cpu"
         arguments = ServerArgs(**options)
         ports = PortArgs.init_new(arguments)
         try:
-            scheduler = self._scheduler = _build(arguments, ports, gpu_id)
+            with Unpinned() if self._unpinned else contextlib.nullcontext():
+                scheduler = self._scheduler = _build(arguments, ports, gpu_id)
         except BaseException:
             _leave_groups()
             raise
@@ -97,14 +100,10 @@ class SchedulerApi:
         self._reqs: list[Any] = []  # of the batch that is running
         self._pending: deque[list[Any]] = deque()  # of the batches in `result_queue`
         self._given_up: list[Ended] = []
+        # What SGLang's own loops set before they begin.
         scheduler.result_queue = deque()
-        for name, value in {
-            "enable_skip_finishing_decode": self._overlaps,
-            "_war_barrier_enabled": scheduler.device == "cuda",
-        }.items():
-            if hasattr(type(scheduler), "_apply_war_barrier"):
-                setattr(scheduler, name, value)
-        self._make_stream()
+        scheduler.enable_skip_finishing_decode = self._overlaps
+        scheduler._war_barrier_enabled = scheduler.device == "cuda"  # noqa: SLF001
         self._detach_senders()
 
     # -- what was built ---------------------------------------------------------------
@@ -145,7 +144,12 @@ class SchedulerApi:
     # -- requests ---------------------------------------------------------------------
 
     def enqueue(
-        self, rid: str, token_ids: Sequence[int], max_new_tokens: int, stop: Collection[int]
+        self,
+        rid: str,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Collection[int],
+        adapter_id: str | None = None,
     ) -> None:
         """Hand a request to the scheduler.
 
@@ -154,6 +158,7 @@ class SchedulerApi:
             token_ids: The prompt, of at least one id that the model can embed.
             max_new_tokens: 0 asks for the logits after the prompt alone.
             stop: Ids that end the continuation.
+            adapter_id: Of an adapter that `load_adapter` loaded; None for the model alone.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -165,22 +170,21 @@ class SchedulerApi:
             ignore_eos=not stop,
         )
         sampling.normalize(None)
-        fields: dict[str, Any] = {
-            "input_text": "",
-            "input_ids": self._as_ids(token_ids),
-            "mm_inputs": None,
-            "input_embeds": None,
-            "token_type_ids": None,
-            "sampling_params": sampling,
-            "return_logprob": False,
-            "logprob_start_len": -1,
-            "top_logprobs_num": 0,
-            "token_ids_logprob": None,
-            "stream": False,
-        }
-        known = _parameters(TokenizedGenerateReqInput)
-        request = TokenizedGenerateReqInput(**{k: v for k, v in fields.items() if k in known})
-        request.rid = rid
+        request = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text="",
+            input_ids=array("q", token_ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=sampling,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            lora_id=adapter_id,
+        )
         self._scheduler.process_input_requests([request])
 
     def abort(self, rid: str) -> None:
@@ -207,6 +211,43 @@ class SchedulerApi:
             and (scheduler.last_batch is None or scheduler.last_batch.is_empty())
         )
 
+    # -- adapters ---------------------------------------------------------------------
+
+    def load_adapter(self, adapter_id: str, name: str, folder: str) -> str | None:
+        """Have SGLang load a LoRA adapter, while nothing runs.
+
+        Its weights are put where the model computes with them at once: SGLang compares their
+        shapes only then.
+
+        Args:
+            adapter_id: Never used before; requests name it.
+            name: What SGLang calls it.
+            folder: Where it is.
+
+        Returns:
+            None, or why SGLang does not serve it; it is then forgotten.
+        """
+        from sglang.srt.managers import io_struct
+
+        manager = self._scheduler.tp_worker.model_runner.lora_manager
+        with self._working():
+            loaded = self._scheduler.load_lora_adapter(
+                io_struct.LoadLoRAAdapterReqInput(
+                    lora_name=name, lora_path=folder, lora_id=adapter_id
+                )
+            )
+            problem = None if loaded.success else str(loaded.error_message)
+            if problem is None:
+                try:
+                    manager.fetch_new_loras({adapter_id})
+                except Exception as error:  # noqa: BLE001 - assertions among others
+                    problem = str(error)
+            if problem is not None:
+                self._scheduler.unload_lora_adapter(
+                    io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=adapter_id)
+                )
+        return problem
+
     # -- the loop ---------------------------------------------------------------------
 
     def turn(self) -> tuple[list[Ended], bool]:
@@ -216,7 +257,7 @@ class SchedulerApi:
             The requests that ended, and whether a batch was run or its result processed.
         """
         scheduler = self._scheduler
-        with torch.inference_mode(), self._on_stream():
+        with self._working():
             batch = self._next_batch()
             if self._overlaps:
                 ended, moved = self._overlapped(batch)
@@ -234,18 +275,12 @@ class SchedulerApi:
 
     def _next_batch(self) -> Any:
         scheduler = self._scheduler
-        if "running_batch" in _parameters(type(scheduler).get_next_batch_to_run):
-            plan = scheduler.get_next_batch_to_run(
-                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-            )
-            scheduler.running_batch = plan.running_batch
-            batch = plan.batch_to_run
-        else:
-            batch = scheduler.get_next_batch_to_run()
-        for name in ("cur_batch", "cur_batch_for_debug"):
-            if hasattr(scheduler, name):
-                setattr(scheduler, name, batch)
-        return batch
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        scheduler.cur_batch_for_debug = plan.batch_to_run
+        return plan.batch_to_run
 
     def _run(self, batch: Any, reqs: list[Any]) -> Any:
         self._reqs = reqs
@@ -259,23 +294,19 @@ class SchedulerApi:
         scheduler = self._scheduler
         last = scheduler.last_batch
         ended: list[Ended] = []
-        known = _parameters(type(scheduler).is_disable_overlap_for_batch)
-        extra = {"last_batch": last} if "last_batch" in known else {}
-        in_turn = scheduler.is_disable_overlap_for_batch(batch, **extra)
+        in_turn = scheduler.is_disable_overlap_for_batch(batch, last_batch=last)
         if in_turn:
             ended += self._process_oldest()
         result = None
         if batch:
             reqs = list(batch.reqs)
             result = self._run(batch, reqs)
-            if hasattr(scheduler, "_apply_war_barrier"):
-                scheduler._apply_war_barrier()  # noqa: SLF001 - as its own loop does
+            scheduler._apply_war_barrier()  # noqa: SLF001 - as its own loop does
             scheduler.result_queue.append((batch.copy(), result))
             self._pending.append(reqs)
         if last and not in_turn:
             ended += self._process_oldest()
-        takes = len(_parameters(type(scheduler).launch_batch_sample_if_needed)) - 1
-        scheduler.launch_batch_sample_if_needed(*(result, batch)[:takes])
+        scheduler.launch_batch_sample_if_needed(result, batch)
         return ended, bool(batch or last)
 
     def _process_oldest(self) -> list[Ended]:
@@ -298,10 +329,8 @@ class SchedulerApi:
         Raises:
             Exception: What SGLang raises if it finds some.
         """
-        scheduler = self._scheduler
-        idle = getattr(scheduler, "on_idle", None) or scheduler.self_check_during_idle
         with torch.inference_mode():
-            idle()
+            self._scheduler.on_idle()
 
     def start_over(self) -> None:
         """Drop all requests and cached prefixes, after a forward pass that raised."""
@@ -313,10 +342,8 @@ class SchedulerApi:
         self._pending.clear()
         self._given_up.clear()
         scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-        scheduler.chunked_req = scheduler.last_batch = None
-        for name in ("cur_batch", "cur_batch_for_debug", "_pending_chunked_abort_req"):
-            if hasattr(scheduler, name):
-                setattr(scheduler, name, None)
+        scheduler.chunked_req = scheduler.last_batch = scheduler.cur_batch_for_debug = None
+        scheduler._pending_chunked_abort_req = None  # noqa: SLF001
         if not self.flush():
             raise RuntimeError("SGLang's scheduler cannot be reset; load the model again")
 
@@ -335,30 +362,15 @@ class SchedulerApi:
 
     # -- wiring -----------------------------------------------------------------------
 
-    def _as_ids(self, token_ids: Sequence[int]) -> Any:
-        # Newer versions keep ids in arrays and concatenate them with their own.
-        return array("q", token_ids) if self._ids_are_arrays else list(token_ids)
-
-    @property
-    def _ids_are_arrays(self) -> bool:
-        from sglang.srt.managers import schedule_batch
-
-        return hasattr(schedule_batch, "array")
-
-    def _make_stream(self) -> None:
-        """Give the scheduler the stream that `run_event_loop` gives it in newer versions."""
-        scheduler = self._scheduler
-        own = hasattr(scheduler, "schedule_stream") or hasattr(scheduler, "default_stream")
-        if not own:
-            scheduler.schedule_stream = scheduler.device_module.Stream(priority=0)
-        self._stream = getattr(scheduler, "schedule_stream", None)
-
     @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None or "cuda" not in self.device:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
+    def _working(self) -> Iterator[None]:
+        """What SGLang's model code runs in."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if "cuda" in self.device:
+                stack.enter_context(torch.cuda.stream(self._scheduler.schedule_stream))
+            if self._unpinned:
+                stack.enter_context(Unpinned())
             yield
 
     def _detach_senders(self) -> None:
@@ -454,19 +466,13 @@ def _no_watchdog() -> Iterator[None]:
 
 
 def _publish(arguments: Any, gpu_id: int) -> None:
-    """Make the arguments known to the process, from 0.5.17 on."""
-    try:
-        from sglang.srt import runtime_context
-    except ImportError:
-        return
-    publish = getattr(runtime_context, "publish", None)
-    if publish is None:
-        return
-    if "ranks" in _parameters(publish):
-        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
-        publish(arguments, role="scheduler", ranks=ranks)
-    else:
-        publish(arguments, role="scheduler")
+    """Make the arguments known to the process."""
+    from sglang.srt import runtime_context
+
+    placed = {}
+    if "ranks" in _parameters(runtime_context.publish):  # from 0.5.21 on
+        placed["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
+    runtime_context.publish(arguments, role="scheduler", **placed)
 
 
 @functools.cache
@@ -487,17 +493,13 @@ def _why_aborted(reason: Any) -> str | None:
     return str(reason.message) if type(reason).__name__ == "FINISH_ABORT" else None
 
 
-def _channels(scheduler: Any) -> Any:
-    return getattr(scheduler, "ipc_channels", scheduler)
-
-
 def _senders(scheduler: Any) -> list[Any]:
-    channels = _channels(scheduler)
+    channels = scheduler.ipc_channels
     return [channels.send_to_tokenizer, channels.send_to_detokenizer]
 
 
 def _sockets(scheduler: Any) -> list[Any]:
-    channels = _channels(scheduler)
+    channels = scheduler.ipc_channels
     found = [channels.recv_from_tokenizer, channels.recv_from_rpc]
     found += [sender.socket for sender in _senders(scheduler)]
     return [socket for socket in found if socket is not None]

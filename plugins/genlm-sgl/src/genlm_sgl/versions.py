@@ -9,9 +9,9 @@ from genlm import MissingRequirementError
 
 __all__ = ["CPU_PAGES_FROM", "NEWEST", "OLDEST", "check_version", "installed_version"]
 
-OLDEST = (0, 5, 8)
+OLDEST = (0, 5, 20)
 NEWEST = (0, 5, 23)
-"""The range that the tests were run on; see docs/sglang-engine.md for which of them."""
+"""Each release from the one to the other was run; see docs/sglang-engine.md."""
 
 CPU_PAGES_FROM = (0, 5, 22)
 """Before, pages of several tokens need a GPU."""

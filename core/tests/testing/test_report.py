@@ -9,6 +9,7 @@ import pytest
 from scripted_target import CertifiedEngine, scripted_target
 from typer.testing import CliRunner
 
+from genlm import ModelLoadError
 from genlm.cli import app
 from genlm.testing import Outcome, all_checks
 
@@ -155,6 +156,13 @@ def test_a_check_without_an_oracle_is_skipped_and_the_report_says_so():
     done = CliRunner().invoke(app, [*arguments, "--no-skips"])
     assert done.exit_code == 1
     assert "SKIPPED rows-are-right[demo]" in done.output
+
+
+def test_a_model_that_cannot_be_loaded_is_one_error_and_no_failed_check():
+    done = CliRunner().invoke(app, ["check", "reference", "--model", "no-such-file"])
+    assert isinstance(done.exception, ModelLoadError)
+    assert "'no-such-file'" in str(done.exception)
+    assert done.output == ""
 
 
 def test_the_list_has_every_check_with_its_law_and_runs_none(check):

@@ -79,7 +79,15 @@ class Run:
         return self.expected.judge(run_case(case, self.settings.numbers, self.settings.seed))
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Run all cases, one after another."""
+        """Run all cases, one after another.
+
+        Raises:
+            Exception: What loading a model of the user's own raised: else every check
+                would fail with it.
+        """
+        target = self.cases[0].target
+        if self.settings.model is not None and isinstance(target, EngineTarget):
+            target.load().close()  # the only target: its engine is shared and stays loaded
         return map(self.outcome, self.cases)
 
     def fails(self, outcome: Outcome) -> bool:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from genlm import Vocabulary
+from genlm import Capability, UnsupportedCapability, Vocabulary
 from genlm_hf.engine import HFEngine
 from genlm_hf.gathered.forward import GatheredForward, read_cache
 from genlm_hf.kv import storage
@@ -34,22 +34,44 @@ from .tiny import WIDTH, answers, build_model, ids_of_lengths
 FIRST, SECOND = torch.device("cpu"), torch.device("meta")
 
 
+def on_disk(*names: str) -> dict[str, str]:
+    """A device map with these modules on disk and all others on the CPU."""
+    modules = [f"model.{name}" for name in ("embed_tokens", "layers.0", "layers.1", "norm")]
+    device_map = dict.fromkeys([*modules, "model.rotary_emb", "lm_head"], "cpu")
+    return device_map | dict.fromkeys(names, "disk")
+
+
+MAPS: dict[str, Any] = {
+    "auto": "auto",
+    "half on disk": on_disk("model.layers.1", "model.norm"),
+    "embedding on disk": on_disk("model.embed_tokens"),
+    "head on disk": on_disk("lm_head"),
+    "all on disk": {"": "disk"},
+}
+
+
 @pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
-@pytest.mark.parametrize("where", ["auto", "layers on disk"])
+@pytest.mark.parametrize("where", MAPS)
 def test_a_device_map_changes_no_row(
     where: str, tier: str, folder: Path, tmp_path: Path, llama: Any
 ) -> None:
-    device_map: Any = where
-    if where != "auto":
-        device_map = dict.fromkeys(
-            ["model.embed_tokens", "model.layers.0", "model.rotary_emb", "lm_head"], "cpu"
-        )
-        device_map |= {"model.layers.1": "disk", "model.norm": "disk"}
-    options = {"device_map": device_map, "offload_folder": str(tmp_path)}
+    options = {"device_map": MAPS[where], "offload_folder": str(tmp_path)}
     engine = HFEngine(folder, hf_opts=options, dtype="float32", tier=tier)
     oracle, sequences = Oracle(llama), ids_of_lengths(9, 1, 23)
     for step in (sequences, [[*ids, 5] for ids in sequences]):
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-5
+
+
+def test_a_model_with_offloaded_layers_takes_no_adapters(
+    folder: Path, tmp_path: Path, llama: Any
+) -> None:
+    options = {"device_map": MAPS["half on disk"], "offload_folder": str(tmp_path)}
+    engine = HFEngine(folder, hf_opts=options, dtype="float32")
+    assert engine.capabilities == {Capability.PREFIX_CACHE}
+    with pytest.raises(UnsupportedCapability, match="device_map offloads layers"):
+        engine.add_adapter("red", str(tmp_path))
+    sequences = ids_of_lengths(9, 1, 23)
+    assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-5
 
 
 def spread_out(model: Any) -> Any:

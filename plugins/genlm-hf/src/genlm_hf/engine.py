@@ -16,7 +16,6 @@ import torch
 from genlm import (
     BatchEngine,
     Capability,
-    MissingRequirementError,
     Query,
     TokenIdError,
     UnknownAdapterError,
@@ -24,7 +23,13 @@ from genlm import (
     Vocabulary,
 )
 from genlm_hf.adapters import Adapters
-from genlm_hf.limits import context_window, embedding_rows, input_device, padding_id
+from genlm_hf.limits import (
+    context_window,
+    embedding_rows,
+    input_device,
+    is_offloaded,
+    padding_id,
+)
 from genlm_hf.loading import LoadOptions, load_checkpoint, refuse_encoder_decoder
 from genlm_hf.quantised import packed_weights_kept
 from genlm_hf.tiers.choice import ServeOptions, choose_tier
@@ -141,15 +146,26 @@ class HFEngine(BatchEngine):
         self._choice = choose_tier(served, options)
         self._tier = self._choice.tier
         self._tokens_asked = 0
-        abilities = {
-            Capability.LORA: importlib.util.find_spec("peft") is not None,
-            Capability.PREFIX_CACHE: isinstance(self._tier, PrefixTier),
-        }
-        self.capabilities = frozenset(name for name, present in abilities.items() if present)
-        self.capability_hints = {
-            Capability.LORA: "pip install 'genlm-hf[lora]', then load the model again",
-            Capability.PREFIX_CACHE: f"this model has no cache ({self._choice.reason})",
-        }
+        self.capabilities, self.capability_hints = self._abilities()
+
+    def _abilities(self) -> tuple[frozenset[Capability], Mapping[Capability, str]]:
+        """Return what this model can do beyond rows, and why it cannot do the rest."""
+        hints = {}
+        if is_offloaded(self._served.model):
+            hints[Capability.LORA] = (
+                "its device_map offloads layers, into which no adapter can be put; load all of "
+                "the model onto devices, for example in 8 or 4 bit"
+            )
+        elif importlib.util.find_spec("peft") is None:
+            hints[Capability.LORA] = "pip install 'genlm-hf[lora]', then load the model again"
+        if not isinstance(self._tier, PrefixTier):
+            hints[Capability.PREFIX_CACHE] = f"this model has no cache ({self._choice.reason})"
+        return frozenset({Capability.LORA, Capability.PREFIX_CACHE} - hints.keys()), hints
+
+    def _cannot(self, capability: Capability) -> UnsupportedCapability:
+        return UnsupportedCapability(
+            capability, "hf", self.capability_hints.get(capability, "")
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -166,7 +182,7 @@ class HFEngine(BatchEngine):
             UnsupportedCapability: It asks for a continuation.
         """
         if query.sampling is not None:
-            raise UnsupportedCapability(Capability.SAMPLE, "hf")
+            raise self._cannot(Capability.SAMPLE)
         self._check(query.token_ids, query.adapter)
         super().submit(query)
 
@@ -209,7 +225,7 @@ class HFEngine(BatchEngine):
             GenlmError: As `submit`.
         """
         if not isinstance(self._tier, PrefixTier):
-            raise UnsupportedCapability(Capability.PREFIX_CACHE, "hf")
+            raise self._cannot(Capability.PREFIX_CACHE)
         self._check(token_ids, adapter)
         with self._adapters.at_work(adapter):
             self._tier.keep(adapter, tuple(token_ids))
@@ -217,21 +233,19 @@ class HFEngine(BatchEngine):
     def clear_prefix_cache(self) -> None:
         """Free everything computed, kept or not. Answers do not change."""
         if not isinstance(self._tier, PrefixTier):
-            raise UnsupportedCapability(Capability.PREFIX_CACHE, "hf")
+            raise self._cannot(Capability.PREFIX_CACHE)
         self._tier.clear()
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in folder `path`, to be asked for as `name`.
 
         Raises:
-            MissingRequirementError: peft is not installed.
+            UnsupportedCapability: peft is not installed, or layers are offloaded.
             AdapterError: The name is taken, the folder holds no LoRA adapter, or
                 it does not fit the model; the engine stays as it was.
         """
         if Capability.LORA not in self.capabilities:
-            raise MissingRequirementError(
-                f"adapter {name!r}", ["peft"], "pip install 'genlm-hf[lora]'"
-            )
+            raise self._cannot(Capability.LORA)
         with packed_weights_kept(self._served.model):
             self._adapters.load(name, path)
 

@@ -8,7 +8,7 @@ import torch
 
 from genlm_hf.rope import rope_settings
 
-__all__ = ["context_window", "embedding_rows", "input_device", "padding_id"]
+__all__ = ["context_window", "embedding_rows", "input_device", "is_offloaded", "padding_id"]
 
 # What configs call the number of positions; transformers maps most to the first.
 _WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -68,3 +68,8 @@ def input_device(model: Any) -> torch.device:
     device: torch.device = model.get_input_embeddings().weight.device
     # Offloaded weights rest on "meta"; accelerate then moves what it is given.
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def is_offloaded(model: Any) -> bool:
+    """Whether weights are elsewhere, on disk or a CPU, until a pass needs them."""
+    return any(parameter.is_meta for parameter in model.parameters())

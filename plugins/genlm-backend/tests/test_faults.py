@@ -38,6 +38,7 @@ def asked_together(llm, *sequences):
 
 
 def test_equal_suffixes_after_different_cached_prefixes_are_told_apart(llm, model):
+    assert llm.statistics().engine["tier"] == "packed"  # prefixes are shared
     llm.cache_kv(RED)
     llm.cache_kv(BLUE)
     rows = asked_together(llm, RED + TAIL, BLUE + TAIL, TAIL)
@@ -236,6 +237,11 @@ def test_batches_leave_without_a_timer(llm):
         runner.run(main())
     assert Loop.timers == 0
     assert llm.statistics().largest_batch == 10
+
+
+def test_an_incomplete_batch_does_not_wait_for_the_timeout(model, tokenizer):
+    with AsyncTransformer(model, tokenizer, batch_size=20, timeout=3600) as llm:
+        assert_right(asked_together(llm, RED, BLUE), model, RED, BLUE)
 
 
 # -- bounded memory -----------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""What the README and the page on migrating show runs, and what they point at exists."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import genlm
+import genlm.backend.llm
+
+PLUGIN = Path(__file__).parents[1]
+README, MIGRATING = PLUGIN / "README.md", PLUGIN.parents[1] / "docs" / "migrating.md"
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    found = re.findall(
+        rf"^ *```{language}\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return [textwrap.dedent(block) for block in found]
+
+
+def test_the_readme_runs():
+    [block] = blocks(README, "python")
+    names = {}
+    exec(block, names)
+    with names["llm"] as llm:
+        assert names["rows"].shape == (2, len(llm.byte_vocab))
+        torch.testing.assert_close(names["rows"].logsumexp(1), torch.zeros(2))
+
+
+def test_before_and_after_migrating_give_the_same_rows(folder):
+    [block] = blocks(MIGRATING, "python")
+    rows = []
+    for part in block.split("# after"):
+        names = {}
+        exec(part.replace("org/model", str(folder)), names)
+        with names["llm"] as llm:
+            assert isinstance(llm, genlm.AsyncLM)
+            rows.append(llm.batch_next_token_logprobs_sync([[3, 4, 5], [6]]))
+    before, after = rows
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("document", [README, MIGRATING], ids=["readme", "migrating"])
+def test_links_and_folders_exist(document):
+    text = document.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert links
+    for link in links:
+        assert (document.parent / link).exists(), link
+    for folder in re.findall(r"(?<!\.)\./((?:core|plugins)[\w/-]*)", text):
+        assert (PLUGIN.parents[1] / folder / "pyproject.toml").exists(), folder
+
+
+def test_every_name_of_the_table_exists():
+    text = MIGRATING.read_text()
+    table = text[text.index("### What maps to what") : text.index("### What got faster")]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    published = [name for row in rows for name in re.findall(r"`(\w+)", row[0])]
+    places = (genlm.backend, genlm.backend.llm, genlm.backend.AsyncTransformer)
+    options = {"batch_size", "timeout", "cache_size", "cache_opts"}
+    assert len(published) > 20
+    for name in set(published) - options:
+        assert any(hasattr(place, name) for place in places), name

@@ -40,11 +40,15 @@ CASES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--published", type=Path)
-    parser.add_argument("--ours", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--published", type=Path, help="a Python with genlm-backend 0.3.1")
+    parser.add_argument("--ours", type=Path, help="a Python with this project's")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_known_args()[0]
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
     editable = [word for path in OURS for word in ("-e", str(REPOSITORY / path))]
     pythons = {
         "0.3.1": options.published
@@ -56,7 +60,7 @@ def main() -> None:
     for peer in peers.values():
         peer.measure("direct 2 8 2 as-is")  # warm
     for round_ in range(options.rounds):
-        for case in CASES:
+        for case in options.cases:
             order = list(peers) if round_ % 2 else list(reversed(peers))
             for name in order:
                 samples.setdefault(f"{case}, {name}", []).append(peers[name].measure(case))
@@ -67,9 +71,13 @@ def main() -> None:
             theirs / own
             for theirs, own in zip(samples[f"{case}, 0.3.1"], samples[f"{case}, ours"])
         )
-        for case in CASES
+        for case in options.cases
     }
-    rows = {f"{case}, {name}": samples[f"{case}, {name}"] for case in CASES for name in peers}
+    rows = {
+        f"{case}, {name}": samples[f"{case}, {name}"]
+        for case in options.cases
+        for name in peers
+    }
     print_report("backend", rows, unit="ms a step", ratios=ratios)
 
 

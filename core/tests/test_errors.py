@@ -72,7 +72,7 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (
         errors.MissingRequirementError("p:hf", ["torch", "peft"], "pip install peft"),
         {"plugin": "p:hf", "missing": ("torch", "peft"), "install": "pip install peft"},
-        ["p:hf needs torch, peft", "pip install peft"],
+        ["p:hf needs torch and peft, which are not installed: pip install peft"],
     ),
     (
         errors.BrokenPluginError("p:hf", "it raised"),

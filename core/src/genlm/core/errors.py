@@ -309,8 +309,9 @@ class MissingRequirementError(PluginError, ImportError):
         super().__init__(plugin, self.missing, install)
 
     def __str__(self) -> str:
-        missing = ", ".join(self.missing)
-        return f"{self.plugin} needs {missing}, which is not installed: {self.install}"
+        missing = " and ".join(self.missing)
+        is_not = "which is not" if len(self.missing) == 1 else "which are not"
+        return f"{self.plugin} needs {missing}, {is_not} installed: {self.install}"
 
 
 class BrokenPluginError(PluginError):

@@ -60,9 +60,13 @@ def checked_integers(values: TokenIds) -> tuple[int, ...]:
     """
     if type(values) is list or type(values) is tuple:  # most often, so without more ado
         return _integers(values)
+    if isinstance(values, str):
+        raise TokenTypeError(
+            f"str {_shortened(values)}; llm.tokenizer.encode makes ids of text"
+        )
     array_values = getattr(values, "tolist", None)
     if array_values is None and (
-        isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
+        isinstance(values, (bytes, bytearray)) or not isinstance(values, Sequence)
     ):
         raise TokenTypeError(f"{type(values).__name__} {_shortened(values)}")
     if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:

@@ -21,8 +21,14 @@ __all__ = ["Adapters"]
 # The other ways of initialising change the weights of the base model.
 _HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
+# What a layer of peft's knows of who is at work. Its methods set it too, but walk the model
+# and touch every parameter, which takes longer than a forward pass of a small model.
+_SWITCHES = ("_active_adapter", "_disable_adapters")
+
 # What of peft lies in the layers alone, so that the model inside a `PeftModel` has it all.
 _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
+
+_Positions = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class Adapters:
@@ -48,6 +54,7 @@ class Adapters:
         self._inner_names = {name: name for name in given}
         self._peft_model: Any = None  # of what is loaded here
         self._handed_over = _Snapshot(self.model) if given else None
+        self._positions: dict[str | None, _Positions] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,6 +95,7 @@ class Adapters:
         self._peft_model = peft_model
         self._inner_names[name] = inner
         self._handed_over.switch_back()
+        self._positions.clear()
 
     @contextmanager
     def at_work(self, name: str | None) -> Iterator[None]:
@@ -95,15 +103,11 @@ class Adapters:
         if name is None or self._handed_over is None:
             yield
             return
-        from peft.functional import set_adapter
-
-        for layer in _switches(self.model):
-            layer.enable_adapters(True)
-        set_adapter(self.model, self._inner_names[name], inference_mode=True)
+        self._switch(name)
         try:
             yield
         finally:
-            self._handed_over.switch_back()
+            self._switch(None)
 
     def unload(self) -> None:
         """Take out every adapter that was loaded here; the model is as it was handed over."""
@@ -114,6 +118,25 @@ class Adapters:
             self._handed_over.restore()
         self._peft_model = self._handed_over = None
         self._inner_names.clear()
+        self._positions.clear()
+
+    def _switch(self, name: str | None) -> None:
+        if not self._positions:
+            self._positions[None] = _positions(self.model)
+        if name not in self._positions:
+            self._positions[name] = self._positions_with(name)
+        for attributes, position in self._positions[name]:
+            attributes.update(position)
+
+    def _positions_with(self, name: str | None) -> _Positions:
+        """Where peft puts the switches for an adapter."""
+        from peft.functional import set_adapter
+
+        assert name is not None  # noqa: S101 - our own mistake
+        for layer in _switches(self.model):
+            layer.enable_adapters(True)
+        set_adapter(self.model, self._inner_names[name], inference_mode=True)
+        return _positions(self.model)
 
     def _inject(self, inner: str, config: Any) -> Any:
         import peft
@@ -181,6 +204,14 @@ class _Snapshot:
         vars(self._model).pop("peft_config", None)
         if self._config is not None:
             self._model.peft_config = self._config
+
+
+def _positions(model: torch.nn.Module) -> _Positions:
+    """Return the attributes of each of peft's layers, and what its switches are now."""
+    return [
+        (vars(layer), {name: getattr(layer, name) for name in _SWITCHES})
+        for layer in _switches(model)
+    ]
 
 
 def _switches(model: torch.nn.Module) -> list[Any]:

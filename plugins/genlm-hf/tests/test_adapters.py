@@ -16,7 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genlm import AdapterError, Capability, Query, UnknownAdapterError
+from genlm import (
+    AdapterError,
+    Capability,
+    Query,
+    UnknownAdapterError,
+    UnsupportedCapability,
+)
 from genlm_hf.engine import HFEngine
 
 from .tiny import VOCAB_SIZE, alone, answers, build_model, ids_of_lengths, llama_settings
@@ -280,7 +286,7 @@ def test_without_peft_the_engine_declares_no_adapters(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     engine = HFEngine.from_model(base, tokenizer)
     assert Capability.LORA not in engine.capabilities
-    with pytest.raises(ImportError, match=r"'red' needs peft.*genlm-hf\[lora\]"):
+    with pytest.raises(UnsupportedCapability, match=r"pip install 'genlm-hf\[lora\]'"):
         engine.add_adapter("red", saved["red"][0])
 
 

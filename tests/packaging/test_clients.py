@@ -77,3 +77,17 @@ def test_a_byte_level_beam_has_the_sums_over_all_tokens(environment):
     [found] = run(environment, "beam")
     assert found["greedy"].startswith("The val")
     assert found["score"] < 0
+
+
+def test_what_the_clients_document_runs(environment):
+    [found] = run(environment, "documented")
+    assert set(found["regex"]) <= {
+        f" {word} of {article}"
+        for word in ("type", "value", "values", "key")
+        for article in ("a", "the")
+    }
+    assert sum(found["regex"].values()) == pytest.approx(1)
+    assert {json.loads(text) for text in found["json"]} <= {True, False}
+    assert sum(found["json"].values()) == pytest.approx(1)
+    assert found["unit"] > 1
+    assert found["byte"].isascii()

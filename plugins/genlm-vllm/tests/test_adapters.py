@@ -171,5 +171,6 @@ def test_an_engine_without_lora_says_how_to_get_it(tiny: Any, engine: Any) -> No
         assert Capability.LORA not in other.capabilities
         with pytest.raises(AdapterError, match="'enable_lora': True"):
             other.add_adapter("red", tiny.adapters["red"])
+        assert "'enable_lora': True" in other.capability_hints[Capability.LORA]
     finally:
         other.close()

@@ -43,6 +43,8 @@ __all__ = ["VLLMEngine"]
 _PREFIX_ID = -1
 """Query id of a prefix to be cached; the scheduler's begin at 0."""
 
+_LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
+
 
 class VLLMEngine:
     """Next-token rows and continuations of a model that vLLM serves.
@@ -62,6 +64,7 @@ class VLLMEngine:
         TypeError: An option that vLLM does not have.
     """
 
+    capability_hints: Mapping[Capability, str] = {Capability.LORA: _LORA_HINT}
     _final_statistics: Mapping[str, int | float | str] | None = None
 
     def __init__(
@@ -269,8 +272,8 @@ class VLLMEngine:
         """
         if Capability.LORA not in self.capabilities:
             raise AdapterError(
-                f"asked for adapter {name!r}; the model was loaded without engine_opts="
-                f"{{'enable_lora': True}}"
+                f"asked for adapter {name!r}, which this model was loaded without room for; "
+                f"{_LORA_HINT}"
             )
         with undisturbed():
             self._adapters.load(name, path)

@@ -79,7 +79,7 @@ $(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
 
 $(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_OLDEST)
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout scipy hypothesis torch==2.13.0
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout ray==2.60.0 scipy hypothesis torch==2.13.0
 	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-vllm
 	$(VLLM_OLDEST)/bin/python -m genlm_vllm.install_cpu 0.28.0
 	$(VLLM_OLDEST)/bin/python -m pip install --quiet transformers==5.19.0

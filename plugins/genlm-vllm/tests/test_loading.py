@@ -51,9 +51,19 @@ def test_several_workers_need_processes(tiny: Any) -> None:
         VLLMEngine(tiny.path, engine_opts={"tensor_parallel_size": 2}, multiprocess=False)
 
 
-def test_ray_is_refused_where_vllm_does_not_support_it(tiny: Any) -> None:
-    with pytest.raises(genlm.ModelLoadError, match=r"Ray to count\. Leave it out, and"):
-        VLLMEngine(tiny.path, engine_opts={"distributed_executor_backend": "ray"})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distributed_executor_backend": "ray"}, "Ray's workers on 'cpu'"),
+        ({"pipeline_parallel_size": 2, "enable_lora": True}, "with enable_lora, at the first"),
+        ({"pipeline_parallel_size": 2, "enforce_eager": True}, "with enforce_eager, at the"),
+    ],
+)
+def test_what_vllm_cannot_do_on_the_cpu_is_refused_with_its_reason(
+    tiny: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(genlm.ModelLoadError, match=message):
+        VLLMEngine(tiny.path, engine_opts=options)
 
 
 def test_defaults_give_way_to_options() -> None:
@@ -69,10 +79,10 @@ def test_defaults_give_way_to_options() -> None:
     assert "kv_cache_memory_bytes" not in found
 
 
-def test_pipelines_get_the_warm_up_that_they_need() -> None:
+def test_pipelines_are_traced_so_that_vllm_warms_them_up() -> None:
     found = engine_arguments("m", {"pipeline_parallel_size": 2})
     assert "enforce_eager" not in found
-    assert "kv_cache_memory_bytes" not in found
+    assert found["compilation_config"] == {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
 
 
 def test_one_slot_for_adapters_stays_free_on_the_cpu() -> None:

@@ -6,10 +6,13 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import genlm
@@ -87,6 +90,33 @@ def test_rows_are_fetched_in_parts(
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
 
+def test_rows_come_from_the_last_stage_of_a_pipeline(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keepers: set[int] = set()
+
+    def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
+        answers = ask_workers(engine, method, *arguments)
+        if method == "genlm_take_bytes":
+            keepers.update(rank for rank, (keys, _) in enumerate(answers) if keys)
+        return answers
+
+    monkeypatch.setattr("genlm_vllm.rows.ask_workers", ask)
+    options = {"pipeline_parallel_size": 2, "enforce_eager": False}
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    engine = tiny.engine(multiprocess=None, lora=False, **options)
+    try:
+        asked = prompts(200, 3, 65, 33, 1, 90, 90)
+        plan = genlm.SamplingParams(10, 1.0, frozenset(), 3)
+        queries = [submit(engine, ids) for ids in asked]
+        found = finish(engine, [*queries, submit(engine, asked[0], None, plan)])
+        assert found.pop() == expected_draws(tiny, asked[0], 10, 3)
+        assert largest_error(tiny, found, asked) <= 1e-4
+        assert keepers == {1}
+    finally:
+        engine.close()
+
+
 def test_every_request_ends_when_a_worker_dies(tiny: Any) -> None:
     options = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 1}
     lm = genlm.load_model(tiny.path, "vllm", engine_opts=options, multiprocess=True)
@@ -102,6 +132,31 @@ def test_every_request_ends_when_a_worker_dies(tiny: Any) -> None:
         assert all(isinstance(found, genlm.EngineError) for found in asyncio.run(ask()))
         with pytest.raises(genlm.EngineError):
             lm.next_token_logprobs_sync([5])
+
+
+ORPHAN = """
+import sys
+import psutil
+from genlm_vllm.engine import VLLMEngine
+if __name__ == "__main__":
+    options = {{"kv_cache_memory_bytes": 2**24}}
+    engine = VLLMEngine({model!r}, engine_opts=options, multiprocess=True)
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN.format(model=str(tiny.path)))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-W", "ignore", script], **pipes) as client:
+        assert client.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
+        assert len(children) >= 2  # the engine and its worker
+        client.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
 
 
 def _processes(lm: Any) -> list[int]:

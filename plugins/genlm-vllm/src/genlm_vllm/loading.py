@@ -147,7 +147,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
     Raises:
         ValueError: An option that would make rows wrong.
         TypeError: An option that vLLM does not have.
-        ModelLoadError: The Ray executor on a platform for which vLLM does not support it.
+        ModelLoadError: Options that vLLM takes but fails with on this platform.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -160,16 +160,10 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
             raise TypeError(f"vllm.EngineArgs takes no option {name!r} here.{hint}")
         if name in _OURS and value and (name, value) != ("data_parallel_size", 1):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_OURS[name]}; leave it out")
-    if (
-        engine_opts.get("distributed_executor_backend") == "ray"
-        and not current_platform.ray_device_key
-    ):
-        raise ModelLoadError(
-            f"asked for distributed_executor_backend='ray', which vLLM does not support on "
-            f"{current_platform.device_name!r}: it names nothing there for Ray to count. Leave "
-            f"it out, and the workers are processes of this machine"
-        )
     on_cpu = current_platform.is_cpu()
+    problem = _unsupported(engine_opts, current_platform)
+    if problem is not None:
+        raise ModelLoadError(f"asked vLLM for {_shown(engine_opts)}; {problem}")
     arguments = {
         "disable_log_stats": True,
         "enable_prefix_caching": True,
@@ -183,6 +177,25 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
     if arguments.get("enable_lora"):
         arguments |= _lora_slots(engine_opts, on_cpu=on_cpu)
     return arguments
+
+
+def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
+    """Return what vLLM cannot do on a platform and would say late or obscurely."""
+    ray = engine_opts.get("distributed_executor_backend") == "ray"
+    if ray and not platform.ray_device_key:
+        return (
+            f"it does not run Ray's workers on {platform.device_name!r}. Leave "
+            f"distributed_executor_backend out, and the workers are processes of this machine"
+        )
+    pipeline = engine_opts.get("pipeline_parallel_size", 1) > 1
+    if platform.is_cpu() and pipeline:
+        for name in ("enable_lora", "enforce_eager"):
+            if engine_opts.get(name):
+                return (
+                    f"its pipelines fail on the CPU with {name}, at the first request. Leave "
+                    f"that out, or use tensor_parallel_size instead"
+                )
+    return None
 
 
 def _lora_slots(engine_opts: Mapping[str, Any], *, on_cpu: bool) -> dict[str, int]:
@@ -209,9 +222,10 @@ def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
 
     defaults: dict[str, Any] = {"dtype": "float32", "block_size": CPU_BLOCK_SIZE}
     if engine_opts.get("pipeline_parallel_size", 1) > 1:
-        # Pipelines need vLLM's warm-up, which it leaves out where it does not compile.
-        return defaults | {"gpu_memory_utilization": 1 / CPU_KV_SHARE}
-    defaults["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
+        # Pipelines need vLLM's warm-up, which it leaves out where the model is not traced.
+        defaults["compilation_config"] = {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
+    else:
+        defaults["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
     sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
     if not sized & engine_opts.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         free = psutil.virtual_memory().available

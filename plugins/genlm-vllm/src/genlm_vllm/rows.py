@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,16 @@ class LocalRows:
 
 
 class RemoteRows(LocalRows):
-    """Rows that workers keep; they arrive as bytes, on the CPU."""
+    """Rows that workers keep; they arrive as bytes, on the CPU.
+
+    Args:
+        engine: The `vllm.LLMEngine`.
+        vocabulary: Whose ids rows are over.
+    """
+
+    def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
+        super().__init__(engine, vocabulary)
+        ask_workers(engine, "genlm_end_with", os.getpid())
 
     def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
         """Fetch rows as `LocalRows.take` does."""

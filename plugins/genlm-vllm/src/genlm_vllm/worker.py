@@ -17,6 +17,7 @@ import torch
 
 from genlm import EvaluationError
 from genlm_vllm.kept_rows import KEPT, TokenIds
+from genlm_vllm.orphans import end_with
 
 __all__ = ["RowWorker", "ask_workers"]
 
@@ -60,6 +61,11 @@ class RowWorker:
 
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
         KEPT.begin(TokenIds(size, tuple(missing_ids)), active=first)
+
+    @_replying
+    def genlm_end_with(self, client: int) -> None:
+        """End when the process that loaded the model does."""
+        end_with(client)
 
     @_replying
     def genlm_take(self, keys: list[int], oldest: int) -> dict[int, torch.Tensor]:

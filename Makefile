@@ -9,7 +9,7 @@ PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plu
 # SGLang needs versions of its own, so an environment of its own.
 SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
-SGL_OLDEST := $(SGL)/sglang-oldest
+SGL_OLDEST := $(SGL)/oldest/site-packages
 SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-sgl plugins/genlm-backend
 
 VLLM_OLDEST := .venv-vllm-oldest
@@ -24,7 +24,7 @@ demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-main test-sgl test-vllm
+	$(MAKE) --jobs 2 --output-sync=target test-main test-sgl test-sgl-oldest test-vllm
 
 test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
 	$(BIN)/python -m pytest
@@ -38,9 +38,10 @@ test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it 
 
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
+	$(SGL)/bin/python -m pytest plugins/genlm-backend/tests/on_sglang
 
-test-sgl-oldest: $(SGL_OLDEST)  ## the same on the oldest SGLang that it supports
-	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
+test-sgl-oldest: $(SGL_OLDEST)  ## rows, draws, aborts, adapters on the oldest SGLang that it supports
+	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py sampling.py aborts.py adapters.py)
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -93,7 +94,7 @@ $(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/ge
 	$(SGL)/bin/python -m genlm_sgl.install_cpu --quiet
 	touch $@
 
-# torchao: this version imports it whether it is asked for or not.
+# Beside the newest, with the same packages around it.
 $(SGL_OLDEST): $(SGL_READY)
-	$(SGL)/bin/python -m pip install --quiet --no-deps --upgrade --target $@ sglang==0.5.8.post1 torchao==0.9.0
+	$(SGL)/bin/python -m pip install --quiet --no-deps --upgrade --target $@ sglang==0.5.20
 	touch $@

@@ -229,24 +229,20 @@ class SchedulerApi:
         """
         from sglang.srt.managers import io_struct
 
-        manager = self._scheduler.tp_worker.model_runner.lora_manager
+        scheduler = self._scheduler
+        names = {"lora_name": name, "lora_id": adapter_id}
         with self._working():
-            loaded = self._scheduler.load_lora_adapter(
-                io_struct.LoadLoRAAdapterReqInput(
-                    lora_name=name, lora_path=folder, lora_id=adapter_id
-                )
+            loaded = scheduler.load_lora_adapter(
+                io_struct.LoadLoRAAdapterReqInput(lora_path=folder, **names)
             )
-            problem = None if loaded.success else str(loaded.error_message)
-            if problem is None:
-                try:
-                    manager.fetch_new_loras({adapter_id})
-                except Exception as error:  # noqa: BLE001 - assertions among others
-                    problem = str(error)
-            if problem is not None:
-                self._scheduler.unload_lora_adapter(
-                    io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=adapter_id)
-                )
-        return problem
+            if not loaded.success:
+                return str(loaded.error_message)
+            try:
+                scheduler.tp_worker.model_runner.lora_manager.fetch_new_loras({adapter_id})
+            except Exception as error:  # noqa: BLE001 - assertions among others
+                scheduler.unload_lora_adapter(io_struct.UnloadLoRAAdapterReqInput(**names))
+                return str(error)
+        return None
 
     # -- the loop ---------------------------------------------------------------------
 

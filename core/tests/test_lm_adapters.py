@@ -124,6 +124,16 @@ def test_the_engine_gets_the_name_and_the_path_as_given(loaded: Loaded) -> None:
     assert loaded.engine.adapters == {"a": "folder/a", "b": "folder/b"}
 
 
+def test_adapters_that_a_model_came_with_can_be_asked_for(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    engine.adapters["own"] = ""
+    llm = make_model(engine, name="scripted")
+    row = llm.next_token_logprobs_sync([1], lora_name="own")
+    assert torch.equal(row, expected([1], "own"))
+    with pytest.raises(AdapterError, match="'own', which is already loaded from 'the model"):
+        llm.add_new_lora("folder/own", "own")
+
+
 def test_another_folder_under_a_name_in_use_is_refused(loaded: Loaded) -> None:
     with pytest.raises(AdapterError, match=r"'folder/b' as adapter 'a'.*folder/a"):
         loaded.llm.add_new_lora("folder/b", "a")

@@ -85,7 +85,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class LoraEngine(Engine, Protocol):
-    """What an engine with `Capability.LORA` also has."""
+    """What an engine with `Capability.LORA` also has.
+
+    It may also have `adapters`, the names of those that its model came with.
+    """
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load the adapter in folder `path`, to be asked for as `name`.

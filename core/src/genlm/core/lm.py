@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
@@ -123,7 +123,9 @@ class AsyncLM:
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
-        self._adapters: dict[str, str] = {}
+        # Folders by name; a model may come with adapters.
+        own: Iterable[str] = getattr(engine, "adapters", ())
+        self._adapters = dict.fromkeys(own, "the model itself")
         self._adapter: str | None = None
         self._counters = _Counters()
         self._query_ids = itertools.count()

@@ -51,7 +51,6 @@ class AsyncTransformer(ServedLM):
             name="hf",
             batch_size=batch_size,
         )
-        self._know_adapters(self._scheduler.engine.adapters)  # type: ignore[attr-defined]
         self.model = hf_model
         self.device = hf_model.device
         self.batch_size = batch_size

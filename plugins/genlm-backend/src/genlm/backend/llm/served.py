@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,8 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     ) -> None:
         super().__init__(build_engine, name=name, output_cache=cache, max_batch_size=batch_size)
         self.cache = self._cache
-        self._names: dict[str, str] = {}  # of adapters, to what the engine calls them
+        # Of adapters, to what the engine calls them; a model may come with some.
+        self._names = {name: name for name in self._adapters}
         self._numbers = itertools.count(1)
 
     @cached_property
@@ -140,12 +141,6 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         if lora_name in self._names:
             self.remove_lora(lora_name)
         self._names[lora_name] = inner
-
-    def _know_adapters(self, names: Iterable[str]) -> None:
-        """Let adapters that the engine has already be asked for."""
-        for name in names:
-            self._names[name] = name
-            self._adapters[name] = "the model itself"
 
     def remove_lora(self, lora_name: str) -> None:
         """Forget an adapter's name; see `add_new_lora`.

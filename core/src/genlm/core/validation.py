@@ -60,15 +60,11 @@ def checked_integers(values: TokenIds) -> tuple[int, ...]:
     """
     if type(values) is list or type(values) is tuple:  # most often, so without more ado
         return _integers(values)
-    if isinstance(values, str):
-        raise TokenTypeError(
-            f"str {_shortened(values)}; llm.tokenizer.encode makes ids of text"
-        )
     array_values = getattr(values, "tolist", None)
     if array_values is None and (
-        isinstance(values, (bytes, bytearray)) or not isinstance(values, Sequence)
+        isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
     ):
-        raise TokenTypeError(f"{type(values).__name__} {_shortened(values)}")
+        raise TokenTypeError(_no_sequence(values))
     if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:
         raise TokenTypeError("an array of booleans")
     return _integers(values if array_values is None else array_values())
@@ -79,6 +75,11 @@ def _integers(values: Any) -> tuple[int, ...]:
         return tuple(map(index, values))
     except TypeError:
         raise TokenTypeError(_first_wrong(values)) from None
+
+
+def _no_sequence(values: object) -> str:
+    hint = "; llm.tokenizer.encode makes ids of text" if isinstance(values, str) else ""
+    return f"{type(values).__name__} {_shortened(values)}{hint}"
 
 
 def _first_wrong(values: Any) -> str:

@@ -1,9 +1,9 @@
 """`SGLEngine`: SGLang's scheduler in this process as a genlm engine.
 
 The engine validates and hands queries to SGLang, whose loop it turns once per step, so that
-new queries join what is running. Rows and draws are made in `requests`; everything that
-depends on SGLang's version is in `scheduler_api`. A little longer than other modules: it is
-the engine protocol in one place, a third of it docstrings.
+new queries join what is running. Rows and draws are made in `requests`; all calls into SGLang
+are in `starting`, with what depends on its version, and `scheduler_api`. A little longer than
+other modules: it is the engine protocol in one place, a third of it docstrings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from genlm_sgl.loading import (
 )
 from genlm_sgl.process_state import QuietLogger, guarded, quiet
 from genlm_sgl.requests import Requests
-from genlm_sgl.scheduler_api import Ended, SchedulerApi, server_options
+from genlm_sgl.scheduler_api import Ended, SchedulerApi
+from genlm_sgl.starting import server_options
 from genlm_sgl.versions import check_version, installed_version
 
 __all__ = ["SGLEngine"]

@@ -1,18 +1,13 @@
-"""Every call into SGLang, so that what differs from version to version is in one place.
+"""SGLang's scheduler, whose loop is turned by hand, one iteration at a time.
 
-`SchedulerApi` builds SGLang's own `Scheduler` in this process and turns its loop, one
-iteration at a time. It knows SGLang's requests by their ids and nothing of queries, rows or
-sampling; `Hooks` are told about logits. What differs between the supported versions is chosen
-by the signatures that are found. Longer than other modules, because the knowledge of one
-foreign library is one concept.
+It knows SGLang's requests by their ids and nothing of queries, rows or sampling; `Hooks` are
+told about logits. A little longer than other modules: what is known of one foreign object is
+one concept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import inspect
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,12 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from genlm import ModelLoadError
 from genlm_sgl.cpu_shim import Unpinned
+from genlm_sgl.starting import close_sockets, leave_groups, senders, started
 
-__all__ = ["Ended", "Hooks", "SchedulerApi", "server_options"]
-
-_ONLY_RANK = ("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
+__all__ = ["Ended", "Hooks", "SchedulerApi"]
 
 
 class Hooks(Protocol):
@@ -76,21 +69,13 @@ class SchedulerApi:
 
     Raises:
         ModelLoadError: This version's scheduler takes something unknown.
-        Exception: Whatever SGLang raises.
+        Exception: Whatever else SGLang raises.
     """
 
     def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
-        from sglang.srt.server_args import PortArgs, ServerArgs
-
         self._unpinned = bool(options.get("enable_lora")) and options.get("device") == "cpu"
-        arguments = ServerArgs(**options)
-        ports = PortArgs.init_new(arguments)
-        try:
-            with Unpinned() if self._unpinned else contextlib.nullcontext():
-                scheduler = self._scheduler = _build(arguments, ports, gpu_id)
-        except BaseException:
-            _leave_groups()
-            raise
+        with Unpinned() if self._unpinned else contextlib.nullcontext():
+            scheduler = self._scheduler = started(options, gpu_id)
         self.tokenizer = scheduler.tokenizer
         # Only ids that a request names may end it, not those that the model calls ends.
         scheduler.tokenizer = None
@@ -193,11 +178,6 @@ class SchedulerApi:
 
         self._scheduler.process_input_requests([AbortReq(rid=rid)])
         self._given_up = [ended for ended in self._given_up if ended.rid != rid]
-
-    @property
-    def waiting(self) -> list[str]:
-        """Ids of the requests that no batch has taken yet."""
-        return [req.rid for req in self._scheduler.waiting_queue]
 
     @property
     def is_idle(self) -> bool:
@@ -351,10 +331,9 @@ class SchedulerApi:
         runner = scheduler.tp_worker.model_runner
         for name in ("forward", "sample"):
             vars(runner).pop(name, None)
-        for context in {socket.context for socket in _sockets(scheduler)}:
-            context.destroy(linger=0)  # and its sockets
+        close_sockets(scheduler)
         del runner, scheduler
-        _leave_groups()
+        leave_groups()
 
     # -- wiring -----------------------------------------------------------------------
 
@@ -371,7 +350,7 @@ class SchedulerApi:
 
     def _detach_senders(self) -> None:
         """Keep answers here: nobody reads the sockets, whose queues would grow for ever."""
-        for sender in _senders(self._scheduler):
+        for sender in senders(self._scheduler):
             sender.send_output = self._note_given_up
 
     def _note_given_up(self, output: Any, _request: Any = None) -> None:
@@ -407,75 +386,6 @@ class SchedulerApi:
         return [req.rid for req in self._reqs], lengths.tolist()
 
 
-def _leave_groups() -> None:
-    """Undo torch.distributed, which SGLang starts even for one process."""
-    from sglang.srt.distributed import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-    gc.collect()
-
-
-def server_options() -> frozenset[str]:
-    """Names of the options that this version's `ServerArgs` takes."""
-    from sglang.srt.server_args import ServerArgs
-
-    return frozenset(_parameters(ServerArgs))
-
-
-def _build(arguments: Any, ports: Any, gpu_id: int) -> Any:
-    from sglang.srt.managers.scheduler import Scheduler
-
-    known = {
-        "gpu_id": gpu_id,
-        "dp_rank": None,
-        **dict.fromkeys(_ONLY_RANK, 0),
-    }
-    wanted = [*_parameters(Scheduler)][2:]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise ModelLoadError(
-            f"SGLang's Scheduler wants {', '.join(unknown)}, which genlm-sgl does not know; "
-            f"use a version in its range"
-        )
-    _publish(arguments, gpu_id)
-    with _no_watchdog():
-        return Scheduler(arguments, ports, **{name: known[name] for name in wanted})
-
-
-@contextlib.contextmanager
-def _no_watchdog() -> Iterator[None]:
-    """Have the scheduler make no watchdog while it is built.
-
-    SGLang's watches from a thread that never ends, and when nothing has run for five
-    minutes after a batch, it sends SIGQUIT to the parent of this process, which is the
-    user's shell or test runner.
-    """
-    from sglang.srt.managers import scheduler
-
-    original = scheduler.create_scheduler_watchdog
-    scheduler.create_scheduler_watchdog = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        scheduler.create_scheduler_watchdog = original
-
-
-def _publish(arguments: Any, gpu_id: int) -> None:
-    """Make the arguments known to the process."""
-    from sglang.srt import runtime_context
-
-    placed = {}
-    if "ranks" in _parameters(runtime_context.publish):  # from 0.5.21 on
-        placed["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)
-    runtime_context.publish(arguments, role="scheduler", **placed)
-
-
-@functools.cache
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
 def _ended(reqs: Sequence[Any]) -> list[Ended]:
     return [
         Ended(req.rid, list(req.output_ids), _why_aborted(req.finished_reason))
@@ -487,15 +397,3 @@ def _ended(reqs: Sequence[Any]) -> list[Ended]:
 def _why_aborted(reason: Any) -> str | None:
     # The row of such a request is that of another prompt, `[0]`.
     return str(reason.message) if type(reason).__name__ == "FINISH_ABORT" else None
-
-
-def _senders(scheduler: Any) -> list[Any]:
-    channels = scheduler.ipc_channels
-    return [channels.send_to_tokenizer, channels.send_to_detokenizer]
-
-
-def _sockets(scheduler: Any) -> list[Any]:
-    channels = scheduler.ipc_channels
-    found = [channels.recv_from_tokenizer, channels.recv_from_rpc]
-    found += [sender.socket for sender in _senders(scheduler)]
-    return [socket for socket in found if socket is not None]

@@ -37,6 +37,8 @@ class SharedEngine:
         self._adapters: dict[str, str] = {}
         threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
         self.engine: Engine = self.call(build)
+        # Those that the model came with; `add_adapter` may add others to the engine's.
+        self.own_adapters = tuple(getattr(self.engine, "adapters", ()))
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the engine's thread and wait."""
@@ -107,6 +109,7 @@ class Lease:
         self.max_context = shared.engine.max_context
         self.capabilities = shared.engine.capabilities
         self.capability_hints = getattr(shared.engine, "capability_hints", {})
+        self.adapters = shared.own_adapters
 
     def submit(self, query: Query) -> None:
         """Pass a query on under an id of its own."""

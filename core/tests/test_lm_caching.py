@@ -82,6 +82,11 @@ def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) 
     assert (statistics.requests, statistics.tokens_asked, statistics.cache_hits) == (3, 3, 1)
 
 
+def test_a_number_of_rows_is_no_cache(make_model: MakeModel) -> None:
+    with pytest.raises(TypeError, match=r"output_cache=1000; expected an OutputCache"):
+        make_model(ScriptedEngine(VOCAB_SIZE), output_cache=1000)
+
+
 def test_models_that_share_a_cache_keep_their_rows_apart(make_model: MakeModel) -> None:
     class OtherEngine(ScriptedEngine):
         def evaluate(self, queries: Any) -> torch.Tensor:

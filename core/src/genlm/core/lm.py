@@ -87,6 +87,7 @@ class AsyncLM:
         max_pending: Most queries accepted at a time; more wait their turn outside.
 
     Raises:
+        TypeError: `output_cache` is no `OutputCache`.
         Exception: Whatever `build_engine` raised.
     """
 
@@ -102,6 +103,11 @@ class AsyncLM:
     ) -> None:
         if output_cache is None:
             output_cache = OutputCache(DEFAULT_CACHE_ENTRIES, max_bytes=DEFAULT_CACHE_BYTES)
+        elif not isinstance(output_cache, OutputCache):
+            raise TypeError(
+                f"output_cache={output_cache!r}; expected an OutputCache, such as "
+                f"genlm.OutputCache(1000), which keeps 1000 rows"
+            )
         cache = self._cache = output_cache
         model = self._model = object()  # in every key: models may share one cache
 

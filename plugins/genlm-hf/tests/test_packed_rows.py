@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from genlm_hf.kv.tree import PrefixTree
 from genlm_hf.packed.plan import plan_forward
-from genlm_hf.packed.rows import Row, RowGroup, group_rows, path_slots
+from genlm_hf.packed.rows import Row, RowGroup, group_rows
 
 Sequence = tuple[int, ...]
 
@@ -29,7 +29,7 @@ def check(groups: list[RowGroup], rows: list[Row]) -> None:
     assert sorted(map(id, rows)) == sorted(id(row) for group in groups for row in group.rows)
     for group in groups:
         for row, tail in zip(group.rows, group.tails, strict=True):
-            past = path_slots(row.node, 0, row.position + 1)
+            past = row.node.path_slots(0, row.position + 1)
             assert len(group.trunk) <= row.position  # the row's own slot is in its tail
             seen = np.concatenate((group.trunk, tail))
             assert np.array_equal(seen[: len(past)], past)

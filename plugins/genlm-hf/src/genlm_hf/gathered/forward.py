@@ -25,8 +25,8 @@ from genlm_hf.gathered.plan import (
 )
 from genlm_hf.kv.batch import Computed, TreeBatch
 from genlm_hf.kv.storage import KVStorage, LayerShape
-from genlm_hf.packed.layout import UnfitModelError
 from genlm_hf.tiers.tier import ServedModel
+from genlm_hf.unfit import UnfitModelError
 
 __all__ = ["GatheredForward", "read_cache"]
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from genlm_hf.kv.batch import TreeBatch
 from genlm_hf.kv.node import Node
 from genlm_hf.kv.slots import SCRATCH_SLOT, Slots
-from genlm_hf.packed.rows import path_slots
 
 __all__ = ["GatherLimits", "Segment", "SegmentBatch", "group_segments", "waves_of"]
 
@@ -133,14 +132,14 @@ def waves_of(batch: TreeBatch) -> list[list[Segment]]:
         if depth == len(waves):
             waves.append([])
         writes = node.slots[node.computed :]
-        slots = path_slots(node, 0, node.end)
+        slots = node.path_slots(0, node.end)
         waves[depth].append(Segment(node.tokens[node.computed :], slots, writes))
         fresh.update(writes.tolist())
     scratch = np.array([SCRATCH_SLOT], np.int64)
     for sequence, slot in zip(batch.sequences, batch.last_slots, strict=True):
         if slot not in fresh:
             node = batch.tree.find(batch.adapter, sequence)
-            slots = path_slots(node, 0, len(sequence))
+            slots = node.path_slots(0, len(sequence))
             waves[0].append(Segment(sequence[-1:], slots, scratch))
             fresh.add(slot)
     return waves

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from genlm_hf.kv.slots import Slots
 
 __all__ = ["Node"]
@@ -72,6 +74,25 @@ class Node:
             del self.parent.children[self.tokens[0]]
             self.parent = None
         return freed
+
+    def path_slots(self, first: int, end: int) -> Slots:
+        """Return the slots of the tokens `first ... end - 1` on the path to this node's end."""
+        found = np.empty(end - first, np.int64)
+        self.write_path_slots(found, first, end)
+        return found
+
+    def write_path_slots(self, into: Slots, first: int, end: int) -> None:
+        """Put the slots of the tokens `first ... end - 1` at the beginning of `into`."""
+        node: Node | None = self
+        while end > first:
+            assert node is not None  # noqa: S101 - our own mistake
+            if node.start < end:
+                begin = max(first, node.start)
+                into[begin - first : end - first] = node.slots[
+                    begin - node.start : end - node.start
+                ]
+                end = begin
+            node = node.parent
 
     def below(self) -> Iterator[Node]:
         """Yield every node under this one, parents before children."""

@@ -18,12 +18,11 @@ import torch
 
 from genlm_hf.kv.storage import LayerShape
 from genlm_hf.packed.windows import UnknownMaskError, window_of
+from genlm_hf.unfit import UnfitMaskError, UnfitModelError
 
 __all__ = [
     "AttentionLayer",
     "AttentionLayout",
-    "UnfitMaskError",
-    "UnfitModelError",
     "read_layout",
     "register",
 ]
@@ -37,14 +36,6 @@ _KNOWN_ARGUMENTS = frozenset(
     | {"dropout", "position_ids", "cache_position", "use_cache"}
     | {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
-
-
-class UnfitModelError(ValueError):
-    """A model whose attention is not that of a plain decoder; says what is different."""
-
-
-class UnfitMaskError(UnfitModelError):
-    """A model that lets tokens see otherwise than causally or through a window."""
 
 
 @dataclass(frozen=True, slots=True)

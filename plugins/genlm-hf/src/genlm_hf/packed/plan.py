@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from genlm_hf.kv.node import Node
 from genlm_hf.kv.slots import SCRATCH_SLOT, Slots
 from genlm_hf.kv.tree import PrefixTree
-from genlm_hf.packed.rows import Row, RowGroup, group_rows, path_slots
+from genlm_hf.packed.rows import Row, RowGroup, group_rows
 
 __all__ = ["PackedPlan", "Run", "plan_forward"]
 
@@ -105,7 +105,7 @@ def plan_forward(
         positions=np.array(positions, np.int64),
         writes=np.array(writes, np.int64),
         groups=groups,
-        runs=[Run(n.start + n.computed, path_slots(n, 0, n.end)) for n in nodes],
+        runs=[Run(n.start + n.computed, n.path_slots(0, n.end)) for n in nodes],
         results=np.array([places[slot] for slot in last_slots], np.int64),
     )
 

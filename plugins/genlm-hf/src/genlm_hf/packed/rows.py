@@ -17,7 +17,7 @@ from genlm_hf.batches import BatchLimits, plan_batches
 from genlm_hf.kv.node import Node
 from genlm_hf.kv.slots import Slots
 
-__all__ = ["Row", "RowGroup", "group_rows", "path_slots"]
+__all__ = ["Row", "RowGroup", "group_rows"]
 
 # In slots read, measured on two CPU cores: a group costs as much as reading 2,000
 # slots, and gathering a slot as much as reading three.
@@ -83,13 +83,6 @@ def group_rows(rows: Sequence[Row]) -> Iterator[RowGroup]:
             waiting.setdefault(node.parent, []).extend(members)
 
 
-def path_slots(node: Node, first: int, end: int) -> Slots:
-    """Return the slots of the tokens `first ... end - 1` on the path to a node."""
-    found = np.empty(end - first, np.int64)
-    _fill(found, node, first, end)
-    return found
-
-
 def _nodes_above(nodes: dict[Node, list[Row]]) -> set[Node]:
     found: set[Node] = set()
     for start in nodes:
@@ -124,20 +117,7 @@ def _group(rows: Sequence[Row], trunk: int) -> RowGroup:
     tails = np.empty((len(rows), longest), np.int64)
     for tail, row in zip(tails, rows, strict=True):
         end = row.position + 1
-        _fill(tail, row.node, trunk, end)
+        row.node.write_path_slots(tail, trunk, end)
         if end - trunk < longest:
             tail[end - trunk :] = tail[end - trunk - 1]
-    return RowGroup(rows, path_slots(rows[0].node, 0, trunk), tails)
-
-
-def _fill(into: Slots, node: Node | None, first: int, end: int) -> None:
-    """Write the slots of tokens `first ... end - 1` on the path to `node`."""
-    while end > first:
-        assert node is not None  # noqa: S101 - our own mistake
-        if node.start < end:
-            begin = max(first, node.start)
-            into[begin - first : end - first] = node.slots[
-                begin - node.start : end - node.start
-            ]
-            end = begin
-        node = node.parent
+    return RowGroup(rows, rows[0].node.path_slots(0, trunk), tails)

@@ -15,17 +15,13 @@ from genlm import ModelLoadError
 from genlm_hf.gathered.forward import GatheredForward, read_cache
 from genlm_hf.kv.batch import Computing
 from genlm_hf.packed.forward import PackedForward, takes_positions
-from genlm_hf.packed.layout import (
-    AttentionLayout,
-    UnfitMaskError,
-    UnfitModelError,
-    read_layout,
-)
+from genlm_hf.packed.layout import AttentionLayout, read_layout
 from genlm_hf.rope import depends_on_longest
 from genlm_hf.tiers.cached import CachedTier
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.self_test import SelfTest
 from genlm_hf.tiers.tier import ServedModel, Tier
+from genlm_hf.unfit import UnfitMaskError, UnfitModelError
 
 __all__ = ["ServeOptions", "TierChoice", "choose_tier"]
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from genlm import rows_from_logits
-from genlm_hf.packed.layout import UnfitModelError
 from genlm_hf.probe import sample_ids
 from genlm_hf.quantised import is_quantised
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.tier import PrefixTier, ServedModel, Tier
+from genlm_hf.unfit import UnfitModelError
 
 __all__ = ["SelfTest"]
 

@@ -10,8 +10,7 @@ from genlm.backend.llm import AsyncSGLTransformer
 from genlm_sgl import cpu_shim
 from genlm_sgl.loading import default_options, environment
 from genlm_sgl.process_state import guarded, quiet
-from genlm_sgl.scheduler_api import SchedulerApi
-from genlm_sgl.versions import check_version, installed_version
+from genlm_sgl.starting import started
 
 IDS = [10, 11, 12]
 
@@ -20,7 +19,7 @@ def scheduler_of(folder, **options):
     """SGLang's own object, as a program makes it; on a CPU only genlm-sgl can."""
     options = {**default_options(cpu=True), **options, "model_path": str(folder)}
     with guarded(environment(cpu=True)), quiet(), cpu_shim.standing_in():
-        return SchedulerApi(options, 0, check_version(installed_version()))._scheduler
+        return started(options, gpu_id=0)
 
 
 def assert_right(llm, tiny):

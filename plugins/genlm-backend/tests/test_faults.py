@@ -74,6 +74,7 @@ def test_changing_a_row_changes_nobody_elses(llm, model):
     first, second, batch = asyncio.run(main())
     first.fill_(7)
     llm.next_token_logprobs_sync(RED).fill_(8)
+    asyncio.run(llm.next_token_logprobs(RED)).fill_(9)  # from the cache
     assert_right(second, model, RED)
     assert_right(batch, model, RED)
     assert_right(llm.next_token_logprobs_sync(RED), model, RED)

@@ -28,7 +28,9 @@ TORCH_INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 def checked(
     token_ids: Any, *, vocab_size: int = 100, max_context: int | None = None
 ) -> tuple[int, ...]:
-    return checked_token_ids(token_ids, vocab_size=vocab_size, max_context=max_context)
+    ids, packed = checked_token_ids(token_ids, vocab_size=vocab_size, max_context=max_context)
+    assert np.frombuffer(packed, np.uint32).tolist() == list(ids)
+    return ids
 
 
 ACCEPTED: dict[str, Callable[[list[int]], Any]] = {

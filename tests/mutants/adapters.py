@@ -135,7 +135,7 @@ def joined_across_adapters(enqueue):
     """A request joins one for the same tokens under another adapter."""
 
     def broken(self, query, key, waiter, arrived_s):
-        return enqueue(self, query, key and key[1:], waiter, arrived_s)
+        return enqueue(self, query, key and key[2:], waiter, arrived_s)
 
     return broken
 

@@ -173,12 +173,12 @@ def negative_temperature_is_one(batch_sample):
 def never_native(continuation):
     """Draws token by token from rows although the engine samples by itself."""
 
-    async def broken(self, key, params):
+    async def broken(self, query, params):
         declared, self.capabilities = self.capabilities, frozenset()
-        bound = self.with_lora(key[0])
+        bound = self.with_lora(query.adapter)
         self.capabilities = declared
         bound.capabilities = frozenset()
-        return await continuation(bound, key, params)
+        return await continuation(bound, query, params)
 
     return broken
 
@@ -189,9 +189,9 @@ def never_native(continuation):
 def always_native(continuation):
     """Sends continuations to an engine that never said that it samples."""
 
-    async def broken(self, key, params):
-        bound = self.with_lora(key[0])
+    async def broken(self, query, params):
+        bound = self.with_lora(query.adapter)
         bound.capabilities = frozenset({Capability.SAMPLE})
-        return await continuation(bound, key, params)
+        return await continuation(bound, query, params)
 
     return broken

@@ -12,10 +12,10 @@ from .mutant import front_mutant
 def hits_not_counted(_cached):
     """Counts no request that the output cache answered."""
 
-    def broken(self, key):
-        row = self._cache.get((self._model, *key))
+    def broken(self, query, key):
+        row = self._cache.get(key)
         if row is None:
-            self._counters.count(len(key[1]), hit=False)
+            self._counters.count(len(query.token_ids), hit=False)
         return row
 
     return broken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from genlm import OutputCache
 from genlm.core.scheduler.flight import Delivery
 
@@ -13,10 +15,11 @@ def _cache_keyed_by(change):
 
     def breaks(get):
         def broken(self, key):
-            model, adapter, token_ids = key
-            wanted = change(token_ids)
+            model, adapter, ids = key
+            wanted = change(tuple(array("I", ids)))
             for stored in list(self._entries):
-                if stored[:2] == (model, adapter) and change(stored[2]) == wanted:
+                look_alike = change(tuple(array("I", stored[2])))
+                if stored[:2] == (model, adapter) and look_alike == wanted:
                     return get(self, stored)
             return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import genlm.core.scheduler.flight as flight
-from genlm import AsyncLM, Completion, EngineClosedError, Query
+from genlm import AsyncLM, Completion, EngineClosedError
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.board import Board
 from genlm.core.scheduler.flight import Delivery
@@ -119,15 +119,16 @@ def one_loop_a_step(send):
 
 
 @front_mutant(
-    AsyncLM, "_query", killed_by="threads-and-event-loops-share", shows_as="lost request"
+    AsyncLM, "_asked", killed_by="threads-and-event-loops-share", shows_as="lost request"
 )
-def ids_of_each_thread(_query):
+def ids_of_each_thread(asked):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
     counters = threading.local()
 
-    def broken(self, key):
+    def broken(self, token_ids, lora_name):
         counters.count = (getattr(counters, "count", -1) + 1) % 8
-        return Query(counters.count, key[1], key[0])
+        query, key = asked(self, token_ids, lora_name)
+        return query._replace(query_id=counters.count), key
 
     return broken
 

@@ -137,15 +137,15 @@ def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
     class Unstorable(Exception):
         pass
 
-    def store(query, _):
-        if query.token_ids == (2,):
+    def store(key, _):
+        if key == 2:
             raise Unstorable("no room")
 
     scheduler = Scheduler(ScriptedEngine, on_result=store)
 
     async def main():
         return await asyncio.gather(
-            *(scheduler.answer(Query(i, (i,))) for i in range(4)), return_exceptions=True
+            *(scheduler.answer(Query(i, (i,)), i) for i in range(4)), return_exceptions=True
         )
 
     answers = asyncio.run(main())

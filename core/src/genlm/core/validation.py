@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,8 @@ __all__ = ["checked_integers", "checked_token_ids"]
 
 def checked_token_ids(
     token_ids: TokenIds, *, vocab_size: int, max_context: int | None
-) -> tuple[int, ...]:
-    """Return token ids as a tuple of Python integers.
+) -> tuple[tuple[int, ...], bytes]:
+    """Return token ids as a tuple of Python integers, and packed in 32 bits each.
 
     Args:
         token_ids: A flat sequence of integers: list, tuple, numpy or torch.
@@ -43,10 +44,14 @@ def checked_token_ids(
         raise EmptySequenceError
     if max_context is not None and len(ids) > max_context:
         raise ContextLengthError(len(ids), max_context)
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    try:
+        packed = array("I", ids)  # of numbers from 0 on
+    except OverflowError:
+        packed = None
+    if packed is None or max(ids) >= vocab_size:
         position = next(i for i, value in enumerate(ids) if not 0 <= value < vocab_size)
         raise TokenIdError(ids[position], position, vocab_size)
-    return ids
+    return ids, packed.tobytes()
 
 
 def checked_integers(values: TokenIds) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ class Scheduler(Generic[EngineT]):
         build_engine: Makes the engine; called on the engine's thread. The engine has
             `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
             query with a `query_id`.
-        on_result: Sees `(query, result)` on the engine's thread before any caller does.
+        on_result: Sees `(key, result)` of a request with a key, on the engine's thread,
+            before any caller does.
         copy_result: Copies a result for the second and later callers that share it.
         max_batch_size: Most queries in the engine at a time, None for no limit.
         max_wait_s: How long an incomplete batch waits for more requests when the
@@ -63,7 +64,7 @@ class Scheduler(Generic[EngineT]):
         self,
         build_engine: Callable[[], EngineT],
         *,
-        on_result: Callable[[Any, Any], None] = lambda _query, _result: None,
+        on_result: Callable[[Any, Any], None] = lambda _key, _result: None,
         copy_result: Callable[[Any], Any] = lambda result: result,
         max_batch_size: int | None = None,
         max_wait_s: float = 0.0,

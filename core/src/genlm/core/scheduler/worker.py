@@ -295,8 +295,10 @@ class Worker:
         if completion.result is None:
             error = EvaluationError("the engine gave neither a result nor an error")
             return Completion(completion.query_id, error=error)
+        if flight.key is None:
+            return completion
         try:
-            self._on_result(flight.query, completion.result)
+            self._on_result(flight.key, completion.result)
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(completion.query_id, error=error)
         return completion

@@ -97,8 +97,8 @@ class AsyncTransformer(ServedLM):
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
         """Score every possible next token and wait, never from the output cache."""
-        key = self._key(token_ids, lora_name)
-        row: torch.Tensor = self._scheduler.answer_sync([(self._query(key), None)])[0]
+        query, _ = self._asked(token_ids, lora_name)
+        row: torch.Tensor = self._scheduler.answer_sync([(query, None)])[0]
         return row
 
     def clear_cache(self) -> None:
@@ -185,9 +185,10 @@ class AsyncTransformer(ServedLM):
             A node with the row, how many tokens lead to it, and None and 0: keys and
             values are the engine's affair.
         """
-        adapter, ids = self._key(token_ids, lora_name)
-        for length in range(len(ids), 0, -1):
-            row = self._cache.get((self._model, adapter, ids[:length]))
+        query, _ = self._asked(token_ids, lora_name)
+        for length in range(len(query.token_ids), 0, -1):
+            _, key = self._asked(query.token_ids[:length], lora_name)
+            row = self._cache.get(key)
             if row is not None:
                 return TokenTrie(row), length, None, 0
         return TokenTrie(), 0, None, 0

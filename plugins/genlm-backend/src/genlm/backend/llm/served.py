@@ -23,7 +23,7 @@ from genlm.backend.tokenization.token import published_tokens
 from genlm.backend.tokenization.vocab import bytes_to_strs
 
 if TYPE_CHECKING:
-    from genlm.core.lm import Key
+    from genlm.core.lm import RowKey
     from genlm.core.validation import TokenIds
 
 __all__ = ["ServedLM", "installed_engine", "output_cache"]
@@ -173,8 +173,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     def _inner(self, lora_name: str) -> str:
         return self._names.get(lora_name, lora_name)
 
-    def _key(self, token_ids: TokenIds, lora_name: str | None) -> Key:
-        return super()._key(token_ids, None if lora_name is None else self._inner(lora_name))
+    def _asked(self, token_ids: TokenIds, lora_name: str | None) -> tuple[genlm.Query, RowKey]:
+        inner = None if lora_name is None else self._inner(lora_name)
+        return super()._asked(token_ids, inner)
 
     def with_lora(self, lora_name: str | None) -> genlm.AsyncLM:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against _HOME
+    from genlm.core.adapter_files import read_adapter_config as read_adapter_config
     from genlm.core.cache import OutputCache as OutputCache
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
@@ -71,6 +72,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.vocab import decode_vocab as decode_vocab
 
 _HOME = {
+    "genlm.core.adapter_files": "read_adapter_config",
     "genlm.core.cache": "OutputCache",
     "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
     "genlm.core.errors": (

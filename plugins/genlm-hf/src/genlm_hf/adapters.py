@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from genlm import AdapterError, ModelLoadError
+from genlm import AdapterError, ModelLoadError, read_adapter_config
 
 __all__ = ["Adapters"]
 
@@ -242,13 +242,7 @@ def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
 def _read_config(name: str, path: str) -> Any:
     import peft
 
-    folder = Path(path)
-    weights = [folder / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
-    if not (folder / "adapter_config.json").is_file() or not any(w.is_file() for w in weights):
-        raise AdapterError(
-            f"adapter {name!r}: {path!r} is no folder with adapter_config.json and "
-            f"adapter_model.safetensors, as peft's save_pretrained writes it"
-        )
+    read_adapter_config(name, path)
     try:
         config = peft.PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -9,12 +9,11 @@ never used again, and by which it also keys cached prefixes.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm import AdapterError
+from genlm import AdapterError, read_adapter_config
 from genlm_sgl.scheduler_api import SchedulerApi
 
 __all__ = ["Adapters", "check_config"]
@@ -108,7 +107,7 @@ def check_config(name: str, folder: Path) -> None:
     Raises:
         AdapterError: The folder holds no adapter, or one that is no plain LoRA.
     """
-    config = _config(name, folder)
+    config = read_adapter_config(name, folder)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -127,22 +126,3 @@ def check_config(name: str, folder: Path) -> None:
             f"adapter {name!r} in {str(folder)!r} has {shown}, which SGLang does not serve; "
             f"use a plain LoRA adapter, or genlm-hf"
         )
-
-
-def _config(name: str, folder: Path) -> Mapping[str, Any]:
-    file = folder / "adapter_config.json"
-    weights = [folder / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
-    if not file.is_file() or not any(weight.is_file() for weight in weights):
-        raise AdapterError(
-            f"adapter {name!r}: {str(folder)!r} is no folder with adapter_config.json and "
-            f"adapter_model.safetensors, as peft's save_pretrained writes it"
-        )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AdapterError(
-            f"adapter {name!r}: {str(file)!r} is no valid JSON: {error}"
-        ) from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"adapter {name!r}: {str(file)!r} holds no settings")
-    return config

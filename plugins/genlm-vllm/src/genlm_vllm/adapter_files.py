@@ -7,15 +7,14 @@ would be wrong without a word.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from genlm import AdapterError
+from genlm import AdapterError, read_adapter_config
 
 __all__ = ["check_config", "misfit"]
 
@@ -48,7 +47,7 @@ def check_config(name: str, folder: str, known: Collection[str]) -> None:
     Raises:
         AdapterError: The folder holds no adapter, or one that is no plain LoRA.
     """
-    config = _config(name, folder)
+    config = read_adapter_config(name, folder)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -66,26 +65,6 @@ def check_config(name: str, folder: str, known: Collection[str]) -> None:
             f"adapter {name!r} in {folder!r} has {shown}, which vLLM does not serve; "
             f"use a plain LoRA adapter, or genlm-hf"
         )
-
-
-def _config(name: str, folder: str) -> Mapping[str, Any]:
-    place = Path(folder)
-    weights = [place / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt")]
-    file = place / "adapter_config.json"
-    if not file.is_file() or not any(weight.is_file() for weight in weights):
-        raise AdapterError(
-            f"adapter {name!r}: {folder!r} is no folder with adapter_config.json and "
-            f"adapter_model.safetensors, as peft's save_pretrained writes it"
-        )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise AdapterError(
-            f"adapter {name!r}: {str(file)!r} is no valid JSON: {error}"
-        ) from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"adapter {name!r}: {str(file)!r} holds no settings")
-    return config
 
 
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -2,7 +2,8 @@
 
 The worker knows flights and an engine with `submit`, `step`, `abort` and `close`. It
 leaves the bookkeeping to `board`, the event loops to `flight` and the moment at which
-a batch leaves to `gate`. What several threads touch is guarded by one lock.
+a batch leaves to `gate`. What several threads touch is guarded by one lock. A few lines
+longer than other modules: what that lock guards is best read together.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from genlm.core.errors import (
     ContextLengthError,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    TokenIds = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
+    TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
 
 __all__ = ["checked_integers", "checked_token_ids"]
 

@@ -13,8 +13,8 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Iterable
-from typing import Any, NoReturn, get_args
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NoReturn, cast, get_args
 
 from genlm.core.errors import AmbiguousBackendError, UnknownBackendError
 from genlm.core.plugins.catalog import Catalog
@@ -24,6 +24,10 @@ from genlm.core.plugins.info import BackendInfo
 from genlm.core.plugins.loading import import_target
 from genlm.core.plugins.spec import Kind
 from genlm.core.plugins.well_known import WELL_KNOWN
+
+if TYPE_CHECKING:
+    from genlm.core.engine import Engine
+    from genlm.core.trie.protocol import TokenTrie
 
 __all__ = ["Registry", "find_backend", "get_backend", "get_trie", "list_backends", "refresh"]
 
@@ -216,7 +220,7 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
     return _registry.find(kind, name)
 
 
-def get_backend(name: str | None = None) -> Any:
+def get_backend(name: str | None = None) -> Callable[..., Engine]:
     """Import an engine and return it, not yet built.
 
     Args:
@@ -236,10 +240,10 @@ def get_backend(name: str | None = None) -> Any:
         PluginApiError: It was written for another plugin interface.
     """
     info = find_backend(name, "engine")
-    return import_target(info.provider, info.target)
+    return cast("Callable[..., Engine]", import_target(info.provider, info.target))
 
 
-def get_trie(name: str | None = None) -> Any:
+def get_trie(name: str | None = None) -> Callable[..., TokenTrie]:
     """Import a token trie's class and return it; `get_backend` for tries.
 
     Args:
@@ -254,7 +258,7 @@ def get_trie(name: str | None = None) -> Any:
         PluginError: As for `get_backend`.
     """
     info = find_backend(name, "trie")
-    return import_target(info.provider, info.target)
+    return cast("Callable[..., TokenTrie]", import_target(info.provider, info.target))
 
 
 def refresh() -> None:

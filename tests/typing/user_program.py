@@ -1,0 +1,67 @@
+"""A program as users write it, which `mypy` checks with the rest; nothing runs it.
+
+`assert_type` says what an editor should know. An ignored error is one that must be found:
+the type checker complains about an ignore that nothing needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_type
+
+import numpy as np
+import torch
+
+import genlm
+from genlm.testing import EngineTarget
+
+
+def takes_any_sequence_of_ids(llm: genlm.AsyncLM, tensor: torch.Tensor) -> None:
+    array = np.arange(3)
+    for ids in ([1, 2], (1, 2), range(3), array, tensor):
+        assert_type(llm.next_token_logprobs_sync(ids), torch.Tensor)
+    llm.next_token_logprobs_sync([np.int64(1), 2])
+    llm.batch_next_token_logprobs_sync([[1, 2], (3,), array, tensor])
+    llm.next_token_logprobs_sync("text")  # type: ignore[arg-type]
+    llm.next_token_logprobs_sync([[1, 2]])  # type: ignore[list-item]
+
+
+async def knows_what_it_gets(folder: Path) -> None:
+    async with genlm.load_model(folder, "hf", output_cache=genlm.OutputCache(10)) as llm:
+        assert_type(llm, genlm.AsyncLM)
+        assert_type(await llm.next_token_logprobs([1]), torch.Tensor)
+        assert_type(await llm.batch_sample([[1]], 3, seed=1), list[list[int]])
+        assert_type(llm.byte_vocab[0], genlm.Token)
+        assert_type(llm.with_lora("poet"), genlm.AsyncLM)
+        assert_type(llm.statistics(), genlm.Statistics)
+        assert_type(llm.statistics().mean_batch_size, float)
+
+
+def looks_a_backend_up(vocabulary: genlm.Vocabulary) -> None:
+    build = genlm.get_backend("hf")
+    assert_type(build, Callable[..., genlm.Engine])
+    assert_type(build("demo").vocabulary, genlm.Vocabulary)
+    trie = genlm.get_trie("numpy")(vocabulary)
+    assert_type(trie, genlm.TokenTrie)
+    assert_type(trie.root, int)
+    assert_type(genlm.list_backends("trie"), list[genlm.BackendInfo])
+    genlm.list_backends("tries")  # type: ignore[arg-type]
+    genlm.lod_model("demo")  # type: ignore[attr-defined]
+
+
+class Uniform(genlm.BatchEngine):
+    """The smallest engine."""
+
+    def __init__(self, model: str) -> None:
+        self.vocabulary = genlm.Vocabulary(None, [genlm.Token(0, b"a")], ["a"])
+
+    def evaluate(self, queries: list[genlm.Query]) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros(len(queries), 1)
+
+
+def writes_a_plugin() -> genlm.Engine:
+    EngineTarget(model="tiny", build=Uniform, oracle=None)
+    genlm.AsyncLM(lambda: Uniform("tiny"))
+    genlm.AsyncLM(Uniform)  # type: ignore[arg-type]
+    return Uniform("tiny")

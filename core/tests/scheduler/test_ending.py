@@ -201,7 +201,10 @@ def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
             print(len(own.next_token_logprobs_sync([3])) == len(own.byte_vocab))
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program, str(pytestconfig.rootpath / "tests/support")],
+        [
+            *(sys.executable, "-W", "ignore::DeprecationWarning"),  # Python 3.12's, of the fork
+            *("-c", program, str(pytestconfig.rootpath / "tests/support")),
+        ],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -209,6 +212,46 @@ def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["True"] * 3
+
+
+def test_no_lock_that_was_held_at_a_fork_stops_the_forked_process(pytestconfig):
+    program = textwrap.dedent("""
+        import asyncio, contextlib, os, sys
+        sys.path.insert(0, sys.argv[1])
+        import genlm
+        from genlm.core.plugins.registry import _registry
+        from scripted import ScriptedEngine
+
+        llm = genlm.AsyncLM(ScriptedEngine)
+        llm.next_token_logprobs_sync([1])
+        front = genlm.AsyncTokenCharacterTrie(genlm.TokenCharacterTrie(["a", "ab"]))
+        asyncio.run(front.weight_sum([1, 2]))
+        owners = (llm._scheduler._worker, llm._cache, llm._counters, front, _registry)
+        with contextlib.ExitStack() as held:  # as by other threads
+            for owner in owners:
+                held.enter_context(owner._lock)
+            child = os.fork()
+        if child:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        try:
+            llm.next_token_logprobs_sync([1])
+        except genlm.EngineClosedError:
+            print(llm.statistics().requests)
+        print(len(asyncio.run(front.weight_sum([1, 2]))))
+        print(bool(genlm.list_backends()))
+        print(llm)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(pytestconfig.rootpath / "tests/support")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    requests, nodes, listed, shown = done.stdout.splitlines()
+    assert (requests, nodes, listed) == ("2", "5", "True")
+    assert shown.endswith("; closed>")
 
 
 def test_a_model_may_be_dropped_by_a_thread_that_holds_its_lock():

@@ -102,6 +102,13 @@ def test_looking_whether_a_key_is_kept_is_not_using_it() -> None:
     assert "a" not in cache
 
 
+def test_it_says_how_full_it_is() -> None:
+    cache = OutputCache(2000, max_bytes=4096)
+    cache.put("a", row_of(1))
+    assert repr(cache) == "<OutputCache: 1 of at most 2000 rows, 16 of at most 4,096 bytes>"
+    assert repr(OutputCache(3)) == "<OutputCache: 0 of at most 3 rows, 0 bytes>"
+
+
 def test_size_0_keeps_nothing() -> None:
     cache = OutputCache(0)
     cache.put("a", row_of(1))
@@ -181,6 +188,18 @@ def test_nbytes_is_the_memory_of_the_rows(dtype: torch.dtype) -> None:
     assert cache.nbytes == 3 * 5 * dtype.itemsize
     cache.clear()
     assert cache.nbytes == len(cache) == 0
+
+
+def test_the_token_ids_of_keys_count_as_well() -> None:
+    cache = OutputCache(9, max_bytes=2 * (ROW_BYTES + 8))
+    for key in "abc":
+        cache.put((object(), None, key.encode() * 8), row_of(1))
+        assert cache.nbytes == len(cache) * (ROW_BYTES + 8)
+    assert len(cache) == 2
+    cache.put(b"x" * (2 * ROW_BYTES), row_of(1))
+    assert cache.nbytes == 2 * (ROW_BYTES + 8), "too large alone, so nobody left for it"
+    cache.put(b"x" * 16, row_of(1))
+    assert cache.nbytes == ROW_BYTES + 16
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeM
     assert statistics.abandoned == statistics.pending == statistics.waiting == 0
     assert statistics.tokens_asked == 5 + 6 + 2
     assert statistics.cache_entries == 4
-    assert statistics.cache_bytes == 4 * ROW_BYTES
+    assert statistics.cache_bytes == 4 * ROW_BYTES + 4 * 7  # of [1], [2, 3], [4], [5, 6, 8]
     assert sum(size * n for size, n in statistics.batch_sizes.items()) == 5
     assert sum(statistics.batch_sizes.values()) == statistics.batches
     assert statistics.mean_batch_size == 5 / statistics.batches

@@ -78,6 +78,19 @@ def test_a_closed_model_still_knows_its_vocabulary_and_figures(make_model: MakeM
     assert (statistics.cache_entries, statistics.cache_bytes) == (0, 0)
 
 
+def test_a_model_says_what_it_is() -> None:
+    llm = AsyncLM(lambda: ScriptedEngine(max_context=9), name="scripted")
+    llm.add_new_lora("folder", "red")
+    described = "<AsyncLM 'scripted': 16 token ids, context of 9 tokens; rows, lora"
+    assert repr(llm) == f"{described}>"
+    assert repr(llm.with_lora("red")) == f"{described}; lora 'red'>"
+    llm.close()
+    assert repr(llm) == f"{described}; closed>"
+    with AsyncLM(ScriptedEngine) as other:
+        assert "context of any length" in repr(other)
+        assert repr(other._scheduler) == "<Scheduler of ScriptedEngine>"
+
+
 def test_a_context_manager_closes_the_model() -> None:
     engine = FullEngine()
     with AsyncLM(lambda: engine) as llm:

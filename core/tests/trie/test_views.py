@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from trie_oracle import EOS, spelt, tokens_below, vocabularies
 
-from genlm import Token, TokenCharacterTrie, Vocabulary, VocabularyError
+from genlm import (
+    AsyncTokenCharacterTrie,
+    Token,
+    TokenCharacterTrie,
+    Vocabulary,
+    VocabularyError,
+)
 
 
 @given(vocabularies())
@@ -100,6 +106,15 @@ def test_nodes_that_are_not_there() -> None:
         trie.children[len(trie)]
     assert trie.children[-1] == trie.children[trie.root]
     assert trie.node2prefix[1:3] == [[EOS], [97, 99]]
+
+
+def test_a_trie_says_what_it_is_in_a_line() -> None:
+    trie = TokenCharacterTrie(["a", "ab"])
+    assert repr(trie) == "<TokenCharacterTrie: 2 tokens, 5 nodes>"
+    assert repr(trie.layout) == "<TrieLayout: 2 tokens, 5 nodes>"
+    assert repr(trie.children) == "<an entry for each of 5 nodes, made when it is read>"
+    front = AsyncTokenCharacterTrie(trie)
+    assert repr(front) == "<AsyncTokenCharacterTrie of <TokenCharacterTrie: 2 tokens, 5 nodes>>"
 
 
 def test_a_vocabulary_object_will_do() -> None:

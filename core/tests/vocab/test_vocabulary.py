@@ -34,6 +34,11 @@ def test_a_vocabulary_knows_the_ids_that_no_token_has():
     assert [bytes(token) for token in vocabulary.byte_vocab] == [b"", b"a", b"", b"", b"b"]
 
 
+def test_a_vocabulary_says_what_it_is_in_a_line():
+    vocabulary = Vocabulary.from_tokenizer(words(a=0, b=3))
+    assert repr(vocabulary) == "<Vocabulary of Tokenizer: 4 ids, 2 of them without a token>"
+
+
 def test_a_token_with_no_bytes_is_not_missing():
     vocabulary = Vocabulary.from_tokenizer(words(**{"a": 0, "": 1, "b": 2}))
     assert vocabulary.byte_vocab[1].byte_string == b""

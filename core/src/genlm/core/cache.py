@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
+from genlm.core.forking import renew_in_forks
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,12 +20,15 @@ __all__ = ["OutputCache"]
 class OutputCache:
     """Remembers the most recently used rows, bounded by entries and by bytes.
 
+    Counted are the bytes of the rows and of the token ids in their keys, 4 for each id.
+
     Rows go in and come out as copies, so what a caller does to a row never reaches
     the cache. Safe to use from several threads.
 
     Args:
         max_entries: Most rows kept; 0 disables the cache.
-        max_bytes: Most memory kept, None for no bound. A larger row is not cached.
+        max_bytes: Most memory kept, None for no bound. A row that alone takes more is
+            not kept.
         move_to_cpu: Keep the rows in main memory; they return to the device on which
             they were put.
 
@@ -41,10 +46,8 @@ class OutputCache:
         self.max_bytes = max_bytes
         self.move_to_cpu = move_to_cpu
         self._lock = threading.Lock()
-        self._entries: LRUCache[Hashable, tuple[torch.Tensor, torch.device, int]] = LRUCache(
-            float("inf") if max_bytes is None else max_bytes,
-            getsizeof=itemgetter(2),
-        )
+        self._entries = self._no_entries()
+        renew_in_forks(self)
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """Return a copy of the row, on the device on which it was put, or None."""
@@ -59,12 +62,13 @@ class OutputCache:
     def put(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of a row, evicting the least recently used ones it displaces.
 
-        Overwriting a row with one of its size evicts nobody else. A row larger than
-        `max_bytes` is not kept, and neither is the one that it was to replace.
+        Overwriting a row with one of its size evicts nobody else. A row that takes more
+        than `max_bytes` is not kept, and neither is the one that it was to replace.
         """
         if self.max_entries == 0:
             return
-        if self.max_bytes is not None and row.nbytes > self.max_bytes:
+        nbytes = row.nbytes + _nbytes(key)
+        if self.max_bytes is not None and nbytes > self.max_bytes:
             with self._lock:
                 self._entries.pop(key, None)
             return
@@ -74,7 +78,7 @@ class OutputCache:
             if key in self._entries:
                 # Older cachetools make room for both the old and the new value.
                 del self._entries[key]
-            self._entries[key] = (kept, row.device, kept.nbytes)
+            self._entries[key] = (kept, row.device, nbytes)
             while len(self._entries) > self.max_entries:
                 self._entries.popitem()
 
@@ -90,7 +94,31 @@ class OutputCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
+    def __repr__(self) -> str:
+        bound = "" if self.max_bytes is None else f" of at most {self.max_bytes:,}"
+        return (
+            f"<{type(self).__name__}: {len(self)} of at most {self.max_entries} rows, "
+            f"{self.nbytes:,}{bound} bytes>"
+        )
+
     @property
     def nbytes(self) -> int:
-        """Memory of the rows kept."""
+        """Memory of the rows kept and of the token ids in their keys."""
         return int(self._entries.currsize)
+
+    def _after_fork(self) -> None:
+        """Renew the lock; start afresh if another thread was changing the entries."""
+        if self._lock.locked():
+            self._entries = self._no_entries()
+        self._lock = threading.Lock()
+
+    def _no_entries(self) -> LRUCache[Hashable, tuple[torch.Tensor, torch.device, int]]:
+        bound = float("inf") if self.max_bytes is None else self.max_bytes
+        return LRUCache(bound, getsizeof=itemgetter(2))
+
+
+def _nbytes(key: Hashable) -> int:
+    """Memory of what is long in a key: packed token ids."""
+    if isinstance(key, tuple):
+        return sum(len(part) for part in key if isinstance(part, bytes))
+    return len(key) if isinstance(key, bytes) else 0

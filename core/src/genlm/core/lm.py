@@ -23,6 +23,7 @@ import torch
 from genlm.core.cache import OutputCache
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapability
+from genlm.core.forking import renew_in_forks
 from genlm.core.query import Query, SamplingParams
 from genlm.core.sampling import draw_tokens, stream_seeds
 from genlm.core.scheduler import Scheduler
@@ -53,6 +54,7 @@ class _Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.requests = self.cache_hits = self.tokens_asked = 0
+        renew_in_forks(self)
 
     def count(self, tokens: int, *, hit: bool) -> None:
         with self._lock:
@@ -67,6 +69,9 @@ class _Counters:
                 "cache_hits": self.cache_hits,
                 "tokens_asked": self.tokens_asked,
             }
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
 
 
 class AsyncLM:
@@ -142,6 +147,16 @@ class AsyncLM:
         from genlm.core.loading import load_model
 
         return load_model(model, backend, **options)
+
+    def __repr__(self) -> str:
+        context = "any length" if self.max_context is None else f"{self.max_context} tokens"
+        abilities = ", ".join(["rows", *sorted(self.capabilities)])
+        lora = "" if self._adapter is None else f"; lora {self._adapter!r}"
+        closed = "; closed" if self._scheduler.closed else ""
+        return (
+            f"<{type(self).__name__} {self.name!r}: {self.vocab_size} token ids, context of "
+            f"{context}; {abilities}{lora}{closed}>"
+        )
 
     # -- vocabulary -------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Statistics(SchedulerStatistics):
         cache_hits: Requests answered from the output cache.
         tokens_asked: Lengths of the sequences asked for, summed.
         cache_entries: Rows in the output cache now.
-        cache_bytes: Their memory.
+        cache_bytes: Their memory and that of the token ids in their keys.
         engine: The engine's own figures; `tokens_computed` against `tokens_asked`
             says how much work was saved.
     """

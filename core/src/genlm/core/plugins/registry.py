@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NoReturn, cast, get_args
 
 from genlm.core.errors import AmbiguousBackendError, UnknownBackendError
+from genlm.core.forking import renew_in_forks
 from genlm.core.plugins.catalog import Catalog
 from genlm.core.plugins.choice import chosen
 from genlm.core.plugins.discovery import CORE, find_plugins
@@ -40,6 +41,7 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._scanned: Catalog | None = None
+        renew_in_forks(self)
 
     def refresh(self) -> None:
         """Forget the scan; the next question scans again."""
@@ -117,6 +119,10 @@ class Registry:
         for info in infos:
             self._raise_if_strict(info)
             _log.warning("ignored the plugin %s: %s", info.provider, info.reason)
+
+    def _after_fork(self) -> None:
+        """Renew the lock in a forked process."""
+        self._lock = threading.Lock()
 
     def _catalog(self) -> Catalog:
         with self._lock:

@@ -87,6 +87,10 @@ class Scheduler(Generic[EngineT]):
         # A scheduler that is dropped without `close` must not leave its thread behind.
         weakref.finalize(self, _undertaker().put, self._worker).atexit = False
 
+    def __repr__(self) -> str:
+        closed = "; closed" if self.closed else ""
+        return f"<Scheduler of {type(self.engine).__name__}{closed}>"
+
     async def answer(self, query: Identified, key: Hashable = None) -> Any:
         """Have the engine answer a query.
 
@@ -184,6 +188,11 @@ class Scheduler(Generic[EngineT]):
         self._worker.stop(_closed())
         self._worker.join()
 
+    @property
+    def closed(self) -> bool:
+        """Whether requests are refused: after `close`, or because the thread has ended."""
+        return self._worker.stopped
+
     def statistics(self) -> SchedulerStatistics:
         """Counters since the start."""
         return self._worker.statistics()
@@ -247,15 +256,5 @@ def _close_all() -> None:
         worker.join(EXIT_TIMEOUT_S)
 
 
-def _stop_all_in_fork() -> None:
-    error = EngineClosedError(
-        "this process was forked from the one that loaded the model, and the engine's thread "
-        "stayed there; load the model here, after the fork or in a spawned process"
-    )
-    for worker in list(_live_workers):
-        worker.stop_in_fork(error)
-    _undertaker.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_stop_all_in_fork)
+if hasattr(os, "register_at_fork"):  # a fork does not inherit the undertaker's thread
+    os.register_at_fork(after_in_child=_undertaker.cache_clear)

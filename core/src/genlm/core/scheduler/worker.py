@@ -17,7 +17,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from genlm.core.errors import EngineDiedError, EngineError, EvaluationError
+from genlm.core.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    EngineError,
+    EvaluationError,
+)
+from genlm.core.forking import renew_in_forks
 from genlm.core.query import Completion
 from genlm.core.scheduler.board import Board
 from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter
@@ -75,6 +81,7 @@ class Worker:
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        renew_in_forks(self)
 
     # -- the callers' side: any thread ------------------------------------------------
 
@@ -82,6 +89,11 @@ class Worker:
     def runs_here(self) -> bool:
         """Whether the calling thread is the engine's own."""
         return threading.current_thread() is self._thread
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it refuses requests, for good."""
+        return self._stopped is not None
 
     def wait_until_built(self) -> Any:
         """Return the engine once it is built, or raise what its construction raised."""
@@ -138,14 +150,14 @@ class Worker:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
 
-    def stop_in_fork(self, error: EngineError) -> None:
-        """Refuse all requests in a forked process, which lacks the engine's thread.
-
-        That thread may have held the lock, which nobody will release here.
-        """
+    def _after_fork(self) -> None:
+        """Refuse all requests in a forked process, which lacks the engine's thread."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._stopped = error
+        self._stopped = EngineClosedError(
+            "this process was forked from the one that loaded the model, and the engine's "
+            "thread stayed there; load the model here, after the fork or in a spawned process"
+        )
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended; returns at once on that thread itself."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from genlm.core.forking import renew_in_forks
 from genlm.core.plugins import get_trie
 from genlm.core.query import Completion
 from genlm.core.scheduler import Scheduler
@@ -103,6 +104,7 @@ class AsyncTokenCharacterTrie:
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._scheduler: Scheduler[ReductionEngine] | None = None
+        renew_in_forks(self)
 
     @classmethod
     def from_vocab(
@@ -121,6 +123,9 @@ class AsyncTokenCharacterTrie:
             VocabularyError: The vocabulary makes no trie.
         """
         return cls(get_trie(backend)(vocab, **options))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.trie!r}>"
 
     async def weight_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
         """Sum the weights of the tokens below every node.
@@ -168,6 +173,11 @@ class AsyncTokenCharacterTrie:
             scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.close()
+
+    def _after_fork(self) -> None:
+        """Start afresh in a forked process, which lacks the working thread."""
+        self._lock = threading.Lock()
+        self._scheduler = None
 
     async def __aenter__(self) -> AsyncTokenCharacterTrie:
         self.start()

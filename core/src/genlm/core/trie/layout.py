@@ -63,6 +63,9 @@ class TrieLayout:
     distinct: Indices
     level: Indices
 
+    def __repr__(self) -> str:
+        return f"<TrieLayout: {self.n_tokens} tokens, {self.n_nodes} nodes>"
+
     @property
     def n_tokens(self) -> int:
         """Number of tokens, which is that of leaves."""

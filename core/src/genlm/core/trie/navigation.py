@@ -39,6 +39,10 @@ class Navigation:
             letter: FIRST_OBJECT + index for index, letter in enumerate(letter_objects)
         }
 
+    def __repr__(self) -> str:
+        tokens, nodes = self.layout.n_tokens, self.layout.n_nodes
+        return f"<{type(self).__name__}: {tokens} tokens, {nodes} nodes>"
+
     @property
     def root(self) -> int:
         """The node of the empty prefix, the last one."""

@@ -51,6 +51,9 @@ class NodeView(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self._made)
 
+    def __repr__(self) -> str:
+        return f"<an entry for each of {len(self)} nodes, made when it is read>"
+
     def __iter__(self) -> Iterator[T]:
         return (self[node] for node in range(len(self)))
 

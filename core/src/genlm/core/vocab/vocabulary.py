@@ -28,6 +28,10 @@ class Vocabulary:
     str_vocab: list[str]
     missing_ids: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        missing = f", {len(self.missing_ids)} of them without a token" * bool(self.missing_ids)
+        return f"<Vocabulary of {type(self.tokenizer).__name__}: {self.size} ids{missing}>"
+
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
         """Decode a tokenizer and note the ids that no token has.

@@ -76,12 +76,17 @@ def _cached_rows(
 def output_cache_bytes(trial: EngineTrial) -> None:
     """The output cache never exceeds a byte budget, however tiny, and answers stay the same."""
     row_bytes = 4 * trial.lm.vocab_size
-    for budget in (row_bytes - 1, 2 * row_bytes + 1):
+    for budget in (row_bytes - 1, 3 * row_bytes - 1):
         lm = trial.load(output_cache=OutputCache(100, max_bytes=budget))
         for asked in trial.some_sequences(5) * 2:
             trial.check_row(trial.run(lm.next_token_logprobs(asked)), asked, budget=budget)
             used = lm.statistics().cache_bytes
-            expect(used <= budget, f"at most {budget} bytes of rows", used, token_ids=asked)
+            expect(
+                used <= budget,
+                f"at most {budget} bytes of rows and keys",
+                used,
+                token_ids=asked,
+            )
         trial.saw("evicted")
 
 

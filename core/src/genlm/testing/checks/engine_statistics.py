@@ -32,7 +32,8 @@ def statistics_add_up(trial: EngineTrial) -> None:
     trial.expect_error(EmptySequenceError, lambda: lm.next_token_logprobs([]))
     found = lm.statistics()
     lengths = sum(map(len, [*asked, *distinct[:DUPLICATES], *distinct[:REPEATED]]))
-    _check_counts(found, lengths, lm.vocab_size)
+    cached = 4 * (DISTINCT * lm.vocab_size + sum(map(len, distinct)))  # rows and their ids
+    _check_counts(found, lengths, cached)
     for case, count in {
         "joined": found.joined,
         "cache hit": found.cache_hits,
@@ -49,7 +50,7 @@ async def _ask_and_leave(lm: AsyncLM, token_ids: TokenTuple) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _check_counts(found: Statistics, lengths: int, vocab_size: int) -> None:
+def _check_counts(found: Statistics, lengths: int, cached: int) -> None:
     expected = {
         "requests": DISTINCT + DUPLICATES + REPEATED + 2,
         "tokens_asked": lengths,
@@ -61,7 +62,7 @@ def _check_counts(found: Statistics, lengths: int, vocab_size: int) -> None:
         "pending": 0,
         "waiting": 0,
         "cache_entries": DISTINCT,
-        "cache_bytes": DISTINCT * 4 * vocab_size,
+        "cache_bytes": cached,
         "batches": sum(found.batch_sizes.values()),
     }
     for name, value in expected.items():

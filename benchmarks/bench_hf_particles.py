@@ -206,7 +206,8 @@ def measure(options: argparse.Namespace, peer: Peer | None) -> tuple[Samples, di
     samples, computed_per_asked = Samples(), {}
     model, clock = llama(), CLOCKS[options.clock]
     with AsyncLM(
-        lambda: HFEngine.from_model(model, tokenizer()), output_cache=OutputCache(0)
+        lambda: HFEngine.from_model(model, tokenizer(), prepack=True),
+        output_cache=OutputCache(0),
     ) as lm:
         for case in populations(options):
             contestants: dict[str, Callable[[], float]] = {

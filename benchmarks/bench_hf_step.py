@@ -60,6 +60,16 @@ class Stopwatches:
 
         return timed
 
+    def on(self, name: str, module: torch.nn.Module) -> Iterator[Any]:
+        """Record the time of a module's forward passes under `name`; yields handles."""
+        starts: list[float] = []
+        times: list[float] = []
+        self.calls.setdefault(name, []).append(times)
+        yield module.register_forward_pre_hook(lambda *_: starts.append(time.thread_time()))
+        yield module.register_forward_hook(
+            lambda *_: times.append(time.thread_time() - starts.pop()), prepend=True
+        )
+
     def milliseconds(self, name: str, last: int) -> float:
         """Of each one's last calls, `last` in number, a step."""
         return sum(sum(times[-last:]) for times in self.calls.get(name, ())) / last * 1e3
@@ -73,22 +83,26 @@ def watched(model: Any) -> Iterator[Stopwatches]:
     attention = [layer.self_attn for layer in layers]
     inside = [part for block in attention for part in block.children() if _is_linear(part)]
     linear = [part for part in model.modules() if _is_linear(part)]
-    for name, modules in (
-        ("model", [model]),
-        ("linear", linear),
-        ("linear in attention", inside),
-        ("attention", attention),
-    ):
-        for module in modules:
-            module.forward = watches.around(name, module.forward)
+    watched_modules = {
+        "model": [model],
+        "linear": linear,
+        "linear in attention": inside,
+        "attention": attention,
+    }
+    handles = [
+        handle
+        for name, modules in watched_modules.items()
+        for module in modules
+        for handle in watches.on(name, module)
+    ]
     evaluate = HFEngine.evaluate
     HFEngine.evaluate = watches.around("evaluate", evaluate)  # type: ignore[method-assign]
     try:
         yield watches
     finally:
         HFEngine.evaluate = evaluate  # type: ignore[method-assign]
-        for module in {model, *linear, *attention}:
-            del module.forward
+        for handle in handles:
+            handle.remove()
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
@@ -120,7 +134,8 @@ def main() -> None:
     model, clock = llama(), CLOCKS["cpu"]
     samples: dict[str, list[float]] = {}
     with AsyncLM(
-        lambda: HFEngine.from_model(model, tokenizer()), output_cache=OutputCache(0)
+        lambda: HFEngine.from_model(model, tokenizer(), prepack=True),
+        output_cache=OutputCache(0),
     ) as lm:
         for count in options.particles:
             for prompt in options.prompts:

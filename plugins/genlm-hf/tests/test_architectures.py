@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from genlm import ModelLoadError
+from genlm_hf import prepacked
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import layout
 from genlm_hf.tiers import choice
@@ -33,7 +34,10 @@ def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
 # GPTBigCode still compiles its activation functions with TorchScript.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_batches_give_the_rows_of_each_sequence_alone(name: str, tokenizer: Any) -> None:
+def test_batches_give_the_rows_of_each_sequence_alone(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepacked, "_FEWEST_WEIGHTS", 1)
     model, sequences, expected = unbatched(name)
     engine = HFEngine.from_model(model, tokenizer, tier="padded")
     before = engine.statistics()["forwards"]
@@ -45,7 +49,7 @@ def test_batches_give_the_rows_of_each_sequence_alone(name: str, tokenizer: Any)
     assert engine.statistics()["forwards"] == before + passes
     assert torch.pdist(rows).min() > 1e-2
 
-    engine = HFEngine.from_model(model, tokenizer)
+    engine = HFEngine.from_model(model, tokenizer, prepack=True)
     slow = name in PADDED | UNPADDED
     tier = "padded" if slow else "gathered" if name in GATHERED else "packed"
     assert engine.statistics()["tier"] == tier

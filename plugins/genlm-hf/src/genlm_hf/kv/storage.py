@@ -6,19 +6,18 @@ system hands out the memory only as slots are written for the first time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from genlm_hf.memory import free_bytes
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
 # The stated share of free memory that a default budget takes.
 _SHARE_OF_CPU = 0.25
 _SHARE_OF_ACCELERATOR = 0.5
-_UNKNOWN_FREE_BYTES = 2**32
 
 # More tokens than any population of particles holds; bounds a tiny model's pool.
 _MOST_SLOTS_BY_DEFAULT = 2**20
@@ -106,17 +105,5 @@ def default_budget_bytes(layers: Sequence[LayerShape]) -> int:
 
 
 def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_ACCELERATOR)
-    return int(_free_bytes_of_the_cpu() * _SHARE_OF_CPU)
-
-
-def _free_bytes_of_the_cpu() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return _UNKNOWN_FREE_BYTES
+    share = _SHARE_OF_ACCELERATOR if device.type == "cuda" else _SHARE_OF_CPU
+    return int(free_bytes(device) * share)

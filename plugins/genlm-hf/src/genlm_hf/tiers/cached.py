@@ -6,7 +6,7 @@ that is a `Computing`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -61,14 +61,18 @@ class CachedTier:
 
         Whatever is raised, the tree holds computed tokens only.
         """
-        rows = torch.empty(
-            (len(sequences), self._served.vocabulary.size), device=self._served.device
-        )
+        rows: torch.Tensor | None = None
         try:
-            self._fill(rows, adapter, sequences)
+            for chosen, found in self._parts(adapter, sequences):
+                if len(chosen) == len(sequences):
+                    return found
+                if rows is None:
+                    rows = found.new_empty((len(sequences), found.shape[1]))
+                rows[chosen] = found
         except BaseException:
             self._tree.roll_back()
             raise
+        assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
@@ -104,28 +108,31 @@ class CachedTier:
             "kv_budget_bytes": self._budget,
         }
 
-    def _fill(
-        self, rows: torch.Tensor, adapter: str | None, sequences: Sequence[tuple[int, ...]]
-    ) -> None:
+    def _parts(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Yield places of sequences, oldest first, and their rows."""
         batch: _Batch = []
         for index, sequence in enumerate(sequences):
             if batch and self._is_full(adapter, sequence, len(batch)):
-                self._run(rows, adapter, sequences, batch)
+                yield self._run(adapter, sequences, batch)
+                batch = []
             slot = self._insert(adapter, sequence)
             if slot is None and batch:
-                self._run(rows, adapter, sequences, batch)
+                yield self._run(adapter, sequences, batch)
+                batch = []
                 slot = self._insert(adapter, sequence)
             if slot is not None and self._tree.fresh_tokens > self._served.max_tokens:
                 slot = self._insert_in_pieces(adapter, sequence)
             if slot is None:
                 # Nothing is fresh: this lets go of the prefix that was found.
                 self._tree.roll_back()
-                rows[index] = self._padded.rows(adapter, [sequence])[0]
                 self._without_cache += 1
+                yield [index], self._padded.rows(adapter, [sequence])
             else:
                 batch.append((index, slot))
         if batch:
-            self._run(rows, adapter, sequences, batch)
+            yield self._run(adapter, sequences, batch)
 
     def _is_full(self, adapter: str | None, sequence: tuple[int, ...], members: int) -> bool:
         """Whether a sequence would make the current batch larger than one pass may be."""
@@ -155,20 +162,15 @@ class CachedTier:
         return self._tree.insert(adapter, sequence)
 
     def _run(
-        self,
-        rows: torch.Tensor,
-        adapter: str | None,
-        sequences: Sequence[tuple[int, ...]],
-        batch: _Batch,
-    ) -> None:
-        """Fill the rows of a batch and end it."""
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]], batch: _Batch
+    ) -> tuple[list[int], torch.Tensor]:
+        """Compute the rows of a batch and end it."""
         chosen = [index for index, _ in batch]
         wanted = TreeBatch(
             self._tree, adapter, [sequences[i] for i in chosen], [slot for _, slot in batch]
         )
-        found = rows_from_logits(self._compute(wanted), self._served.vocabulary)
-        rows[chosen] = found.to(rows.device)
-        batch.clear()
+        rows = rows_from_logits(self._compute(wanted), self._served.vocabulary)
+        return chosen, rows.to(self._served.device)
 
     def _compute(self, wanted: TreeBatch) -> torch.Tensor:
         """Compute a batch of the tree, end it, and return the logits asked for."""

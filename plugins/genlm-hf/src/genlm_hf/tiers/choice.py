@@ -43,6 +43,7 @@ class ServeOptions:
     kv_budget_bytes: int | None = None
     tier: str | None = None
     self_test: bool = True
+    prepack: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_batch < 1:

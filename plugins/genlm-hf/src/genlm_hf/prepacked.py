@@ -1,0 +1,116 @@
+"""The weights of linear layers once more, laid out as the CPU multiplies by them fastest.
+
+In float32 torch leaves products to BLAS, which lays the weights out anew at every product.
+oneDNN, which torch brings along, can be given weights that are laid out already
+("prepacked"), and has faster products on many CPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from genlm_hf.memory import free_bytes
+
+__all__ = ["PrepackedWeights"]
+
+_logger = logging.getLogger("genlm_hf")
+
+# The most of the free memory that copies may take.
+_SHARE = 0.25
+
+# With fewer weights the call costs more than it saves (measured on two CPU cores).
+_FEWEST_WEIGHTS = 2**16
+
+# oneDNN lays out for a number of tokens; for this one it suits all numbers measured, 1-2048.
+_TOKENS = 16
+
+_Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PrepackedWeights:
+    """Copies of a model's weights that forward passes on a CPU read instead.
+
+    The model keeps its own weights. What is changed in them later is not seen.
+
+    Args:
+        modules: Of a model. Nothing is copied of those that are not plain linear layers
+            on a CPU, or if the copies do not fit into a quarter of the free memory.
+
+    Attributes:
+        nbytes: Memory that the copies take.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        layers: list[tuple[Any, torch.Tensor]]
+        layers = [(m, weight) for m in modules if (weight := _weight(m)) is not None]
+        self.nbytes = sum(weight.nbytes for _, weight in layers)
+        if self.nbytes > _SHARE * free_bytes(torch.device("cpu")):
+            _logger.info("weights are not prepacked: %d bytes are too many", self.nbytes)
+            layers, self.nbytes = [], 0
+        with torch.inference_mode():
+            self._forwards = [(vars(m), _forward(weight, m.bias)) for m, weight in layers]
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the layers' forward passes use the copies."""
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, _ in self._forwards:
+                del attributes["forward"]
+
+
+def _weight(layer: torch.nn.Module) -> torch.Tensor | None:
+    """Return the weight of a layer that can be prepacked, `(outputs, inputs)`."""
+    from transformers.pytorch_utils import Conv1D
+
+    # Subclasses compute otherwise, and so do layers whose forward was replaced (accelerate).
+    if type(layer) not in {torch.nn.Linear, Conv1D} or "forward" in vars(layer):
+        return None
+    weight = layer.weight
+    if type(weight) is not torch.nn.Parameter or weight.numel() < _FEWEST_WEIGHTS:
+        return None
+    if weight.device.type != "cpu" or not _is_supported(weight.dtype):
+        return None
+    return weight.detach() if type(layer) is torch.nn.Linear else weight.detach().T
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())  # noqa: SLF001
+    return dtype == torch.float32
+
+
+def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward:
+    product: Any = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TOKENS)  # noqa: SLF001
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = product(states, copy, bias, "none", [], "")
+        return found
+
+    def plain(states: torch.Tensor) -> torch.Tensor:
+        return linear(states, weight, bias)
+
+    return forward if _agree(forward, plain, weight) else plain
+
+
+def _agree(left: _Forward, right: _Forward, weight: torch.Tensor) -> bool:
+    """Whether two ways to multiply by a weight differ by no more than rounding."""
+    states = torch.linspace(-1, 1, weight.shape[1]).to(weight.dtype)[None]
+    difference = (left(states) - right(states)).float().abs()[0]
+    largest = states.float().norm() * weight.norm(dim=1, dtype=torch.float32)
+    rounding = max(1e-5, 4 * torch.finfo(weight.dtype).eps)
+    return bool((difference <= rounding * largest).all())

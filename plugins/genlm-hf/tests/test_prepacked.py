@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,31 @@ def test_the_copies_are_read_and_the_model_is_left_alone(model: Any, tokenizer: 
     changes = [float((x - y).abs().max()) for x, y in zip(before, after, strict=True)]
     assert changes[0] <= 1e-5
     assert changes[1] > 0.01
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_any_number_of_tokens_gets_its_products_by_few_sizes(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = set()
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def recorded(states: torch.Tensor, *others: Any) -> Any:
+        sizes.add(states.numel() // 260)
+        return product(states, *others)
+
+    operator = SimpleNamespace(default=recorded)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", operator)
+    layer = torch.nn.Linear(260, 256, bias=bias)
+    weights = prepacked.PrepackedWeights([layer])
+    for shape in [(n,) for n in (*range(70), 255, 256, 257, 600)] + [(3, 5), (2, 300), (2, 0)]:
+        states = torch.randn(*shape, 260)
+        expected = layer(states)
+        with weights.at_work(), torch.no_grad():
+            found = layer(states)
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert len(sizes) <= 24
 
 
 def test_a_step_that_raises_leaves_the_model_alone(

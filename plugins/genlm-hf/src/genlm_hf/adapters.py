@@ -15,20 +15,15 @@ from typing import Any
 import torch
 
 from genlm import AdapterError, ModelLoadError, read_adapter_config
+from genlm_hf.peft_layers import Positions, positions, put_beside_base, switches
 
 __all__ = ["Adapters"]
 
 # The other ways of initialising change the weights of the base model.
 _HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
-# What a layer of peft's knows of who is at work. Its methods set it too, but walk the model
-# and touch every parameter, which takes longer than a forward pass of a small model.
-_SWITCHES = ("_active_adapter", "_disable_adapters")
-
 # What of peft lies in the layers alone, so that the model inside a `PeftModel` has it all.
 _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
-
-_Positions = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class Adapters:
@@ -54,7 +49,7 @@ class Adapters:
         self._inner_names = {name: name for name in given}
         self._peft_model: Any = None  # of what is loaded here
         self._handed_over = _Snapshot(self.model) if given else None
-        self._positions: dict[str | None, _Positions] = {}
+        self._positions: dict[str | None, Positions] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,6 +78,7 @@ class Adapters:
                 folder, inner, torch_device="cpu", low_cpu_mem_usage=True
             )
             _refuse_misfit(report, before.put_weights_back())
+            put_beside_base(self.model, inner)
         except Exception as error:
             before.switch_back()
             self._delete(inner)
@@ -122,21 +118,21 @@ class Adapters:
 
     def _switch(self, name: str | None) -> None:
         if not self._positions:
-            self._positions[None] = _positions(self.model)
+            self._positions[None] = positions(self.model)
         if name not in self._positions:
             self._positions[name] = self._positions_with(name)
         for attributes, position in self._positions[name]:
             attributes.update(position)
 
-    def _positions_with(self, name: str | None) -> _Positions:
+    def _positions_with(self, name: str | None) -> Positions:
         """Where peft puts the switches for an adapter."""
         from peft.functional import set_adapter
 
         assert name is not None  # noqa: S101 - our own mistake
-        for layer in _switches(self.model):
+        for layer in switches(self.model):
             layer.enable_adapters(True)
         set_adapter(self.model, self._inner_names[name], inference_mode=True)
-        return _positions(self.model)
+        return positions(self.model)
 
     def _inject(self, inner: str, config: Any) -> Any:
         import peft
@@ -168,12 +164,12 @@ class _Snapshot:
         self._config = vars(model).get("peft_config")
         self._switched = {
             layer: (list(layer.active_adapters), not layer.disable_adapters)
-            for layer in _switches(model)
+            for layer in switches(model)
         }
 
     def switch_back(self) -> None:
         """Let the same adapters take part in forward passes, and none that came later."""
-        for layer in _switches(self._model):
+        for layer in switches(self._model):
             active, enabled = self._switched.get(layer, ([], False))
             layer.enable_adapters(enabled)
             layer.set_adapter(active, inference_mode=True)
@@ -206,23 +202,6 @@ class _Snapshot:
             self._model.peft_config = self._config
 
 
-def _positions(model: torch.nn.Module) -> _Positions:
-    """Return the attributes of each of peft's layers, and what its switches are now."""
-    return [
-        (vars(layer), {name: getattr(layer, name) for name in _SWITCHES})
-        for layer in _switches(model)
-    ]
-
-
-def _switches(model: torch.nn.Module) -> list[Any]:
-    """Return what of peft in a model can be switched on and off."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return [module for module in model.modules() if isinstance(module, kinds)]
-
-
 def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
     """Raise `ModelLoadError` for adapters that do not act in the layers of a model."""
     advice = "pass the base model, or what merge_and_unload returns"
@@ -233,7 +212,7 @@ def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
                 f"the model's adapter {name!r} of type {kind} needs a forward pass of peft's "
                 f"own; {advice}"
             )
-    if given and any(getattr(layer, "merged", False) for layer in _switches(model)):
+    if given and any(getattr(layer, "merged", False) for layer in switches(model)):
         raise ModelLoadError(
             f"adapters are merged into the model's weights; call unmerge_adapter, or {advice}"
         )

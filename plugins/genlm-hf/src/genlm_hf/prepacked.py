@@ -107,7 +107,7 @@ def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward:
         if states.numel() // inputs in _SIZES:
             whole: torch.Tensor = product(states, copy, bias, "none", [], "")
             return whole
-        parts = torch.split(states.reshape(-1, inputs), _SIZES[-1])  # type: ignore[no-untyped-call]
+        parts = torch.split(states.reshape(-1, inputs), _SIZES[-1])
         found = [filled_up(part) for part in parts]
         joined = found[0] if len(found) == 1 else torch.cat(found)
         return joined.view(*states.shape[:-1], outputs)

@@ -204,7 +204,7 @@ def test_the_token_ids_of_keys_count_as_well() -> None:
 
 @pytest.mark.parametrize(
     ("bounds", "named"),
-    [({"max_entries": -1}, "max_entries is -1"), ({"max_bytes": -2}, "max_bytes is -2")],
+    [({"max_entries": -1}, "max_entries=-1"), ({"max_bytes": -2}, "max_bytes=-2")],
 )
 def test_a_negative_bound_is_refused(bounds: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):

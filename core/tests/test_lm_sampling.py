@@ -173,7 +173,7 @@ def test_options_out_of_range_are_refused(
     make_model: MakeModel, options: dict[str, Any]
 ) -> None:
     engine = ScriptedEngine(VOCAB_SIZE)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="it must be"):
         batch_sample(make_model(engine), [[1]], **{"max_tokens": 2, **options})
     assert engine.batches == []
 

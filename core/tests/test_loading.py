@@ -159,7 +159,7 @@ def test_scheduler_options_reach_the_scheduler_which_refuses_wrong_ones(
     options: dict[str, Any],
 ) -> None:
     [name] = options
-    with pytest.raises(ValueError, match=f"{name} is {options[name]}"):
+    with pytest.raises(ValueError, match=f"{name}={options[name]}; it must be"):
         load_model("a-model", "bare", **options)
     assert_no_thread_is_left()
 

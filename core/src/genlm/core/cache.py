@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cachetools import LRUCache
 
 from genlm.core.forking import renew_in_forks
+from genlm.core.validation import checked_integer
 
 if TYPE_CHECKING:
     import torch
@@ -33,17 +34,17 @@ class OutputCache:
             they were put.
 
     Raises:
+        TypeError: A bound that is no integer.
         ValueError: A negative bound.
     """
 
     def __init__(
         self, max_entries: int, *, max_bytes: int | None = None, move_to_cpu: bool = False
     ) -> None:
-        for name, value in (("max_entries", max_entries), ("max_bytes", max_bytes)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must not be negative")
-        self.max_entries = max_entries
-        self.max_bytes = max_bytes
+        self.max_entries = checked_integer("max_entries", max_entries, 0)
+        self.max_bytes = (
+            None if max_bytes is None else checked_integer("max_bytes", max_bytes, 0)
+        )
         self.move_to_cpu = move_to_cpu
         self._lock = threading.Lock()
         self._entries = self._no_entries()

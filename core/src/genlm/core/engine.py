@@ -20,7 +20,14 @@ from genlm.core.vocab import Vocabulary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchEngine", "Capability", "Engine", "LoraEngine", "PrefixCacheEngine"]
+__all__ = [
+    "BatchEngine",
+    "Capability",
+    "Engine",
+    "LoraEngine",
+    "PrefixCacheEngine",
+    "checked_engine",
+]
 
 
 class Capability(enum.StrEnum):
@@ -81,6 +88,27 @@ class Engine(Protocol):
         `close`.
         """
         ...
+
+
+_MEMBERS = (
+    *("vocabulary", "max_context", "capabilities"),
+    *("submit", "step", "abort", "close", "statistics"),
+)
+
+
+def checked_engine(engine: Engine) -> Engine:
+    """Return an engine as it is.
+
+    Raises:
+        TypeError: It is none.
+    """
+    missing = [name for name in _MEMBERS if not hasattr(engine, name)]
+    if missing:
+        raise TypeError(
+            f"build_engine made {engine!r}, which is no engine: it has no "
+            f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
+        )
+    return engine
 
 
 @runtime_checkable

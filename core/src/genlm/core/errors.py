@@ -126,15 +126,17 @@ class TokenTypeError(QueryError, TypeError):
 
     Attributes:
         found: What was found, in words.
+        argument: What they were given as.
     """
 
-    def __init__(self, found: str) -> None:
-        super().__init__(found)
+    def __init__(self, found: str, argument: str = "token ids") -> None:
+        super().__init__(found, argument)
         self.found = found
+        self.argument = argument
 
     def __str__(self) -> str:
         return (
-            f"token ids must be a flat sequence of integers (list, tuple, numpy or "
+            f"{self.argument} must be a flat sequence of integers (list, tuple, numpy or "
             f"torch); found {self.found}"
         )
 

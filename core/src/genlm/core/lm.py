@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +20,21 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from genlm.core.cache import OutputCache
-from genlm.core.engine import Capability, Engine
+from genlm.core.engine import Capability, Engine, checked_engine
 from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapability
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Query, SamplingParams
 from genlm.core.sampling import draw_tokens, stream_seeds
 from genlm.core.scheduler import Scheduler
 from genlm.core.statistics import Statistics
-from genlm.core.validation import checked_integers, checked_token_ids
+from genlm.core.validation import (
+    checked_batch,
+    checked_builder,
+    checked_integer,
+    checked_integers,
+    checked_number,
+    checked_token_ids,
+)
 from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
@@ -95,7 +101,7 @@ class AsyncLM:
         max_pending: Most queries accepted at a time; more wait their turn outside.
 
     Raises:
-        TypeError: `output_cache` is no `OutputCache`.
+        TypeError: `output_cache` is no `OutputCache`, or what is built is no engine.
         Exception: Whatever `build_engine` raised.
     """
 
@@ -116,10 +122,11 @@ class AsyncLM:
                 f"output_cache={output_cache!r}; expected an OutputCache, such as "
                 f"genlm.OutputCache(1000), which keeps 1000 rows"
             )
+        build = checked_builder(build_engine)
         self._cache = output_cache
         self._model = object()  # in every key: models may share one cache
         self._scheduler: Scheduler[Engine] = Scheduler(
-            build_engine,
+            lambda: checked_engine(build()),
             on_result=output_cache.put,
             copy_result=torch.clone,
             max_batch_size=max_batch_size,
@@ -285,6 +292,7 @@ class AsyncLM:
         Raises:
             ValueError: A temperature that is negative or not finite, or a negative
                 number of tokens or seed.
+            TypeError: One that is no number.
             TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
             GenlmError: As `next_token_logprobs`.
         """
@@ -308,13 +316,11 @@ class AsyncLM:
         Every continuation has its own stream of randomness: equal prompts give different
         draws, and draw i does not depend on how many prompts there are.
         """
-        if max_tokens < 0 or not 0 <= temperature < math.inf:
-            raise ValueError(
-                f"max_tokens={max_tokens}, temperature={temperature}: neither may be "
-                "negative, and the temperature must be finite"
-            )
-        stop = frozenset(checked_integers(eos_token_ids))
-        queries = [self._asked(prompt, lora_name)[0] for prompt in prompts]
+        max_tokens = checked_integer("max_tokens", max_tokens, 0)
+        temperature = checked_number("temperature", temperature)
+        stop = frozenset(checked_integers(eos_token_ids, "eos_token_ids"))
+        seed = None if seed is None else checked_integer("seed", seed, 0)
+        queries = [self._asked(prompt, lora_name)[0] for prompt in checked_batch(prompts)]
         if max_tokens == 0:
             return [[] for _ in queries]
         plans = [
@@ -355,9 +361,11 @@ class AsyncLM:
         Raises:
             UnsupportedCapability: The engine serves no adapters.
             AdapterError: It cannot be loaded, or the name stands for another folder.
+            TypeError: The name is no string, or the folder no path.
         """
         self._require(Capability.LORA)
-        path = os.fspath(lora_path)
+        _check_adapter_name(lora_name)
+        path = os.fsdecode(lora_path)
         folder = os.path.realpath(path)
 
         def load(engine: Any) -> None:  # on the engine's thread, so one at a time
@@ -483,7 +491,8 @@ class AsyncLM:
     def _cached_and_missing(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None
     ) -> tuple[list[torch.Tensor | None], list[tuple[Query, RowKey]]]:
-        asked = [self._asked(token_ids, lora_name) for token_ids in token_ids_list]
+        sequences = checked_batch(token_ids_list)
+        asked = [self._asked(token_ids, lora_name) for token_ids in sequences]
         rows = [self._cached(*one) for one in asked]
         return rows, [one for one, row in zip(asked, rows, strict=True) if row is None]
 
@@ -508,6 +517,12 @@ class AsyncLM:
             raise UnsupportedCapability(capability, self.name, hints.get(capability, ""))
 
     def _check_adapter(self, lora_name: str) -> None:
+        _check_adapter_name(lora_name)
         if lora_name not in self._adapters:
             self._require(Capability.LORA)
             raise UnknownAdapterError(lora_name, self._adapters)
+
+
+def _check_adapter_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"an adapter's name is a string; found {name!r}")

@@ -27,7 +27,14 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     Returns:
         Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the
         device of `logits`, each row's `logsumexp` 0. Never aliases `logits`.
+
+    Raises:
+        ValueError: `logits` are not rows of numbers.
     """
+    if logits.ndim != 2:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)}; expected rows of them, (n, width)"
+        )
     size = vocabulary.size
     kept = logits[:, :size].float()
     if vocabulary.missing_ids:

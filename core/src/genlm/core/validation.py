@@ -1,11 +1,12 @@
-"""Checks of what users pass as token ids, before anything is scheduled."""
+"""Checks of what users pass, before anything is scheduled."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from genlm.core.errors import (
     ContextLengthError,
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
 
     TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
 
-__all__ = ["checked_integers", "checked_token_ids"]
+T = TypeVar("T")
+
+__all__ = [
+    "checked_batch",
+    "checked_builder",
+    "checked_integer",
+    "checked_integers",
+    "checked_number",
+    "checked_token_ids",
+]
 
 
 def checked_token_ids(
@@ -54,7 +64,7 @@ def checked_token_ids(
     return ids, packed.tobytes()
 
 
-def checked_integers(values: TokenIds) -> tuple[int, ...]:
+def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int, ...]:
     """Return a flat sequence of integers as a tuple of Python integers.
 
     Sets, mappings and generators are refused: they have no order or give it once. So
@@ -64,26 +74,98 @@ def checked_integers(values: TokenIds) -> tuple[int, ...]:
         TokenTypeError: Not a flat sequence of integers.
     """
     if type(values) is list or type(values) is tuple:  # most often, so without more ado
-        return _integers(values)
+        return _integers(values, argument)
     array_values = getattr(values, "tolist", None)
     if array_values is None and (
         isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
     ):
-        raise TokenTypeError(_no_sequence(values))
+        raise TokenTypeError(_no_sequence(values), argument)
     if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:
-        raise TokenTypeError("an array of booleans")
-    return _integers(values if array_values is None else array_values())
+        raise TokenTypeError("an array of booleans", argument)
+    return _integers(values if array_values is None else array_values(), argument)
 
 
-def _integers(values: Any) -> tuple[int, ...]:
+def checked_batch(sequences: Iterable[TokenIds]) -> Iterable[TokenIds]:
+    """Return what can be iterated as it is.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not isinstance(sequences, Iterable):
+        raise TypeError(
+            f"expected several sequences of token ids, such as [[1, 2], [3]]; found "
+            f"{type(sequences).__name__} {_shortened(sequences)}"
+        )
+    return sequences
+
+
+def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
+    """Return what makes an engine as it is.
+
+    Raises:
+        TypeError: It cannot be called.
+    """
+    if not callable(build_engine):
+        raise TypeError(
+            f"build_engine={_shortened(build_engine)}; expected a function without arguments "
+            f"that makes the engine"
+        )
+    return build_engine
+
+
+def checked_integer(name: str, value: Any, least: int) -> int:
+    """Return an argument as a Python integer.
+
+    Args:
+        name: The argument's, for messages.
+        value: An integer of any kind.
+        least: The smallest that is allowed.
+
+    Raises:
+        TypeError: No integer.
+        ValueError: It is less.
+    """
+    if not _is_integer(value):
+        raise TypeError(f"{name}={_shortened(value)}; expected an integer, {least} or more")
+    number = index(value)
+    if number < least:
+        raise ValueError(f"{name}={number}; it must be {least} or more")
+    return number
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Return an argument, a finite number that is not negative, as a float.
+
+    Raises:
+        TypeError: No number.
+        ValueError: It is negative or not finite.
+    """
+    number = None if isinstance(value, (str, bytes)) else _float(value)
+    if number is None:
+        raise TypeError(f"{name}={_shortened(value)}; expected a number, 0 or more")
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={number}; it must be finite and not negative")
+    return number
+
+
+def _float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _integers(values: Any, argument: str) -> tuple[int, ...]:
     try:
         return tuple(map(index, values))
     except TypeError:
-        raise TokenTypeError(_first_wrong(values)) from None
+        raise TokenTypeError(_first_wrong(values), argument) from None
 
 
 def _no_sequence(values: object) -> str:
     hint = "; llm.tokenizer.encode makes ids of text" if isinstance(values, str) else ""
+    if _is_integer(values):
+        hint = f"; a sequence of this one is [{values}]"
     return f"{type(values).__name__} {_shortened(values)}{hint}"
 
 

@@ -183,6 +183,11 @@ def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
     return f"Name one: backend={example}, use_backend({example}) or GENLM_BACKEND"
 
 
+def _check_kind(kind: Kind) -> None:
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
+
+
 _registry = Registry()
 
 
@@ -201,8 +206,8 @@ def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
         BrokenPluginError: A plugin is broken and `GENLM_STRICT=1`.
         PluginApiError: A plugin is incompatible and `GENLM_STRICT=1`.
     """
-    if kind is not None and kind not in get_args(Kind):
-        raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
+    if kind is not None:
+        _check_kind(kind)
     return _registry.describe(kind)
 
 
@@ -222,7 +227,9 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
         MissingRequirementError: The library that it drives is not installed.
         BrokenPluginError: The plugin that provides the name is broken.
         PluginApiError: It was written for another plugin interface.
+        ValueError: There is no such kind.
     """
+    _check_kind(kind)
     return _registry.find(kind, name)
 
 

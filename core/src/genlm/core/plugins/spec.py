@@ -49,8 +49,9 @@ class BackendSpec:
     def __post_init__(self) -> None:
         if self.api != API_VERSION:
             return  # another interface has rules of its own; the registry refuses it
-        if not self.name or ":" in self.name:
-            raise ValueError(f"name={self.name!r}: expected a name without ':'")
+        name: object = self.name
+        if not isinstance(name, str) or not name or ":" in name:
+            raise ValueError(f"name={name!r}: expected a name without ':'")
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind={self.kind!r}: expected one of {get_args(Kind)}")
         _check_reference("target", self.target)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from genlm.core.scheduler.board import Board
+from genlm.core.validation import checked_integer, checked_number
 
 __all__ = ["Gate", "Limits", "LoopTurns"]
 
@@ -44,10 +45,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_pending"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1, or None")
-        if not self.max_wait_s >= 0:
-            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must not be negative")
+            if value is not None:
+                checked_integer(name, value, 1)
+        checked_number("max_wait_s", self.max_wait_s)
 
 
 class Gate:

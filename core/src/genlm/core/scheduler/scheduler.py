@@ -22,6 +22,7 @@ from genlm.core.scheduler.flight import Flight, Identified, Waiter
 from genlm.core.scheduler.gate import Limits
 from genlm.core.scheduler.worker import Worker
 from genlm.core.statistics import SchedulerStatistics
+from genlm.core.validation import checked_builder
 
 __all__ = ["Scheduler"]
 
@@ -57,6 +58,8 @@ class Scheduler(Generic[EngineT]):
         name: Of the engine's thread.
 
     Raises:
+        TypeError: `build_engine` cannot be called, or a limit is no number.
+        ValueError: A limit below 1, or a wait that is negative or not finite.
         Exception: Whatever `build_engine` raised.
     """
 
@@ -72,7 +75,7 @@ class Scheduler(Generic[EngineT]):
         name: str = "genlm-engine",
     ) -> None:
         self._worker = Worker(
-            build_engine,
+            checked_builder(build_engine),
             on_result=on_result,
             copy_result=copy_result,
             limits=Limits(max_batch_size, max_wait_s, max_pending),

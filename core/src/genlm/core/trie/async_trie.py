@@ -18,7 +18,7 @@ from genlm.core.query import Completion
 from genlm.core.scheduler import Scheduler
 from genlm.core.trie.protocol import TokenTrie
 from genlm.core.trie.reductions import Operation
-from genlm.core.trie.weights import Returns
+from genlm.core.trie.weights import Returns, check_returns
 
 __all__ = ["AsyncTokenCharacterTrie"]
 
@@ -187,6 +187,7 @@ class AsyncTokenCharacterTrie:
         await self.cleanup()
 
     async def _answer(self, ws: Any, operation: Operation, returns: Returns) -> Any:
+        check_returns(returns)
         query = Reduction(next(self._ids), ws, operation, returns)
         return await self._running().answer(query)
 

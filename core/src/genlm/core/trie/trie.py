@@ -7,13 +7,13 @@ finds nodes, `partial` reduces below a few of them, `views` shows all as diction
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import MissingRequirementError
+from genlm.core.errors import MissingRequirementError, VocabularyError
 from genlm.core.trie.drawing import dot_source, node_values, sketch
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import Letters
@@ -53,8 +53,9 @@ class TokenCharacterTrie(Views):
 
     Raises:
         MissingRequirementError: `compiled` is True and numba cannot be imported.
-        VocabularyError: It is empty, an item has no letters, or an item occurs twice
-            (tokens with the same bytes are the same item only if they share their id).
+        VocabularyError: It is no vocabulary or empty, an item has no letters, or an item
+            occurs twice (tokens with the same bytes are the same item only if they share
+            their id).
     """
 
     def __init__(self, decode: Any, *, compiled: bool | None = None) -> None:
@@ -63,7 +64,7 @@ class TokenCharacterTrie(Views):
             self.decode = decode.decode
             super().__init__(decode.layout, decode.letter_objects)
         else:
-            self.decode = list(getattr(decode, "byte_vocab", decode))
+            self.decode = _items(decode)
             letters = Letters.of(self.decode)
             super().__init__(TrieLayout.build(letters), letters.objects)
             check_keys(self.decode, self.layout)
@@ -208,6 +209,7 @@ class TokenCharacterTrie(Views):
         Raises:
             WeightsError: The shape or the kind of number is another.
             IndexError: There is no such node.
+            TypeError: A node that is no integer.
         """
         return self.reduce_some(ws, self._valid(nodes), "sum", returns=returns)
 
@@ -232,8 +234,21 @@ class TokenCharacterTrie(Views):
         return read.deliver(result[0] if single else result, returns)
 
     def _valid(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        chosen = np.asarray(nodes, dtype=np.int64).reshape(-1)
+        chosen = np.asarray(nodes)
+        if chosen.dtype.kind not in "iu" and chosen.size:
+            raise TypeError(f"nodes are integers; found {nodes!r}")
+        chosen = chosen.astype(np.int64, copy=False).reshape(-1)
         if len(chosen):
             self._checked(int(chosen.min()))
             self._checked(int(chosen.max()))
         return chosen
+
+
+def _items(vocabulary: Any) -> list[Any]:
+    items = getattr(vocabulary, "byte_vocab", vocabulary)
+    if not isinstance(items, Iterable):
+        raise VocabularyError(
+            f"found {vocabulary!r}; a trie is made of tokens or bytes, or of something with a "
+            f"byte_vocab of them"
+        )
+    return list(items)

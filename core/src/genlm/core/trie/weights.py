@@ -14,10 +14,16 @@ import numpy.typing as npt
 
 from genlm.core.errors import WeightsError
 
-__all__ = ["Returns", "Weights"]
+__all__ = ["Returns", "Weights", "check_returns"]
 
 Returns = Literal["numpy", "torch"]
 """What a result is: a numpy array, or a torch tensor on the device of the weights."""
+
+
+def check_returns(returns: Returns) -> None:
+    """Raise `ValueError` for what is neither."""
+    if returns not in get_args(Returns):
+        raise ValueError(f"returns={returns!r}: expected one of {get_args(Returns)}")
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,7 @@ class Weights:
 
     def deliver(self, result: npt.NDArray[Any], returns: Returns) -> Any:
         """Return a result as what was asked for."""
-        if returns not in get_args(Returns):
-            raise ValueError(f"returns={returns!r}: expected one of {get_args(Returns)}")
+        check_returns(returns)
         if returns == "numpy":
             return result
         import torch

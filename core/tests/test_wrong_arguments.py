@@ -1,0 +1,145 @@
+"""Arguments of a wrong kind are refused at once: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedEngine
+
+import genlm
+from genlm import AsyncLM, OutputCache, TokenCharacterTrie
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLM]:
+    with AsyncLM(ScriptedEngine) as llm:
+        llm.add_new_lora("folder", "red")
+        yield llm
+
+
+SAMPLING = [
+    ({"max_tokens": "3"}, TypeError, "max_tokens='3'; expected an integer, 0 or more"),
+    ({"max_tokens": 2.5}, TypeError, "max_tokens=2.5; expected an integer, 0 or more"),
+    ({"max_tokens": float("inf")}, TypeError, "max_tokens=inf; expected an integer"),
+    ({"max_tokens": -1}, ValueError, "max_tokens=-1; it must be 0 or more"),
+    ({"temperature": None}, TypeError, "temperature=None; expected a number, 0 or more"),
+    ({"temperature": "1"}, TypeError, "temperature='1'; expected a number"),
+    ({"temperature": float("nan")}, ValueError, "temperature=nan; it must be finite"),
+    ({"seed": "a"}, TypeError, "seed='a'; expected an integer, 0 or more"),
+    ({"seed": [1, 2]}, TypeError, r"seed=\[1, 2\]; expected an integer"),
+    ({"seed": -1}, ValueError, "seed=-1; it must be 0 or more"),
+    ({"eos_token_ids": 0}, TypeError, r"eos_token_ids must be .* int 0; .* is \[0\]"),
+    ({"eos_token_ids": {1}}, TypeError, r"eos_token_ids must be .* found set \{1\}"),
+    ({"eos_token_ids": [1.0]}, TypeError, r"eos_token_ids must be .* 1.0 at position 0"),
+    ({"lora_name": ["red"]}, TypeError, r"an adapter's name is a string; found \['red'\]"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), SAMPLING)
+def test_of_sampling(
+    llm: AsyncLM, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        asyncio.run(llm.sample([1], **{"max_tokens": 2, **options}))
+
+
+def test_numbers_of_other_libraries_are_numbers(llm: AsyncLM) -> None:
+    plain = asyncio.run(llm.sample([1], 3, [2], 0.5, 4))
+    for kind in (np.array, torch.tensor):
+        asked = kind(3), kind([2]), kind(0.5), kind(4)
+        assert asyncio.run(llm.sample([1], *asked)) == plain
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_of_batches(llm: AsyncLM, found: Any) -> None:
+    message = rf"several sequences of token ids, such as \[\[1, 2\], \[3\]\]; found .* {found}"
+    with pytest.raises(TypeError, match=message):
+        llm.batch_next_token_logprobs_sync(found)
+    for ask in (llm.batch_next_token_logprobs, lambda prompts: llm.batch_sample(prompts, 2)):
+        with pytest.raises(TypeError, match=message):
+            asyncio.run(ask(found))
+
+
+def test_of_adapters(llm: AsyncLM) -> None:
+    for call in (llm.set_lora, llm.with_lora, lambda name: llm.add_new_lora("folder", name)):
+        with pytest.raises(TypeError, match="an adapter's name is a string; found 3"):
+            call(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not NoneType"):
+        llm.add_new_lora(None, "blue")  # type: ignore[arg-type]
+    llm.add_new_lora(b"folder", "red")  # the same folder again
+
+
+LIMITS = [
+    ({"max_batch_size": 0}, ValueError, "max_batch_size=0; it must be 1 or more"),
+    ({"max_batch_size": 2.5}, TypeError, "max_batch_size=2.5; expected an integer, 1 or more"),
+    ({"max_pending": "3"}, TypeError, "max_pending='3'; expected an integer, 1 or more"),
+    ({"max_wait_s": None}, TypeError, "max_wait_s=None; expected a number, 0 or more"),
+    ({"max_wait_s": float("inf")}, ValueError, "max_wait_s=inf; it must be finite"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), LIMITS)
+def test_of_limits(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AsyncLM(ScriptedEngine, **options)
+
+
+def test_of_what_makes_an_engine(caplog) -> None:
+    for make in (AsyncLM, genlm.Scheduler):
+        with pytest.raises(TypeError, match="build_engine='hf'; expected a function"):
+            make("hf")
+    with pytest.raises(TypeError, match="made None, which is no engine: it has no vocab"):
+        AsyncLM(lambda: None)  # type: ignore[arg-type, return-value]
+    assert not caplog.records
+
+
+CACHES = [
+    (("3",), TypeError, "max_entries='3'; expected an integer, 0 or more"),
+    ((None,), TypeError, "max_entries=None; expected an integer"),
+    ((3, "1GB"), TypeError, "max_bytes='1GB'; expected an integer, 0 or more"),
+    ((3, float("nan")), TypeError, "max_bytes=nan; expected an integer"),
+]
+
+
+@pytest.mark.parametrize(("bounds", "error", "message"), CACHES)
+def test_of_caches(bounds: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OutputCache(bounds[0], max_bytes=(*bounds, None)[1])
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_of_vocabularies(found: Any) -> None:
+    with pytest.raises(genlm.VocabularyError, match=f"found {found}; a trie is made of tokens"):
+        TokenCharacterTrie(found)
+
+
+@pytest.mark.parametrize("found", [None, "a", [1.5], [True], {1}])
+def test_of_nodes(found: Any) -> None:
+    trie = TokenCharacterTrie(["a", "ab"])
+    with pytest.raises(TypeError, match="nodes are integers; found"):
+        trie.partial_sum([1, 2], found)
+    assert trie.partial_sum([1, 2], []).shape == (0,)
+
+
+def test_of_results() -> None:
+    front = genlm.AsyncTokenCharacterTrie(TokenCharacterTrie(["a", "ab"]))
+    with pytest.raises(ValueError, match="returns='list': expected one of"):
+        asyncio.run(front.weight_sum([1, 2], returns="list"))  # type: ignore[arg-type]
+
+
+def test_of_backends() -> None:
+    with pytest.raises(ValueError, match="kind='tries': expected one of"):
+        genlm.find_backend("hf", "tries")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="name=3: expected a name without ':'"):
+        genlm.BackendSpec(name=3, kind="engine", target="a:b")  # type: ignore[arg-type]
+
+
+def test_of_logits() -> None:
+    vocabulary = genlm.Vocabulary(None, [genlm.Token(0, b"a")], ["a"])
+    with pytest.raises(ValueError, match=r"logits of shape \(1,\); expected rows"):
+        genlm.rows_from_logits(torch.zeros(1), vocabulary)

@@ -1,0 +1,82 @@
+"""What two prompts would both continue with: a product of experts, short enough to copy.
+
+The target is the product of the two models' probabilities of the whole continuation. No
+token can be drawn from it alone, so particles draw from the product of the two next-token
+rows. Its sum, which says how well the experts agree after this particle, multiplies the
+particle's weight, and particles on which they do not are lost when all are resampled.
+`exp(log_evidence)` estimates without bias the sum of the products over all continuations.
+
+Each particle is a coroutine that asks for what it needs; `genlm` makes one batch of it.
+The experts may as well be two models with one vocabulary, or an adapter and its base.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import torch
+
+import genlm
+
+Expert = Callable[[list[int]], Awaitable[torch.Tensor]]
+"""From a continuation to the log-probabilities of its next token."""
+
+
+def after(llm: genlm.AsyncLM, prompt: str) -> Expert:
+    """The model after a prompt."""
+    token_ids = llm.tokenizer.encode(prompt)
+    return lambda continuation: llm.next_token_logprobs(token_ids + continuation)
+
+
+async def extended(
+    particle: list[int], experts: Sequence[Expert], eos: int, rng: np.random.Generator
+) -> tuple[list[int], float]:
+    """Add a token in proportion to the experts' product; also the log of its sum."""
+    if particle[-1:] == [eos]:
+        return particle, 0.0
+    rows = await asyncio.gather(*(expert(particle) for expert in experts))
+    product = sum(row.double() for row in rows).cpu().numpy()
+    top = product.max()
+    mass = np.cumsum(np.exp(product - top))
+    token = np.searchsorted(mass, rng.random() * mass[-1], side="right")
+    return [*particle, int(token)], float(top + np.log(mass[-1]))
+
+
+async def intersect(
+    experts: Sequence[Expert], eos: int, *, size: int, steps: int, seed: int
+) -> tuple[list[list[int]], np.ndarray, float]:
+    """Draw continuations of at most `steps` tokens; also their weights, log-evidence."""
+    rng, log_evidence = np.random.default_rng(seed), 0.0
+    particles: list[list[int]] = [[] for _ in range(size)]
+    weights = np.full(size, 1 / size)
+    for _ in range(steps):
+        if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
+            particles = [particles[i] for i in rng.choice(size, size, p=weights)]
+            weights = np.full(size, 1 / size)
+        steps_of_all = (extended(each, experts, eos, rng) for each in particles)
+        grown = await asyncio.gather(*steps_of_all)
+        particles = [particle for particle, _ in grown]
+        weights *= np.exp([log_sum for _, log_sum in grown])
+        log_evidence += math.log(weights.sum())
+        weights /= weights.sum()
+    return particles, weights, log_evidence
+
+
+async def _main() -> None:
+    with genlm.load_model("demo", "hf") as llm:
+        experts = after(llm, "This class represents "), after(llm, "This module defines ")
+        eos = llm.tokenizer.eos_token_id
+        found = await intersect(experts, eos, size=50, steps=8, seed=0)
+        particles, weights, log_evidence = found
+        totals: Counter[str] = Counter()
+        for particle, weight in zip(particles, weights):
+            totals[llm.tokenizer.decode(particle)] += weight
+        for text, total in totals.most_common(5):
+            print(f"{total:.3f} {text!r}")
+        print(f"log-evidence {log_evidence:.3f}, {llm.statistics().batches} batches")
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,93 @@
+"""What the README and the pages in docs/ show runs, and what they point at exists."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+import genlm
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def blocks(page: str) -> list[str]:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+async def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Execute as a notebook does, with `await` at the top level."""
+    code = compile(source, "<page>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    result = eval(code, names)
+    if inspect.isawaitable(result):
+        await result
+    return names
+
+
+@pytest.fixture(scope="module")
+def demo() -> Path:
+    """The folder of the demo model."""
+    with genlm.load_model("demo", "hf") as llm:
+        return Path(llm.tokenizer.name_or_path)
+
+
+@pytest.fixture(scope="module")
+def adapter(demo, tmp_path_factory) -> Path:
+    """An adapter that changes the demo model's rows."""
+    folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+def test_the_guide_runs_from_top_to_bottom(adapter):
+    source = "".join(blocks("docs/guide.md")).replace("path/to/adapter", str(adapter))
+    names = asyncio.run(run(source, {}))
+    first, second = names["perplexities"]
+    assert first < second
+    assert names["best"] in names["drawn"]
+    assert names["digits"][names["token"]].all()
+    assert names["particles"][0][0][:-1] == names["ids"]
+    assert names["product"].logsumexp(0) == pytest.approx(0, abs=1e-4)
+    assert names["difference"].abs().max() > 0.1
+
+
+def test_the_readme_runs(demo, adapter, capsys):
+    program, methods = blocks("README.md")
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("The ")
+    source = methods.replace("path/to/model", str(demo))
+    source = source.replace("path/to/adapter", str(adapter))
+    names = asyncio.run(run(source, {"genlm": genlm, "ids": [1, 2, 3]}))
+    assert len(names["text"]) <= 50
+    assert not torch.equal(names["row"], names["rows"][0])
+
+
+def test_the_page_on_tries_runs():
+    with genlm.load_model("demo", "hf") as llm:
+        rows = llm.batch_next_token_logprobs_sync([[1], [2]])
+        below = torch.tensor([token.byte_string.startswith(b"th") for token in llm.byte_vocab])
+        names = {"genlm": genlm, "llm": llm, "rows": rows, "logws": rows[0]}
+        names |= {"ws": rows[0].exp(), "probabilities": rows[0].exp(), "frontier": [0, 1600]}
+        asyncio.run(run("".join(blocks("docs/tries.md")), names))
+    expected = rows.masked_fill(~below, float("-inf")).logsumexp(1)
+    torch.testing.assert_close(names["mass"][:, names["node"]], expected)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_points_at_exists(page):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert "://" in link or (page.parent / link).exists(), link

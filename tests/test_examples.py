@@ -1,0 +1,220 @@
+"""The programs in examples/ compute what they say, compared with sums over all cases."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import math
+import runpy
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import genlm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STOP = 256
+
+
+def program(name: str) -> Any:
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / f"{name}.py")))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with genlm.load_model("demo", "hf") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def row(llm):
+    """Next-token probabilities by an unbatched forward pass."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(llm.tokenizer.name_or_path)
+
+    @functools.cache
+    @torch.inference_mode()
+    def row(token_ids: tuple[int, ...]) -> np.ndarray:
+        logits = model.eval()(torch.tensor([token_ids])).logits[0, -1]
+        return logits.double().softmax(0).numpy()
+
+    return row
+
+
+@pytest.fixture(scope="module")
+def next_byte_mass(llm, row):
+    """Probabilities of a text followed by each byte or by the end, over all tokens."""
+
+    def next_byte_mass(token_ids: tuple[int, ...], text: bytes) -> np.ndarray:
+        mass = np.zeros(257)
+        probabilities = row(token_ids)
+        for token, probability in zip(llm.byte_vocab, probabilities, strict=True):
+            written = token.byte_string
+            if token.token_id == llm.tokenizer.eos_token_id:
+                mass[STOP] += probability * (text == b"")
+            elif len(written) > len(text) and written.startswith(text):
+                mass[written[len(text)]] += probability
+            elif text.startswith(written):
+                longer = (*token_ids, token.token_id)
+                mass += probability * next_byte_mass(longer, text[len(written) :])
+        return mass
+
+    return next_byte_mass
+
+
+@pytest.mark.parametrize("text", [b"", b"T", b"The va", b"return "])
+def test_next_bytes_are_summed_over_all_ways_to_write_the_text(llm, next_byte_mass, text):
+    reader = program("next_byte").ByteReader(llm, width=10_000)
+
+    async def read() -> np.ndarray:
+        await reader.start([0])
+        await reader.read(text)
+        return reader.probabilities()
+
+    expected = next_byte_mass((0,), text)
+    np.testing.assert_allclose(asyncio.run(read()), expected / expected.sum(), atol=1e-6)
+    assert reader.logprob == pytest.approx(math.log(expected.sum()), abs=1e-4)
+
+
+def test_a_narrow_beam_goes_on_through_a_long_text(llm):
+    reader = program("next_byte").ByteReader(llm, width=3)
+    text = b"The following functions are defined in this module. " * 3
+
+    async def read() -> np.ndarray:
+        await reader.start([0])
+        await reader.read(text)
+        return reader.probabilities()
+
+    assert asyncio.run(read()).sum() == pytest.approx(1)
+    assert -4 * len(text) < reader.logprob < 0
+
+
+def expert_of(seed: int) -> Any:
+    """Rows over four tokens, at random but for ever the same."""
+
+    async def expert(continuation: list[int]) -> torch.Tensor:
+        logits = np.random.default_rng([seed, *continuation]).normal(scale=2, size=4)
+        return torch.from_numpy(logits).log_softmax(0)
+
+    return expert
+
+
+@functools.cache
+def product_of_experts(steps: int) -> dict[tuple[int, ...], float]:
+    """Of each continuation of at most `steps` tokens; 0 ends it."""
+
+    def logprob(seed: int, text: tuple[int, ...]) -> float:
+        rows = (asyncio.run(expert_of(seed)(list(text[:end]))) for end in range(len(text)))
+        return sum(float(row[token]) for row, token in zip(rows, text, strict=True))
+
+    texts = {
+        (*before[: before.index(0)], 0) if 0 in before else before
+        for before in itertools.product(range(4), repeat=steps)
+    }
+    return {text: math.exp(logprob(1, text) + logprob(2, text)) for text in texts}
+
+
+@pytest.fixture(scope="module")
+def intersections():
+    """Many runs of the sampler: particles, weights and evidence of each."""
+    intersect = program("intersection").intersect
+    experts = expert_of(1), expert_of(2)
+    runs = (intersect(experts, 0, size=10, steps=4, seed=seed) for seed in range(400))
+    return [asyncio.run(each) for each in runs]
+
+
+def test_the_evidence_of_an_intersection_is_unbiased(intersections):
+    evidence = np.exp([log_evidence for *_, log_evidence in intersections])
+    error = evidence.std() / math.sqrt(len(evidence))
+    assert error < 0.1 * evidence.mean()
+    assert abs(evidence.mean() - sum(product_of_experts(4).values())) < 4 * error
+
+
+def test_particles_of_an_intersection_have_the_products_probabilities(intersections):
+    """What they add up to, weighted by the evidence, is an unbiased estimate too."""
+    target, found = product_of_experts(4), Counter()
+    for particles, weights, log_evidence in intersections:
+        for particle, weight in zip(particles, weights, strict=True):
+            found[tuple(particle)] += weight * math.exp(log_evidence) / len(intersections)
+    assert found.keys() <= target.keys()
+    distance = sum(abs(found[text] - value) for text, value in target.items())
+    assert distance < 0.15 * sum(target.values())
+
+
+@pytest.fixture(scope="module")
+def probability_of(llm, row):
+    """Probability that a text is written and then over, over all tokens that write it."""
+
+    def probability_of(token_ids: tuple[int, ...], text: bytes) -> float:
+        total = float(row(token_ids)[llm.tokenizer.eos_token_id]) if text == b"" else 0.0
+        for token in llm.byte_vocab:
+            if text.startswith(token.byte_string):
+                longer = (*token_ids, token.token_id)
+                rest = probability_of(longer, text[len(token.byte_string) :])
+                total += row(token_ids)[token.token_id] * rest
+        return total
+
+    return probability_of
+
+
+def test_constrained_draws_have_the_models_probabilities_of_the_grammar(llm, probability_of):
+    grammar = program("grammar")
+    compiled = grammar.compiler(llm).compile_regex(" (is|was)( not)? (a|an|the)")
+    words = (" is", " was"), (" not", ""), (" a", " an", " the")
+    prompt = llm.tokenizer.encode("The value")
+    exact = {
+        text: probability_of(tuple(prompt), text.encode())
+        for text in map("".join, itertools.product(*words))
+    }
+
+    async def draw() -> list[tuple[list[int], float]]:
+        asked = (grammar.constrained(llm, compiled, prompt, seed) for seed in range(1000))
+        return await asyncio.gather(*asked)
+
+    weights = {text: np.zeros(1000) for text in exact}
+    for draw_id, (token_ids, log_weight) in enumerate(asyncio.run(draw())):
+        weights[llm.tokenizer.decode(token_ids)][draw_id] = math.exp(log_weight)
+    evidence = sum(weights.values())
+    error = evidence.std() / math.sqrt(1000)
+    assert error < 0.1 * evidence.mean()
+    assert abs(evidence.mean() - sum(exact.values())) < 4 * error
+    distance = sum(abs(weights[text].mean() - exact[text]) for text in exact)
+    assert distance < 0.15 * evidence.mean()
+
+
+def test_scores_are_those_of_unbatched_passes(llm, row):
+    score = program("score")
+
+    def expected(token_ids: list[int], context: list[int]) -> float:
+        text = context + token_ids
+        places = range(len(context), len(text))
+        return sum(math.log(row(tuple(text[:end]))[text[end]]) for end in places)
+
+    first, second = (llm.tokenizer.encode(text) for text in ("The value", " is a list."))
+    found = asyncio.run(score.logprob(llm, second, first))
+    assert found == pytest.approx(expected(second, first), abs=1e-4)
+    found = asyncio.run(score.mutual_information(llm, "The value", " is a list."))
+    assert found == pytest.approx(
+        expected(second, [0, *first]) - expected(second, [0]), abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "last_line"),
+    [
+        ("grammar", "log-evidence -"),
+        ("intersection", "log-evidence -"),
+        ("next_byte", "'The following ' however it is written: "),
+        ("score", "   "),
+    ],
+)
+def test_the_examples_run_as_scripts(capsys, name, last_line):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last_line)
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 120

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.lm import AsyncLM as AsyncLM
     from genlm.core.loading import load_model as load_model
     from genlm.core.loading import load_model_by_name as load_model_by_name
+    from genlm.core.model_source import model_source as model_source
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
     from genlm.core.plugins import find_backend as find_backend
@@ -85,6 +86,7 @@ _HOME = {
     ),
     "genlm.core.lm": "AsyncLM",
     "genlm.core.loading": "load_model load_model_by_name",
+    "genlm.core.model_source": "model_source",
     "genlm.core.plugins": (
         "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
         "refresh use_backend"

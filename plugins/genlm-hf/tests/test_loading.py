@@ -147,7 +147,7 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(name: str) -> None
 
 
 def test_an_empty_name_is_not_taken_for_the_working_directory() -> None:
-    assert "asked for the model ''" in refusal("")
+    assert "folder ''; there is no such folder" in refusal("")
 
 
 def test_an_unreachable_hub_id_says_what_was_tried() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from genlm import MissingRequirementError, ModelLoadError
-from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capacity, model_source
+from genlm import MissingRequirementError
+from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capacity
 from genlm_sgl.versions import check_version
 
 
@@ -68,13 +68,6 @@ def test_pages_of_several_tokens_are_refused_where_they_need_a_gpu() -> None:
     check_cpu_pages({"page_size": 16}, (0, 5, 23))
     with pytest.raises(ValueError, match=r"page_size.*newer"):
         check_cpu_pages({"page_size": 16}, (0, 5, 21))
-
-
-def test_a_folder_that_does_not_exist_is_no_hub_id() -> None:
-    for name in ("./none", "/none/at/all", "~/none-of-that"):
-        with pytest.raises(ModelLoadError, match="no such folder"):
-            model_source(name)
-    assert model_source("owner/name") == "owner/name"
 
 
 def test_the_kv_cache_on_a_cpu_has_a_bound_of_its_own(build: Any, tiny: Any) -> None:

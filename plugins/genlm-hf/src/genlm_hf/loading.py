@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from genlm import MissingRequirementError, ModelLoadError
+from genlm import MissingRequirementError, ModelLoadError, model_source
 from genlm_hf.progress import without_bars
 from genlm_hf.quantised import is_quantised, say_once
 
@@ -61,7 +61,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     """
     import transformers
 
-    source = _source(model)
+    source = _demo() if model == "demo" else model_source(model)
     arguments, device = _model_arguments(options)
     where = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
     where["trust_remote_code"] = options.trust_remote_code
@@ -88,30 +88,10 @@ def refuse_encoder_decoder(config: Any, source: str) -> None:
         )
 
 
-def _source(model: str | os.PathLike[str]) -> str:
-    """Return what transformers should load: a folder that exists, or a hub id."""
-    if model == "demo":
-        if not (_DEMO / "config.json").is_file():
-            raise ModelLoadError(
-                f"the packaged model 'demo' is not in {_DEMO}; reinstall genlm-hf"
-            )
-        return str(_DEMO)
-    name = os.fspath(model)
-    if not name:
-        raise ModelLoadError("asked for the model ''; pass a folder, a hub id, or 'demo'")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if (
-        isinstance(model, os.PathLike)
-        or name.startswith((".", "~", os.sep))
-        or name.count("/") > 1
-    ):
-        raise ModelLoadError(
-            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
-            f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
-        )
-    return name
+def _demo() -> str:
+    if not (_DEMO / "config.json").is_file():
+        raise ModelLoadError(f"the packaged model 'demo' is not in {_DEMO}; reinstall genlm-hf")
+    return str(_DEMO)
 
 
 def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device | None]:

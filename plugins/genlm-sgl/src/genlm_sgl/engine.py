@@ -29,6 +29,7 @@ from genlm import (
     TokenIdError,
     UnknownAdapterError,
     Vocabulary,
+    model_source,
 )
 from genlm_sgl import cpu_shim
 from genlm_sgl.adapters import Adapters
@@ -38,7 +39,6 @@ from genlm_sgl.loading import (
     cpu_token_capacity,
     default_options,
     environment,
-    model_source,
 )
 from genlm_sgl.process_state import QuietLogger, guarded, quiet
 from genlm_sgl.requests import Requests

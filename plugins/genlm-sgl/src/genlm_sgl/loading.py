@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from genlm import ModelLoadError
 from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
@@ -18,7 +15,6 @@ __all__ = [
     "cpu_token_capacity",
     "default_options",
     "environment",
-    "model_source",
 ]
 
 _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes")
@@ -37,24 +33,6 @@ _MOST_TOKENS = 2**17
 def environment(*, cpu: bool) -> dict[str, str]:
     """Variables that SGLang reads while it is imported and built."""
     return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
-
-
-def model_source(model: str | os.PathLike[str]) -> str:
-    """Return what SGLang should load: a folder that exists, or a hub id.
-
-    Raises:
-        ModelLoadError: There is no such folder.
-    """
-    name = os.fspath(model)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if isinstance(model, os.PathLike) or name.startswith((".", "~", os.sep)):
-        raise ModelLoadError(
-            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
-            f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
-        )
-    return name
 
 
 def default_options(*, cpu: bool) -> dict[str, Any]:

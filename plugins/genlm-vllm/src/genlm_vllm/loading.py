@@ -11,10 +11,9 @@ import difflib
 import gc
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from genlm import ModelLoadError
+from genlm import ModelLoadError, model_source
 from genlm_vllm.surroundings import quiet, undisturbed
 from genlm_vllm.versions import check_version
 
@@ -74,7 +73,7 @@ def load_vllm(
         TypeError: An option that vLLM does not have.
     """
     check_version()
-    source = _source(model)
+    source = model_source(model)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
     if multiprocess and "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
@@ -126,19 +125,6 @@ def _clean_up() -> None:
     cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()
-
-
-def _source(model: str | os.PathLike[str]) -> str:
-    name = os.fspath(model)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if isinstance(model, os.PathLike) or name.startswith((".", "~", os.sep)):
-        raise ModelLoadError(
-            f"asked for the model in folder {name!r}; there is no such folder. Pass a folder "
-            f"with config.json, weights and tokenizer, or a hub id such as 'owner/name'"
-        )
-    return name
 
 
 def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:

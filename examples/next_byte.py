@@ -97,7 +97,8 @@ async def _main() -> None:
     with genlm.load_model("demo", "hf") as llm:
         reader, begin = ByteReader(llm, width=32), [llm.tokenizer.bos_token_id]
         for text in ("The followi", "The following "):
-            await reader.start(begin + llm.tokenizer.encode(text))
+            token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
+            await reader.start(begin + token_ids)
             print(f"{text!r} as its tokenizer writes it: {likeliest(reader)}")
             await reader.start(begin)
             await reader.read(text.encode())

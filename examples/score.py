@@ -21,10 +21,15 @@ async def logprob(llm: genlm.AsyncLM, token_ids: list[int], context: list[int]) 
     return float(rows.double().cpu().gather(1, torch.tensor(token_ids)[:, None]).sum())
 
 
+def tokens(llm: genlm.AsyncLM, text: str) -> list[int]:
+    """Without the beginning-of-text token that many tokenizers put before it."""
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
 async def mutual_information(llm: genlm.AsyncLM, first: str, second: str) -> float:
     """Pointwise mutual information in nats: how much likelier `second` is after `first`."""
     start = [llm.tokenizer.bos_token_id]
-    first_ids, second_ids = llm.tokenizer.encode(first), llm.tokenizer.encode(second)
+    first_ids, second_ids = tokens(llm, first), tokens(llm, second)
     after, alone = await asyncio.gather(
         logprob(llm, second_ids, start + first_ids), logprob(llm, second_ids, start)
     )
@@ -34,7 +39,7 @@ async def mutual_information(llm: genlm.AsyncLM, first: str, second: str) -> flo
 async def _main() -> None:
     with genlm.load_model("demo", "hf", max_pending=1000) as llm:
         texts = ["The function returns a list.", "A list the returns function."]
-        encoded = [llm.tokenizer.encode(text) for text in texts]
+        encoded = [tokens(llm, text) for text in texts]
         start = [llm.tokenizer.bos_token_id]
         scores = await asyncio.gather(*(logprob(llm, ids, start) for ids in encoded))
         for text, ids, score in zip(texts, encoded, scores):

@@ -37,9 +37,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
-import transformers
+from particle_model import save_model
 from report import print_report
 
 from genlm import AsyncLM, OutputCache, Query
@@ -49,33 +48,6 @@ LENGTH = 64
 PROMPTS = {8_000: 50, 128_000: 10}
 ENGINE_OPTS = {"device": "cpu", "max_total_tokens": 16_384}
 PEER = Path(__file__).parent / "sgl_peer.py"
-
-
-def save_model(folder: Path, vocab_size: int) -> None:
-    """Save the particles' Llama, with as many ids as wanted, and a tokenizer for them."""
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in alphabet for b in alphabet]
-    triples = [(a + b, c) for a, b in pairs for c in alphabet]
-    merges = (pairs + triples)[: vocab_size - len(alphabet)]
-    tokens = [*alphabet, *(a + b for a, b in merges)]
-    bpe = tokenizers.Tokenizer(
-        tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, merges)
-    )
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
-    fast.save_pretrained(folder)
 
 
 class Contestants:

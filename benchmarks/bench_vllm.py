@@ -33,9 +33,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-import transformers
 import vllm
+from particle_model import save_model
 from report import print_report
 from vllm.inputs import tokens_input
 
@@ -47,32 +46,6 @@ PREFIX, FRESH = 64, 16
 Prompts = Sequence[tuple[int, ...]]
 
 
-def saved_model(vocab_size: int, folder: Path) -> Path:
-    """Save a model and a tokenizer of that many ids, whose merges are arbitrary."""
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in alphabet for b in alphabet]
-    triples = [(a + b, c) for a, b in pairs[:300] for c in alphabet]
-    merges = [*pairs, *triples][: vocab_size - len(alphabet)]
-    tokens = [*alphabet, *(a + b for a, b in merges)]
-    bpe = tokenizers.Tokenizer(
-        tokenizers.models.BPE({token: i for i, token in enumerate(tokens)}, merges)
-    )
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(folder)
-    return folder
-
-
 class Bench:
     """One model, served by one engine, and the contestants that use it."""
 
@@ -80,9 +53,10 @@ class Bench:
         self.vocab_size = vocab_size
         options = {"max_num_seqs": 256, "max_logprobs": -1}
         self.engine: Any = None
+        save_model(folder, vocab_size)
 
         def build() -> Any:
-            self.engine = VLLMEngine(saved_model(vocab_size, folder), engine_opts=options)
+            self.engine = VLLMEngine(folder, engine_opts=options)
             return self.engine
 
         self.lm = AsyncLM(build, name="vllm", output_cache=OutputCache(0))

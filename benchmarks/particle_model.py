@@ -1,4 +1,4 @@
-"""The model, tokenizer and prompt of `bench_hf_particles.py`, with transformers alone.
+"""The model, tokenizer and prompts of the engines' benchmarks, with transformers alone.
 
 Imported also where only the peer's packages are installed.
 """
@@ -6,6 +6,7 @@ Imported also where only the peer's packages are installed.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -15,10 +16,10 @@ import transformers
 VOCAB_SIZE = 8000
 
 
-def llama() -> Any:
-    """A Llama of 31 million parameters with random weights, always the same."""
+def llama(vocab_size: int = VOCAB_SIZE) -> Any:
+    """A Llama with random weights, always the same; of 31 million parameters by default."""
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=512,
         intermediate_size=1376,
         num_hidden_layers=8,
@@ -30,15 +31,23 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def tokenizer() -> Any:
+def tokenizer(vocab_size: int = VOCAB_SIZE) -> Any:
     """A byte-level tokenizer of as many ids as the model has; its merges are arbitrary."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in alphabet for b in alphabet][: VOCAB_SIZE - len(alphabet)]
-    vocabulary = {token: i for i, token in enumerate([*alphabet, *(a + b for a, b in pairs)])}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs))
+    pairs = [(a, b) for a in alphabet for b in alphabet]
+    triples = [(a + b, c) for a, b in pairs[:300] for c in alphabet]  # up to 142,592 ids
+    merges = [*pairs, *triples][: vocab_size - len(alphabet)]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def save_model(folder: Path, vocab_size: int) -> None:
+    """Save the Llama with as many ids as wanted, and the tokenizer for them."""
+    llama(vocab_size).save_pretrained(folder)
+    tokenizer(vocab_size).save_pretrained(folder)
 
 
 def prompt_of(length: int) -> list[int]:

@@ -31,7 +31,7 @@ def after(llm: genlm.AsyncLM, prompt: str) -> Expert:
 
 
 async def extended(
-    particle: list[int], experts: Sequence[Expert], eos: int, rng: np.random.Generator
+    particle: list[int], experts: Sequence[Expert], eos: int, uniform: float
 ) -> tuple[list[int], float]:
     """Add a token in proportion to the experts' product; also the log of its sum."""
     if particle[-1:] == [eos]:
@@ -40,7 +40,7 @@ async def extended(
     product = sum(row.double() for row in rows).cpu().numpy()
     top = product.max()
     mass = np.cumsum(np.exp(product - top))
-    token = np.searchsorted(mass, rng.random() * mass[-1], side="right")
+    token = np.searchsorted(mass, uniform * mass[-1], side="right")
     return [*particle, int(token)], float(top + np.log(mass[-1]))
 
 
@@ -55,7 +55,11 @@ async def intersect(
         if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
             particles = [particles[i] for i in rng.choice(size, size, p=weights)]
             weights = np.full(size, 1 / size)
-        steps_of_all = (extended(each, experts, eos, rng) for each in particles)
+        uniforms = rng.random(size)  # now, so that none depends on who is answered first
+        steps_of_all = (
+            extended(particle, experts, eos, uniform)
+            for particle, uniform in zip(particles, uniforms)
+        )
         grown = await asyncio.gather(*steps_of_all)
         particles = [particle for particle, _ in grown]
         weights *= np.exp([log_sum for _, log_sum in grown])
@@ -66,7 +70,7 @@ async def intersect(
 
 async def _main() -> None:
     with genlm.load_model("demo", "hf") as llm:
-        experts = after(llm, "This class represents "), after(llm, "This module defines ")
+        experts = after(llm, "This class represents"), after(llm, "This module defines")
         eos = llm.tokenizer.eos_token_id
         found = await intersect(experts, eos, size=50, steps=8, seed=0)
         particles, weights, log_evidence = found

@@ -1,4 +1,4 @@
-"""What the README and the pages in docs/ show runs, and what they point at exists."""
+"""What the READMEs and the pages in docs/ show runs, and what they point at exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import transformers
 import genlm
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "examples/*/*.md", "plugins/*/*.md"
+PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
 
 
 def blocks(page: str) -> list[str]:
@@ -75,6 +76,16 @@ def test_the_readme_runs(demo, adapter, capsys):
     assert not torch.equal(names["row"], names["rows"][0])
 
 
+def test_the_readme_of_genlm_hf_runs(adapter):
+    program, adapters = blocks("plugins/genlm-hf/README.md")
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["rows"].shape == (2, names["llm"].vocab_size)
+    with genlm.load_model("demo", "hf") as llm:
+        source = adapters.replace("path/to/adapter", str(adapter))
+        asyncio.run(run(source, names | {"llm": llm, "ids": [1, 2, 3]}))
+
+
 def test_the_page_on_tries_runs():
     with genlm.load_model("demo", "hf") as llm:
         rows = llm.batch_next_token_logprobs_sync([[1], [2]])
@@ -86,7 +97,7 @@ def test_the_page_on_tries_runs():
     torch.testing.assert_close(names["mass"][:, names["node"]], expected)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_what_a_page_points_at_exists(page):
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#\s]+)", text):

@@ -6,13 +6,13 @@ another sequence, another order or another adapter is never right by chance.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from genlm import BatchEngine, Capability, Query, Token, Vocabulary
+from genlm.testing.turnstile import Turnstile
 
 TIMEOUT_S = 30.0
 """How long a test waits for a condition before it fails; never reached when all is well."""
@@ -25,8 +25,8 @@ def oracle_row(token_ids: Sequence[int], adapter: str | None, vocab_size: int) -
     return torch.log_softmax(torch.from_numpy(logits), dim=-1).float()
 
 
-class ScriptedEngine(BatchEngine):
-    """Answers with `oracle_row`; can be held, made to fail, and watched.
+class ScriptedEngine(BatchEngine, Turnstile):
+    """Answers with `oracle_row`; its `evaluate` can be held, made to fail, and watched.
 
     Args:
         vocab_size: Number of ids, at most 256.
@@ -39,6 +39,7 @@ class ScriptedEngine(BatchEngine):
     def __init__(
         self, vocab_size: int = 16, max_context: int | None = None, poison: Sequence[int] = ()
     ) -> None:
+        Turnstile.__init__(self, TIMEOUT_S)
         tokens = [Token(i, bytes([i])) for i in range(vocab_size)]
         self.vocabulary = Vocabulary(
             None, tokens, [repr(token.byte_string) for token in tokens]
@@ -50,31 +51,10 @@ class ScriptedEngine(BatchEngine):
         self.adapters: dict[str, str] = {}
         self.closed = False
         self.during_evaluate: Callable[[], None] = lambda: None
-        self._changed = threading.Condition()
-        self._held = False
-        self._entered = 0
-
-    def hold(self) -> None:
-        """Make every `evaluate` from now on wait for `release`."""
-        self._held = True
-
-    def release(self) -> None:
-        """Let held and later `evaluate` calls go on."""
-        with self._changed:
-            self._held = False
-            self._changed.notify_all()
-
-    def wait_until_entered(self, count: int = 1) -> None:
-        """Block until `evaluate` has been entered `count` times in all."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._entered >= count, TIMEOUT_S)
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        with self._changed:
-            self.batches.append([query.token_ids for query in queries])
-            self._entered += 1
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: not self._held, TIMEOUT_S)
+        self.batches.append([query.token_ids for query in queries])
+        self.enter()
         self.during_evaluate()
         for query in queries:
             if self.poison & set(query.token_ids):

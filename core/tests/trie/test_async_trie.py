@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
@@ -11,33 +10,31 @@ import torch
 
 import genlm
 from genlm import AsyncTokenCharacterTrie, EngineClosedError, Token, TokenCharacterTrie
+from genlm.testing.turnstile import Turnstile
 
 TIMEOUT_S = 30.0
 VOCAB = [Token(0, b"a"), Token(1, b"ab"), Token(2, b"b")]
 OPERATIONS = ["sum", "max", "logsumexp"]
 
 
-class HeldTrie(TokenCharacterTrie):
-    """Records its batches, and waits for `release` when it is held."""
+class HeldTrie(TokenCharacterTrie, Turnstile):
+    """Records its batches; its reductions can be held."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
+        Turnstile.__init__(self, TIMEOUT_S)
         self.batches: list[tuple[str, int]] = []
-        self.entered = threading.Event()
-        self.open = threading.Event()
-        self.open.set()
 
     def reduce(self, ws, operation, *, batch, returns):
         self.batches.append((operation, len(ws) if batch else 1))
-        self.entered.set()
-        assert self.open.wait(TIMEOUT_S)
+        self.enter()
         if any(np.isnan(np.asarray(ws)).ravel()):
             raise ArithmeticError("nan")
         return super().reduce(ws, operation, batch=batch, returns=returns)
 
 
 async def entered(trie: HeldTrie) -> None:
-    assert await asyncio.to_thread(trie.entered.wait, TIMEOUT_S)
+    await asyncio.to_thread(trie.wait_until_entered)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -104,7 +101,7 @@ def test_a_cancelled_call_disturbs_no_other() -> None:
 
     async def ask() -> np.ndarray:
         async with AsyncTokenCharacterTrie(trie) as front:
-            trie.open.clear()
+            trie.hold()
             first = asyncio.create_task(front.weight_sum(np.ones(3)))
             await entered(trie)
             leaves = asyncio.create_task(front.weight_sum(np.ones(3)))
@@ -112,7 +109,7 @@ def test_a_cancelled_call_disturbs_no_other() -> None:
             await asyncio.sleep(0)
             leaves.cancel()
             first.cancel()
-            trie.open.set()
+            trie.release()
             assert await asyncio.gather(first, leaves, return_exceptions=True) != []
             assert first.cancelled()
             assert leaves.cancelled()
@@ -127,10 +124,10 @@ def test_the_event_loop_runs_while_the_trie_works() -> None:
 
     async def ask() -> float:
         async with AsyncTokenCharacterTrie(trie) as front:
-            trie.open.clear()
+            trie.hold()
             call = asyncio.create_task(front.weight_sum(np.ones(3)))
             await entered(trie)
-            trie.open.set()  # runs only because the loop is free
+            trie.release()  # runs only because the loop is free
             return (await call)[-1]
 
     assert asyncio.run(ask()) == 3
@@ -143,7 +140,7 @@ def test_ending_fails_who_waits_and_a_later_call_starts_afresh(end) -> None:
     async def ask() -> float:
         front = AsyncTokenCharacterTrie(trie)
         front.start()
-        trie.open.clear()
+        trie.hold()
         call = asyncio.create_task(front.weight_sum(np.ones(3)))
         await entered(trie)
         ending = asyncio.create_task(
@@ -151,7 +148,7 @@ def test_ending_fails_who_waits_and_a_later_call_starts_afresh(end) -> None:
         )
         with pytest.raises(EngineClosedError):
             await call
-        trie.open.set()
+        trie.release()
         await ending
         await front.cleanup()
         again = await front.weight_sum(np.ones(3))

@@ -5,12 +5,12 @@ The engine inside does all the work and is called exactly as before.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from genlm import BatchEngine, Capability, Completion, Engine, Query, Vocabulary
 from genlm.testing.failure import NeverEnded
+from genlm.testing.turnstile import Turnstile
 
 __all__ = ["Injected", "Probe"]
 
@@ -19,10 +19,10 @@ class Injected(Exception):
     """The exception that a check puts into an engine."""
 
 
-class Probe:
+class Probe(Turnstile):
     """Passes everything on to an engine; can hold its steps and make it fail.
 
-    Use as `watch` of `EngineTarget.load`, once.
+    Use as `watch` of `EngineTarget.load`, once. `hold` makes the engine's steps wait.
 
     Args:
         patience_s: How long a held step waits to be released.
@@ -45,6 +45,7 @@ class Probe:
     engine: Engine
 
     def __init__(self, patience_s: float = 60.0) -> None:
+        super().__init__(patience_s)
         self.submitted: list[Query] = []
         self.aborted: list[int] = []
         self.in_step: list[int] = []
@@ -53,11 +54,7 @@ class Probe:
         self.poison: Callable[[Query], bool] = lambda _query: False
         self.break_step: BaseException | None = None
         self.closed = 0
-        self._patience_s = patience_s
         self._unanswered: set[int] = set()
-        self._changed = threading.Condition()
-        self._held = False
-        self._entered = 0
 
     def __call__(self, engine: Engine) -> Probe:
         """Put the probe around an engine."""
@@ -73,22 +70,6 @@ class Probe:
     def is_batch_engine(self) -> bool:
         """Whether the engine has an `evaluate` that can be poisoned."""
         return isinstance(self.engine, BatchEngine)
-
-    def hold(self) -> None:
-        """Make every step from now on wait for `release`."""
-        self._held = True
-
-    def release(self) -> None:
-        """Let held and later steps go on."""
-        with self._changed:
-            self._held = False
-            self._changed.notify_all()
-
-    def wait_until_entered(self, count: int = 1) -> None:
-        """Block until `step` has been entered `count` times in all."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._entered >= count, self._patience_s):
-                raise NeverEnded(f"waiting for step {count} of the engine", self._patience_s)
 
     def wait_until_stepped(self, count: int = 1) -> None:
         """Block until `step` has ended `count` times in all."""
@@ -110,10 +91,7 @@ class Probe:
 
     def step(self) -> Iterable[Completion]:
         """Step the engine, when the check lets it."""
-        with self._changed:
-            self._entered += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._held, self._patience_s)
+        self.enter()
         if self.break_step is not None:
             error, self.break_step = self.break_step, None
             raise error

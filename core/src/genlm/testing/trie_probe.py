@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from genlm.testing.failure import NeverEnded
+from genlm.testing.turnstile import Turnstile
 
 __all__ = ["TrieProbe"]
 
 
-class TrieProbe:
-    """Passes everything on to a trie; can hold its reductions.
+class TrieProbe(Turnstile):
+    """Passes everything on to a trie; `hold` makes its reductions wait.
 
     Args:
         trie: The trie inside, which does all the work.
@@ -24,11 +23,9 @@ class TrieProbe:
     """
 
     def __init__(self, trie: Any, patience_s: float) -> None:
+        super().__init__(patience_s)
         self.reductions: list[tuple[str, int]] = []
         self._trie = trie
-        self._patience_s = patience_s
-        self._changed = threading.Condition()
-        self._held = False
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trie, name)
@@ -39,29 +36,7 @@ class TrieProbe:
     def __len__(self) -> int:
         return len(self._trie)
 
-    def hold(self) -> None:
-        """Make every reduction from now on wait for `release`."""
-        self._held = True
-
-    def release(self) -> None:
-        """Let held and later reductions go on."""
-        with self._changed:
-            self._held = False
-            self._changed.notify_all()
-
-    def wait_until_begun(self, count: int) -> None:
-        """Block until `count` reductions have begun in all."""
-        with self._changed:
-            begun = functools.partial(self._has_begun, count)
-            if not self._changed.wait_for(begun, self._patience_s):
-                raise NeverEnded(f"waiting for reduction {count} to begin", self._patience_s)
-
-    def _has_begun(self, count: int) -> bool:
-        return len(self.reductions) >= count
-
     def _reduced(self, name: str, reduce: Callable[..., Any], ws: Any, **options: Any) -> Any:
-        with self._changed:
-            self.reductions.append((name, len(ws) if name.startswith("batch_") else 1))
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._held, self._patience_s)
+        self.reductions.append((name, len(ws) if name.startswith("batch_") else 1))
+        self.enter()
         return reduce(ws, **options)

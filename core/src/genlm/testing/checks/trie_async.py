@@ -38,7 +38,7 @@ class _Stage:
         """Start a call that stays in the trie until the probe is released."""
         self.probe.hold()
         task = self.ask(ws)
-        await on_thread(self.probe.wait_until_begun, len(self.probe.reductions) + 1)
+        await on_thread(self.probe.wait_until_entered, len(self.probe.reductions) + 1)
         return task
 
     def check(self, values: Any, ws: Any, operation: str = "sum", **example: Any) -> None:

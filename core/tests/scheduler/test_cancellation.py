@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 
 import pytest
 import torch
@@ -129,3 +131,22 @@ def test_many_callers_cancelled_at_random_leave_the_rest_right(start):
 
     run_strictly(main())
     assert llm.statistics().pending == 0
+
+
+def test_ctrl_c_drops_the_request_and_the_model_works_on(start):
+    llm, engine = start()
+    engine.hold()
+
+    def press():
+        engine.wait_until_entered()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.next_token_logprobs_sync([1])
+    pressing.join()
+    assert llm.statistics().abandoned == 1
+    assert llm.statistics().pending == 0
+    engine.release()
+    torch.testing.assert_close(llm.next_token_logprobs_sync([2]), oracle_row([2], None, 16))

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
@@ -38,6 +38,7 @@ from genlm.core.validation import (
 from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
+    from genlm.core.engine import LoraEngine, PrefixCacheEngine
     from genlm.core.validation import TokenIds
 
 __all__ = ["AsyncLM"]
@@ -251,7 +252,9 @@ class AsyncLM:
     ) -> torch.Tensor:
         """Score the next token and wait; for threads and programs without an event loop.
 
-        Also works inside a running event loop, which it blocks until the answer.
+        Also works inside a running event loop, which it blocks until the answer. Ctrl-C
+        ends the wait at once and drops the request; a step that has begun is not
+        interrupted, so the next request waits for its end.
         """
         return self.batch_next_token_logprobs_sync([token_ids], lora_name=lora_name)[0]
 
@@ -368,10 +371,10 @@ class AsyncLM:
         path = os.fsdecode(lora_path)
         folder = os.path.realpath(path)
 
-        def load(engine: Any) -> None:  # on the engine's thread, so one at a time
+        def load(engine: Engine) -> None:  # on the engine's thread, so one at a time
             known = self._adapters.get(lora_name)
             if known is None:
-                engine.add_adapter(lora_name, path)
+                cast("LoraEngine", engine).add_adapter(lora_name, path)
                 self._adapters[lora_name] = folder
             elif known != folder:
                 raise AdapterError(
@@ -421,7 +424,9 @@ class AsyncLM:
         self._require(Capability.PREFIX_CACHE)
         query, _ = self._asked(prompt, lora_name)
         self._scheduler.run(
-            lambda engine: engine.cache_prefix(query.token_ids, query.adapter)  # type: ignore[attr-defined]
+            lambda engine: cast("PrefixCacheEngine", engine).cache_prefix(
+                query.token_ids, query.adapter
+            )
         )
 
     def clear_kv_cache(self) -> None:
@@ -431,7 +436,9 @@ class AsyncLM:
             UnsupportedCapability: The engine keeps no prefixes.
         """
         self._require(Capability.PREFIX_CACHE)
-        self._scheduler.run(lambda engine: engine.clear_prefix_cache())  # type: ignore[attr-defined]
+        self._scheduler.run(
+            lambda engine: cast("PrefixCacheEngine", engine).clear_prefix_cache()
+        )
 
     def clear_cache(self) -> None:
         """Forget this model's rows in the output cache. Answers do not change."""

@@ -54,9 +54,8 @@ class ByteReader:
         mass = np.zeros(257)
         for way in self._ways:
             below = self.trie.child_prefixes(way.node)
-            mass[self.trie.child_letters(way.node)] += way.weight * self.trie.partial_sum(
-                way.row, below
-            )
+            sums = self.trie.partial_sum(way.row, below)
+            mass[self.trie.child_letters(way.node)] += way.weight * sums
         return mass / mass.sum()
 
     async def read(self, text: bytes) -> None:
@@ -71,7 +70,7 @@ class ByteReader:
             await self._keep(ways)
 
     def _at(self, node: int, way: Way) -> list[Way]:
-        """The ways that a way splits into at a node: on with this token, or it is complete."""
+        """Go on to a node: within the token begun, and by each token that is complete there."""
         begun = self.trie.partial_sum(way.row, self.trie.child_prefixes(node)).sum()
         ways = [replace(way, node=node, mass=way.weight * begun)]
         for token in self.trie.tokens_at(node):

@@ -1,13 +1,12 @@
-"""Models spread over devices, as far as a CPU can show it.
+"""Models on accelerators and spread over several, as far as a CPU can show it.
 
-The second of two devices is "meta", on which torch computes nothing, but refuses to store
-keys under indices of another device, or to mask scores and join tensors across devices. So
-keys, values, indices and masks are seen to meet only where they should. The numbers are those
-of one device, which other tests compare.
+The accelerators are those of `pretend_device`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,16 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from genlm import Capability, UnsupportedCapability, Vocabulary
+from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
 from genlm_hf.engine import HFEngine
-from genlm_hf.gathered.forward import GatheredForward, read_cache
 from genlm_hf.kv import storage
-from genlm_hf.kv.batch import Computing, TreeBatch
-from genlm_hf.kv.storage import KVStorage, LayerShape, default_budget_bytes
-from genlm_hf.kv.tree import PrefixTree
-from genlm_hf.packed.forward import PackedForward
-from genlm_hf.packed.layout import AttentionLayout, read_layout
-from genlm_hf.tiers.tier import ServedModel
+from genlm_hf.kv.storage import LayerShape, default_budget_bytes
 
 from .families import FAMILIES
-from .population import Oracle
-from .tiny import WIDTH, answers, build_model, ids_of_lengths
-
-FIRST, SECOND = torch.device("cpu"), torch.device("meta")
+from .population import Oracle, particles, used
+from .pretend_device import FIRST, SECOND, Pretence, moved
+from .test_adapters import make_adapter
+from .tiny import alone, answers, build_model, ids_of_lengths
 
 
 def on_disk(*names: str) -> dict[str, str]:
@@ -77,73 +70,99 @@ def test_a_model_with_offloaded_layers_takes_no_adapters(
 def spread_out(model: Any) -> Any:
     """Put all after the first of two layers on the second device, as accelerate would."""
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-    add_hook_to_module(layers[0], AlignDevicesHook(FIRST))
     children = dict(model.base_model.named_children())
     norm = [child for name, child in children.items() if name.startswith(("norm", "ln"))][-1]
+    moved(model, FIRST)
+    add_hook_to_module(model, AlignDevicesHook(FIRST, io_same_device=True))
+    add_hook_to_module(layers[0], AlignDevicesHook(FIRST))
     for module in (layers[1], norm, model.get_output_embeddings()):
-        add_hook_to_module(module.to(SECOND), AlignDevicesHook(SECOND))
+        add_hook_to_module(moved(module, SECOND), AlignDevicesHook(SECOND))
     return model
 
 
-def check_passes(computing: Computing, storage: KVStorage) -> None:
-    """Run a prompt, a fork with rows and a run, and what is known already."""
-    tree = PrefixTree(storage.capacity)
-    prompt = tuple(range(3, 23))
-    forks = [(*prompt, i) for i in range(5)]
-    longer = [(*prompt, 7, *range(30, 42)), (*prompt[:4], 9, 8), prompt]
-    for sequences in ([prompt], forks, longer, forks):
-        slots = [tree.insert(None, ids) for ids in sequences]
-        computed = computing.compute(TreeBatch(tree, None, sequences, slots), storage)
-        tree.commit()
-        assert computed.logits.shape == (len(sequences), WIDTH)
-        assert computed.logits.device == SECOND
-    devices = [{keys.device, values.device} for keys, values in storage._tensors]
-    assert devices == [{FIRST}, {SECOND}]
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral with a short window", "granite_swa"])
-def test_the_packed_pass_keeps_each_layer_on_its_device(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [
+        ("llama", "packed"),
+        ("llama", "gathered"),
+        ("llama", "padded"),
+        ("mistral with a short window", "packed"),
+        ("granite_swa", "packed"),
+        ("gptj", "gathered"),
+        ("bloom", "gathered"),
+    ],
+)
+@pytest.mark.parametrize("spread", [False, True], ids=["one", "two"])
+def test_accelerators_change_no_row(
+    name: str, tier: str, tokenizer: Any, *, spread: bool
+) -> None:
     model_type, settings = FAMILIES[name]
-    model = build_model(model_type, **settings)
-    ids = torch.tensor([[3, 4, 5]])
-    layers = dict(read_layout(model, lambda: model(ids, use_cache=False))._layers)
-    for module, layer in layers.items():  # "meta" cannot show which mask it was given
-        shape = replace(layer.shape, device=(FIRST, SECOND)[layer.index])
-        layers[module] = replace(layer, shape=shape)
-    computing = PackedForward(spread_out(model), AttentionLayout(model, layers), FIRST)
-    check_passes(computing, KVStorage(computing.shapes, 100_000))
+    model = build_model(model_type, tie_word_embeddings=False, **settings)
+    oracle = Oracle(model)
+    with Pretence():
+        model = spread_out(model) if spread else moved(model, SECOND)
+        engine = HFEngine.from_model(model, tokenizer, tier=tier, kv_budget_bytes=10_000)
+        random.seed(0)
+        for step in particles(6, 4, ids_of_lengths(9)[0]):
+            rows = answers(engine, step)
+            assert {row.device for row in rows} == {FIRST if spread else SECOND}
+            assert oracle.largest_error(step, [row.cpu() for row in rows]) <= 1e-5
+    if tier != "padded":
+        assert used(engine, "tokens_evicted") > 0
+        devices = [
+            {keys.device, values.device} for keys, values in engine._tier._storage._tensors
+        ]
+        assert devices == [{FIRST if spread else SECOND}, {SECOND}]
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj", "bloom"])
-def test_the_gathered_pass_keeps_each_layer_on_its_device(name: str, tokenizer: Any) -> None:
-    model_type, settings = FAMILIES[name]
-    served = ServedModel(
-        model=spread_out(build_model(model_type, **settings)),
-        vocabulary=Vocabulary.from_tokenizer(tokenizer),
-        device=FIRST,
-        embedding_rows=WIDTH,
-        pad_id=0,
-        max_context=64,
-        max_tokens=1000,
-        max_rows=1000,
-    )
-    shapes = read_cache(served, 3)
-    check_passes(GatheredForward(served, shapes), KVStorage(shapes, 100_000))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["lm_head", "v_proj"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    ],
+    ids=["layers", "head", "embedding", "replaced"],
+)
+def test_adapters_follow_the_layers_of_each_accelerator(
+    llama: Any, tokenizer: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    models = {None: Oracle(llama)._model, "red": make_adapter(llama, tmp_path, 2, **settings)}
+    requests = [(ids, name) for ids in ids_of_lengths(9, 1, 23) for name in models]
+    with Pretence():
+        engine = HFEngine.from_model(spread_out(llama), tokenizer)
+        engine.add_adapter("red", str(tmp_path))
+        rows = answers(engine, requests)
+        for (ids, name), row in zip(requests, rows, strict=True):
+            assert (row.cpu() - alone(models[name], ids)).abs().max() <= 1e-5
 
 
-def test_masks_are_known_again_when_a_layer_gets_a_copy(tokenizer: Any) -> None:
-    model_type, settings = FAMILIES["mistral with a short window"]
-    model = build_model(model_type, **settings)
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_rows_stay_on_the_accelerator_from_engine_and_cache(
+    llama: Any, tokenizer: Any, *, on_cpu: bool
+) -> None:
+    oracle = Oracle(llama)
 
-    def copy_mask(_: Any, args: Any, kwargs: Any) -> Any:  # as from one GPU to another
-        if kwargs["attention_mask"] is not None:
-            kwargs["attention_mask"] = kwargs["attention_mask"].clone()
-        return args, kwargs
+    def build() -> HFEngine:
+        Pretence().__enter__()  # on the engine's thread, for as long as it lives
+        return HFEngine.from_model(moved(llama, SECOND), tokenizer)
 
-    model.model.layers[1].register_forward_pre_hook(copy_mask, with_kwargs=True)
-    engine = HFEngine.from_model(model, tokenizer)
-    assert engine.statistics()["tier"] == "packed"
-    assert [layer.window for layer in engine._tier._computing._layout.layers] == [4, 4]
+    sequences = ids_of_lengths(9, 1, 23)
+    cache = OutputCache(100, move_to_cpu=on_cpu)
+    with AsyncLM(build, output_cache=cache) as llm:
+        with Pretence():
+            for _ in range(2):
+                rows = llm.batch_next_token_logprobs_sync(sequences)
+                assert rows.device == SECOND
+                assert oracle.largest_error(sequences, list(rows.cpu())) <= 1e-5
+                rows.zero_()
+            drawn = asyncio.run(llm.sample(sequences[0], 5, temperature=0))
+        assert llm.statistics().cache_hits >= len(sequences)
+    expected = list(sequences[0])
+    for _ in range(5):
+        expected.append(int(alone(oracle._model, expected).argmax()))
+    assert drawn == expected[-5:]
 
 
 def test_the_default_budget_fits_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""Accelerators that the CPU pretends to have: real numbers, and no operation across devices.
+
+A tensor of theirs says that it is on such a device, refuses what CUDA refuses (numpy, tensors
+of other devices beside it, indices and scalars excepted) and computes on the CPU. `PRETENCE`
+does the same for operations that make tensors from a device's name.
+
+Memory that was not written yet is NaN.
+
+What it cannot show: kernels and their rounding, streams, memory that runs out, and all that
+is done for the name "cuda" alone.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["FIRST", "SECOND", "Pretence", "moved"]
+
+_KIND = "privateuseone"  # the name that torch reserves for devices that it does not know
+_CPU = torch.device("cpu")
+FIRST, SECOND = torch.device(_KIND, 0), torch.device(_KIND, 1)
+
+_MOVES = {"aten::to", "aten::_to_copy", "aten::copy_"}
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor on a device that does not exist; `here` holds its numbers."""
+
+    here: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, here: torch.Tensor, device: torch.device) -> Self:
+        with torch.inference_mode(False):  # torch gives no views of other wrappers
+            made = torch.Tensor._make_wrapper_subclass(
+                cls,
+                here.shape,
+                strides=here.stride(),
+                storage_offset=here.storage_offset(),
+                dtype=here.dtype,
+                device=device,
+            )
+        made.here = here
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
+        return _run(operation, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"{self.here!r} on {self.device}"
+
+    def tolist(self) -> Any:
+        """Return the numbers."""
+        return self.here.tolist()
+
+
+class Pretence(TorchDispatchMode):
+    """While it is entered, on one thread, the devices exist there."""
+
+    def __enter__(self) -> Self:
+        torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor() bypasses the mode
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(False)
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
+        return _run(operation, args, kwargs or {})
+
+
+def moved(module: Any, device: torch.device) -> Any:
+    """Move a module's parameters and buffers to a device; returns the module."""
+    for part in module.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            setattr(part, name, torch.nn.Parameter(weight.detach().to(device), False))
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+    return module
+
+
+def _run(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Do an operation on the CPU and put what it returns where a device would have it."""
+    leaves = tree_leaves((args, kwargs))
+    given = {id(x.here): x for x in leaves if isinstance(x, _Elsewhere)}
+    name = operation._schema.name
+    if name not in _MOVES:
+        _refuse_mixture(name, leaves, tree_leaves(args[1]) if name in _INDEXING else [])
+    named = [x for x in leaves if isinstance(x, torch.device)]
+    elsewhere = [x.device for x in given.values()]
+    device = args[0].device if name == "aten::copy_" else [*named, *elsewhere, _CPU][0]
+
+    def from_cpu(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or device == _CPU:
+            return x
+        known = given.get(id(x))
+        return known if known is not None and known.device == device else _Elsewhere(x, device)
+
+    result = operation(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if name in _MOVES and args[0].device != device:
+        result = result.clone()
+    if "empty" in name and result.is_floating_point():
+        result.fill_(torch.nan)
+    return tree_map(from_cpu, result)
+
+
+def _to_cpu(x: Any) -> Any:
+    if isinstance(x, _Elsewhere):
+        return x.here
+    return _CPU if isinstance(x, torch.device) else x
+
+
+def _refuse_mixture(name: str, leaves: list[Any], indices: list[Any]) -> None:
+    devices = {x.device for x in leaves if isinstance(x, _Elsewhere)}
+    others = [x for x in leaves if isinstance(x, torch.Tensor) and x.device == _CPU and x.ndim]
+    if devices:
+        devices |= {x.device for x in others if all(x is not index for index in indices)}
+    if len(devices) > 1:
+        raise RuntimeError(f"{name} mixes {sorted(map(str, devices))}")
+
+
+class _Guard(torch._C._acc.DeviceGuard):  # without one torch indexes nothing there
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+_guard = _Guard()
+torch._C._acc.register_python_privateuseone_device_guard(_guard)
+_module = SimpleNamespace(_is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
+torch._register_device_module(_KIND, _module)

@@ -146,6 +146,13 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(name: str) -> None
     assert "there is no such folder" in refusal(Path("nowhere"))
 
 
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    message = refusal(tmp_path / "weights.gguf")
+    assert "this is a file; pass its folder" in message
+    assert "hub" not in message.rpartition("raised")[2]
+
+
 def test_an_empty_name_is_not_taken_for_the_working_directory() -> None:
     assert "folder ''; there is no such folder" in refusal("")
 
@@ -221,6 +228,7 @@ def test_quantisation_options_reach_transformers(
     [
         ({"dtype": "float33"}, "no dtype 'float33'"),
         ({"dtype": "int8"}, "no dtype 'int8'"),
+        ({"dtype": 3}, "no dtype 3"),
         ({"device": "abacus"}, "no device 'abacus'"),
         ({"device": "cpu", "hf_opts": {"device_map": "auto"}}, "either device or"),
         ({"dtype": "float32", "hf_opts": {"dtype": "float32"}}, "given twice"),
@@ -231,6 +239,11 @@ def test_options_that_make_no_sense_are_refused(
     folder: Path, options: dict[str, Any], problem: str
 ) -> None:
     assert problem in refusal(folder, ValueError, **options)
+
+
+@pytest.mark.parametrize("name", ["hf_opts", "bitsandbytes_opts"])
+def test_options_that_are_no_mapping_are_refused(folder: Path, name: str) -> None:
+    assert f"{name}='4bit'; expected a mapping" in refusal(folder, TypeError, **{name: "4bit"})
 
 
 def test_a_gpu_that_is_not_there_is_refused(

@@ -58,6 +58,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
         ModelLoadError: There is no such model, or it cannot be served.
         MissingRequirementError: It or an option needs a library that is missing.
         ValueError: Options that contradict each other or do not exist.
+        TypeError: `model` is no name, or options that are no mapping.
     """
     import transformers
 
@@ -96,6 +97,10 @@ def _demo() -> str:
 
 def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device | None]:
     """Return `from_pretrained`'s arguments, and where to move the model afterwards."""
+    for name in ("hf_opts", "bitsandbytes_opts"):
+        given = getattr(options, name)
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"{name}={given!r}; expected a mapping from names to values")
     arguments = dict(options.hf_opts or {})
     if "torch_dtype" in arguments:
         arguments.setdefault("dtype", arguments.pop("torch_dtype"))
@@ -136,7 +141,7 @@ def _dtype(dtype: str | torch.dtype | None, default: str) -> torch.dtype | str:
     wanted = default if dtype is None else dtype
     if wanted == "auto":
         return "auto"
-    found = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted, None)
+    found = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"no dtype {dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
     return found
@@ -180,6 +185,8 @@ def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _advice(source: str) -> str:
+    if Path(source).is_file():
+        return "this is a file; pass its folder, and hf_opts={'gguf_file': name} if it is GGUF"
     if Path(source).is_dir():
         found = sorted(path.name for path in Path(source).iterdir())
         shown = ", ".join(found[:_MOST_FILES_SHOWN]) or "nothing"

@@ -56,6 +56,13 @@ def test_calls_are_made_on_threads_that_keep_no_process_alive() -> None:
     loop.close()
 
 
+def test_an_error_is_raised_while_other_calls_wait_in_vain_because_of_it() -> None:
+    never = threading.Event()
+    with pytest.raises(ZeroDivisionError):
+        call_together([never.wait, lambda: 1 / 0], patience_s=10)
+    never.set()
+
+
 def test_an_error_on_a_thread_is_raised_where_it_is_awaited() -> None:
     loop = LoopThread()
 

@@ -76,14 +76,18 @@ async def _cancelled_all() -> None:
 
 
 def call_together(functions: Sequence[Callable[[], T]], patience_s: float) -> list[T]:
-    """Call functions at the same time, each on a thread of its own, and wait for all.
+    """Call functions at the same time, each on a thread of its own, until one raises.
 
     Raises:
+        BaseException: Whatever one of them raised; others may wait in vain because of it.
         NeverEnded: One took longer than `patience_s`.
-        BaseException: Whatever the first of them that raised, in order, raised.
     """
     futures = [_started(function) for function in functions]
-    _, late = concurrent.futures.wait(futures, patience_s)
+    ended, late = concurrent.futures.wait(
+        futures, patience_s, return_when=concurrent.futures.FIRST_EXCEPTION
+    )
+    for future in ended:
+        future.result()
     if late:
         function = functions[next(i for i, future in enumerate(futures) if future in late)]
         name = getattr(function, "__qualname__", repr(function))

@@ -60,6 +60,11 @@ class BackendInfo:
     target: str = ""
     conformance: str | None = None
 
+    def __repr__(self) -> str:
+        reason = f", {self.reason}" if self.reason else ""
+        kind = self.kind or "backend"
+        return f"<{kind} {self.provider} {self.version}: {self.status}{reason}>"
+
     def error(self) -> PluginError | None:
         """The error that using this backend raises, None if nothing speaks against it.
 

@@ -120,6 +120,8 @@ class OutputCache:
 
 def _nbytes(key: Hashable) -> int:
     """Memory of what is long in a key: packed token ids."""
-    if isinstance(key, tuple):
-        return sum(len(part) for part in key if isinstance(part, bytes))
-    return len(key) if isinstance(key, bytes) else 0
+    total = 0
+    for part in key if type(key) is tuple else (key,):
+        if type(part) is bytes:
+            total += len(part)
+    return total

@@ -41,7 +41,7 @@ def run_case(case: Case, profile: Profile = QUICK, seed: int = 0) -> Outcome:
         found = {"status": "failed", **_described(error)}
     if trial is not None:
         found["cases"] = {name: count for name, count in trial.cases.items() if count}
-        found["devices"] = tuple(sorted(getattr(trial, "devices", ())))
+        found["devices"] = tuple(sorted(trial.devices))
     seconds = time.perf_counter() - began
     return Outcome(id=case.id, law=case.check.law, seconds=seconds, **found)
 

@@ -13,7 +13,7 @@ import torch
 
 from genlm import Capability, EvaluationError, PrefixCacheEngine
 from genlm_hf.engine import HFEngine
-from genlm_hf.packed import attention
+from genlm_hf.packed import attention, device_plan
 
 from .families import FAMILIES, family
 from .population import Oracle, particles, unique, used
@@ -91,6 +91,23 @@ def test_scores_made_a_few_rows_at_a_time_give_the_same(
     oracle, [prompt] = Oracle(model), ids_of_lengths(40)
     for step in ([prompt], [[*prompt[:30], *prompt[:25]], *ids_of_lengths(50, 12)]):
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-5
+
+
+@pytest.mark.parametrize("limit", [1, 1500])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral with a short window", "gpt_oss", "gemma2 with capped scores"]
+)
+def test_tails_gathered_a_few_rows_at_a_time_give_the_same(
+    name: str, limit: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_plan, "_GATHERED_BYTES", limit)
+    model_type, settings = FAMILIES[name]
+    model = build_model(model_type, **settings)
+    engine = HFEngine.from_model(model, tokenizer, tier="packed")
+    oracle, sequences = Oracle(model), ids_of_lengths(20, 9, 12, 3, 7, 11, 1)
+    for _ in range(3):
+        assert oracle.largest_error(sequences, answers(engine, sequences)) <= 1e-5
+        sequences = [[*ids, 5] for ids in sequences]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ transformers' caches or masks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +113,7 @@ def _packed_attention(  # noqa: PLR0917 - as transformers calls it
         part = query[0, :, first : first + run.length]
         parts.append(_run(part, keys, values, run=run, how=how))
         first += run.length
-    output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return output.transpose(0, 1)[None].contiguous(), None
+    return _joined(parts).transpose(0, 1)[None].contiguous(), None
 
 
 def _rows(
@@ -129,18 +128,20 @@ def _rows(
 
     One softmax covers both, in float32.
     """
-    heads, (count, trunk, tail) = keys.shape[0], group.shape
+    heads, count, trunk = keys.shape[0], group.count, group.trunk_length
     per_head = query.shape[0] // heads
     grouped = query.view(heads, per_head, count, -1).transpose(1, 2) * how.scale
-    tail_keys = keys.index_select(1, group.tails).view(heads, count, tail, -1)
-    tail_values = values.index_select(1, group.tails).view(heads, count, tail, -1)
-    scores = torch.matmul(grouped, tail_keys.transpose(2, 3))
+    scores = _joined(
+        [grouped[:, rows] @ tails.transpose(2, 3) for rows, tails in group.tails_of(keys)]
+    )
     if trunk:
         flat = grouped.reshape(heads, count * per_head, -1)
         shared = torch.bmm(flat, group.trunk_of(keys).transpose(1, 2))
         scores = torch.cat([shared.view(heads, count, per_head, trunk), scores], dim=-1)
     weights = _weights(scores, group.hidden(how.window), how).to(query.dtype)
-    output = torch.matmul(weights[..., trunk:], tail_values)
+    output = _joined(
+        [weights[:, rows, :, trunk:] @ tails for rows, tails in group.tails_of(values)]
+    )
     if trunk:
         flat = weights[..., :trunk].reshape(heads, count * per_head, trunk)
         output = output + torch.bmm(flat, group.trunk_of(values)).view(output.shape)
@@ -183,7 +184,7 @@ def _run(
             enable_gqa=shared_heads,
         )
         parts.append(part[0])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return _joined(parts)
 
 
 def _unusual_run(
@@ -210,7 +211,12 @@ def _unusual_run(
         weights = _weights(scores, hidden, how).to(query.dtype)
         found = torch.bmm(weights.view(heads, count * per_head, seen), own_values)
         parts.append(found.view(heads, count, per_head, -1))
-    return torch.cat(parts, dim=1).transpose(1, 2).reshape(query.shape[0], run.length, -1)
+    return _joined(parts).transpose(1, 2).reshape(query.shape[0], run.length, -1)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put parts one after the other along the second dimension."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
 
 
 def _weights(scores: torch.Tensor, hidden: torch.Tensor | None, how: _How) -> torch.Tensor:

@@ -5,6 +5,8 @@ A model spread over several devices has one of these for each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -13,6 +15,10 @@ from genlm_hf.packed.plan import PackedPlan, Run
 from genlm_hf.packed.rows import RowGroup
 
 __all__ = ["DeviceGroup", "DevicePlan", "DeviceRun"]
+
+# Most bytes of tails gathered at once on a CPU, so that they are read from its cache. More is
+# slower, and tensors beyond 32 MiB, for which the system makes new pages each time, 3 times.
+_GATHERED_BYTES = 2**20
 
 
 class DevicePlan:
@@ -29,11 +35,11 @@ class DeviceGroup:
 
     def __init__(self, group: RowGroup, device: torch.device) -> None:
         positions = np.array([row.position for row in group.rows], np.int64)
-        self.count, tail = group.tails.shape
-        self.shape = (self.count, len(group.trunk), tail)
-        self.tails = torch.from_numpy(group.tails.reshape(-1)).to(device)
+        self.count, self._tail = group.tails.shape
+        self.trunk_length = len(group.trunk)
+        self._tails = torch.from_numpy(group.tails.reshape(-1)).to(device)
         self._trunk = _Slots(group.trunk, device)
-        self._ragged = int(positions.min()) + 1 < len(group.trunk) + tail
+        self._ragged = int(positions.min()) + 1 < self.trunk_length + self._tail
         self._longest = int(positions.max()) + 1
         self._positions = torch.from_numpy(positions).to(device)
         self._hidden: dict[int | None, torch.Tensor | None] = {}
@@ -41,6 +47,18 @@ class DeviceGroup:
     def trunk_of(self, states: torch.Tensor) -> torch.Tensor:
         """Return the trunk's keys or values, `(heads, trunk, width)`."""
         return self._trunk.of(states)
+
+    def tails_of(self, states: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows and their tails' keys or values, `(heads, rows, tail, width)`."""
+        heads, _, width = states.shape
+        rows = self.count
+        if states.device.type == "cpu":
+            row_bytes = heads * self._tail * width * states.itemsize
+            rows = max(1, min(rows, _GATHERED_BYTES // row_bytes))
+        for first in range(0, self.count, rows):
+            slots = self._tails[first * self._tail : (first + rows) * self._tail]
+            tails = states.index_select(1, slots)
+            yield slice(first, first + rows), tails.view(heads, -1, self._tail, width)
 
     def hidden(self, window: int | None) -> torch.Tensor | None:
         """Return which of trunk and tail a row must not see, `(rows, trunk + tail)`.
@@ -56,8 +74,7 @@ class DeviceGroup:
             window = None
         if not self._ragged and window is None:
             return None
-        _, trunk, tail = self.shape
-        key = torch.arange(trunk + tail, device=self._positions.device)
+        key = torch.arange(self.trunk_length + self._tail, device=self._positions.device)
         hidden = key > self._positions[:, None]
         if window is not None:
             hidden |= key <= self._positions[:, None] - window

@@ -1,4 +1,4 @@
-"""Launching the kernels: five for a group of rows, six above 262,144 tokens.
+"""Launching the kernels: five for a group of rows, six above 16,384 tokens.
 
 For each group of up to 32 rows the weights are read once, and every node is written
 once. In between, values go through slots (see `plan`); one group's slots are reused by

@@ -24,8 +24,9 @@ from genlm import TrieLayout
 
 __all__ = ["BLOCK", "ROWS_AT_ONCE", "Indices", "Stage", "TreePlan"]
 
-BLOCK = 512
-"""Entries below one tree of a stage; two stages suffice for 262,144 tokens."""
+BLOCK = 128
+"""Entries below one tree of a stage; three stages suffice for two million tokens. A kernel
+for float32 trees over 512 needs more registers than a thread of an NVIDIA GPU can have."""
 
 ROWS_AT_ONCE = 32
 """Rows that share one reading of the indices; a slot of as many float32 is a cache line."""

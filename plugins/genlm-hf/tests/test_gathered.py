@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from genlm import ModelLoadError, Query
 from genlm_hf.engine import HFEngine
+from genlm_hf.gathered import cache
 from genlm_hf.gathered.plan import (
     GatherLimits,
     Segment,
@@ -189,3 +190,17 @@ def test_models_with_other_caches_are_not_gathered(tokenizer: Any) -> None:
         model = build_model(model_type, **options)
         with pytest.raises(ModelLoadError, match=reason):
             HFEngine.from_model(model, tokenizer, tier="gathered")
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom", "falcon with grouped heads"])
+def test_layers_that_share_memory_for_their_pasts_give_the_same(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_LARGE", 0)
+    model_type, settings = FAMILIES[name]
+    model = build_model(model_type, **settings)
+    engine = HFEngine.from_model(model, tokenizer, tier="gathered")
+    oracle, sequences = Oracle(model), ids_of_lengths(20, 9, 3, 1)
+    for _ in range(3):
+        assert oracle.largest_error(sequences, answers(engine, sequences)) <= 1e-5
+        sequences = [[*ids, 5] for ids in sequences]

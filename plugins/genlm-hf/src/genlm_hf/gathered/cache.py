@@ -7,6 +7,7 @@ from the slots. And the recorder that finds out what a model hands over.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from genlm_hf.gathered.plan import SegmentBatch
 from genlm_hf.kv.storage import KVStorage, LayerShape
 
 __all__ = ["RecordingCache", "SlotCache"]
+
+# For CPU tensors of more bytes C's allocator has new pages made each time, which takes
+# longer than filling them.
+_LARGE = 2**25
 
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
@@ -27,11 +32,10 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
     """
 
     def __init__(self, storage: KVStorage, batch: SegmentBatch) -> None:
-        indices = _Indices(batch)
+        slots = _Slots(batch)
         super().__init__(
             layers=[
-                _SlotLayer(batch.past, layer, storage, indices)
-                for layer in range(storage.layers)
+                _SlotLayer(batch.past, layer, storage, slots) for layer in range(storage.layers)
             ]
         )
 
@@ -39,10 +43,10 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """A layer that sees all of its past, padding included."""
 
-    def __init__(self, past: int, index: int, storage: KVStorage, indices: _Indices) -> None:
+    def __init__(self, past: int, index: int, storage: KVStorage, slots: _Slots) -> None:
         super().__init__()
         self._length = past
-        self._index, self._storage, self._indices = index, storage, indices
+        self._index, self._storage, self._slots = index, storage, slots
 
     def get_seq_length(self) -> int:
         """Return how many tokens it holds."""
@@ -55,16 +59,11 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         self._length += key_states.shape[2]
         keys, values = self._storage.write(
             self._index,
-            self._indices.writes(key_states.device),
+            self._slots.writes(key_states.device),
             _by_head(key_states),
             _by_head(value_states),
         )
-        return self._gathered(keys), self._gathered(values)
-
-    def _gathered(self, states: torch.Tensor) -> torch.Tensor:
-        index = self._indices.reads(states)
-        found = states.flatten(0, 1).index_select(0, index.reshape(-1))
-        return found.view(*index.shape, states.shape[2])
+        return self._slots.gathered("keys", keys), self._slots.gathered("values", values)
 
 
 def _by_head(states: torch.Tensor) -> torch.Tensor:
@@ -72,13 +71,14 @@ def _by_head(states: torch.Tensor) -> torch.Tensor:
     return states.transpose(0, 1).flatten(1, 2)
 
 
-class _Indices:
+class _Slots:
     """A batch's slots as tensors, made once for each device and number of heads."""
 
     def __init__(self, batch: SegmentBatch) -> None:
         self._batch = batch
         self._writes: dict[torch.device, torch.Tensor] = {}
         self._reads: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._gathered: dict[Hashable, torch.Tensor] = {}
 
     def writes(self, device: torch.device) -> torch.Tensor:
         """Return the slots of new tokens, segment by segment."""
@@ -86,12 +86,26 @@ class _Indices:
             self._writes[device] = torch.from_numpy(self._batch.writes.reshape(-1)).to(device)
         return self._writes[device]
 
-    def reads(self, states: torch.Tensor) -> torch.Tensor:
-        """Return where in `states.flatten(0, 1)` the past lies, (segments, heads, all).
+    def gathered(self, what: str, states: torch.Tensor) -> torch.Tensor:
+        """Return the past of every sequence, `(segments, heads, all, width)`.
+
+        If it is large, the next layer's replaces it in memory.
 
         Args:
-            states: Keys or values of a layer, `(heads, slots, width)`.
+            what: Whether keys or values.
+            states: Those of a layer, `(heads, slots, width)`.
         """
+        index = self._read(states)
+        key = (what, states.device, states.dtype, states.shape)
+        found = torch.index_select(
+            states.flatten(0, 1), 0, index.reshape(-1), out=self._gathered.get(key)
+        )
+        if found.nbytes > _LARGE:
+            self._gathered[key] = found
+        return found.view(*index.shape, states.shape[2])
+
+    def _read(self, states: torch.Tensor) -> torch.Tensor:
+        """Return where in `states.flatten(0, 1)` the past lies, (segments, heads, all)."""
         heads, slots, _ = states.shape
         key = (states.device, heads)
         if key not in self._reads:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -23,6 +24,7 @@ from genlm import (
     Vocabulary,
 )
 from genlm_hf.adapters import Adapters
+from genlm_hf.forward import current_device
 from genlm_hf.limits import (
     context_window,
     embedding_rows,
@@ -51,7 +53,8 @@ class HFEngine(BatchEngine):
 
     Args:
         model: `"demo"` (a small packaged model), a folder, or a hub id.
-        device: For example `"cpu"`, `"cuda:1"`; by default CUDA if there is any.
+        device: For example `"cpu"`, `"cuda:1"`; by default the first CUDA device if there
+            is any.
         dtype: A torch dtype, its name, or `"auto"` for the checkpoint's own. By
             default float32 on the CPU and `"auto"` elsewhere.
         hf_opts: Further arguments of transformers' `from_pretrained`, such as
@@ -152,7 +155,8 @@ class HFEngine(BatchEngine):
         )
         self._served = served
         self._prepacked = PrepackedWeights(model.modules() if options.prepack else ())
-        self._choice = choose_tier(served, options)
+        with current_device(served.device):
+            self._choice = choose_tier(served, options)
         self._tier = self._choice.tier
         self._tokens_asked = 0
         self.capabilities, self.capability_hints = self._abilities()
@@ -222,8 +226,18 @@ class HFEngine(BatchEngine):
         return rows
 
     def _rows(self, adapter: str | None, queries: Sequence[Query]) -> torch.Tensor:
-        with self._adapters.at_work(adapter), self._prepacked.at_work():
+        with self._at_work(adapter):
             return self._tier.rows(adapter, [query.token_ids for query in queries])
+
+    @contextmanager
+    def _at_work(self, adapter: str | None) -> Iterator[None]:
+        """Let forward passes here be those of an adapter, read what is prepacked."""
+        with (
+            current_device(self._served.device),
+            self._adapters.at_work(adapter),
+            self._prepacked.at_work(),
+        ):
+            yield
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix and keep it until `clear_prefix_cache`.
@@ -236,7 +250,7 @@ class HFEngine(BatchEngine):
         if not isinstance(self._tier, PrefixTier):
             raise self._cannot(Capability.PREFIX_CACHE)
         self._check(token_ids, adapter)
-        with self._adapters.at_work(adapter), self._prepacked.at_work():
+        with self._at_work(adapter):
             self._tier.keep(adapter, tuple(token_ids))
 
     def clear_prefix_cache(self) -> None:

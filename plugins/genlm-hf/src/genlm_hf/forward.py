@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["evaluation_mode", "head_sees", "next_logits"]
+__all__ = ["current_device", "evaluation_mode", "head_sees", "next_logits"]
 
 
 def next_logits(
@@ -114,3 +114,8 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Let this thread launch kernels on `device` where a library does not say on which."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

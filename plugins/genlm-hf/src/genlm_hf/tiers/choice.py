@@ -46,10 +46,12 @@ class ServeOptions:
     prepack: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_tokens_per_batch < 1:
-            raise ValueError(f"max_tokens_per_batch={self.max_tokens_per_batch}; at least 1")
-        if self.kv_budget_bytes is not None and self.kv_budget_bytes < 0:
-            raise ValueError(f"kv_budget_bytes={self.kv_budget_bytes}; at least 0")
+        most = self.max_tokens_per_batch
+        if not (isinstance(most, int) and most >= 1):
+            raise ValueError(f"max_tokens_per_batch={most!r}; a whole number, at least 1")
+        budget = self.kv_budget_bytes
+        if budget is not None and not (isinstance(budget, int) and budget >= 0):
+            raise ValueError(f"kv_budget_bytes={budget!r}; a whole number of bytes, at least 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,14 @@ STYLES = {
 
 
 def ratios() -> dict[str, float]:
-    """The last ratio to lockstep of every row ever stored."""
-    found = {}
-    for line in RESULTS.read_text().splitlines():
-        for row, figures in json.loads(line)["rows"].items():
-            found[row] = figures["ratio"]
-    return found
+    """The last ratio to lockstep of every row stored, of runs with one of torch's threads."""
+    runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return {
+        row: figures["ratio"]
+        for run in runs
+        if run["omp_num_threads"] == "1"
+        for row, figures in run["rows"].items()
+    }
 
 
 def line_of(found: dict[str, float], prompt: int, contestant: str) -> list[tuple[int, float]]:

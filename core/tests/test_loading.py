@@ -114,9 +114,20 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(
     wrong = next(name for name in options if name != "vocab_size")
     with pytest.raises(TypeError) as refused:
         load_model("a-model", "strict", **options)
-    message = f"backend 'strict' takes no option {wrong!r}. It takes: vocab_size, poison"
+    message = (
+        f"backend 'strict' takes no option {wrong!r}. It takes: vocab_size, poison. "
+        f"On any backend: output_cache, max_batch_size, max_wait_s, max_pending"
+    )
     assert str(refused.value) == message
     assert_no_thread_is_left()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("poisen", "poison"), ("max_pendng", "max_pending")]
+)
+def test_a_misspelt_option_is_recognised(written: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"Did you mean '{meant}'\?$"):
+        load_model("a-model", "strict", **{written: 3})
 
 
 def test_all_unknown_options_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable
@@ -71,7 +72,10 @@ def _check_options(build: Callable[..., Any], backend: str, options: dict[str, A
     known = [parameter.name for parameter in parameters]
     unknown = [option for option in options if option not in known]
     if unknown:
+        own = list(inspect.signature(load_model).parameters)[2:-1]
+        close = difflib.get_close_matches(unknown[0], [*known, *own], 1)
         raise TypeError(
             f"backend {backend!r} takes no option {', '.join(map(repr, unknown))}. "
-            f"It takes: {', '.join(known) or 'none'}"
+            f"It takes: {', '.join(known) or 'none'}. On any backend: {', '.join(own)}"
+            + "".join(f". Did you mean {name!r}?" for name in close)
         )

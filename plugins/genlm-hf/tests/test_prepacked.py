@@ -111,18 +111,23 @@ def test_a_step_that_raises_leaves_the_model_alone(
     assert not [m for m in linear_layers(model) if "forward" in vars(m)]
 
 
-def test_a_product_that_differs_by_more_than_rounding_is_not_used(
+def test_products_that_differ_or_do_not_exist_are_not_used(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reorder = torch.ops.mkldnn._reorder_linear_weight
-    monkeypatch.setattr(
-        torch.ops.mkldnn,
-        "_reorder_linear_weight",
-        lambda weight, tokens: reorder(weight * 1.001, tokens),
-    )
-    engine = HFEngine.from_model(model, tokenizer, prepack=True)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("could not create a primitive descriptor")
+
+    def wrong(weight: torch.Tensor, tokens: int) -> torch.Tensor:
+        return reorder(weight * 1.001, tokens)
+
     sequences = ids_of_lengths(9, 1, 23)
-    assert Oracle(model).largest_error(sequences, answers(engine, sequences)) <= 2e-5
+    for product in (refused, wrong):
+        monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", product)
+        engine = HFEngine.from_model(model, tokenizer, prepack=True)
+        assert engine.statistics()["prepacked_bytes"] == 0
+        assert Oracle(model).largest_error(sequences, answers(engine, sequences)) <= 2e-5
 
 
 def test_nothing_is_copied_where_memory_is_short(

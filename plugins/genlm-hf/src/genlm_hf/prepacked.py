@@ -52,14 +52,20 @@ class PrepackedWeights:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.nbytes = 0
+        self._forwards: list[tuple[dict[str, Any], _Forward]] = []
         layers: list[tuple[Any, torch.Tensor]]
         layers = [(m, weight) for m in modules if (weight := _weight(m)) is not None]
-        self.nbytes = sum(weight.nbytes for _, weight in layers)
-        if self.nbytes > _SHARE * free_bytes(torch.device("cpu")):
-            _logger.info("weights are not prepacked: %d bytes are too many", self.nbytes)
-            layers, self.nbytes = [], 0
+        needed = sum(weight.nbytes for _, weight in layers)
+        if needed > _SHARE * free_bytes(torch.device("cpu")):
+            _logger.info("weights are not prepacked: %d bytes are too many", needed)
+            return
         with torch.inference_mode():
-            self._forwards = [(vars(m), _forward(weight, m.bias)) for m, weight in layers]
+            for layer, weight in layers:
+                forward = _forward(weight, layer.bias)
+                if forward is not None:
+                    self._forwards.append((vars(layer), forward))
+                    self.nbytes += weight.nbytes
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -98,9 +104,10 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward:
+def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None:
+    """Return a forward pass that reads a copy, None if this CPU has none that is right."""
     product: Any = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
-    copy = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TOKENS)  # noqa: SLF001
+    reorder = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
     outputs, inputs = weight.shape
 
     def forward(states: torch.Tensor) -> torch.Tensor:
@@ -118,10 +125,13 @@ def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward:
         found: torch.Tensor = product(states, copy, bias, "none", [], "")[:count]
         return found
 
-    def plain(states: torch.Tensor) -> torch.Tensor:
-        return linear(states, weight, bias)
-
-    return forward if _agree(forward, plain, weight) else plain
+    try:
+        copy = reorder(weight.contiguous(), _TOKENS)
+        agree = _agree(forward, lambda states: linear(states, weight, bias), weight)
+    except RuntimeError as error:
+        _logger.info("oneDNN refuses a weight of shape %s: %s", tuple(weight.shape), error)
+        return None
+    return forward if agree else None
 
 
 def _agree(left: _Forward, right: _Forward, weight: torch.Tensor) -> bool:

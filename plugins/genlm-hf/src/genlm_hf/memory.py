@@ -1,4 +1,4 @@
-"""How much memory is free, on GPUs and within what a container may have."""
+"""How much memory is free, on CUDA devices and within what a container may have."""
 
 from __future__ import annotations
 

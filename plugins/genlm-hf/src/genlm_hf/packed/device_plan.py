@@ -17,7 +17,7 @@ from genlm_hf.packed.rows import RowGroup
 __all__ = ["DeviceGroup", "DevicePlan", "DeviceRun"]
 
 # Most bytes of tails gathered at once on a CPU, so that they are read from its cache. More is
-# slower, and tensors beyond 32 MiB, for which the system makes new pages each time, 3 times.
+# slower, much so beyond 32 MiB: the system makes new pages for such a tensor each time.
 _GATHERED_BYTES = 2**20
 
 

@@ -12,7 +12,7 @@ import torch
 from scripted import ScriptedEngine
 
 import genlm
-from genlm import AsyncLM, OutputCache, TokenCharacterTrie
+from genlm import AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,9 @@ SAMPLING = [
     ({"eos_token_ids": 0}, TypeError, r"eos_token_ids must be .* int 0; .* is \[0\]"),
     ({"eos_token_ids": {1}}, TypeError, r"eos_token_ids must be .* found set \{1\}"),
     ({"eos_token_ids": [1.0]}, TypeError, r"eos_token_ids must be .* 1.0 at position 0"),
+    ({"eos_token_ids": [1, -1]}, TokenIdError, "id -1 at position 1 of eos_token_ids"),
+    ({"eos_token_ids": np.array([16])}, TokenIdError, "id 16 at position 0 of .* 0 to 15"),
+    ({"eos_token_ids": [2**70]}, TokenIdError, "is outside the vocabulary"),
     ({"lora_name": ["red"]}, TypeError, r"an adapter's name is a string; found \['red'\]"),
 ]
 
@@ -44,8 +47,10 @@ SAMPLING = [
 def test_of_sampling(
     llm: AsyncLM, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
+    before = llm.statistics().requests
     with pytest.raises(error, match=message):
         asyncio.run(llm.sample([1], **{"max_tokens": 2, **options}))
+    assert llm.statistics().requests == before
 
 
 def test_numbers_of_other_libraries_are_numbers(llm: AsyncLM) -> None:

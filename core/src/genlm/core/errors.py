@@ -106,18 +106,23 @@ class TokenIdError(QueryError):
         token_id: The id.
         position: Where in the sequence it stands.
         vocab_size: Number of ids; valid ones are `0 ... vocab_size - 1`.
+        argument: What the sequence was given as, `""` for a prompt.
     """
 
-    def __init__(self, token_id: int, position: int, vocab_size: int) -> None:
-        super().__init__(token_id, position, vocab_size)
+    def __init__(
+        self, token_id: int, position: int, vocab_size: int, argument: str = ""
+    ) -> None:
+        super().__init__(token_id, position, vocab_size, argument)
         self.token_id = token_id
         self.position = position
         self.vocab_size = vocab_size
+        self.argument = argument
 
     def __str__(self) -> str:
+        where = f"position {self.position}" + (f" of {self.argument}" if self.argument else "")
         return (
-            f"token id {self.token_id} at position {self.position} is outside the "
-            f"vocabulary; valid ids are 0 to {self.vocab_size - 1}"
+            f"token id {self.token_id} at {where} is outside the vocabulary; valid ids are "
+            f"0 to {self.vocab_size - 1}"
         )
 
 

@@ -31,8 +31,8 @@ from genlm.core.validation import (
     checked_batch,
     checked_builder,
     checked_integer,
-    checked_integers,
     checked_number,
+    checked_stop_ids,
     checked_token_ids,
 )
 from genlm.core.vocab import Token, Vocabulary
@@ -297,6 +297,7 @@ class AsyncLM:
                 number of tokens or seed.
             TypeError: One that is no number.
             TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
+            TokenIdError: One of them is outside the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
         drawn = await self.batch_sample(
@@ -321,7 +322,7 @@ class AsyncLM:
         """
         max_tokens = checked_integer("max_tokens", max_tokens, 0)
         temperature = checked_number("temperature", temperature)
-        stop = frozenset(checked_integers(eos_token_ids, "eos_token_ids"))
+        stop = checked_stop_ids(eos_token_ids, self.vocabulary.size)
         seed = None if seed is None else checked_integer("seed", seed, 0)
         queries = [self._asked(prompt, lora_name)[0] for prompt in checked_batch(prompts)]
         if max_tokens == 0:

@@ -29,6 +29,7 @@ __all__ = [
     "checked_integer",
     "checked_integers",
     "checked_number",
+    "checked_stop_ids",
     "checked_token_ids",
 ]
 
@@ -59,9 +60,21 @@ def checked_token_ids(
     except OverflowError:
         packed = None
     if packed is None or max(ids) >= vocab_size:
-        position = next(i for i, value in enumerate(ids) if not 0 <= value < vocab_size)
-        raise TokenIdError(ids[position], position, vocab_size)
+        raise _outside(ids, vocab_size)
     return ids, packed.tobytes()
+
+
+def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]:
+    """Return the ids that end a continuation; there may be none.
+
+    Raises:
+        TokenTypeError: Not a flat sequence of integers.
+        TokenIdError: An id that is negative or not below `vocab_size`.
+    """
+    ids = checked_integers(eos_token_ids, "eos_token_ids")
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise _outside(ids, vocab_size, "eos_token_ids")
+    return frozenset(ids)
 
 
 def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int, ...]:
@@ -160,6 +173,11 @@ def _integers(values: Any, argument: str) -> tuple[int, ...]:
         return tuple(map(index, values))
     except TypeError:
         raise TokenTypeError(_first_wrong(values), argument) from None
+
+
+def _outside(ids: tuple[int, ...], vocab_size: int, argument: str = "") -> TokenIdError:
+    position = next(i for i, value in enumerate(ids) if not 0 <= value < vocab_size)
+    return TokenIdError(ids[position], position, vocab_size, argument)
 
 
 def _no_sequence(values: object) -> str:

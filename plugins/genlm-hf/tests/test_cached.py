@@ -344,7 +344,7 @@ def test_a_context_beyond_the_budget_lets_go_of_the_prefix_that_it_shares(
 
 def test_many_requests_leave_no_growth(tier: str, llama: Any, tokenizer: Any) -> None:
     engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=64 * TOKEN_BYTES)
-    tree = engine._tier._tree
+    tree = engine._tier._rows._tree
     objects = []
     for _ in range(4):
         for _ in range(150):

@@ -16,9 +16,9 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
+from genlm_hf import storage
 from genlm_hf.engine import HFEngine
-from genlm_hf.kv import storage
-from genlm_hf.kv.storage import LayerShape, default_budget_bytes
+from genlm_hf.storage import LayerShape, default_budget_bytes
 
 from .families import FAMILIES
 from .population import Oracle, particles, used

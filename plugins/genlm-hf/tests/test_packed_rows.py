@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from genlm_hf.kv.tree import PrefixTree
+from genlm.prefix import PrefixTree
 from genlm_hf.packed.plan import plan_forward
 from genlm_hf.packed.rows import Row, RowGroup, group_rows
 

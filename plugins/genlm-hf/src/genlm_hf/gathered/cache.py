@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from genlm_hf.gathered.plan import SegmentBatch
-from genlm_hf.kv.storage import KVStorage, LayerShape
+from genlm.prefix import SegmentBatch
+from genlm_hf.storage import KVStorage, LayerShape
 
 __all__ = ["RecordingCache", "SlotCache"]
 

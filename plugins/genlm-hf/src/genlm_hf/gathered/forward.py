@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm_hf.forward import evaluation_mode, head_sees
-from genlm_hf.gathered.cache import RecordingCache, SlotCache
-from genlm_hf.gathered.plan import (
-    GatherLimits,
+from genlm.prefix import (
+    Computed,
     Segment,
     SegmentBatch,
+    SegmentLimits,
+    TreeBatch,
     group_segments,
     waves_of,
 )
-from genlm_hf.kv.batch import Computed, TreeBatch
-from genlm_hf.kv.storage import KVStorage, LayerShape
+from genlm_hf.forward import evaluation_mode, head_sees
+from genlm_hf.gathered.cache import RecordingCache, SlotCache
+from genlm_hf.storage import KVStorage, LayerShape
 from genlm_hf.tiers.tier import ServedModel
 from genlm_hf.unfit import UnfitModelError
 
@@ -44,7 +45,7 @@ class GatheredForward:
     def __init__(self, served: ServedModel, shapes: Sequence[LayerShape]) -> None:
         self.shapes = shapes
         self._served = served
-        self._limits = GatherLimits(served.max_tokens, served.max_context)
+        self._limits = SegmentLimits(served.max_tokens, served.max_context)
 
     def compute(self, batch: TreeBatch, storage: KVStorage) -> Computed:
         """Run wave after wave, each in as few passes as padding allows."""

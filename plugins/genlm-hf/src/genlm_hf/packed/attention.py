@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from genlm_hf.kv.storage import KVStorage
 from genlm_hf.packed.device_plan import DeviceGroup, DevicePlan, DeviceRun
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.storage import KVStorage
 
 __all__ = ["PACKED_ATTENTION", "packed_step", "register"]
 

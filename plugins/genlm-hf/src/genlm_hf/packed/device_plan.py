@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from genlm_hf.kv.slots import Slots
+from genlm.prefix import Slots
 from genlm_hf.packed.plan import PackedPlan, Run
 from genlm_hf.packed.rows import RowGroup
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from genlm.prefix import Computed, TreeBatch
 from genlm_hf.forward import evaluation_mode, head_sees
-from genlm_hf.kv.batch import Computed, TreeBatch
-from genlm_hf.kv.storage import KVStorage, LayerShape
 from genlm_hf.packed.attention import packed_step
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward
+from genlm_hf.storage import KVStorage, LayerShape
 
 __all__ = ["PackedForward", "takes_positions"]
 

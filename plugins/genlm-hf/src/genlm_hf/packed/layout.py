@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from genlm_hf.kv.storage import LayerShape
 from genlm_hf.packed.windows import UnknownMaskError, window_of
+from genlm_hf.storage import LayerShape
 from genlm_hf.unfit import UnfitMaskError, UnfitModelError
 
 __all__ = [

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_hf.kv.node import Node
-from genlm_hf.kv.slots import SCRATCH_SLOT, Slots
-from genlm_hf.kv.tree import PrefixTree
+from genlm.prefix import SCRATCH_SLOT, Node, PrefixTree, Slots
 from genlm_hf.packed.rows import Row, RowGroup, group_rows
 
 __all__ = ["PackedPlan", "Run", "plan_forward"]

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from genlm_hf.batches import BatchLimits, plan_batches
-from genlm_hf.kv.node import Node
-from genlm_hf.kv.slots import Slots
+from genlm.prefix import BatchLimits, Node, Slots, plan_batches
 
 __all__ = ["Row", "RowGroup", "group_rows"]
 

@@ -1,39 +1,42 @@
-"""A tier with a cache: every token once, every prefix shared.
-
-The prefix tree, its budget and its roll-backs are the same however the model is run;
-that is a `Computing`.
-"""
+"""The tiers with a cache: rows from a prefix tree over tensors of keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
-from genlm import EvaluationError, rows_from_logits
-from genlm_hf.kv.batch import Computing, TreeBatch
-from genlm_hf.kv.storage import KVStorage, default_budget_bytes
-from genlm_hf.kv.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix import Computed, PrefixRows, TreeBatch
+from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.tier import ServedModel
 
-__all__ = ["CachedTier"]
+__all__ = ["CachedTier", "StoredForward"]
 
-_Batch = list[tuple[int, int]]
-"""Index of a sequence and the slot of its last token."""
+
+class StoredForward(Protocol):
+    """One way to run a model over what is fresh in a tree."""
+
+    @property
+    def shapes(self) -> Sequence[LayerShape]:
+        """What each layer keeps of a token, in the order in which layers run."""
+        ...
+
+    def compute(self, batch: TreeBatch, storage: KVStorage) -> Computed:
+        """Store keys and values of all that is fresh; return the sequences' logits."""
+        ...
 
 
 class CachedTier:
-    """Rows from a prefix tree; see `Tier`.
+    """Rows of `PrefixRows` with a way to run the model; see `Tier`.
 
-    A batch that needs more room than there is, is served in parts, and so is a context
-    of more tokens than one pass may have. A context too long for the whole budget is
-    computed by the padded tier, without a cache.
+    A context too long for the whole budget is computed by the padded tier, without a cache.
 
     Args:
         name: Of the tier.
         served: The model.
-        computing: Runs it over what is not in the tree yet.
+        forward: Runs it over what is not in the tree yet.
         padded: Serves what does not fit.
         kv_budget_bytes: The most that keys and values take; None for the default.
     """
@@ -42,38 +45,29 @@ class CachedTier:
         self,
         name: str,
         served: ServedModel,
-        computing: Computing,
+        forward: StoredForward,
         *,
         padded: PaddedTier,
         kv_budget_bytes: int | None,
     ) -> None:
         if kv_budget_bytes is None:
-            kv_budget_bytes = default_budget_bytes(computing.shapes)
+            kv_budget_bytes = default_budget_bytes(forward.shapes)
         self.name = name
-        self._served, self._computing, self._padded = served, computing, padded
-        self._budget = kv_budget_bytes
-        self._storage = KVStorage(computing.shapes, kv_budget_bytes)
-        self._tree = PrefixTree(self._storage.capacity)
-        self._forwards = self._tokens_computed = self._without_cache = 0
+        self._storage = storage = KVStorage(forward.shapes, kv_budget_bytes)
+        self._rows = PrefixRows(
+            lambda batch: forward.compute(batch, storage),
+            without_cache=lambda sequence: padded.rows(None, [sequence]),
+            vocabulary=served.vocabulary,
+            budget_bytes=kv_budget_bytes,
+            bytes_per_token=storage.bytes_per_token,
+            max_tokens=served.max_tokens,
+            max_rows=served.max_rows,
+        )
+        self._device = served.device
 
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Compute rows in one batch, or in several where limits or memory ask for it.
-
-        Whatever is raised, the tree holds computed tokens only.
-        """
-        rows: torch.Tensor | None = None
-        try:
-            for chosen, found in self._parts(adapter, sequences):
-                if len(chosen) == len(sequences):
-                    return found
-                if rows is None:
-                    rows = found.new_empty((len(sequences), found.shape[1]))
-                rows[chosen] = found
-        except BaseException:
-            self._tree.roll_back()
-            raise
-        assert rows is not None  # noqa: S101 - there is at least one sequence
-        return rows
+        """Compute rows in one pass, or in several where limits or memory ask for it."""
+        return self._rows.rows(adapter, sequences).to(self._device)
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.
@@ -81,101 +75,12 @@ class CachedTier:
         Raises:
             EvaluationError: It does not fit into the budget beside what is kept.
         """
-        before = self._without_cache
-        self.rows(adapter, [token_ids])
-        if self._without_cache > before:
-            raise EvaluationError(
-                f"a prefix of {len(token_ids)} tokens does not fit into the "
-                f"{self._tree.capacity} tokens of kv_budget_bytes={self._budget} beside "
-                f"what is kept already; raise kv_budget_bytes or call clear_kv_cache first"
-            )
-        self._tree.pin(adapter, token_ids)
+        self._rows.keep(adapter, token_ids)
 
     def clear(self) -> None:
         """Forget everything computed, kept or not."""
-        self._tree.clear()
+        self._rows.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work and the state of the cache."""
-        used = self._tree.slots_used
-        return {
-            "tokens_computed": self._tokens_computed,
-            "tokens_evicted": self._tree.tokens_evicted,
-            "forwards": self._forwards,
-            "contexts_without_cache": self._without_cache,
-            "kv_tokens": used,
-            "kv_bytes_used": used * self._storage.bytes_per_token,
-            "kv_budget_bytes": self._budget,
-        }
-
-    def _parts(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Yield places of sequences, oldest first, and their rows."""
-        batch: _Batch = []
-        for index, sequence in enumerate(sequences):
-            if batch and self._is_full(adapter, sequence, len(batch)):
-                yield self._run(adapter, sequences, batch)
-                batch = []
-            slot = self._insert(adapter, sequence)
-            if slot is None and batch:
-                yield self._run(adapter, sequences, batch)
-                batch = []
-                slot = self._insert(adapter, sequence)
-            if slot is not None and self._tree.fresh_tokens > self._served.max_tokens:
-                slot = self._insert_in_pieces(adapter, sequence)
-            if slot is None:
-                # Nothing is fresh: this lets go of the prefix that was found.
-                self._tree.roll_back()
-                self._without_cache += 1
-                yield [index], self._padded.rows(adapter, [sequence])
-            else:
-                batch.append((index, slot))
-        if batch:
-            yield self._run(adapter, sequences, batch)
-
-    def _is_full(self, adapter: str | None, sequence: tuple[int, ...], members: int) -> bool:
-        """Whether a sequence would make the current batch larger than one pass may be."""
-        if members >= self._served.max_rows:
-            return True
-        room = self._served.max_tokens - self._tree.fresh_tokens - members
-        return len(sequence) > room and self._tree.missing(adapter, sequence) > room
-
-    def _insert(self, adapter: str | None, sequence: tuple[int, ...]) -> int | None:
-        try:
-            return self._tree.insert(adapter, sequence)
-        except OutOfSlotsError:
-            return None
-
-    def _insert_in_pieces(self, adapter: str | None, sequence: tuple[int, ...]) -> int:
-        """Compute the beginning of the one sequence of a batch, as much at a time as may be.
-
-        Returns:
-            What inserting the sequence again returned.
-        """
-        self._tree.roll_back()  # its slots are free now, enough for every piece
-        limit = self._served.max_tokens
-        while (missing := self._tree.missing(adapter, sequence)) > limit:
-            piece = sequence[: len(sequence) - missing + limit]
-            slot = self._tree.insert(adapter, piece)
-            self._compute(TreeBatch(self._tree, adapter, [piece], [slot]))
-        return self._tree.insert(adapter, sequence)
-
-    def _run(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]], batch: _Batch
-    ) -> tuple[list[int], torch.Tensor]:
-        """Compute the rows of a batch and end it."""
-        chosen = [index for index, _ in batch]
-        wanted = TreeBatch(
-            self._tree, adapter, [sequences[i] for i in chosen], [slot for _, slot in batch]
-        )
-        rows = rows_from_logits(self._compute(wanted), self._served.vocabulary)
-        return chosen, rows.to(self._served.device)
-
-    def _compute(self, wanted: TreeBatch) -> torch.Tensor:
-        """Compute a batch of the tree, end it, and return the logits asked for."""
-        computed = self._computing.compute(wanted, self._storage)
-        self._tree.commit()
-        self._forwards += computed.forwards
-        self._tokens_computed += computed.tokens
-        return computed.logits
+        return self._rows.statistics()

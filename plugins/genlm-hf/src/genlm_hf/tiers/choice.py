@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from genlm import ModelLoadError
 from genlm_hf.gathered.forward import GatheredForward, read_cache
-from genlm_hf.kv.batch import Computing
 from genlm_hf.packed.forward import PackedForward, takes_positions
 from genlm_hf.packed.layout import AttentionLayout, read_layout
 from genlm_hf.rope import depends_on_longest
-from genlm_hf.tiers.cached import CachedTier
+from genlm_hf.tiers.cached import CachedTier, StoredForward
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.self_test import SelfTest
 from genlm_hf.tiers.tier import ServedModel, Tier
@@ -83,7 +82,7 @@ def choose_tier(served: ServedModel, options: ServeOptions) -> TierChoice:
             cannot serve it.
         ValueError: There is no tier of the name asked for.
     """
-    faster: dict[str, Callable[[ServedModel, PaddedTier], Computing]] = {
+    faster: dict[str, Callable[[ServedModel, PaddedTier], StoredForward]] = {
         "packed": _packed,
         "gathered": _gathered,
     }
@@ -96,11 +95,11 @@ def choose_tier(served: ServedModel, options: ServeOptions) -> TierChoice:
     test = SelfTest(served, padded) if options.self_test and wanted else None
     for name in wanted:
         try:
-            computing = faster[name](served, padded)
+            forward = faster[name](served, padded)
             tier = CachedTier(
                 name,
                 served,
-                computing,
+                forward,
                 padded=padded,
                 kv_budget_bytes=options.kv_budget_bytes,
             )

@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-from genlm_hf.kv.storage import KVStorage, LayerShape
-from genlm_hf.kv.tree import PrefixTree
+from genlm.prefix.tree import PrefixTree
 
 __all__ = ["Computed", "Computing", "TreeBatch"]
 
@@ -53,11 +52,6 @@ class Computed:
 class Computing(Protocol):
     """One way to run a model over what is fresh in a tree."""
 
-    @property
-    def shapes(self) -> Sequence[LayerShape]:
-        """What each layer keeps of a token, in the order in which layers run."""
-        ...
-
-    def compute(self, batch: TreeBatch, storage: KVStorage) -> Computed:
+    def __call__(self, batch: TreeBatch) -> Computed:
         """Store keys and values of all that is fresh; return the sequences' logits."""
         ...

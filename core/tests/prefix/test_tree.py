@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from genlm_hf.kv.node import Node
-from genlm_hf.kv.slots import FreeSlots
-from genlm_hf.kv.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix.node import Node
+from genlm.prefix.slots import FreeSlots
+from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 Key = tuple[str | None, tuple[int, ...]]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_hf.kv.batch import TreeBatch
-from genlm_hf.kv.node import Node
-from genlm_hf.kv.slots import SCRATCH_SLOT, Slots
+from genlm.prefix.batch import TreeBatch
+from genlm.prefix.node import Node
+from genlm.prefix.slots import SCRATCH_SLOT, Slots
 
-__all__ = ["GatherLimits", "Segment", "SegmentBatch", "group_segments", "waves_of"]
+__all__ = ["Segment", "SegmentBatch", "SegmentLimits", "group_segments", "waves_of"]
 
 # Padding of this many tokens costs less than another pass over the weights.
 _CHEAP_PADDING_TOKENS = 64
@@ -53,7 +53,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherLimits:
+class SegmentLimits:
     """What one padded batch of segments may hold.
 
     Attributes:
@@ -146,7 +146,7 @@ def waves_of(batch: TreeBatch) -> list[list[Segment]]:
 
 
 def group_segments(
-    segments: Sequence[Segment], limits: GatherLimits
+    segments: Sequence[Segment], limits: SegmentLimits
 ) -> Iterator[list[Segment]]:
     """Divide segments into batches that pad little, each segment into exactly one."""
     batch: list[Segment] = []

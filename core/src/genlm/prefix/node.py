@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from genlm_hf.kv.slots import Slots
+from genlm.prefix.slots import Slots
 
 __all__ = ["Node"]
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from genlm_hf.kv.node import Node
-from genlm_hf.kv.slots import FreeSlots, Slots
+from genlm.prefix.node import Node
+from genlm.prefix.slots import FreeSlots, Slots
 
 __all__ = ["OutOfSlotsError", "PrefixTree"]
 

@@ -11,12 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCRATCH_SLOT", "FreeSlots", "Slots"]
+__all__ = ["SCRATCH_SLOT", "FreeSlots", "Slots", "slots_within"]
 
 Slots = NDArray[np.int64]
 
 SCRATCH_SLOT = 0
 """Never handed out: tokens that are computed again write here, not over the old."""
+
+
+def slots_within(budget_bytes: int, bytes_per_token: int) -> int:
+    """Return how many slots, the scratch slot among them, a budget has room for."""
+    return budget_bytes // bytes_per_token
 
 
 class FreeSlots:

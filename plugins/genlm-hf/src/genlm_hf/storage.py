@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from genlm.prefix import slots_within
 from genlm_hf.memory import free_bytes
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
@@ -60,8 +61,7 @@ class KVStorage:
 
     def __init__(self, layers: Sequence[LayerShape], budget_bytes: int) -> None:
         self.bytes_per_token = sum(layer.bytes_per_token for layer in layers)
-        slots = budget_bytes // self.bytes_per_token
-        self.capacity = max(0, slots - 1)
+        slots = slots_within(budget_bytes, self.bytes_per_token)
         self._tensors = [
             (
                 torch.empty(l.heads, slots, l.key_width, dtype=l.dtype, device=l.device),

@@ -1,1 +1,0 @@
-"""Keys and values of computed tokens: slots, the tree over them, their storage."""

@@ -23,8 +23,11 @@ def takes_any_sequence_of_ids(llm: genlm.AsyncLM, tensor: torch.Tensor) -> None:
         assert_type(llm.next_token_logprobs_sync(ids), torch.Tensor)
     llm.next_token_logprobs_sync([np.int64(1), 2])
     llm.batch_next_token_logprobs_sync([[1, 2], (3,), array, tensor])
+    llm.batch_next_token_logprobs_sync(array.reshape(1, 3))
+    llm.batch_next_token_logprobs_sync(tensor.reshape(1, 3))
     llm.next_token_logprobs_sync("text")  # type: ignore[arg-type]
     llm.next_token_logprobs_sync([[1, 2]])  # type: ignore[list-item]
+    llm.batch_next_token_logprobs_sync([1, 2])  # type: ignore[list-item]
 
 
 async def knows_what_it_gets(folder: Path) -> None:

@@ -39,7 +39,7 @@ from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
     from genlm.core.engine import LoraEngine, PrefixCacheEngine
-    from genlm.core.validation import TokenIds
+    from genlm.core.validation import TokenBatch, TokenIds
 
 __all__ = ["AsyncLM"]
 
@@ -231,11 +231,16 @@ class AsyncLM:
         return row
 
     async def batch_next_token_logprobs(
-        self, token_ids_list: Sequence[TokenIds], *, lora_name: str | None = None
+        self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token after each of several sequences.
 
         All sequences are checked before any is evaluated.
+
+        Args:
+            token_ids_list: A sequence of sequences as `next_token_logprobs` takes them, or,
+                if they are equally long, an array with a row for each.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
 
         Returns:
             Row i for sequence i, shape `(len(token_ids_list), vocab_size)`, float32;
@@ -259,7 +264,7 @@ class AsyncLM:
         return self.batch_next_token_logprobs_sync([token_ids], lora_name=lora_name)[0]
 
     def batch_next_token_logprobs_sync(
-        self, token_ids_list: Sequence[TokenIds], *, lora_name: str | None = None
+        self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences and wait; see `batch_next_token_logprobs`."""
         rows, asked = self._cached_and_missing(token_ids_list, lora_name)
@@ -307,7 +312,7 @@ class AsyncLM:
 
     async def batch_sample(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: TokenBatch,
         max_tokens: int,
         eos_token_ids: TokenIds = (),
         temperature: float = 1.0,
@@ -497,7 +502,7 @@ class AsyncLM:
         return row
 
     def _cached_and_missing(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None
+        self, token_ids_list: TokenBatch, lora_name: str | None
     ) -> tuple[list[torch.Tensor | None], list[tuple[Query, RowKey]]]:
         sequences = checked_batch(token_ids_list)
         asked = [self._asked(token_ids, lora_name) for token_ids in sequences]

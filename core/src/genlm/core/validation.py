@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
+    TokenBatch = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int
     return _integers(values if array_values is None else array_values(), argument)
 
 
-def checked_batch(sequences: Iterable[TokenIds]) -> Iterable[TokenIds]:
+def checked_batch(sequences: TokenBatch) -> Iterable[TokenIds]:
     """Return what can be iterated as it is.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from genlm.backend.tokenization.vocab import bytes_to_strs
 
 if TYPE_CHECKING:
     from genlm.core.lm import RowKey
-    from genlm.core.validation import TokenIds
+    from genlm.core.validation import TokenBatch, TokenIds
 
 __all__ = ["ServedLM", "installed_engine", "output_cache"]
 
@@ -78,13 +78,13 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         return super().next_token_logprobs_sync(token_ids, lora_name=lora_name)
 
     async def batch_next_token_logprobs(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+        self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`."""
         return await super().batch_next_token_logprobs(token_ids_list, lora_name=lora_name)
 
     def batch_next_token_logprobs_sync(
-        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+        self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences and wait."""
         return super().batch_next_token_logprobs_sync(token_ids_list, lora_name=lora_name)
@@ -105,7 +105,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
 
     async def batch_sample(
         self,
-        prompt_token_ids_list: Sequence[TokenIds],
+        prompt_token_ids_list: TokenBatch,
         max_tokens: int,
         eos_token_ids: TokenIds = (),
         temperature: float = 1.0,

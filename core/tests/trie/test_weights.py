@@ -125,6 +125,10 @@ def test_weights_that_do_not_fit_are_described(trie, ws, message) -> None:
             r"rows of shape \(3,\); found shape \(2,\) at position 1",
         ),
         (np.zeros((0, 2)), r"found shape \(0, 2\)"),
+        (
+            [torch.zeros(3), torch.zeros(3, device="meta"), torch.zeros(3)],
+            r"rows on one device \(row.to.*\); found rows on cpu and meta",
+        ),
     ],
 )
 def test_batches_that_do_not_fit_are_described(trie, ws, message) -> None:

@@ -127,6 +127,12 @@ def _stacked(rows: list[Any] | tuple[Any, ...], n_tokens: int) -> Any:
     if all(map(_is_tensor, arrays)):
         import torch
 
+        devices = sorted({str(row.device) for row in arrays})
+        if len(devices) > 1:
+            raise WeightsError(
+                "rows on one device (row.to(device) moves one)",
+                f"rows on {' and '.join(devices)}",
+            )
         return torch.stack([row.detach() for row in arrays])
     return np.stack([_as_numpy(row)[1] for row in arrays])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import tracemalloc
 
 import numpy as np
@@ -148,3 +151,43 @@ def test_a_node_takes_less_than_64_bytes_before_views_are_read() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 64 * len(trie)
+
+
+def test_a_view_that_a_thread_derives_during_a_fork_can_be_read_in_the_forked_process() -> None:
+    program = textwrap.dedent("""
+        import os, signal, sys, threading
+        from genlm import TokenCharacterTrie
+
+        class Slow(str):
+            waits = False
+
+            @property
+            def token_id(self):
+                if Slow.waits:
+                    began.set()
+                    go_on.wait()
+
+        began, go_on = threading.Event(), threading.Event()
+        trie = TokenCharacterTrie([Slow("a"), Slow("ab")])
+        Slow.waits = True
+        thread = threading.Thread(target=lambda: trie.word2leaf)
+        thread.start()
+        began.wait()
+        child = os.fork()
+        if child:
+            go_on.set()
+            thread.join()
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        signal.alarm(20)  # ends the process should it hang
+        Slow.waits = False
+        print(len(trie.word2leaf), len(TokenCharacterTrie(["x"]).word2leaf))
+    """)
+    done = subprocess.run(
+        # Python 3.12 warns of forks in a program with threads.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 1\n", "")

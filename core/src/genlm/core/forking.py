@@ -1,16 +1,21 @@
 """Locks in a forked process: their holders may be threads that it does not have.
 
 A lock that another thread held at the moment of `os.fork` is never released in the child.
-Whoever owns one renews it there.
+Whoever owns one renews it there, or does without.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["LockOwner", "renew_in_forks"]
+__all__ = ["LockOwner", "cached_property", "renew_in_forks"]
+
+T = TypeVar("T")
 
 
 class LockOwner(Protocol):
@@ -19,6 +24,17 @@ class LockOwner(Protocol):
     def _after_fork(self) -> None:
         """Renew the locks, and whatever a thread may have left half done under them."""
         ...
+
+
+class cached_property(functools.cached_property[T]):  # noqa: N801 - as the one it stands for
+    """`functools.cached_property` as Python 3.12 has it: without a lock.
+
+    Python 3.11 holds one for the attribute of all instances while it is computed.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        super().__init__(function)
+        self.lock = contextlib.nullcontext()
 
 
 _owners: weakref.WeakSet[LockOwner] = weakref.WeakSet()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
+from genlm.core.forking import cached_property
 from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import item_key, spell
 from genlm.core.trie.navigation import Navigation

@@ -106,7 +106,12 @@ def test_completions_of_unknown_queries_are_ignored(start):
     torch.testing.assert_close(llm.next_token_logprobs_sync([1]), oracle_row([1], None, 16))
 
 
-@pytest.mark.parametrize("fatal", [SystemExit("stop"), KeyboardInterrupt()])
+class Unspeakable(SystemExit):
+    def __str__(self):
+        raise OSError("cannot say")
+
+
+@pytest.mark.parametrize("fatal", [SystemExit("stop"), KeyboardInterrupt(), Unspeakable()])
 def test_an_engine_thread_that_dies_fails_all_waiters_and_says_why(start, fatal, caplog):
     class Dying(ScriptedEngine):
         def step(self):

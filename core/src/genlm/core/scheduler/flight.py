@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from genlm.core.errors import EvaluationError, GenlmError
 
-__all__ = ["Delivery", "Flight", "Identified", "Waiter"]
+__all__ = ["Delivery", "Flight", "Identified", "Waiter", "described"]
 
 Waiter = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -142,15 +142,16 @@ def _own_error(error: BaseException) -> BaseException:
         try:
             own = copy.copy(error)
         except Exception:  # noqa: BLE001 - a plugin's own class may not be copyable
-            own = EvaluationError(f"the engine raised {_described(error)}")
+            own = EvaluationError(f"the engine raised {described(error)}")
         own.__cause__ = error.__cause__ if type(own) is type(error) else error
         return own
-    own = EvaluationError(f"the engine raised {_described(error)}")
+    own = EvaluationError(f"the engine raised {described(error)}")
     own.__cause__ = error
     return own
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Its class and its message, which may be anybody's code."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - even `str` of a foreign exception may raise

@@ -26,7 +26,7 @@ from genlm.core.errors import (
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Completion
 from genlm.core.scheduler.board import Board
-from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter
+from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter, described
 from genlm.core.scheduler.gate import Gate, Limits, LoopTurns
 from genlm.core.statistics import SchedulerStatistics
 
@@ -202,7 +202,7 @@ class Worker:
     def _die(self, cause: BaseException) -> None:
         logger.error("the engine's thread ended", exc_info=cause)
         error = EngineDiedError(
-            f"the engine's thread ended: {type(cause).__name__}: {cause}. Load the model again"
+            f"the engine's thread ended: {described(cause)}. Load the model again"
         )
         error.__cause__ = cause
         self.stop(error)

@@ -65,8 +65,22 @@ def test_a_file_with_pickles_or_of_another_format_is_refused(folder) -> None:
     with pytest.raises(VocabularyError, match="holds format None"):
         TokenCharacterTrie.load(folder / "none.npz")
     (folder / "pickle").write_bytes(pickle.dumps([1]))
-    with pytest.raises(ValueError, match="pickled"):
+    with pytest.raises(VocabularyError, match=r"is no file that `save` wrote.* pickled"):
         TokenCharacterTrie.load(folder / "pickle")
+
+
+def test_a_file_that_is_no_trie_is_named(folder) -> None:
+    TokenCharacterTrie([b"a"]).save(folder / "whole")
+    whole = (folder / "whole").read_bytes()
+    np.save(folder / "array.npy", np.zeros(3))
+    array = (folder / "array.npy").read_bytes()
+    damaged = whole.replace(b"PK\x03\x04", b"PK\x03\x05", 1)
+    for content in (b"", b"text", array, whole[: len(whole) // 2], damaged):
+        (folder / "wrong").write_bytes(content)
+        with pytest.raises(VocabularyError, match="wrong is no file that `save` wrote"):
+            TokenCharacterTrie.load(folder / "wrong")
+    with pytest.raises(FileNotFoundError):
+        TokenCharacterTrie.load(folder / "nowhere")
 
 
 def test_a_failed_write_leaves_nothing_behind(folder, monkeypatch) -> None:

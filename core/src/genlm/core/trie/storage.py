@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zipfile
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,7 @@ def load_trie(path: str | os.PathLike[str], decode: Sequence[Any] | None) -> Sto
         VocabularyError: The file has no vocabulary and none is given, or another one is;
             or the file is no trie of this format.
     """
-    with np.load(path, allow_pickle=False) as file:
-        found = int(file["format"]) if "format" in file else None
-        if found != FORMAT:
-            raise VocabularyError(
-                f"{os.fspath(path)} holds format {found} of a trie; this version reads {FORMAT}"
-            )
-        arrays = dict(file)
+    arrays = _arrays(path)
     layout = TrieLayout.from_arrays(arrays)
     stored = _stored_items(arrays) if "vocabulary" in arrays else None
     if decode is None and stored is None:
@@ -103,6 +98,22 @@ def load_trie(path: str | os.PathLike[str], decode: Sequence[Any] | None) -> Sto
             f"{os.fspath(path)} holds the trie of another vocabulary; build it anew"
         )
     return StoredTrie(items, layout, letters.objects)
+
+
+def _arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
+    try:
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            found = stored.get("format", np.array(None))
+            arrays = dict(stored) if np.array_equal(found, FORMAT) else {}
+    except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        raise VocabularyError(
+            f"{os.fspath(path)} is no file that `save` wrote, or it is damaged: {error}"
+        ) from error
+    if not arrays:
+        raise VocabularyError(
+            f"{os.fspath(path)} holds format {found} of a trie; this version reads {FORMAT}"
+        )
+    return arrays
 
 
 def _stored_items(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:

@@ -72,6 +72,20 @@ def test_threads_may_meet_while_it_comes(monkeypatch) -> None:
     assert trie.compiled
 
 
+def test_who_is_still_planning_when_it_comes_does_not_undo_it(monkeypatch) -> None:
+    monkeypatch.setattr(reducer, "WORTH_COMPILING", 300 * 20)
+    trie, plan_of = TokenCharacterTrie(VOCAB), SegmentPlan.of
+
+    def interrupted(layout):
+        monkeypatch.setattr(SegmentPlan, "of", plan_of)
+        trie.batch_weight_sum(np.ones((40, 300)))  # as another thread, which compiles
+        return plan_of(layout)
+
+    monkeypatch.setattr(SegmentPlan, "of", interrupted)
+    assert trie.weight_sum(np.ones(300))[trie.root] == 300
+    assert trie.compiled
+
+
 @pytest.mark.usefixtures("without_numba")
 def test_without_numba_a_trie_stays_with_numpy(monkeypatch) -> None:
     monkeypatch.setattr(reducer, "WORTH_COMPILING", 0)

@@ -59,15 +59,19 @@ class Reducer:
 
     def reduce(self, operation: Operation, rows: Floats, out: Floats) -> None:
         """Reduce each row of weights; as `reduce_rows`."""
-        if self._waits_for is not None:
-            self._waits_for -= rows.size
-            if self._waits_for < 0:
-                self._waits_for = None
+        waits_for = self._waits_for
+        if waits_for is not None:
+            left = waits_for - rows.size
+            self._waits_for = left if left >= 0 else None
+            if left < 0:
                 with contextlib.suppress(ImportError):
                     self._compile()
-        if self._way is None:
-            self._way = SegmentPlan.of(self._layout), Workspace
-        plan, workspace = self._way
+        way = self._way
+        if way is None:
+            way = SegmentPlan.of(self._layout), Workspace
+            if self._way is None:  # else another thread has compiled meanwhile
+                self._way = way
+        plan, workspace = way
         reduce_rows(plan, operation, rows, out, workspace)
 
     def _compile(self) -> None:

@@ -82,6 +82,12 @@ def test_the_limit_holds_and_no_token_is_lost(max_nodes) -> None:
     assert folded + leaves == len(words)
 
 
+@pytest.mark.parametrize("max_nodes", [0, -3])
+def test_a_limit_that_leaves_nothing_to_draw_is_refused(max_nodes) -> None:
+    with pytest.raises(ValueError, match=f"max_nodes={max_nodes}; it must be 1 or more"):
+        trie_of(b"a", b"b").visualize(max_nodes=max_nodes)
+
+
 def test_the_source_colours_by_weight_and_marks_leaves_and_folds() -> None:
     trie = trie_of(b'"', b"b", b"c")
     ws = trie.weight_sum([0.0, 1.0, 1.0])

@@ -153,6 +153,13 @@ def test_a_node_takes_less_than_64_bytes_before_views_are_read() -> None:
     assert held < 64 * len(trie)
 
 
+def test_integers_of_numpy_are_letters_like_others() -> None:
+    trie = TokenCharacterTrie([(np.int64(1), np.uint8(2)), (1, 3)])
+    for letter in (1, np.int64(1)):
+        assert trie.node_of((letter,)) == trie.children[trie.root][letter]
+        assert len(trie.tokens_below(trie.node_of((letter,)))) == 2
+
+
 def test_a_view_that_a_thread_derives_during_a_fork_can_be_read_in_the_forked_process() -> None:
     program = textwrap.dedent("""
         import os, signal, sys, threading

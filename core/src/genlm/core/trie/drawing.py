@@ -20,6 +20,7 @@ import numpy.typing as npt
 from genlm.core.errors import WeightsError
 from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.weights import Weights
+from genlm.core.validation import checked_integer
 
 __all__ = ["Sketch", "dot_source", "node_values", "sketch", "text_lines"]
 
@@ -70,11 +71,16 @@ def node_values(trie: Navigation, ws: Any) -> npt.NDArray[np.float64]:
 
 
 def sketch(trie: Navigation, values: npt.NDArray[np.float64], max_nodes: int) -> Sketch:
-    """Choose what to draw: the heaviest nodes first, at most about `max_nodes`."""
+    """Choose what to draw: the heaviest nodes first, at most about `max_nodes`.
+
+    Raises:
+        TypeError: `max_nodes` is no integer.
+        ValueError: It is less than 1.
+    """
+    room = checked_integer("max_nodes", max_nodes, 1) - 1
     top = Sketch(trie.root, [], float(values[trie.root]))
     order = itertools.count()
     waiting = [(-top.value, next(order), top)]
-    room = max_nodes - 1
     while waiting:
         _, _, drawn = heapq.heappop(waiting)
         leaves: list[tuple[int, list[Any]]] = [

@@ -99,8 +99,8 @@ def _spelt(item: Any, position: int) -> list[Any]:
 
 
 def _code(code_of: dict[Hashable, int], letter: Any) -> int:
-    if type(letter) is int and 0 <= letter < FIRST_OBJECT:
-        return letter
+    if isinstance(letter, int | np.integer) and 0 <= letter < FIRST_OBJECT:
+        return int(letter)
     return code_of.setdefault(letter, FIRST_OBJECT + len(code_of))
 
 

@@ -89,6 +89,7 @@ class TokenCharacterTrie(Views):
 
         Raises:
             WeightsError: There is not one weight for each node.
+            ValueError: `max_nodes` is less than 1.
             MissingRequirementError: The Python package `graphviz` is not installed.
         """
         source = dot_source(sketch(self, node_values(self, ws), max_nodes), self)

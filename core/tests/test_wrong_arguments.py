@@ -30,6 +30,7 @@ SAMPLING = [
     ({"temperature": None}, TypeError, "temperature=None; expected a number, 0 or more"),
     ({"temperature": "1"}, TypeError, "temperature='1'; expected a number"),
     ({"temperature": float("nan")}, ValueError, "temperature=nan; it must be finite"),
+    ({"temperature": 10**400}, ValueError, "temperature=inf; it must be finite"),
     ({"seed": "a"}, TypeError, "seed='a'; expected an integer, 0 or more"),
     ({"seed": [1, 2]}, TypeError, r"seed=\[1, 2\]; expected an integer"),
     ({"seed": -1}, ValueError, "seed=-1; it must be 0 or more"),

@@ -167,6 +167,8 @@ def _float(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+    except OverflowError:  # an integer too large
+        return math.inf
 
 
 def _integers(values: Any, argument: str) -> tuple[int, ...]:

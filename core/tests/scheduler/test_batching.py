@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
@@ -155,6 +157,15 @@ def test_no_more_than_max_batch_size_queries_are_in_the_engine(start):
     asyncio.run(main())
     assert [len(batch) for batch in engine.batches] == [3, 3, 2]
     assert [ids for batch in engine.batches for ids in batch] == [(i,) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    "max_wait_s", [1e300, 2, np.float32(1e6), torch.tensor(1e6), Fraction(1, 2)], ids=repr
+)
+def test_limits_are_numbers_that_a_thread_can_wait(max_wait_s):
+    limits = gate.Limits(max_batch_size=np.int64(2), max_wait_s=max_wait_s)
+    assert type(limits.max_batch_size) is int
+    assert threading.Lock().acquire(timeout=limits.max_wait_s)
 
 
 def test_max_wait_holds_an_incomplete_batch_until_it_is_full(start):

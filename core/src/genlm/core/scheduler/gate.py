@@ -14,6 +14,7 @@ for a small share of the step's duration, whichever is shorter.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,8 +47,10 @@ class Limits:
         for name in ("max_batch_size", "max_pending"):
             value = getattr(self, name)
             if value is not None:
-                checked_integer(name, value, 1)
-        checked_number("max_wait_s", self.max_wait_s)
+                object.__setattr__(self, name, checked_integer(name, value, 1))
+        # Python's own numbers from here on, and no longer than a lock can wait.
+        max_wait_s = min(checked_number("max_wait_s", self.max_wait_s), threading.TIMEOUT_MAX)
+        object.__setattr__(self, "max_wait_s", max_wait_s)
 
 
 class Gate:

@@ -62,6 +62,12 @@ def test_temperature_zero_is_greedy_beside_others() -> None:
     assert drawn_tokens(rows, [0.0] * 3, [0.0, 0.5, 0.9]).tolist() == [1, 1, 1]
 
 
+def test_the_smallest_temperature_draws_the_most_likely_token() -> None:
+    rows = torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.4, 0.6]]).log()
+    smallest = 5e-324
+    assert drawn_tokens(rows, [smallest] * 2, [0.0, 0.9]).tolist() == [1, 2]
+
+
 def test_the_largest_number_draws_the_last_possible_token() -> None:
     largest = 1 - 2**-53
     for size in (2, 3, 1000):

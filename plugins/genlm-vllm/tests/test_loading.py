@@ -29,10 +29,20 @@ def test_unknown_options_are_refused_with_a_hint(tiny: Any) -> None:
         TypeError, match=r"no option 'max_num_seq' here\. Did you mean 'max_num"
     ):
         VLLMEngine(tiny.path, engine_opts={"max_num_seq": 3})
-    with pytest.raises(TypeError, match="no option 'model' here"):
+    with pytest.raises(TypeError, match=r"'model'.*load_model's first argument"):
         VLLMEngine(tiny.path, engine_opts={"model": "other"})
     with pytest.raises(TypeError, match="backend 'vllm' takes no option 'max_num_seqs'"):
         genlm.load_model(tiny.path, "vllm", max_num_seqs=3)
+
+
+def test_options_of_other_types_are_refused(tiny: Any) -> None:
+    for wrong in (["max_num_seqs"], "max_num_seqs", 3):
+        with pytest.raises(TypeError, match=r"expected a dict of arguments of vllm\.Eng"):
+            VLLMEngine(tiny.path, engine_opts=wrong)
+    with pytest.raises(TypeError, match=r"'tensor_parallel_size'.*expected an integer"):
+        VLLMEngine(tiny.path, engine_opts={"tensor_parallel_size": "2"})
+    with pytest.raises(TypeError, match="multiprocess='yes'; expected True"):
+        VLLMEngine(tiny.path, multiprocess="yes")
 
 
 def test_a_model_that_vllm_cannot_serve_is_an_error_that_names_it(tmp_path: Path) -> None:

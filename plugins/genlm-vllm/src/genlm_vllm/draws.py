@@ -46,7 +46,9 @@ def drawn_tokens(
     if not any(temperatures):
         return greedy
     divisor = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float64)
-    scaled = rows.double() / divisor.to(rows.device)[:, None]
+    # The largest becomes 0 before the division, which could take all of them to -inf.
+    shifted = rows.double() - rows.max(dim=-1, keepdim=True).values.double()
+    scaled = shifted / divisor.to(rows.device)[:, None]
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     # A multiple of 2**-53 below 1 times the total is below the total, rounded too.

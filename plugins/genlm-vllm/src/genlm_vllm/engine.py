@@ -27,7 +27,13 @@ from genlm import (
     Vocabulary,
 )
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.loading import adapter_capacity, load_vllm, needs_processes, shut_down
+from genlm_vllm.loading import (
+    adapter_capacity,
+    checked_options,
+    load_vllm,
+    needs_processes,
+    shut_down,
+)
 from genlm_vllm.requests import Request, params_of
 from genlm_vllm.rows import LocalRows, RemoteRows
 from genlm_vllm.surroundings import (
@@ -61,7 +67,7 @@ class VLLMEngine:
             process.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
         ValueError: An option that would make rows wrong.
-        TypeError: An option that vLLM does not have.
+        TypeError: An option that vLLM does not have, or one of another type than it must be.
     """
 
     capability_hints: Mapping[Capability, str] = {Capability.LORA: _LORA_HINT}
@@ -74,7 +80,9 @@ class VLLMEngine:
         engine_opts: Mapping[str, Any] | None = None,
         multiprocess: bool | None = None,
     ) -> None:
-        options = dict(engine_opts or {})
+        options = checked_options(engine_opts)
+        if multiprocess not in {None, True, False}:
+            raise TypeError(f"multiprocess={multiprocess!r}; expected True, False or None")
         self._multiprocess = needs_processes(options) if multiprocess is None else multiprocess
         if not self._multiprocess:
             if needs_processes(options):

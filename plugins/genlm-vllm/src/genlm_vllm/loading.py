@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import gc
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,14 @@ from genlm import ModelLoadError, model_source
 from genlm_vllm.surroundings import quiet, undisturbed
 from genlm_vllm.versions import check_version
 
-__all__ = ["adapter_capacity", "engine_arguments", "load_vllm", "needs_processes", "shut_down"]
+__all__ = [
+    "adapter_capacity",
+    "checked_options",
+    "engine_arguments",
+    "load_vllm",
+    "needs_processes",
+    "shut_down",
+]
 
 CPU_BLOCK_SIZE = 32
 """Tokens in a KV block on the CPU, the smallest there. vLLM's default of 128 would keep
@@ -46,6 +54,24 @@ _OURS = {
 }
 
 _SEVERAL = ("tensor_parallel_size", "pipeline_parallel_size")
+
+
+def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the caller's options.
+
+    Raises:
+        TypeError: They are no mapping, or a number of workers is no integer.
+    """
+    options: object = {} if engine_opts is None else engine_opts
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"engine_opts={engine_opts!r}; expected a dict of arguments of vllm.EngineArgs, "
+            f"such as {{'max_num_seqs': 256}}"
+        )
+    for name in _SEVERAL:
+        if not isinstance(options.get(name, 1), int):
+            raise TypeError(f"engine_opts[{name!r}]={options[name]!r}; expected an integer")
+    return dict(options)
 
 
 def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
@@ -77,7 +103,8 @@ def load_vllm(
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
     if multiprocess and "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    with undisturbed(**variables, **quiet()):
+    with undisturbed(**variables, **quiet()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         import vllm
 
         arguments = engine_arguments(source, engine_opts)
@@ -140,8 +167,12 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
 
     known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
     for name, value in engine_opts.items():
-        if name not in known or name == "model":
-            close = difflib.get_close_matches(name, known - {"model"}, n=1)
+        if name == "model":
+            raise TypeError(
+                f"engine_opts['model']={value!r}: it is load_model's first argument"
+            )
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"vllm.EngineArgs takes no option {name!r} here.{hint}")
         if name in _OURS and value and (name, value) != ("data_parallel_size", 1):

@@ -75,6 +75,21 @@ def test_a_model_that_cannot_be_built_leaves_room_for_the_next(
     assert largest_error(tiny, prompts, answers(build(), prompts)) <= TOLERANCE
 
 
+def test_an_engine_that_fails_half_way_keeps_no_sockets(build: Any) -> None:
+    """Their zmq context, collected later, would wait for them for ever."""
+    import zmq
+
+    def open_contexts() -> int:
+        kinds = ((each, type(each)) for each in gc.get_objects())
+        return sum(issubclass(kind, zmq.Context) and not each.closed for each, kind in kinds)
+
+    build().close()  # imports what has contexts of its own
+    before = open_contexts()
+    with pytest.raises(genlm.ModelLoadError, match="context_length=-5; it raised"):
+        build(context_length=-5)
+    assert open_contexts() <= before
+
+
 def test_the_process_is_left_as_it_was(build: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def state() -> list[Any]:
         return [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from genlm import MissingRequirementError
+from genlm import MissingRequirementError, ModelLoadError
 from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capacity
 from genlm_sgl.versions import check_version
 
@@ -61,6 +61,20 @@ def test_adapters_are_not_loaded_by_options(build: Any) -> None:
 def test_an_unknown_option_is_refused_with_its_like(build: Any) -> None:
     with pytest.raises(TypeError, match=r"Did you mean .*'page_size'"):
         build(page_sise=4)
+
+
+@pytest.mark.parametrize("wrong", [["page_size"], "page_size", 4])
+def test_options_that_are_no_mapping_are_refused(tiny: Any, wrong: Any) -> None:
+    from genlm_sgl.engine import SGLEngine
+
+    with pytest.raises(TypeError, match="expected a dict of arguments of SGLang's"):
+        SGLEngine(tiny.path, engine_opts=wrong)
+
+
+def test_a_kv_cache_without_room_for_a_prompt_is_refused(build: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"max_total_tokens=7.* no room for a prompt"):
+        build(max_total_tokens=7)
+    assert build(max_total_tokens=8).max_context == 1
 
 
 def test_pages_of_several_tokens_are_refused_where_they_need_a_gpu() -> None:

@@ -39,6 +39,9 @@ from genlm_sgl.loading import (
     cpu_token_capacity,
     default_options,
     environment,
+    load_error,
+    mapping_of,
+    shown,
 )
 from genlm_sgl.process_state import QuietLogger, guarded, quiet
 from genlm_sgl.requests import Requests
@@ -86,8 +89,8 @@ class SGLEngine:
 
     Attributes:
         vocabulary: The tokenizer's ids.
-        max_context: The longest prompt that SGLang takes: of the model's window, or of the
-            KV cache if that is smaller, SGLang keeps six tokens for itself.
+        max_context: The longest prompt that SGLang takes: of the model's window, and of the
+            KV cache if that is smaller, SGLang keeps seven tokens for itself.
         capabilities: `SAMPLE` and `PREFIX_CACHE`; `LORA` with `enable_lora` in `engine_opts`.
         capability_hints: How to get `LORA`, without it.
         embedding_rows: How many ids the model can embed.
@@ -101,6 +104,7 @@ class SGLEngine:
         engine_opts: Mapping[str, Any] | None = None,
         gpu_id: int = 0,
     ) -> None:
+        wanted = mapping_of(engine_opts)
         self._version = installed_version()
         self._release = check_version(self._version)
         if not _only_one.acquire(blocking=False):
@@ -111,7 +115,7 @@ class SGLEngine:
             )
         self._log = QuietLogger("sglang")
         try:
-            self._build(model, engine_opts or {}, gpu_id)
+            self._build(model, wanted, gpu_id)
         except BaseException:
             self._let_go()
             raise
@@ -132,13 +136,13 @@ class SGLEngine:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
                 self._api = SchedulerApi(options | {"model_path": source}, gpu_id)
             except Exception as error:
-                raise self._load_error(source, error) from error
+                raise load_error(self._version, source, wanted, error) from error
         try:
+            self.max_context: int | None = self._longest_prompt(wanted)
             self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
         except BaseException:
             self._api.close()
             raise
-        self.max_context: int | None = self._api.longest_prompt
         self.embedding_rows = self._api.embedding_rows
         self.capabilities = frozenset({Capability.SAMPLE, Capability.PREFIX_CACHE})
         self.capability_hints = {Capability.LORA: _LORA_HINT}
@@ -153,13 +157,15 @@ class SGLEngine:
         self._still = 0  # turns in a row that moved nothing
         self._final_statistics: Mapping[str, int | float | str] | None = None
 
-    def _load_error(self, source: str, error: Exception) -> ModelLoadError:
-        first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        return ModelLoadError(
-            f"asked SGLang {self._version} for the model {source!r}; it raised {first_line} ("
-            f"it must be a folder or an accessible hub id with config.json, weights and "
-            f"tokenizer of an architecture that this SGLang serves on this device)"
-        )
+    def _longest_prompt(self, wanted: Mapping[str, Any]) -> int:
+        found = self._api.longest_prompt
+        if found < 1:
+            raise ModelLoadError(
+                f"asked SGLang for {shown(wanted)}, which leaves no room for a prompt: of the "
+                f"context and of the KV cache it keeps seven tokens for itself, of a cache in "
+                f"pages two and a token. Raise 'context_length' or 'max_total_tokens'"
+            )
+        return found
 
     # -- queries ----------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from genlm import ModelLoadError
 from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "cpu_token_capacity",
     "default_options",
     "environment",
+    "load_error",
+    "mapping_of",
+    "shown",
 ]
 
 _ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes")
@@ -64,6 +68,21 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
     return options
 
 
+def mapping_of(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the caller's options, `{}` for none.
+
+    Raises:
+        TypeError: They are no mapping.
+    """
+    options: object = {} if engine_opts is None else engine_opts
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"engine_opts={engine_opts!r}; expected a dict of arguments of SGLang's ServerArgs, "
+            f"such as {{'max_total_tokens': 20_000}}"
+        )
+    return options
+
+
 def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     """Return a copy of the caller's options.
 
@@ -95,6 +114,24 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
             hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise TypeError(f"engine_opts[{name!r}]: SGLang's ServerArgs takes no such.{hint}")
     return dict(options)
+
+
+def shown(engine_opts: Mapping[str, Any]) -> str:
+    """The caller's options, for a message."""
+    return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"
+
+
+def load_error(
+    version: str, source: str, wanted: Mapping[str, Any], error: Exception
+) -> ModelLoadError:
+    """Make of what SGLang raised while it was built an error that says what was asked."""
+    first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    return ModelLoadError(
+        f"asked SGLang {version} for the model {source!r} with {shown(wanted)}; it raised "
+        f"{first_line} (options apart, the model must be a folder or an accessible hub id with "
+        f"config.json, weights and tokenizer of an architecture that this SGLang serves on "
+        f"this device)"
+    )
 
 
 def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> None:

@@ -43,13 +43,19 @@ def started(options: Mapping[str, Any], gpu_id: int) -> Any:
     arguments = ServerArgs(**options)
     ports = PortArgs.init_new(arguments)
     place = _place(Scheduler, gpu_id)
+    scheduler: Any = Scheduler.__new__(Scheduler)
     try:
         _publish(arguments, gpu_id)
         with _no_watchdog():
-            return Scheduler(arguments, ports, **place)
+            scheduler.__init__(arguments, ports, **place)
     except BaseException:
+        # One that was never whole holds sockets; collected with their zmq context, they
+        # would keep it, and whoever the garbage collector ran in, waiting for ever.
+        if hasattr(scheduler, "ipc_channels"):
+            close_sockets(scheduler)
         leave_groups()
         raise
+    return scheduler
 
 
 def _place(scheduler: type, gpu_id: int) -> dict[str, Any]:

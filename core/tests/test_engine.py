@@ -1,4 +1,4 @@
-"""`BatchEngine` answers everything, fails only the queries at fault, and gives rows away."""
+"""`BatchEngine` answers what it chose, fails only those at fault, and gives rows away."""
 
 from __future__ import annotations
 
@@ -93,6 +93,71 @@ def test_the_error_of_a_query_is_its_own_and_not_a_chain_of_all_halvings() -> No
     error = next(each.error for each in engine.step() if each.error is not None)
     assert error.__cause__ is None
     assert error.__context__ is None
+
+
+# -- what a step evaluates ------------------------------------------------------------
+
+
+class ChoosyEngine(ScriptedEngine):
+    """Evaluates what a function picks."""
+
+    def __init__(self, pick: Callable[[Sequence[Query]], Sequence[Query]]) -> None:
+        super().__init__(VOCAB_SIZE, poison=[POISON])
+        self.pick = pick
+
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        return self.pick(pending)
+
+
+def test_what_is_not_chosen_stays_pending_beside_what_arrives() -> None:
+    engine = ChoosyEngine(lambda pending: [pending[0], *pending[2:][:1]])
+    submitted(engine, [[0], [1], [2], [3]])
+    assert [each.query_id for each in engine.step()] == [100, 102]
+    engine.submit(Query(200, (4,)))
+    assert [each.query_id for each in engine.step()] == [101, 200]
+    assert [each.query_id for each in engine.step()] == [103]
+    assert engine.step() == []
+    assert engine.batches == [[(0,), (2,)], [(1,), (4,)], [(3,)]]
+
+
+def test_a_query_aborted_before_it_is_chosen_is_never_evaluated() -> None:
+    engine = ChoosyEngine(lambda pending: pending[:1])
+    submitted(engine, [[0], [1], [2]])
+    engine.step()
+    engine.abort(101)
+    assert [each.query_id for each in engine.step()] == [102]
+    assert engine.step() == []
+    assert engine.batches == [[(0,)], [(2,)]]
+
+
+def test_halving_is_of_what_was_chosen() -> None:
+    engine = ChoosyEngine(lambda pending: pending[:2])
+    queries = submitted(engine, [[0], [POISON], [POISON, 1], [2]])
+    for first in (0, 2):
+        completions = engine.step()
+        assert [each.query_id for each in completions] == [100 + first, 101 + first]
+        for completion, query in zip(completions, queries[first:], strict=False):
+            failed = isinstance(completion.error, ArithmeticError)
+            assert failed == (POISON in query.token_ids)
+    assert list(map(len, engine.batches)) == [2, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pick", "found"),
+    [
+        (lambda pending: [], "ChoosyEngine.choose picked none of 2 pending queries"),
+        (lambda pending: [Query(7, (1,))], "picked query 7, which is not pending"),
+        (lambda pending: [pending[1], pending[1]], "query 101, .* or picked it twice"),
+    ],
+)
+def test_a_choice_that_cannot_be_evaluated_is_an_error(
+    pick: Callable[[Sequence[Query]], Sequence[Query]], found: str
+) -> None:
+    engine = ChoosyEngine(pick)
+    submitted(engine, [[0], [1]])
+    with pytest.raises(EvaluationError, match=found):
+        engine.step()
+    assert engine.batches == []
 
 
 # -- what `evaluate` returns ----------------------------------------------------------

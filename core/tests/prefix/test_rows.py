@@ -36,6 +36,7 @@ class Model:
     def __init__(self, capacity: int) -> None:
         self.slots: list[int | None] = [None] * (capacity + 1)
         self.largest = (0, 0)
+        self.passes = 0
         self.fail = False
 
     def __call__(self, batch: TreeBatch) -> Computed:
@@ -56,6 +57,7 @@ class Model:
                     if self.fail:
                         raise RuntimeError("no memory")
                 tokens += len(segment.tokens)
+        self.passes += 1
         self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.sequences))
         logits = torch.stack([row_after(states[slot]) for slot in batch.last_slots])
         return Computed(logits, tokens, forwards=len(waves))
@@ -150,3 +152,98 @@ def test_a_kept_prefix_outlives_others_and_must_fit() -> None:
         rows.keep(None, (1,) * 19)
     rows.clear()
     assert used(rows, "kv_tokens") == 0
+
+
+# -- what goes into one pass ----------------------------------------------------------
+
+Sequences = list[tuple[int, ...]]
+
+
+def passes_by_choice(rows: PrefixRows, model: Model, sequences: Sequences) -> list[int]:
+    """Answer sequences, a choice of `next_pass` at a time; the passes that each took."""
+    passes, left = [], list(sequences)
+    while left:
+        chosen = rows.next_pass(None, left)
+        assert chosen[0] == 0
+        assert sorted(set(chosen)) == list(chosen)
+        passes.append(passes_at_once(rows, model, [left[place] for place in chosen]))
+        left = [ids for place, ids in enumerate(left) if place not in chosen]
+    return passes
+
+
+def passes_at_once(rows: PrefixRows, model: Model, sequences: Sequences) -> int:
+    before = model.passes
+    assert_right(rows, None, sequences)
+    return model.passes - before
+
+
+def text(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(SIZE), k=length))
+
+
+def extended(prompts: Sequences, count: int, length: int) -> Sequences:
+    """As many contexts as told, of these prompts in turn."""
+    return [(*prompts[i % len(prompts)], *text(length, 1000 + i)) for i in range(count)]
+
+
+PROMPTS = [text(30, i) for i in range(8)]
+POPULATIONS: dict[str, tuple[list[Sequences], list[list[int]]]] = {
+    # Steps; of each the choices, as how many passes of 64 tokens each took.
+    "long contexts": ([[text(25, i) for i in range(20)]], [[1] * 10]),
+    "a new prompt for all": ([extended([text(40, 0)], 4, 5)], [[1]]),
+    "two new prompts in turn": ([extended([text(20, 0), text(20, 1)], 6, 3)], [[1]]),
+    "decoding": ([PROMPTS, extended(PROMPTS, 8, 1)], [[1] * 4, [1]]),
+    "more rows than a pass has": ([[(a, b) for a in range(3) for b in range(7)]], [[1] * 3]),
+    "a prompt longer than a pass": ([extended([text(150, 0)], 4, 3)], [[3]]),
+}
+
+
+@pytest.mark.parametrize("name", POPULATIONS)
+def test_a_choice_is_one_pass_and_there_are_no_more_passes_than_at_once(name: str) -> None:
+    steps, passes = POPULATIONS[name]
+    chosen, at_once = serve(2000), serve(2000)
+    for step, each in zip(steps, passes, strict=True):
+        assert passes_by_choice(*chosen, step) == each
+        assert passes_at_once(*at_once, step) == sum(each)
+    figures = chosen[0].statistics(), at_once[0].statistics()
+    assert figures[0]["tokens_computed"] == figures[1]["tokens_computed"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_choice_of_a_growing_population_takes_two_passes(seed: int) -> None:
+    program = random.Random(seed)
+    rows, model = serve(3000)
+    population: Sequences = [text(n, n) for n in (3, 40, 11, 40)]
+    for _ in range(40):
+        population = [
+            (*program.choice(population)[:45], *text(program.choice([1, 1, 12]), i + 5 * seed))
+            for i in range(12)
+        ]
+        assert set(passes_by_choice(rows, model, list(dict.fromkeys(population)))) == {1}
+
+
+def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
+    rows, _ = serve(500)
+    waiting = [text(n, n) for n in (40, 30, 10, 25, 3)]
+    assert list(rows.next_pass(None, waiting)) == [0, 2, 4]
+    assert list(rows.next_pass(None, waiting[1:])) == [0, 1, 3]
+    assert list(rows.next_pass(None, [text(100, 0), *waiting])) == [0, 3, 5]  # 36 left of 100
+    rows.rows(None, [waiting[1]])
+    assert list(rows.next_pass(None, waiting)) == [0, 1, 2, 4]
+
+
+def test_only_so_many_are_passed_over() -> None:
+    rows, _ = serve(500)
+    waiting = [text(60, i) for i in range(257)]
+    assert list(rows.next_pass(None, [*waiting, (1,)])) == [0, 257]
+    assert list(rows.next_pass(None, [*waiting, text(60, 257), (1,)])) == [0]
+
+
+def test_a_choice_leaves_the_tree_as_it_is() -> None:
+    rows, _ = serve(50)
+    assert_right(rows, None, [text(45, 0)])
+    before = rows.statistics()
+    rows.next_pass(None, [text(40, i) for i in range(5)])
+    assert rows.statistics() == before
+    assert_right(rows, None, [text(45, 0)])
+    assert used(rows, "tokens_computed") == 46

@@ -143,8 +143,9 @@ class PrefixCacheEngine(Engine, Protocol):
 class BatchEngine(abc.ABC):
     """An engine that evaluates batches: derive, set three attributes, write `evaluate`.
 
-    `step` evaluates all that was submitted in one call. When `evaluate` raises, the
-    batch is halved until the queries that make it raise stand alone; only those fail.
+    `step` evaluates in one call what `choose` picks, by default all that was submitted.
+    When `evaluate` raises, the batch is halved until the queries that make it raise stand
+    alone; only those fail.
 
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
@@ -177,18 +178,34 @@ class BatchEngine(abc.ABC):
             them from logits). The engine must not reuse the memory.
         """
 
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Pick what the next step evaluates; everything by default.
+
+        The rest stays pending: it can be cancelled, and what arrives joins it. So an engine
+        picks no more than it computes in one go, and the oldest, which must not starve.
+
+        Args:
+            pending: At least one, oldest first.
+
+        Returns:
+            At least one of them, each once.
+        """
+        return pending
+
     def submit(self, query: Query) -> None:
-        """Put a query into the next batch."""
+        """Accept a query for one of the next steps."""
         self._pending[query.query_id] = query
 
     def step(self) -> list[Completion]:
-        """Evaluate everything pending; halve the batch around queries that raise."""
-        batch = list(self._pending.values())
-        self._pending.clear()
-        return self._evaluate_or_halve(batch) if batch else []
+        """Evaluate what `choose` picks; halve the batch around queries that raise.
+
+        Raises:
+            EvaluationError: It picked nothing, or something that is not pending.
+        """
+        return self._evaluate_or_halve(self._take_chosen()) if self._pending else []
 
     def abort(self, query_id: int) -> None:
-        """Take a query out of the next batch."""
+        """Forget a query that no step has evaluated yet."""
         self._pending.pop(query_id, None)
 
     def close(self) -> None:  # noqa: B027 - optional for subclasses
@@ -197,6 +214,22 @@ class BatchEngine(abc.ABC):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Figures of the engine's own; none by default."""
         return {}
+
+    def _take_chosen(self) -> list[Query]:
+        pending = list(self._pending.values())
+        batch = list(self.choose(pending))
+        for query in batch:
+            if self._pending.pop(query.query_id, None) is None:
+                raise EvaluationError(
+                    f"{type(self).__name__}.choose picked query {query.query_id}, which is "
+                    f"not pending, or picked it twice; return queries that it was given"
+                )
+        if not batch:
+            raise EvaluationError(
+                f"{type(self).__name__}.choose picked none of {len(pending)} pending "
+                f"queries; return at least one"
+            )
+        return batch
 
     def _evaluate_or_halve(self, batch: list[Query]) -> list[Completion]:
         try:

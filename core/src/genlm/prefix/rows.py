@@ -24,6 +24,9 @@ __all__ = ["PrefixRows"]
 _Batch = list[tuple[int, int]]
 """Index of a sequence and the slot of its last token."""
 
+# Looking at a sequence takes microseconds; with thousands waiting it must stay that little.
+_MOST_PASSED_OVER = 256
+
 
 class PrefixRows:
     """Answers batches of sequences from a prefix tree.
@@ -85,6 +88,47 @@ class PrefixRows:
             raise
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
+
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Choose sequences whose rows take one pass: the first, then whatever still fits.
+
+        The beginning of a first one longer than a pass has passes of its own. Whether the
+        tree has room for them all is not looked at.
+
+        Args:
+            adapter: Under which they will be asked for.
+            sequences: At least one, the most urgent first.
+
+        Returns:
+            Their places, in order, 0 among them.
+        """
+        total = sum(map(len, sequences))
+        if len(sequences) <= self._max_rows and total + len(sequences) <= self._max_tokens:
+            return range(len(sequences))
+        chosen: list[int] = []
+        passed_over, room = 0, self._max_tokens
+        ahead: PrefixTree | None = None  # what the pass will compute, nothing of it twice
+        for index, sequence in enumerate(sequences):
+            new = self._tree.missing(adapter, sequence)
+            if new > 1:
+                ahead = ahead or PrefixTree(total)
+                new = min(new, ahead.missing(adapter, sequence))
+            if chosen and new > room:
+                passed_over += 1
+                if passed_over > _MOST_PASSED_OVER:
+                    break
+                continue
+            while new > room:
+                new -= room
+            if ahead is not None:
+                ahead.insert(adapter, sequence)
+            chosen.append(index)
+            room -= new + 1  # a last token that is known is run again
+            if len(chosen) == self._max_rows:
+                break
+        return chosen
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.

@@ -77,8 +77,8 @@ def mapping_of(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
     options: object = {} if engine_opts is None else engine_opts
     if not isinstance(options, Mapping):
         raise TypeError(
-            f"engine_opts={engine_opts!r}; expected a dict of arguments of SGLang's ServerArgs, "
-            f"such as {{'max_total_tokens': 20_000}}"
+            f"engine_opts={engine_opts!r}; expected a dict of arguments of SGLang's "
+            f"ServerArgs, such as {{'max_total_tokens': 20_000}}"
         )
     return options
 

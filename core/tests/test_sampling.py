@@ -103,6 +103,28 @@ def test_temperature_0_takes_the_first_of_the_most_likely_without_drawing() -> N
     assert draw_token(row, 0.0, FixedUniform()) == 1
 
 
+class OnApple(torch.Tensor):
+    """A row on the CPU that stands for one on an Apple GPU: it cannot become float64."""
+
+    device = property(lambda _: torch.device("mps"))
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def double(self) -> torch.Tensor:
+        raise TypeError("the MPS framework doesn't support float64")
+
+
+def test_rows_on_devices_without_float64_are_drawn_from_as_others() -> None:
+    row = oracle_row([1, 2], None, 6)
+    generators = [np.random.default_rng(17) for _ in range(2)]
+    draws = [
+        [draw_token(each, 1.0, generator) for _ in range(20)]
+        for each, generator in zip((row, row.as_subclass(OnApple)), generators, strict=True)
+    ]
+    assert draws[0] == draws[1]
+
+
 def test_one_uniform_number_is_used_whatever_the_row() -> None:
     for row in (torch.zeros(1), torch.tensor([0.0, -INF]), oracle_row([1], None, 9)):
         generator = FixedUniform(0.5, 0.5)

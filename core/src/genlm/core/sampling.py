@@ -30,8 +30,9 @@ def draw_token(
 ) -> int:
     """Draw an id with probability proportional to `exp(logprobs / temperature)`.
 
-    Inversion of the cumulative distribution in float64, on the row's device. At
-    temperature 0 the most likely id (the lowest of equals), without drawing.
+    Inversion of the cumulative distribution in float64, on the row's device, or on the CPU
+    for Apple's GPUs, which have no float64. At temperature 0 the most likely id (the lowest
+    of equals), without drawing.
 
     Args:
         logprobs: Shape `(vocab_size,)`, not necessarily normalised; not changed.
@@ -40,7 +41,7 @@ def draw_token(
     """
     if temperature == 0:
         return int(torch.argmax(logprobs))
-    logits = logprobs.double()
+    logits = (logprobs.cpu() if logprobs.device.type == "mps" else logprobs).double()
     # The largest becomes 0 before the division, which could take all of them to -inf.
     logits = (logits - logits.max()) / temperature
     cumulative = torch.softmax(logits, dim=-1).cumsum(-1)

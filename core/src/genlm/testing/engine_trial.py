@@ -222,7 +222,7 @@ class EngineTrial(Trial):
             row = self._witness.next_token_logprobs_sync(token_ids, lora_name=adapter)
         else:
             row = torch.as_tensor(self.target.oracle(token_ids, adapter))
-        return row.detach().double().cpu()
+        return row.detach().cpu().double()
 
     @functools.cached_property
     def _witness(self) -> AsyncLM:

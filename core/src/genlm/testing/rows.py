@@ -37,7 +37,7 @@ def describe_difference(row: Any, expected: torch.Tensor) -> str:
 
 
 def _differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    found = row.detach().double().cpu()
+    found = row.detach().cpu().double()
     same = found == expected  # infinities that agree would subtract to NaN
     differences = torch.where(same, 0.0, (found - expected).abs())
     return differences.nan_to_num(nan=float("inf"))

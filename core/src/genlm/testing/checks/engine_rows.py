@@ -54,7 +54,7 @@ def _check_form(lm: AsyncLM, row: torch.Tensor, token_ids: TokenTuple) -> None:
         f"NaN at {row.isnan().sum()} ids, +inf at {row.isposinf().sum()}",
         token_ids=token_ids,
     )
-    total = float(row.double().logsumexp(-1))
+    total = float(row.cpu().double().logsumexp(-1))
     expect(abs(total) <= 1e-4, "logsumexp 0 within 1e-4", f"{total:.6g}", token_ids=token_ids)
     missing = list(lm.vocabulary.missing_ids)
     expect(

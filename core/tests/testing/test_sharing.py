@@ -8,6 +8,7 @@ import pytest
 from scripted_target import CertifiedEngine, scripted_target
 
 from genlm.testing import all_checks
+from genlm.testing.sharing import SharedEngine
 
 from .conftest import RunCheck
 
@@ -46,6 +47,21 @@ def target():
     assert shared.engine.closed
     assert len(shared.engine.threads) == 1
     assert not shared._owners
+
+
+@pytest.mark.parametrize("raises", ["__init__", "close"])
+def test_an_engine_that_cannot_be_built_or_closed_leaves_no_thread_behind(raises) -> None:
+    threads = []
+
+    def fail(*_):
+        threads.append(threading.current_thread())
+        raise OSError("no")
+
+    broken = type("Broken", (CertifiedEngine,), {raises: fail})
+    with pytest.raises(OSError, match="no"):
+        SharedEngine(broken).close()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
 
 
 @pytest.mark.parametrize("check_id", [check.id for check in all_checks("engine")])

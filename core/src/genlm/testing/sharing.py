@@ -36,7 +36,11 @@ class SharedEngine:
         self._query_ids = itertools.count()
         self._adapters: dict[str, str] = {}
         threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
-        self.engine: Engine = self.call(build)
+        try:
+            self.engine: Engine = self.call(build)
+        except BaseException:
+            self._calls.put(None)
+            raise
         # Those that the model came with; `add_adapter` may add others to the engine's.
         self.own_adapters = tuple(getattr(self.engine, "adapters", ()))
 
@@ -55,8 +59,10 @@ class SharedEngine:
 
     def close(self) -> None:
         """Close the engine and end its thread."""
-        self.call(self.engine.close)
-        self._calls.put(None)
+        try:
+            self.call(self.engine.close)
+        finally:
+            self._calls.put(None)
 
     # -- on the engine's thread -------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 
 import torch
 from hypothesis import given, settings
@@ -75,3 +76,15 @@ def test_a_row_does_not_keep_its_batch_alive(start):
 
     for row in asyncio.run(main()):
         assert row.untyped_storage().nbytes() == row.nbytes
+
+
+def test_a_row_lives_no_longer_than_its_caller_wants_while_the_engine_waits(start):
+    llm, _ = start()
+
+    async def main():
+        rows = await asyncio.gather(*(llm.next_token_logprobs([i]) for i in range(3)))
+        return [weakref.ref(row) for row in rows]
+
+    rows = asyncio.run(main())
+    llm._scheduler.run(lambda _: None)  # the step that computed them is over
+    assert [row() for row in rows] == [None] * 3

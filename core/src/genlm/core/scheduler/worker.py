@@ -209,19 +209,23 @@ class Worker:
 
     def _serve(self, engine: Any) -> None:
         while self._wait_for_work():
-            with self._lock:
-                aborts, self._aborts = self._aborts, []
-                flights = self._take_flights()
-            for query_id in aborts:
-                engine.abort(query_id)
-            self._run_calls(engine)
-            refused = self._submit(engine, flights)
-            if refused:
-                self._hand_over(refused)
-            if self._board.in_engine:
-                start_s = time.perf_counter()
-                completions = self._step(engine)
-                self._hand_over(completions, step_s=time.perf_counter() - start_s)
+            self._work(engine)  # a call of its own, so that no row outlives it here
+
+    def _work(self, engine: Any) -> None:
+        """Do what there is to do, and one step if there are queries in the engine."""
+        with self._lock:
+            aborts, self._aborts = self._aborts, []
+            flights = self._take_flights()
+        for query_id in aborts:
+            engine.abort(query_id)
+        self._run_calls(engine)
+        refused = self._submit(engine, flights)
+        if refused:
+            self._hand_over(refused)
+        if self._board.in_engine:
+            start_s = time.perf_counter()
+            completions = self._step(engine)
+            self._hand_over(completions, step_s=time.perf_counter() - start_s)
 
     def _run_calls(self, engine: Any) -> None:
         # One at a time: should the thread die, `stop` finds and fails the rest.

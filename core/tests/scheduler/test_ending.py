@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -114,6 +115,25 @@ def test_a_model_that_is_dropped_without_close_ends_its_thread():
     gc.collect()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_is_dropped_is_freed_without_the_garbage_collector(closed):
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        llm = AsyncLM(ScriptedEngine, name="freed")
+        llm.next_token_logprobs_sync([1])
+        engine = weakref.ref(llm._scheduler.engine)
+        thread = next(t for t in threading.enumerate() if t.name == "genlm-freed")
+        if closed:
+            llm.close()
+        del llm
+        thread.join(TIMEOUT_S)
+        assert engine() is None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def test_a_bound_model_keeps_the_engine_alive():

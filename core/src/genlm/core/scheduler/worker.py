@@ -66,7 +66,6 @@ class Worker:
         limits: Limits,
         name: str,
     ) -> None:
-        self._build_engine = build_engine
         self._on_result = on_result
         self._copy_result = copy_result
         self._lock = threading.Lock()
@@ -79,7 +78,11 @@ class Worker:
         self._stopped: EngineError | None = None  # why nothing is accepted any more
         self.turns = LoopTurns(self.open_gate, lambda: len(self._board.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # No attributes: a model's memory must not wait for the garbage collector.
+        arguments = (build_engine, self._built)
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name=name, daemon=True
+        )
         self._thread.start()
         renew_in_forks(self)
 
@@ -96,8 +99,11 @@ class Worker:
         return self._stopped is not None
 
     def wait_until_built(self) -> Any:
-        """Return the engine once it is built, or raise what its construction raised."""
-        return self._built.result()
+        """Return the engine once it is built, or raise what its construction raised; once."""
+        try:
+            return self._built.result()
+        finally:
+            del self._built
 
     def enqueue(self, query: Identified, key: Hashable, waiter: Waiter) -> Flight:
         """Accept a request; raises the error that stopped the worker, if it is."""
@@ -182,14 +188,16 @@ class Worker:
 
     # -- the engine's side: the worker's thread only ----------------------------------
 
-    def _run(self) -> None:
+    def _run(
+        self, build_engine: Callable[[], Any], built: concurrent.futures.Future[Any]
+    ) -> None:
         try:
-            engine = self._build_engine()
+            engine = build_engine()
         except BaseException as error:  # noqa: BLE001 - raised where it was asked for
             self._stopped = EngineDiedError("the engine could not be built")
-            self._built.set_exception(error)
+            built.set_exception(error)
             return
-        self._built.set_result(engine)
+        built.set_result(engine)
         try:
             self._serve(engine)
         except BaseException as error:  # noqa: BLE001 - every waiter is told

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -13,26 +11,12 @@ import peft
 import pytest
 import torch
 import transformers
+from documents import REPOSITORY, blocks, run
 
 import genlm
 
-REPOSITORY = Path(__file__).parents[1]
 PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "examples/*/*.md", "plugins/*/*.md"
 PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
-
-
-def blocks(page: str) -> list[str]:
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
-async def run(source: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Execute as a notebook does, with `await` at the top level."""
-    code = compile(source, "<page>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    result = eval(code, names)
-    if inspect.isawaitable(result):
-        await result
-    return names
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +79,29 @@ def test_the_page_on_tries_runs():
         asyncio.run(run("".join(blocks("docs/tries.md")), names))
     expected = rows.masked_fill(~below, float("-inf")).logsumexp(1)
     torch.testing.assert_close(names["mass"][:, names["node"]], expected)
+
+
+def test_the_readme_of_genlm_trie_cuda_runs():
+    program, _ = blocks("plugins/genlm-trie-cuda/README.md")
+    with genlm.load_model("demo", "hf") as llm:
+        names = {"llm": llm, "prompts": [[1], [2]]}
+        asyncio.run(run(program, names))
+        assert isinstance(names["mass"], torch.Tensor)
+        assert names["mass"].device == names["logprobs"].device
+        root = names["mass"][:, names["trie"].root]
+        torch.testing.assert_close(root, torch.zeros(2), atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_reductions_are_captured_as_the_readme_of_genlm_trie_cuda_shows():
+    _, program = blocks("plugins/genlm-trie-cuda/README.md")
+    trie = genlm.get_trie("cuda")([b"a", b"ab", b"b"])
+    rows = torch.rand(2, 3, device="cuda")
+    names = asyncio.run(run(program, {"torch": torch, "trie": trie, "rows": rows}))
+    expected = trie.batch_weight_sum(rows, returns="torch")
+    names["graph"].replay()
+    torch.testing.assert_close(names["mass"], expected)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

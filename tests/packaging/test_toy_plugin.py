@@ -3,13 +3,12 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
+from documents import REPOSITORY, blocks
 
-REPOSITORY = Path(__file__).parents[2]
 TOY = REPOSITORY / "examples" / "genlm-toy"
-TUTORIAL = REPOSITORY / "docs" / "plugins" / "writing-a-plugin.md"
+README, TUTORIAL = "examples/genlm-toy/README.md", "docs/plugins/writing-a-plugin.md"
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +60,6 @@ def test_an_absent_plugin_is_named_with_its_command(environment):
     )
 
 
-def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE
-    )
-
-
 def test_the_plugin_has_at_most_forty_lines_of_python_besides_its_oracle():
     sources = [path for path in TOY.glob("src/**/*.py") if path.name != "conformance.py"]
     assert sum(len(path.read_text().splitlines()) for path in sources) <= 40
@@ -108,7 +101,7 @@ def test_the_tutorial_shows_the_entry_point_of_the_plugin():
     assert toml in (TOY / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("document", [TOY / "README.md", TUTORIAL], ids=["readme", "tutorial"])
+@pytest.mark.parametrize("document", [README, TUTORIAL], ids=["readme", "tutorial"])
 def test_the_program_in_the_document_prints_what_its_comment_says(environment, document):
     program = [block for block in blocks(document, "python") if "load_model" in block][-1]
     expected = re.findall(r"# (b'.*')$", program, re.MULTILINE)

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
+from documents import REPOSITORY, blocks
 
 import genlm
 import genlm.backend.llm
 
-PLUGIN = Path(__file__).parents[1]
-README, MIGRATING = PLUGIN / "README.md", PLUGIN.parents[1] / "docs" / "migrating.md"
-
-
-def blocks(document: Path, language: str) -> list[str]:
-    found = re.findall(
-        rf"^ *```{language}\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL
-    )
-    return [textwrap.dedent(block) for block in found]
+README, MIGRATING = "plugins/genlm-backend/README.md", "docs/migrating.md"
 
 
 def test_the_readme_runs():
-    [block] = blocks(README, "python")
+    [block] = blocks(README)
     names = {}
     exec(block, names)
     with names["llm"] as llm:
@@ -33,7 +24,7 @@ def test_the_readme_runs():
 
 
 def test_before_and_after_migrating_give_the_same_rows(folder):
-    [block] = blocks(MIGRATING, "python")
+    [block] = blocks(MIGRATING)
     rows = []
     for part in block.split("# after"):
         names = {}
@@ -47,17 +38,18 @@ def test_before_and_after_migrating_give_the_same_rows(folder):
 
 @pytest.mark.parametrize("document", [README, MIGRATING], ids=["readme", "migrating"])
 def test_links_and_folders_exist(document):
-    text = document.read_text()
+    page = REPOSITORY / document
+    text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert links
     for link in links:
-        assert (document.parent / link).exists(), link
+        assert (page.parent / link).exists(), link
     for folder in re.findall(r"(?<!\.)\./((?:core|plugins)[\w/-]*)", text):
-        assert (PLUGIN.parents[1] / folder / "pyproject.toml").exists(), folder
+        assert (REPOSITORY / folder / "pyproject.toml").exists(), folder
 
 
 def test_every_name_of_the_table_exists():
-    text = MIGRATING.read_text()
+    text = (REPOSITORY / MIGRATING).read_text()
     table = text[text.index("### What maps to what") : text.index("### What got faster")]
     rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
     published = [name for row in rows for name in re.findall(r"`(\w+)", row[0])]

@@ -1,0 +1,43 @@
+"""What the README and the page on the engine show runs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import vllm
+from documents import blocks, run
+
+import genlm
+from genlm_vllm.loading import needs_processes
+
+from .traffic import largest_error
+
+PAGE = "docs/vllm-engine.md"
+
+
+def test_the_readme_runs(tiny: Any) -> None:
+    [program] = blocks("plugins/genlm-vllm/README.md")
+    names: dict[str, Any] = {}
+    exec(program.replace("path/to/model", str(tiny.path)), names)
+    assert largest_error(tiny, names["rows"], names["prompts"]) <= 1e-4
+    assert len(names["text"]) == 50
+
+
+def test_adapters_are_loaded_as_the_page_says(tiny: Any) -> None:
+    program, _ = blocks(PAGE)
+    source = program.replace("owner/name", str(tiny.path))
+    source = source.replace("path/to/adapter", tiny.adapters["red"])
+    names = asyncio.run(run(source, {"genlm": genlm, "ids": [5, 6, 7]}))
+    names["llm"].close()
+    assert float((names["row"] - tiny.logprobs([5, 6, 7], "red")).abs().max()) <= 1e-4
+
+
+def test_the_options_that_the_page_shows_ask_for_several_workers() -> None:
+    known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
+    _, program = blocks(PAGE)
+    for statement in program.split("engine_opts = ")[1:]:
+        options = eval(statement)
+        assert needs_processes(options)
+        assert options.keys() <= known

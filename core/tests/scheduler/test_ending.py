@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import subprocess
 import sys
@@ -117,23 +118,44 @@ def test_a_model_that_is_dropped_without_close_ends_its_thread():
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_what_is_dropped_is_freed_without_the_garbage_collector(closed):
+@pytest.fixture
+def no_garbage_collection():
     collects = gc.isenabled()
     gc.disable()
-    try:
-        llm = AsyncLM(ScriptedEngine, name="freed")
-        llm.next_token_logprobs_sync([1])
-        engine = weakref.ref(llm._scheduler.engine)
-        thread = next(t for t in threading.enumerate() if t.name == "genlm-freed")
-        if closed:
-            llm.close()
-        del llm
-        thread.join(TIMEOUT_S)
-        assert engine() is None
-    finally:
-        if collects:
-            gc.enable()
+    yield
+    if collects:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_is_dropped_is_freed_at_once(closed):
+    llm = AsyncLM(ScriptedEngine, name="freed")
+    llm.next_token_logprobs_sync([1])
+    engine = weakref.ref(llm._scheduler.engine)
+    thread = next(t for t in threading.enumerate() if t.name == "genlm-freed")
+    if closed:
+        llm.close()
+    del llm
+    thread.join(TIMEOUT_S)
+    assert engine() is None
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_an_engine_that_could_not_be_built_is_freed_at_once():
+    built = []
+
+    def build():
+        engine = ScriptedEngine()
+        built.append(weakref.ref(engine))
+        raise MemoryError
+
+    with contextlib.suppress(MemoryError):
+        AsyncLM(build, name="never-built")
+    for thread in threading.enumerate():
+        if thread.name == "genlm-never-built":
+            thread.join(TIMEOUT_S)
+    assert built[0]() is None
 
 
 def test_a_bound_model_keeps_the_engine_alive():

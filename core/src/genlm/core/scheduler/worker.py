@@ -196,6 +196,7 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - raised where it was asked for
             self._stopped = EngineDiedError("the engine could not be built")
             built.set_exception(error)
+            del built  # else the error, whose traceback has this frame, would hold itself
             return
         built.set_result(engine)
         try:

@@ -56,10 +56,10 @@ class Board:
                 f"scheduler needs an id of its own (itertools.count, for example)"
             )
         flight = Flight(query, key, waiter, arrived_s)
-        if key is not None:
-            self._joinable[key] = flight
         place = self._held_back if self._held_back or self._is_full else self.inbox
         place[query_id] = flight
+        if key is not None:  # last: nobody may join a flight that Ctrl-C kept from its place
+            self._joinable[key] = flight
         return flight
 
     def leave(self, flight: Flight, waiter: Waiter) -> bool:

@@ -1,0 +1,31 @@
+"""The bookkeeping stays whole when Ctrl-C interrupts it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from genlm import Query
+from genlm.core.scheduler.board import Board
+
+
+class Interrupted(OrderedDict[int, Any]):
+    """Is interrupted before it takes anything."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None:
+    board = Board(max_pending=None)
+    first, second = concurrent.futures.Future[Any](), concurrent.futures.Future[Any]()
+    board.inbox = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        board.enqueue(Query(0, (1,)), "key", first, 0.0)
+    board.inbox = OrderedDict()
+    board.enqueue(Query(1, (1,)), "key", second, 0.0)
+    (flight,) = board.take(None, 0.0)
+    assert flight.take_waiters() == [second]

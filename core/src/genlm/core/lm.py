@@ -102,7 +102,9 @@ class AsyncLM:
         max_pending: Most queries accepted at a time; more wait their turn outside.
 
     Raises:
-        TypeError: `output_cache` is no `OutputCache`, or what is built is no engine.
+        TypeError: `output_cache` is no `OutputCache`, what is built is no engine, or a limit
+            is no number.
+        ValueError: A limit below 1, or a wait that is negative or not finite.
         Exception: Whatever `build_engine` raised.
     """
 
@@ -210,6 +212,7 @@ class AsyncLM:
             TokenIdError: An id outside the vocabulary.
             TokenTypeError: Not a flat sequence of integers.
             UnknownAdapterError: `lora_name` was not loaded.
+            UnsupportedCapability: The engine serves no adapters, and one is asked for.
             EvaluationError: The engine raised for this sequence.
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
@@ -398,6 +401,7 @@ class AsyncLM:
 
         Raises:
             UnknownAdapterError: `lora_name` was not loaded.
+            UnsupportedCapability: The engine serves no adapters.
         """
         if lora_name is not None:
             self._check_adapter(lora_name)
@@ -410,6 +414,7 @@ class AsyncLM:
 
         Raises:
             UnknownAdapterError: `lora_name` was not loaded.
+            UnsupportedCapability: The engine serves no adapters.
         """
         self._check_adapter(lora_name)
         self._adapter = lora_name

@@ -46,6 +46,7 @@ def load_model(
         PluginError: The backend is unknown, ambiguous, broken or lacks a library.
         ModelLoadError: The engine cannot serve this model.
         TypeError: The engine takes no such option.
+        ValueError: A limit below 1, or a wait that is negative or not finite.
     """
     info = find_backend(backend)
     build = get_backend(info.provider)

@@ -22,7 +22,7 @@ VIRTUAL_LM = Path(__file__).parent / "programs" / "virtual_lm.py"
 
 @pytest.fixture
 def without_plugins(monkeypatch):
-    monkeypatch.setenv("GENLM_DISABLE_PLUGINS", "vllm,sgl")
+    monkeypatch.setenv("GENLM_DISABLE_PLUGINS", "vllm,sgl,mlx")
     genlm.refresh()
     yield
     monkeypatch.undo()
@@ -34,7 +34,7 @@ def without_plugins(monkeypatch):
     [
         ("vllm", r"AsyncVirtualLM needs .*'vllm'.*pip install 'genlm-backend\[vllm\]'"),
         ("sgl", r"AsyncSGLTransformer needs .*'sgl'.*pip install 'genlm-backend\[sgl\]'"),
-        ("mlx", r"AsyncMlxLM needs a plugin for the engine 'mlx'"),
+        ("mlx", r"AsyncMlxLM needs .*'mlx'.*pip install 'genlm-backend\[mlx\]'"),
     ],
 )
 def test_without_its_plugin_a_class_says_what_to_install(without_plugins, backend, message):
@@ -65,25 +65,6 @@ def test_any_other_installed_engine_can_be_asked_for():
         assert row.logsumexp(0).item() == pytest.approx(0, abs=1e-4)
         with pytest.raises(genlm.GenlmError):
             llm.next_token_logprobs_sync([])
-
-
-def test_a_plugin_for_mlx_would_be_served_by_name_and_by_object(monkeypatch):
-    class Engine(type(genlm.get_backend("reference")("demo"))):
-        @classmethod
-        def from_model(cls, model, tokenizer):
-            assert tokenizer == "its tokenizer"
-            return cls(model)
-
-    monkeypatch.setattr("genlm.backend.llm.mlx.installed_engine", lambda *_: Engine)
-    by_name = AsyncMlxLM.from_name("demo", timeout=0.1, prefill_step_size=64, cache_size=1)
-    by_object = AsyncMlxLM("demo", "its tokenizer", cache_opts={"move_to_cpu": True})
-    with by_name, by_object:
-        ids = by_name.tokenizer.encode("the ")
-        row = by_name.next_token_logprobs_sync(ids)
-        assert torch.equal(by_object.next_token_logprobs_sync(ids), row)
-        assert (by_name.timeout, by_name.prefill_step_size) == (0.1, 64)
-        assert (len(by_name.cache), len(by_object.cache)) == (1, 0)
-        assert by_object.cache.move_to_cpu
 
 
 @pytest.mark.parametrize("model_class", [AsyncVirtualLM, AsyncSGLTransformer])

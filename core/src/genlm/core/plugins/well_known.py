@@ -10,6 +10,7 @@ WELL_KNOWN: dict[str, tuple[Kind, str]] = {
     "hf": ("engine", "genlm-hf"),
     "vllm": ("engine", "genlm-vllm"),
     "sgl": ("engine", "genlm-sgl"),
+    "mlx": ("engine", "genlm-mlx"),
     "cuda": ("trie", "genlm-trie-cuda"),
     "parallel": ("trie", "genlm-trie-cuda"),
 }

@@ -1,4 +1,4 @@
-"""`AsyncMlxLM`: models on Apple silicon as published, where a plugin serves them."""
+"""`AsyncMlxLM`: MLX models as published."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ HAS_MLX = find_spec("mlx_lm") is not None
 
 
 class AsyncMlxLM(ServedLM):
-    """Maps to `genlm.load_model(name, backend="mlx")`, which needs a plugin of that name.
+    """Maps to `genlm.load_model(name, backend="mlx")`.
 
     Args:
-        mlx_lm_model: A model, for a plugin whose engine has `from_model(model, tokenizer)`.
+        mlx_lm_model: A model that `mlx_lm.load` returned.
         tokenizer: Its tokenizer.
         timeout: Has no effect: batches leave without a timer.
-        prefill_step_size: Has no effect; the plugin's options decide.
+        prefill_step_size: Most tokens in one forward pass.
         cache_size: Most rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:
-        MissingRequirementError: No plugin serves `"mlx"`; an `ImportError`.
+        MissingRequirementError: genlm-mlx or mlx-lm is not installed; an `ImportError`.
     """
 
     def __init__(
@@ -37,14 +37,18 @@ class AsyncMlxLM(ServedLM):
         cache_size: int = 0,
         cache_opts: dict[str, Any] | None = None,
     ) -> None:
-        engine = _installed()
-        cache = output_cache(cache_size, cache_opts)
-        if isinstance(mlx_lm_model, _Named):
-            super().__init__(lambda: engine(mlx_lm_model.name), name="mlx", cache=cache)
-        else:
-            super().__init__(
-                lambda: engine.from_model(mlx_lm_model, tokenizer), name="mlx", cache=cache
-            )
+        engine = installed_engine("mlx", "AsyncMlxLM", "pip install 'genlm-backend[mlx]'")
+        options = {"max_tokens_per_batch": prefill_step_size}
+        named = isinstance(mlx_lm_model, _Named)
+        super().__init__(
+            lambda: (
+                engine(mlx_lm_model.name, **options)
+                if named
+                else engine.from_model(mlx_lm_model, tokenizer, **options)
+            ),
+            name="mlx",
+            cache=output_cache(cache_size, cache_opts),
+        )
         self.timeout = timeout
         self.prefill_step_size = prefill_step_size
 
@@ -62,9 +66,3 @@ class AsyncMlxLM(ServedLM):
 class _Named:
     def __init__(self, name: str) -> None:
         self.name = name
-
-
-def _installed() -> Any:
-    return installed_engine(
-        "mlx", "AsyncMlxLM", "no distribution of this project has one; see docs/plugins"
-    )

@@ -1,0 +1,121 @@
+"""How fast is `genlm-mlx` with particles, beside mlx-lm in lockstep and genlm-backend?
+
+A population of particles shares a prompt and grows by one token a step; where it says
+`resampled`, every fourth step continues copies of some. `tails` are tokens that each has of
+its own from the start. Contestants, in turn in every round:
+
+- lockstep: mlx-lm's model over one batch of its own cache, `[N, 1]` at a time, and nothing
+  else;
+- genlm: N coroutines that await `next_token_logprobs`, the whole front end included;
+- genlm-backend: the same on 0.3.1's `AsyncMlxLM`, in an environment of its own.
+
+Only decoding is timed. Ratios are lockstep's time by the contestant's in the same round,
+their median over rounds. Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights,
+float32, on MLX's default device, which `device` in the results names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+from bench_hf_particles import RESAMPLE_EVERY, genlm
+from mlx_lockstep import lockstep
+from particle_model import VOCAB_SIZE, save_model
+from particle_population import CLOCKS, Clock, Population
+from peer import Peer, interpreter
+from report import print_report
+
+from genlm import AsyncLM, OutputCache
+from genlm_mlx.engine import MLXEngine
+
+STEPS = 12
+
+
+def populations(options: argparse.Namespace) -> Iterator[Population]:
+    for count in options.particles:
+        for prompt in options.prompts:
+            yield Population(count, prompt, 0, 0, STEPS)
+            yield Population(count, prompt, 0, RESAMPLE_EVERY, STEPS)
+            yield Population(count, prompt, options.tail, 0, STEPS)
+
+
+def peer_python() -> Path:
+    """An interpreter with genlm-backend 0.3.1 and mlx-lm."""
+    needed = ("numpy<2.5", "numba", "accelerate", "mlx[cpu]", "mlx-lm==0.31.3")
+    return interpreter("genlm-backend-0.3.1-mlx", *needed, alone=["genlm-backend==0.3.1"])
+
+
+def measure(
+    folder: Path, options: argparse.Namespace, peer: Peer | None, clock: Clock
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds a step of every contestant, by case."""
+    model, _ = mlx_lm.load(str(folder))
+    samples: dict[str, dict[str, list[float]]] = {}
+    with AsyncLM(lambda: MLXEngine(folder), output_cache=OutputCache(0)) as lm:
+        for case in populations(options):
+            contestants: dict[str, Callable[[], float]] = {
+                "lockstep": functools.partial(lockstep, model, case, clock),
+                "genlm": functools.partial(genlm, lm, case, clock),
+            }
+            if peer is not None:
+                line = (
+                    f"{case.count} {case.prompt_length} {case.tail_length} {case.every} {STEPS}"
+                )
+                contestants["genlm-backend"] = functools.partial(peer.measure, line)
+            found = samples.setdefault(str(case), {name: [] for name in contestants})
+            for _ in range(options.rounds):
+                for name, run in contestants.items():
+                    found[name].append(run())
+            medians = {name: round(statistics.median(found[name]), 1) for name in found}
+            print(case, medians, flush=True)
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--particles", type=int, nargs="+", default=[1, 10, 50])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--tail", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1, mlx-lm")
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        save_model(folder, VOCAB_SIZE)
+        peer = None
+        if not options.no_peer:
+            python = options.peer or peer_python()
+            peer = Peer(python, "mlx_peer.py", folder, options.clock)
+        samples = measure(folder, options, peer, CLOCKS[options.clock])
+        if peer is not None:
+            peer.close()
+    speeds = {
+        f"{case} {name}": statistics.median(
+            base / own for base, own in zip(found["lockstep"], values, strict=True)
+        )
+        for case, found in samples.items()
+        for name, values in found.items()
+    }
+    print_report(
+        "mlx",
+        {f"{case} {name}": v for case, found in samples.items() for name, v in found.items()},
+        unit="ms a step",
+        ratios=speeds,
+        extra={"clock": options.clock, "device": str(mx.default_device())},
+    )
+
+
+if __name__ == "__main__":
+    main()

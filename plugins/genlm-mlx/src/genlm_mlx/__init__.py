@@ -1,0 +1,1 @@
+"""MLX models as a genlm engine; see `genlm_mlx.engine`."""

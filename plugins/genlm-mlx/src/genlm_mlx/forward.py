@@ -1,0 +1,197 @@
+"""Forward passes of an mlx-lm model: gathered from slots, or through its own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from genlm.prefix import (
+    SCRATCH_SLOT,
+    Computed,
+    Segment,
+    SegmentBatch,
+    SegmentLimits,
+    TreeBatch,
+    group_segments,
+    waves_of,
+)
+from genlm_mlx.cache import RecordingCache, slot_caches
+from genlm_mlx.storage import KVStorage, LayerShape
+from genlm_mlx.unfit import UnfitModelError
+
+__all__ = ["GatheredForward", "own_logits", "read_shapes", "read_windows"]
+
+# Logits of all tokens of a pass are made if they are no more than these; 32 MiB in float16.
+# Else those wanted are had from one more pass, of their tokens alone.
+_LOGITS_AT_ONCE = 2**24
+
+
+class GatheredForward:
+    """Runs a model over what is fresh in a tree, in padded batches; see `Computing`.
+
+    Args:
+        model: An mlx-lm model.
+        windows: Of each layer, how many tokens a token sees; None for all.
+        storage: Keeps keys and values.
+        limits: Of one pass.
+        width: Of the model's output.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        windows: Sequence[int | None],
+        storage: KVStorage,
+        *,
+        limits: SegmentLimits,
+        width: int,
+    ) -> None:
+        self._model, self._windows, self._storage = model, list(windows), storage
+        self._limits, self._width = limits, width
+
+    def __call__(self, batch: TreeBatch) -> Computed:
+        """Run wave after wave, each in as few passes as padding allows."""
+        wanted = set(batch.last_slots)
+        found = _Found()
+        again: list[Segment] = []
+        tokens = forwards = 0
+        waves = waves_of(batch)
+        while waves:
+            for segments in group_segments(waves.pop(0), self._limits):
+                side_by_side = SegmentBatch(segments, pad_id=0)
+                ends = _ends(segments, wanted)
+                size = side_by_side.tokens.size
+                if side_by_side.tokens.shape[1] > 1 and size * self._width > _LOGITS_AT_ONCE:
+                    again += [_alone(segments[row], place) for _, row, place in ends]
+                    ends = []
+                self._run(side_by_side, ends, found)
+                tokens += sum(len(segment.tokens) for segment in segments)
+                forwards += 1
+            if not waves and again:
+                waves, again = [again], []
+        return Computed(found.logits(batch.last_slots), tokens, forwards)
+
+    def _run(
+        self, batch: SegmentBatch, ends: Sequence[tuple[int, int, int]], found: _Found
+    ) -> None:
+        """Run one pass, and find the logits of the (slot, segment, token) places given."""
+        self._storage.make_room(int(batch.reads.max()))
+        caches = slot_caches(self._storage, batch, self._windows)
+        logits = self._model(mx.array(batch.tokens.astype(np.int32)), cache=caches)
+        if not ends:
+            self._storage.settle()
+            return
+        rows, places = (mx.array([end[i] for end in ends]) for i in (1, 2))
+        chosen = logits[rows, places].astype(mx.float32)
+        self._storage.settle(chosen)
+        found.add([slot for slot, _, _ in ends], chosen)
+
+
+class _Found:
+    """Logits that were computed, pass by pass."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def add(self, slots: Sequence[int], logits: mx.array) -> None:
+        """Note the logits, `(slots, width)`, of the tokens in some slots."""
+        for slot in slots:
+            self._places[slot] = len(self._places)
+        self._parts.append(_as_tensor(logits))
+
+    def logits(self, slots: Sequence[int]) -> torch.Tensor:
+        """Return them in order, `(slots, width)`."""
+        places = [self._places[slot] for slot in slots]
+        everything = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        return everything if places == list(range(len(everything))) else everything[places]
+
+
+def own_logits(model: Any, sequences: Sequence[tuple[int, ...]], piece: int) -> torch.Tensor:
+    """Run a model from the beginning through its own cache, as mlx-lm does.
+
+    Args:
+        model: An mlx-lm model.
+        sequences: Of one length, so that nothing is padded.
+        piece: How many tokens of each go through at once.
+
+    Returns:
+        Logits after the last token, shape `(sequences, width)`, float32, on the CPU.
+    """
+    ids = mx.array(np.array(sequences, np.int32))
+    cache = make_prompt_cache(model)
+    last = ids.shape[1] - 1
+    for first in range(0, last, piece):
+        model(ids[:, first : min(first + piece, last)], cache=cache)
+        mx.eval([layer.state for layer in cache])
+    return _as_tensor(model(ids[:, last:], cache=cache)[:, -1].astype(mx.float32))
+
+
+def read_windows(model: Any) -> list[int | None]:
+    """Return how many tokens each layer's cache lets a token see, None for all.
+
+    Raises:
+        UnfitModelError: A layer keeps something else than keys and values of its past.
+    """
+    windows: list[int | None] = []
+    for cache in make_prompt_cache(model):
+        kind = type(cache)
+        if kind is KVCache:
+            windows.append(None)
+        elif kind is RotatingKVCache and cache.keep == 0:
+            windows.append(int(cache.max_size))
+        else:
+            raise UnfitModelError(f"a layer has a {kind.__name__}")
+    return windows
+
+
+def read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
+    """Return what each layer caches of a token, and the width of the model's output.
+
+    Found out by running it over three tokens.
+
+    Raises:
+        UnfitModelError: It uses its caches in another way than attention does.
+    """
+    caches = [RecordingCache() for _ in range(layers)]
+    try:
+        logits = model(mx.zeros((1, 3), mx.int32), cache=caches)
+        mx.eval(logits)
+    except Exception as error:
+        raise UnfitModelError(
+            f"with another cache its forward pass raises {type(error).__name__}: {error}"
+        ) from error
+    problems = [cache.problem for cache in caches if cache.problem is not None]
+    if problems:
+        raise UnfitModelError(problems[0])
+    shapes = [cache.shape for cache in caches if cache.shape is not None]
+    if len(shapes) != layers:
+        raise UnfitModelError(f"{len(shapes)} of its {layers} caches take keys and values")
+    return shapes, int(logits.shape[-1])
+
+
+def _ends(segments: Sequence[Segment], wanted: set[int]) -> list[tuple[int, int, int]]:
+    """Return the slot, the row and the place in the row of every token that is wanted."""
+    return [
+        (int(slot), row, place)
+        for row, segment in enumerate(segments)
+        for place, slot in enumerate(segment.slots[segment.past :])
+        if int(slot) in wanted
+    ]
+
+
+def _alone(segment: Segment, place: int) -> Segment:
+    """Return one token of a segment that has been computed, to be run again."""
+    slots = segment.slots[: segment.past + place + 1]
+    return Segment(segment.tokens[place : place + 1], slots, np.array([SCRATCH_SLOT], np.int64))
+
+
+def _as_tensor(array: mx.array) -> torch.Tensor:
+    """Return a float32 array as a tensor on the CPU."""
+    mx.eval(array)
+    return torch.from_numpy(np.array(array))

@@ -1,0 +1,123 @@
+"""From a model's name to an mlx-lm model, its tokenizer and what its config says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from textwrap import shorten
+from typing import Any
+
+import mlx.core as mx
+
+from genlm import ModelLoadError, model_source
+
+__all__ = ["as_dtype", "check_model", "context_window", "embedding_rows", "load_model"]
+
+_OURS = {
+    "adapter_path": "call add_new_lora, and the base model can be asked as well",
+    "lazy": "weights are read where they are used, on the engine's thread",
+    "return_config": "the engine reads the config itself",
+    "trust_remote_code": "it is an option of its own",
+}
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+# What configs call the number of positions.
+_WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+def load_model(
+    model: str | os.PathLike[str], mlx_opts: Mapping[str, Any], *, trust_remote_code: bool
+) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Load a model, its tokenizer and its config with mlx-lm.
+
+    Args:
+        model: A folder or a hub id.
+        mlx_opts: Further arguments of `mlx_lm.load`.
+        trust_remote_code: Whether code that comes with it may be run.
+
+    Raises:
+        ModelLoadError: There is no such model, or mlx-lm cannot load it.
+        ValueError: An option that is the engine's business.
+    """
+    from mlx_lm import load
+
+    for name, why in _OURS.items():
+        if name in mlx_opts:
+            raise ValueError(f"mlx_opts has {name!r}, which the engine decides: {why}")
+    source = model_source(model)
+    options = dict(mlx_opts)
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+        tokenizer_config = {**options.get("tokenizer_config", {}), "trust_remote_code": True}
+        options["tokenizer_config"] = tokenizer_config
+    try:
+        loaded, tokenizer, config = load(source, return_config=True, **options)
+    except TypeError as error:
+        if "unexpected keyword" in str(error):
+            raise ValueError(f"mlx_opts are arguments of mlx_lm.load: {error}") from error
+        raise _not_loaded(model, error) from error
+    except Exception as error:
+        raise _not_loaded(model, error) from error
+    return loaded, tokenizer, config
+
+
+def _not_loaded(model: object, error: Exception) -> ModelLoadError:
+    return ModelLoadError(
+        f"mlx-lm could not load {str(model)!r}: {type(error).__name__}: "
+        f"{shorten(str(error), 400)}"
+    )
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no mlx-lm language model that this thread can run.
+
+    Raises:
+        ModelLoadError: It is something else, or its weights wait for another thread.
+    """
+    if not hasattr(model, "layers") or not hasattr(model, "parameters"):
+        raise ModelLoadError(
+            f"asked to serve a {type(model).__name__}; pass a model that mlx_lm.load returned"
+        )
+    try:
+        mx.eval(model.parameters())
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"the model's weights cannot be evaluated on the engine's thread ({error}); call "
+            "mx.eval(model.parameters()) on the thread that made them"
+        ) from error
+
+
+def as_dtype(name: str) -> mx.Dtype:
+    """Return MLX's type of a name.
+
+    Raises:
+        ValueError: It is not one for weights.
+    """
+    short = str(name).rpartition(".")[2]
+    if short not in _DTYPES:
+        raise ValueError(f"dtype={name!r}; choose one of {', '.join(map(repr, _DTYPES))}")
+    return _DTYPES[short]
+
+
+def context_window(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that a model takes by its config, None if it states no limit."""
+    config = config.get("text_config") or config
+    window = next((config[name] for name in _WINDOW_NAMES if config.get(name)), None)
+    if not isinstance(window, int):
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    factor = scaling.get("factor") or 1.0
+    if kind in {"linear", "dynamic"}:
+        return int(window * factor)
+    if kind == "yarn":
+        original = scaling.get("original_max_position_embeddings") or window
+        return max(window, int(original * factor))
+    return window
+
+
+def embedding_rows(config: Mapping[str, Any], default: int) -> int:
+    """Return how many ids a model can embed."""
+    size = (config.get("text_config") or config).get("vocab_size")
+    return size if isinstance(size, int) else default

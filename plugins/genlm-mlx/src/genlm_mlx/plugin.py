@@ -1,0 +1,22 @@
+"""Registers the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm import BackendSpec, hookimpl
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the engine without importing MLX or torch."""
+    yield BackendSpec(
+        name="mlx",
+        kind="engine",
+        target="genlm_mlx.engine:MLXEngine",
+        summary="MLX models on Apple silicon, every prefix computed once",
+        capabilities=("lora", "prefix_cache"),
+        requires=("mlx", "mlx_lm"),
+        install="pip install mlx-lm (on Linux 'mlx-lm[cpu]' or 'mlx-lm[cuda13]')",
+        conformance="genlm_mlx.conformance:targets",
+    )

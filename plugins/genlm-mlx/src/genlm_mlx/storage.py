@@ -1,0 +1,145 @@
+"""The arrays that hold keys and values, one pair for each layer.
+
+They grow as slots are used, up to a number of slots that follows from a budget in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+__all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
+
+_FIRST_SLOTS = 1024
+
+# The stated share of free memory that a default budget takes.
+_SHARE = 0.25
+
+# More tokens than any population of particles holds; bounds a tiny model's budget.
+_MOST_SLOTS_BY_DEFAULT = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token: `heads` keys and values.
+
+    Attributes:
+        heads: Number of key-value heads.
+        key_width: Numbers in a key.
+        value_width: Numbers in a value.
+        dtype: Of both.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: mx.Dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory that one slot takes."""
+        return int(self.heads * (self.key_width + self.value_width) * self.dtype.size)
+
+
+class KVStorage:
+    """Keys, shape `(heads * slots, key width)`, and values of every layer.
+
+    Slot 0 is the scratch slot. Rows of one head are consecutive, so that the past of a
+    sequence is gathered as attention wants it, by head.
+
+    Args:
+        layers: In the order of the model's caches.
+        most_slots: The most that there may ever be.
+
+    Attributes:
+        slots: How many there are now.
+        lost: Whether storing failed half-way; everything must be forgotten then.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], most_slots: int) -> None:
+        self.layers, self._most = layers, max(1, most_slots)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, and free what has grown."""
+        self.lost = False
+        self.slots = min(_FIRST_SLOTS, self._most)
+        self._arrays = [
+            [
+                mx.zeros((layer.heads * self.slots, width), layer.dtype)
+                for width in (layer.key_width, layer.value_width)
+            ]
+            for layer in self.layers
+        ]
+        mx.eval(self._arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays."""
+        return sum(int(array.nbytes) for pair in self._arrays for array in pair)
+
+    def make_room(self, slot: int) -> None:
+        """Grow until there is this slot; one array is in memory twice meanwhile."""
+        if slot < self.slots:
+            return
+        slots = min(self._most, max(slot + 1, 2 * self.slots))
+        for layer, pair in zip(self.layers, self._arrays, strict=True):
+            for place, old in enumerate(pair):
+                by_head = old.reshape(layer.heads, self.slots, -1)
+                shape = layer.heads, slots - self.slots, by_head.shape[-1]
+                grown = mx.concatenate([by_head, mx.zeros(shape, layer.dtype)], axis=1)
+                pair[place] = grown.reshape(layer.heads * slots, -1)
+                del old, by_head
+                mx.eval(pair[place])
+        self.slots = slots
+
+    def exchange(
+        self,
+        layer: int,
+        *,
+        writes: mx.array,
+        reads: mx.array,
+        new: Sequence[mx.array],
+    ) -> list[mx.array]:
+        """Store new keys and values of a layer, then return those of whole sequences.
+
+        Args:
+            layer: Its place.
+            writes: Rows of its arrays, shape `(sequences, heads, new)`.
+            reads: Rows of its arrays, shape `(sequences, heads, all)`.
+            new: Keys and values, `(sequences, heads, new, width)`.
+
+        Returns:
+            Keys and values, `(sequences, heads, all, width)`.
+        """
+        pair = self._arrays[layer]
+        for place, states in enumerate(new):
+            # In place: once this is evaluated, nothing else holds the array as it was.
+            pair[place][writes] = states
+        return [mx.take(array, reads, axis=0) for array in pair]
+
+    def settle(self, *results: mx.array) -> None:
+        """Carry out what MLX has put off: these results and everything stored."""
+        try:
+            mx.eval(self._arrays, *results)
+        except BaseException:
+            self.lost = True
+            raise
+
+
+def default_budget_bytes(bytes_per_token: int) -> int:
+    """Return a quarter of what memory is left, at most that of 2**20 tokens."""
+    return min(int(_free_bytes() * _SHARE), _MOST_SLOTS_BY_DEFAULT * bytes_per_token)
+
+
+def _free_bytes() -> int:
+    device: dict[str, Any] = mx.device_info()
+    recommended = device.get("max_recommended_working_set_size")
+    if recommended is not None:  # the GPU's part of the memory
+        return max(0, int(recommended) - int(mx.get_active_memory()))
+    import psutil
+
+    return int(psutil.virtual_memory().available)

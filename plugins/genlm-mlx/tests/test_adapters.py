@@ -1,0 +1,158 @@
+"""Adapters that mlx-lm and peft have written, against weights merged by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+import torch
+import transformers
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from genlm import AdapterError, Query
+from genlm.testing import TINY_VOCABULARY, TinyModel
+from genlm_mlx.engine import MLXEngine
+
+from .driving import largest_error, population, rows_of
+
+LORA = {"rank": 3, "scale": 2.0, "dropout": 0.5, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+
+
+@pytest.fixture
+def engine(llama: TinyModel) -> MLXEngine:
+    return MLXEngine(llama.path, dtype="float32")
+
+
+@pytest.fixture
+def write(llama: TinyModel, tmp_path: Path) -> Callable[..., Path]:
+    """Write an adapter in mlx-lm's format, with random weights."""
+
+    def adapter(name: str, *, layers: int = 2, kind: str = "lora", **changed: Any) -> Path:
+        parameters = LORA | changed
+        model, _ = mlx_lm.load(str(llama.path))
+        linear_to_lora_layers(model, layers, parameters, use_dora=kind == "dora")
+        mx.random.seed(len(name))
+        weights = {
+            path: mx.random.normal(array.shape) * 0.3 if "lora_" in path else array
+            for path, array in tree_flatten(model.parameters())
+            if path.rpartition(".")[2] in {"lora_a", "lora_b", "m"}
+        }
+        folder = tmp_path / name
+        folder.mkdir()
+        mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+        settings = {
+            "fine_tune_type": kind,
+            "num_layers": layers,
+            "lora_parameters": parameters,
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        return folder
+
+    return adapter
+
+
+def merged(llama: TinyModel, folder: Path) -> Callable[[Any], torch.Tensor]:
+    """transformers' rows with the adapter's products added to its weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama.path, dtype=torch.float32)
+    weights = mx.load(str(folder / "adapters.safetensors"))
+    scale = json.loads((folder / "adapter_config.json").read_text())["lora_parameters"]["scale"]
+    with torch.no_grad():
+        for path in {key.rpartition(".")[0] for key in weights}:
+            down, up = (np.array(weights[f"{path}.lora_{which}"]) for which in "ab")
+            change = scale * torch.from_numpy(down @ up).T
+            model.get_submodule(path).weight += change
+
+    def logprobs(token_ids: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits
+        return logits[0, -1, :TINY_VOCABULARY].double().log_softmax(-1)
+
+    return logprobs
+
+
+def test_adapters_of_different_layouts_mix_in_a_batch(
+    engine: MLXEngine, llama: TinyModel, write: Callable[..., Path]
+) -> None:
+    folders = {
+        "both": write("both"),
+        "last": write("last", layers=1, rank=5, keys=["self_attn.v_proj"]),
+    }
+    oracles = {name: merged(llama, folder) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        engine.add_adapter(name, str(folder))
+    engine.add_adapter("red", llama.adapters["red"])  # peft's
+    assert engine.adapters == ("both", "last", "red")
+    oracles |= {"red": lambda ids: llama.logprobs(ids, "red"), "base": llama.logprobs}
+    names = [*oracles]
+    for step in population(8, 6):
+        asked = [(ids, names[i % 4]) for i, ids in enumerate(step)]
+        rows = engine.evaluate(
+            [
+                Query(i, ids, None if name == "base" else name)
+                for i, (ids, name) in enumerate(asked)
+            ]
+        )
+        for row, (ids, name) in zip(rows, asked, strict=True):
+            torch.testing.assert_close(row.double(), oracles[name](ids), rtol=0, atol=1e-4)
+
+
+def test_weights_of_dora_are_served_as_mlx_lm_does(
+    engine: MLXEngine, llama: TinyModel, write: Callable[..., Path]
+) -> None:
+    folder = write("dora", kind="dora", scale=1.0)
+    engine.add_adapter("dora", str(folder))
+    model, tokenizer = mlx_lm.load(str(llama.path), adapter_path=str(folder))
+    alone = MLXEngine.from_model(model, tokenizer, tier="uncached")
+    step = [(5, 6, 7), (8, 9)]
+    expected = rows_of(alone, step)
+    torch.testing.assert_close(rows_of(engine, step, "dora"), expected, rtol=0, atol=1e-4)
+    assert largest_error(engine, step, llama.logprobs) <= 1e-5
+
+
+def change_settings(folder: Path, **changed: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def test_what_does_not_fit_leaves_the_engine_as_it_was(
+    engine: MLXEngine, llama: TinyModel, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    wide = write("wide")
+    weights = mx.load(str(wide / "adapters.safetensors"))
+    weights = {path: mx.concatenate([array, array]) for path, array in weights.items()}
+    mx.save_safetensors(str(wide / "adapters.safetensors"), weights)
+    full, broken = write("full"), write("broken")
+    change_settings(full, fine_tune_type="full")
+    (broken / "adapter_config.json").write_text("{")
+    dora, other, elsewhere = tmp_path / "peft", tmp_path / "other", tmp_path / "elsewhere"
+    for copy in (dora, other, elsewhere):
+        shutil.copytree(llama.adapters["red"], copy)
+    change_settings(dora, use_dora=True)
+    change_settings(other, peft_type="IA3")
+    peft_weights = mx.load(str(elsewhere / "adapter_model.safetensors"))
+    moved = {key.replace("layers.1", "layers.7"): array for key, array in peft_weights.items()}
+    mx.save_safetensors(str(elsewhere / "adapter_model.safetensors"), moved)
+    for folder, message in (
+        (wide, "does not fit the model"),
+        (full, "fine_tune_type 'full'"),
+        (broken, "cannot be read"),
+        (dora, "use_dora=True"),
+        (other, "peft's type 'IA3'"),
+        (elsewhere, "has no such layer"),
+        (tmp_path, "no folder with adapter_config.json"),
+    ):
+        with pytest.raises(AdapterError, match=message):
+            engine.add_adapter("new", str(folder))
+        assert engine.adapters == ()
+        assert largest_error(engine, [(5, 6, 7)], llama.logprobs) <= 1e-5
+    engine.add_adapter("new", llama.adapters["red"])
+    with pytest.raises(AdapterError, match="loaded already"):
+        engine.add_adapter("new", llama.adapters["blue"])

@@ -1,0 +1,88 @@
+"""What a batch of segments sees, against a loop over tokens; arrays that grow."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from genlm.prefix import Segment, SegmentBatch
+from genlm_mlx.cache import slot_caches
+from genlm_mlx.storage import KVStorage, LayerShape
+
+LAYER = LayerShape(heads=2, key_width=3, value_width=5, dtype=mx.float32)
+
+
+def segment(past: int, length: int, first: int) -> Segment:
+    slots = np.arange(first, first + past + length)
+    return Segment(tuple(range(length)), slots, slots[past:])
+
+
+shapes = st.tuples(st.integers(0, 12), st.integers(1, 6))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(shapes, min_size=1, max_size=5), st.sampled_from([None, 1, 3, 40]), st.booleans()
+)
+def test_a_token_sees_its_past_and_window(
+    wanted: list[tuple[int, int]], window: int | None, by_model: bool
+) -> None:
+    segments = [segment(*shape, first=1 + 20 * i) for i, shape in enumerate(wanted)]
+    batch = SegmentBatch(segments, pad_id=0)
+    storage = KVStorage([LAYER], 1 + 20 * len(wanted))
+    (cache,) = slot_caches(storage, batch, [None if by_model else window])
+    new = batch.tokens.shape[1]
+    mask = cache.make_mask(new, window_size=window if by_model else None)
+    everything = np.ones((len(wanted), 1, new, batch.reads.shape[1]), bool)
+    visible = everything if mask is None else np.array(mask)
+    assert mask is None or mask.shape == everything.shape
+    for row, member in enumerate(segments):
+        assert cache.offset[row] == member.past
+        for place in range(len(member.tokens)):
+            seen = batch.reads[row][visible[row, 0, place]]
+            position = member.past + place
+            first = 0 if window is None else max(0, position + 1 - window)
+            assert seen.tolist() == member.slots[first : position + 1].tolist()
+
+
+def test_keys_and_values_come_back_for_whole_sequences() -> None:
+    storage = KVStorage([LAYER, LAYER], 100)
+    generator = np.random.default_rng(0)
+    past = SegmentBatch([segment(0, 4, 1), segment(0, 4, 30)], pad_id=0)
+    written: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for batch in (past, SegmentBatch([segment(3, 2, 1), segment(1, 2, 30)], pad_id=0)):
+        rows, new = batch.tokens.shape
+        keys = generator.normal(size=(rows, 2, new, 3)).astype(np.float32)
+        values = generator.normal(size=(rows, 2, new, 5)).astype(np.float32)
+        for row in range(rows):
+            for place, slot in enumerate(batch.writes[row]):
+                written[int(slot)] = keys[row, :, place], values[row, :, place]
+        _, cache = slot_caches(storage, batch, [None, None])
+        found = cache.update_and_fetch(mx.array(keys), mx.array(values))
+        assert cache.keys_and_values() is found
+        for which, states in enumerate(found):
+            for row in range(rows):
+                for column, slot in enumerate(batch.reads[row]):
+                    if not batch.is_token[row, column]:
+                        continue
+                    expected = written[int(slot)][which]
+                    assert np.array_equal(np.array(states[row, :, column]), expected)
+
+
+@pytest.mark.parametrize("most", [3, 5000, 10**6])
+def test_growing_keeps_what_was_written(most: int) -> None:
+    storage = KVStorage([LAYER], most)
+    slot = min(most, 1024) - 1
+    batch = SegmentBatch([segment(0, 1, slot)], pad_id=0)
+    keys, values = mx.ones((1, 2, 1, 3)), mx.ones((1, 2, 1, 5)) * 2
+    slot_caches(storage, batch, [None])[0].update_and_fetch(keys, values)
+    storage.settle()
+    storage.make_room(most - 1 if most < 10**6 else 3000)
+    assert storage.slots == min(most, max(3001, 2048)) or storage.slots == most
+    again = SegmentBatch([Segment((1,), np.array([slot, 0]), np.array([0]))], pad_id=0)
+    found = slot_caches(storage, again, [None])[0].update_and_fetch(keys * 5, values * 5)
+    assert np.array_equal(np.array(found[0][0, :, 0]), np.ones((2, 3)))
+    assert np.array_equal(np.array(found[1][0, :, 0]), np.full((2, 5), 2))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
+from genlm import AsyncLM, Capability, OutputCache, Query, UnsupportedCapability
 from genlm_hf import storage
 from genlm_hf.engine import HFEngine
 from genlm_hf.storage import LayerShape, default_budget_bytes
@@ -53,6 +53,17 @@ def test_a_device_map_changes_no_row(
     oracle, sequences = Oracle(llama), ids_of_lengths(9, 1, 23)
     for step in (sequences, [[*ids, 5] for ids in sequences]):
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-5
+
+
+@pytest.mark.parametrize(("device_map", "steps"), [(None, 2), (on_disk("model.layers.1"), 1)])
+def test_passes_are_smaller_on_a_cpu_unless_each_loads_weights(
+    device_map: Any, steps: int, folder: Path, tmp_path: Path
+) -> None:
+    options = {"device_map": device_map, "offload_folder": str(tmp_path)} if device_map else {}
+    engine = HFEngine(folder, hf_opts=options)
+    for query_id, ids in enumerate(ids_of_lengths(*[100] * 30)):
+        engine.submit(Query(query_id, tuple(ids)))
+    assert [bool(engine.step()) for _ in range(3)] == [i < steps for i in range(3)]
 
 
 def test_a_model_with_offloaded_layers_takes_no_adapters(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from genlm import Query
+from genlm import Completion, Query
 from genlm.testing import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
 from genlm_hf.engine import HFEngine
 
@@ -46,14 +46,20 @@ def alone(model: Any, token_ids: Sequence[int], size: int = VOCAB_SIZE) -> torch
 
 
 def answers(engine: HFEngine, requests: Iterable[Any]) -> list[Any]:
-    """Put token ids, or pairs of ids and adapter, through one step of an engine."""
+    """Put token ids, or pairs of ids and adapter, through an engine, step by step."""
     count = 0
     for request in requests:
         ids, adapter = request if isinstance(request, tuple) else (request, None)
         engine.submit(Query(count, tuple(ids), adapter))
         count += 1
-    completions = {c.query_id: c for c in engine.step()}
+    completions: dict[int, Completion] = {}
+    while len(completions) < count:
+        step = {c.query_id: c for c in engine.step()}
+        assert step
+        assert not step.keys() & completions.keys()
+        completions |= step
     assert sorted(completions) == list(range(count))
+    assert engine.step() == []
     return [
         completions[i].result if completions[i].error is None else completions[i].error
         for i in range(count)

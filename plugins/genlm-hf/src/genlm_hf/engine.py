@@ -41,7 +41,9 @@ from genlm_hf.tiers.tier import PrefixTier, ServedModel
 
 __all__ = ["HFEngine"]
 
-DEFAULT_TOKENS_PER_BATCH = 8192
+# A core is busy with 2048 tokens, so longer passes would only make others wait longer.
+_TOKENS_PER_BATCH = 8192
+_TOKENS_PER_BATCH_ON_CPU = 2048
 
 # Logits of one batch: 2**26 float32 are 256 MiB.
 _LOGITS_PER_BATCH = 2**26
@@ -63,7 +65,8 @@ class HFEngine(BatchEngine):
         bitsandbytes_opts: Arguments of `BitsAndBytesConfig`.
         trust_remote_code: Whether code that comes with a model may be run.
         max_tokens_per_batch: The most positions, padding included, in one forward
-            pass. Longer contexts take several; without a cache they pass whole, alone.
+            pass, and so in a step; by default 2048 on a CPU, 8192 elsewhere. Longer
+            contexts take several; without a cache they pass whole, alone.
         kv_budget_bytes: The most memory that cached keys and values take; by default
             a quarter of the CPU's free memory, half of a GPU's.
         tier: How to serve the model: `"packed"`, `"gathered"`, `"padded"`, or None for
@@ -93,7 +96,7 @@ class HFEngine(BatchEngine):
         hf_opts: Mapping[str, Any] | None = None,
         bitsandbytes_opts: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
-        max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
+        max_tokens_per_batch: int | None = None,
         kv_budget_bytes: int | None = None,
         tier: str | None = None,
         self_test: bool = True,
@@ -109,7 +112,7 @@ class HFEngine(BatchEngine):
         model: Any,
         tokenizer: Any,
         *,
-        max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
+        max_tokens_per_batch: int | None = None,
         kv_budget_bytes: int | None = None,
         tier: str | None = None,
         self_test: bool = True,
@@ -142,14 +145,17 @@ class HFEngine(BatchEngine):
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config)
         self._embedding_rows = embedding_rows(model) or self.vocabulary.size
+        device = input_device(model)
+        on_cpu = device.type == "cpu" and not is_offloaded(model)
+        most = _TOKENS_PER_BATCH_ON_CPU if on_cpu else _TOKENS_PER_BATCH
         served = ServedModel(
             model=model,
             vocabulary=self.vocabulary,
-            device=input_device(model),
+            device=device,
             embedding_rows=self._embedding_rows,
             pad_id=padding_id(model.config, self._embedding_rows),
             max_context=self.max_context,
-            max_tokens=options.max_tokens_per_batch,
+            max_tokens=options.max_tokens_per_batch or most,
             max_rows=max(
                 1, _LOGITS_PER_BATCH // max(self._embedding_rows, self.vocabulary.size)
             ),
@@ -209,24 +215,24 @@ class HFEngine(BatchEngine):
             )
             raise TokenIdError(token_id, position, self._embedding_rows)
 
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Pick what one forward pass computes: of the oldest query's adapter, and the oldest.
+
+        A context longer than a pass, or without room in the cache, takes several all the same.
+        """
+        adapter = pending[0].adapter
+        mine = [query for query in pending if query.adapter == adapter]
+        places = self._tier.next_pass(adapter, [query.token_ids for query in mine])
+        return [mine[place] for place in places]
+
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the row of each query; queries of one adapter share forward passes.
+        """Compute the row of each query; they are of one adapter.
 
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32, on the model's device.
         """
-        by_adapter: dict[str | None, list[int]] = {}
-        for index, query in enumerate(queries):
-            by_adapter.setdefault(query.adapter, []).append(index)
+        adapter = queries[0].adapter
         self._tokens_asked += sum(len(query.token_ids) for query in queries)
-        if len(by_adapter) == 1:
-            return self._rows(queries[0].adapter, queries)
-        rows = torch.empty((len(queries), self.vocabulary.size), device=self._served.device)
-        for adapter, indices in by_adapter.items():
-            rows[indices] = self._rows(adapter, [queries[i] for i in indices])
-        return rows
-
-    def _rows(self, adapter: str | None, queries: Sequence[Query]) -> torch.Tensor:
         with self._at_work(adapter):
             return self._tier.rows(adapter, [query.token_ids for query in queries])
 

@@ -69,6 +69,12 @@ class CachedTier:
         """Compute rows in one pass, or in several where limits or memory ask for it."""
         return self._rows.rows(adapter, sequences).to(self._device)
 
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Choose the first and whatever fits beside it, computed prefixes left aside."""
+        return self._rows.next_pass(adapter, sequences)
+
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.
 

@@ -38,7 +38,7 @@ class ServeOptions:
         ValueError: A limit makes no sense.
     """
 
-    max_tokens_per_batch: int
+    max_tokens_per_batch: int | None = None
     kv_budget_bytes: int | None = None
     tier: str | None = None
     self_test: bool = True
@@ -46,7 +46,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         most = self.max_tokens_per_batch
-        if not (isinstance(most, int) and most >= 1):
+        if most is not None and not (isinstance(most, int) and most >= 1):
             raise ValueError(f"max_tokens_per_batch={most!r}; a whole number, at least 1")
         budget = self.kv_budget_bytes
         if budget is not None and not (isinstance(budget, int) and budget >= 0):

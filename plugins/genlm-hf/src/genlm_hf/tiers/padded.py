@@ -67,6 +67,15 @@ class PaddedTier:
             rows[batch] = rows_from_logits(logits, vocabulary).to(rows.device)
         return rows
 
+    def next_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see Tier
+        sequences: Sequence[tuple[int, ...]],
+    ) -> Sequence[int]:
+        """Choose the first and those that share its pass when all are computed."""
+        batches = plan_batches([len(sequence) for sequence in sequences], self._limits)
+        return next(batch for batch in batches if 0 in batch)
+
     def logits(
         self, sequences: Sequence[Sequence[int]], positions: Sequence[int] | None = None
     ) -> torch.Tensor:

@@ -60,6 +60,20 @@ class Tier(Protocol):
         """
         ...
 
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Choose sequences whose rows take one forward pass, if the first alone does.
+
+        Args:
+            adapter: Under which they will be asked for.
+            sequences: At least one, the most urgent first.
+
+        Returns:
+            Their places, 0 among them.
+        """
+        ...
+
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return what was computed; called from any thread."""
         ...

@@ -1,0 +1,225 @@
+"""A step is one forward pass: what waits can be cancelled, and what arrives joins it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import AsyncLM, Completion, Query
+from genlm_hf.engine import HFEngine
+
+from .population import Oracle, used
+from .test_adapters import make_adapter
+from .tiny import answers, ids_of_lengths
+
+Population = list[list[int]]
+
+
+@pytest.fixture(params=["packed", "gathered", "padded"])
+def build(request: pytest.FixtureRequest, llama: Any, tokenizer: Any) -> Callable[[], HFEngine]:
+    """Make an engine of the tiny Llama, of each tier in turn, with passes of 100 tokens."""
+    return lambda: HFEngine.from_model(
+        llama, tokenizer, tier=request.param, max_tokens_per_batch=100
+    )
+
+
+@pytest.fixture
+def engine(build: Callable[[], HFEngine]) -> HFEngine:
+    return build()
+
+
+def submit(engine: HFEngine, contexts: Population, *, first: int = 0) -> None:
+    for query_id, ids in enumerate(contexts, start=first):
+        engine.submit(Query(query_id, tuple(ids)))
+
+
+def steps_of(engine: HFEngine) -> Iterator[list[Completion]]:
+    """Step until nothing is left; every step is one forward pass."""
+    before = used(engine, "forwards")
+    while completions := engine.step():
+        assert used(engine, "forwards") == before + 1
+        before += 1
+        yield completions
+
+
+def ids_answered(completions: Sequence[Completion]) -> list[int]:
+    return sorted(completion.query_id for completion in completions)
+
+
+def is_padded(engine: HFEngine) -> bool:
+    return engine.statistics()["tier"] == "padded"
+
+
+def test_a_step_is_one_forward_pass(engine: HFEngine, llama: Any) -> None:
+    contexts = ids_of_lengths(*[30] * 8)
+    submit(engine, contexts)
+    steps = list(steps_of(engine))
+    assert [ids_answered(step) for step in steps] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    rows = {each.query_id: each.result for step in steps for each in step}
+    assert Oracle(llama).largest_error(contexts, [rows[i] for i in range(8)]) <= 1e-4
+
+
+def test_the_oldest_is_in_every_step(engine: HFEngine) -> None:
+    lengths = [9, 70, 30, 60, 4, 50, 90, 12, 3]
+    submit(engine, ids_of_lengths(*lengths))
+    waiting = set(range(len(lengths)))
+    while waiting:
+        answered = ids_answered(engine.step())
+        assert answered[0] == min(waiting)
+        waiting -= set(answered)
+
+
+def test_a_query_aborted_between_steps_is_never_computed(engine: HFEngine) -> None:
+    before = used(engine, "tokens_computed")
+    submit(engine, ids_of_lengths(*[30] * 8))
+    engine.step()
+    for query_id in range(3, 8):
+        engine.abort(query_id)
+    assert engine.step() == []
+    assert used(engine, "tokens_computed") - before == 90
+
+
+def test_what_arrives_joins_the_next_pass_if_it_fits(engine: HFEngine) -> None:
+    *contexts, late = ids_of_lengths(*[30] * 9, 3)
+    submit(engine, contexts)
+    engine.step()
+    submit(engine, [late], first=9)
+    answered_in = next(i for i in range(9) if 9 in ids_answered(engine.step()))
+    # Padded to 30 it does not fit, and has to wait for its turn.
+    assert answered_in == (2 if is_padded(engine) else 0)
+
+
+def test_a_population_that_fits_one_pass_is_one_step(engine: HFEngine, llama: Any) -> None:
+    oracle, [prompt] = Oracle(llama), ids_of_lengths(40)
+    contexts = [[*prompt, i] for i in range(3, 13)]  # 50 tokens, if each is counted once
+    for _ in range(3):
+        submit(engine, contexts)
+        steps = [engine.step() for _ in range(5 if is_padded(engine) else 1)]
+        assert engine.step() == []
+        rows = {each.query_id: each.result for step in steps for each in step}
+        assert oracle.largest_error(contexts, [rows[i] for i in range(10)]) <= 1e-4
+        contexts = [[*ids, 5] for ids in contexts]
+
+
+def test_a_context_longer_than_a_pass_takes_several_in_one_step(
+    engine: HFEngine, llama: Any
+) -> None:
+    before = used(engine, "forwards")
+    long, *others = ids_of_lengths(120, 30, 30)
+    submit(engine, [long, *others])
+    completions = engine.step()
+    # 100 and 20 + 30 + 30, the 20 apart where pasts are padded; without a cache all at once.
+    forwards = {"packed": 2, "gathered": 3, "padded": 1}[str(engine.statistics()["tier"])]
+    assert used(engine, "forwards") - before == forwards
+    assert ids_answered(completions) == ([0] if is_padded(engine) else [0, 1, 2])
+    assert Oracle(llama).largest_error([long], [completions[0].result]) <= 1e-4
+
+
+def test_only_the_sequence_that_raises_fails_in_whichever_step(
+    engine: HFEngine, llama: Any
+) -> None:
+    def picky(_: Any, args: Any) -> None:
+        if (args[0] == 99).any():
+            raise RuntimeError("99")
+
+    contexts = [[i if i != 99 else 98 for i in ids] for ids in ids_of_lengths(*[30] * 8)]
+    contexts[4][7] = 99
+    handle = llama.model.embed_tokens.register_forward_pre_hook(picky)
+    rows = answers(engine, contexts)
+    handle.remove()
+    assert isinstance(rows.pop(4), RuntimeError)
+    contexts.pop(4)
+    assert Oracle(llama).largest_error(contexts, rows) <= 1e-4
+
+
+def test_adapters_take_turns(build: Callable[[], HFEngine], llama: Any, tmp_path: Path) -> None:
+    oracles = {
+        None: Oracle(llama),
+        **{name: Oracle(make_adapter(llama, tmp_path / name, ord(name))) for name in "rb"},
+    }
+    engine = build()
+    for name in "rb":
+        engine.add_adapter(name, str(tmp_path / name))
+    asked = [(ids, name) for ids in ids_of_lengths(9, 9, 9, 9) for name in (None, "r", "b")]
+    queries: list[Query] = []
+
+    def ask(ids: Sequence[int], adapter: str | None) -> None:
+        queries.append(Query(len(queries), tuple(ids), adapter))
+        engine.submit(queries[-1])
+
+    for ids, adapter in asked:
+        ask(ids, adapter)
+    served = []
+    for _ in range(6):
+        completions = engine.step()
+        served.append({queries[each.query_id].adapter for each in completions})
+        for each in completions:  # whoever is served asks again, before the others' turn
+            _, ids, adapter, _ = queries[each.query_id]
+            assert oracles[adapter].largest_error([ids], [each.result]) <= 1e-4
+            ask([*ids, 5], adapter)
+    assert served == [{None}, {"r"}, {"b"}] * 2
+
+
+class Held:
+    """Holds the first forward pass of a model until it is let go."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self._handle = model.register_forward_pre_hook(self._hold)
+
+    def _hold(self, *_: Any) -> None:
+        self._handle.remove()
+        self.begun.set()
+        assert self.let_go.wait(60)
+
+
+def test_a_cancelled_population_holds_nobody_up_for_more_than_its_pass(
+    build: Callable[[], HFEngine], llama: Any
+) -> None:
+    *contexts, short = ids_of_lengths(*[30] * 60, 5)
+
+    async def main(llm: AsyncLM) -> torch.Tensor:
+        before, held = llm.statistics().engine, Held(llama)
+        asking = [asyncio.ensure_future(llm.next_token_logprobs(ids)) for ids in contexts]
+        await asyncio.to_thread(held.begun.wait, 60)
+        for task in asking:
+            task.cancel()
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in found)
+        late = asyncio.ensure_future(llm.next_token_logprobs(short))
+        await asyncio.sleep(0)  # it is asked for
+        held.let_go.set()
+        row = await late
+        after = llm.statistics().engine
+        assert int(after["forwards"]) - int(before["forwards"]) == 2
+        assert int(after["tokens_computed"]) - int(before["tokens_computed"]) == 90 + 5
+        return row
+
+    with AsyncLM(build, name="hf") as llm:
+        assert Oracle(llama).largest_error([short], [asyncio.run(main(llm))]) <= 1e-4
+
+
+def test_closing_waits_for_no_more_than_the_pass_that_runs(
+    build: Callable[[], HFEngine], llama: Any
+) -> None:
+    contexts = ids_of_lengths(*[30] * 60)
+    llm = AsyncLM(build, name="hf")
+    before, held = llm.statistics().engine, Held(llama)
+
+    async def main() -> list[Any]:
+        asking = [asyncio.ensure_future(llm.next_token_logprobs(ids)) for ids in contexts]
+        await asyncio.to_thread(held.begun.wait, 60)
+        closing = asyncio.ensure_future(asyncio.to_thread(llm.close))
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        held.let_go.set()
+        await closing
+        return found
+
+    assert all(isinstance(each, Exception) for each in asyncio.run(main()))
+    assert int(llm.statistics().engine["forwards"]) == int(before["forwards"]) + 1

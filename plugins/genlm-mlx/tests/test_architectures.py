@@ -14,6 +14,7 @@ import torch
 from mlx_lm.generate import generate_step
 
 from genlm.testing import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
+from genlm_mlx.cache import SlotCache
 from genlm_mlx.engine import MLXEngine
 
 from .conftest import Make
@@ -123,3 +124,13 @@ def test_what_does_not_pass_the_self_test_is_served_without_a_cache(make: Make) 
 def test_what_keeps_something_else_of_its_past_is_served_without_a_cache(make: Make) -> None:
     engine = MLXEngine(make("mamba", ALIKE["a recurrent state"][2]).path)
     assert engine.statistics()["tier_reason"] == "not gathered: a layer has a ArraysCache"
+
+
+def test_wrong_rows_do_not_pass_the_self_test(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotCache, "make_mask", lambda *_, **__: None)
+    model = make("llama")
+    engine = MLXEngine(model.path, dtype="float32")
+    assert "its log-probabilities were off by" in str(engine.statistics()["tier_reason"])
+    assert largest_error(engine, [(5, 6, 7), (8,)], model.logprobs) <= 1e-5

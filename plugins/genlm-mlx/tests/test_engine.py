@@ -182,6 +182,25 @@ def test_requests_that_the_model_cannot_answer_are_refused(engine: MLXEngine) ->
     assert engine.max_context == 64
 
 
+@pytest.mark.parametrize("tier", ["gathered", "uncached"])
+def test_a_step_is_one_pass_and_has_the_oldest(tier: str, llama: TinyModel) -> None:
+    engine = MLXEngine(llama.path, dtype="float32", tier=tier, max_tokens_per_batch=30)
+    contexts = {i: tuple((i * j) % 290 + 3 for j in range(1, 21)) for i in range(1, 6)}
+    for i, ids in contexts.items():
+        engine.submit(Query(i, ids))
+    engine.abort(5)
+    waiting = [1, 2, 3, 4]
+    while waiting:
+        before = used(engine, "tokens_computed")
+        for answer in engine.step():
+            expected = llama.logprobs(contexts[answer.query_id])
+            torch.testing.assert_close(answer.result.double(), expected, rtol=0, atol=1e-5)
+            assert answer.query_id == waiting.pop(0)
+        assert used(engine, "tokens_computed") - before in (
+            {20} if tier == "gathered" else {80}
+        )
+
+
 def test_prefixes_are_kept_within_the_budget(llama: TinyModel) -> None:
     engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=21 * 256)
     engine.cache_prefix(tuple(range(3, 13)), None)

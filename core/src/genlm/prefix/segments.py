@@ -94,12 +94,12 @@ class SegmentBatch:
         reads: The slots of past and new tokens, shape (segments, longest past +
             longest); padding reads what its segment has just written.
         is_token: Which of `reads` are none of padding.
-        past: Longest past.
+        past: How many columns the pasts take, the longest one's tokens at least.
     """
 
-    def __init__(self, segments: Sequence[Segment], pad_id: int) -> None:
+    def __init__(self, segments: Sequence[Segment], pad_id: int, *, past: int = 0) -> None:
         longest = max(len(segment.tokens) for segment in segments)
-        self.past = max(segment.past for segment in segments)
+        self.past = max(past, *(segment.past for segment in segments))
         shape, width = (len(segments), longest), self.past + longest
         self.tokens = np.full(shape, pad_id, np.int64)
         self.positions = np.empty(shape, np.int64)

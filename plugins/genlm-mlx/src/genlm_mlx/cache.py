@@ -1,25 +1,32 @@
 """Caches of mlx-lm's interface that keep keys and values in slots.
 
 The model hands over the keys and values of new tokens as it would to its own cache, and
-gets back those of whole sequences, gathered from the slots. And the recorder that finds out
-what a model hands over.
+gets back those of whole sequences, gathered from the slots or held from the last pass. And
+the recorder that finds out what a model hands over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from genlm.prefix import SegmentBatch
+from genlm.prefix import SegmentBatch, Slots
+from genlm_mlx.held import HeldBatch
 from genlm_mlx.storage import KVStorage, LayerShape
 
 __all__ = ["RecordingCache", "SlotCache", "slot_caches"]
 
 
 def slot_caches(
-    storage: KVStorage, batch: SegmentBatch, windows: list[int | None]
+    storage: KVStorage,
+    batch: SegmentBatch,
+    windows: Sequence[int | None],
+    *,
+    held: HeldBatch | None = None,
+    continues: bool = False,
 ) -> list[SlotCache]:
     """Return what a model sees of the storage in one forward pass.
 
@@ -27,8 +34,10 @@ def slot_caches(
         storage: Takes the new keys and values.
         batch: Which slots are written and read.
         windows: Of each layer, how many tokens a token sees; None for all.
+        held: Gets what the layers read, if it is to be kept.
+        continues: Whether it has the pasts already, so that they need not be gathered.
     """
-    shared = _Batch(storage, batch)
+    shared = _Batch(storage, batch, held, continues=continues)
     return [SlotCache(shared, layer, window) for layer, window in enumerate(windows)]
 
 
@@ -71,26 +80,40 @@ class SlotCache:
 class _Batch:
     """A batch's slots as arrays, made once for all layers alike."""
 
-    def __init__(self, storage: KVStorage, batch: SegmentBatch) -> None:
+    def __init__(
+        self,
+        storage: KVStorage,
+        batch: SegmentBatch,
+        held: HeldBatch | None,
+        *,
+        continues: bool,
+    ) -> None:
         self._storage, self._batch = storage, batch
+        self._held, self._continues = held, continues
         pasts = batch.positions[:, 0].astype(np.int32)
         self.pasts = mx.array(pasts)
         self.ends = mx.array(pasts + batch.tokens.shape[1])
         self._first = batch.past - pasts  # columns of padding before each past
-        self._rows: dict[int, tuple[mx.array, mx.array]] = {}
+        self._made: dict[tuple[int, int], mx.array] = {}
         self._visible: dict[int | None, mx.array] = {}
 
     def exchange(self, layer: int, keys: mx.array, values: mx.array) -> list[mx.array]:
         heads = self._storage.layers[layer].heads
-        if heads not in self._rows:
+        self._storage.write(layer, self._rows(self._batch.writes, heads), (keys, values))
+        if self._held is not None and self._continues:
+            return self._held.append(layer, (keys, values))
+        found = self._storage.gathered(layer, self._rows(self._batch.reads, heads))
+        if self._held is not None:
+            self._held.arrays[layer] = list(found)
+        return found
+
+    def _rows(self, slots: Slots, heads: int) -> mx.array:
+        """Return where in a layer's arrays slots are, `(sequences, heads, tokens)`."""
+        key = id(slots), heads
+        if key not in self._made:
             first = np.arange(heads)[:, None] * self._storage.slots
-            writes, reads = (
-                mx.array((slots[:, None] + first).astype(np.int32))
-                for slots in (self._batch.writes, self._batch.reads)
-            )
-            self._rows[heads] = writes, reads
-        writes, reads = self._rows[heads]
-        return self._storage.exchange(layer, writes=writes, reads=reads, new=(keys, values))
+            self._made[key] = mx.array((slots[:, None] + first).astype(np.int32))
+        return self._made[key]
 
     def visible(self, window: int | None, *, as_array: bool) -> mx.array | None:
         if not as_array and not self._first.any() and not self._hides(window):

@@ -175,24 +175,26 @@ class MLXEngine(BatchEngine):
             capability, "mlx", self.capability_hints.get(capability, "")
         )
 
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Pick what one forward pass computes: of the oldest query's adapter, and the oldest.
+
+        A context longer than a pass, or without room in the cache, takes several all the same.
+        """
+        adapter = pending[0].adapter
+        mine = [query for query in pending if query.adapter == adapter]
+        places = self._tier.next_pass(adapter, [query.token_ids for query in mine])
+        return [mine[place] for place in places]
+
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the row of each query; queries of one adapter share forward passes.
+        """Compute the row of each query; they are of one adapter.
 
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32, on the CPU.
         """
-        by_adapter: dict[str | None, list[int]] = {}
-        for index, query in enumerate(queries):
-            by_adapter.setdefault(query.adapter, []).append(index)
+        adapter = queries[0].adapter
         self._tokens_asked += sum(len(query.token_ids) for query in queries)
-        rows = torch.empty(len(queries), self.vocabulary.size)
-        for adapter, indices in by_adapter.items():
-            with self._adapters.at_work(adapter):
-                found = self._tier.rows(adapter, [queries[i].token_ids for i in indices])
-            if len(by_adapter) == 1:
-                return found
-            rows[indices] = found
-        return rows
+        with self._adapters.at_work(adapter):
+            return self._tier.rows(adapter, [query.token_ids for query in queries])
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix and keep it until `clear_prefix_cache`.

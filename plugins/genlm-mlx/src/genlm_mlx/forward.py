@@ -21,6 +21,7 @@ from genlm.prefix import (
     waves_of,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
+from genlm_mlx.held import HeldBatch, HeldBatches
 from genlm_mlx.storage import KVStorage, LayerShape
 from genlm_mlx.unfit import UnfitModelError
 
@@ -40,6 +41,7 @@ class GatheredForward:
         storage: Keeps keys and values.
         limits: Of one pass.
         width: Of the model's output.
+        budget_bytes: The most that keys and values take.
     """
 
     def __init__(
@@ -50,9 +52,13 @@ class GatheredForward:
         *,
         limits: SegmentLimits,
         width: int,
+        budget_bytes: int,
     ) -> None:
         self._model, self._windows, self._storage = model, list(windows), storage
         self._limits, self._width = limits, width
+        self._budget = budget_bytes
+        self._token_bytes = sum(layer.bytes_per_token for layer in storage.layers)
+        self._held = HeldBatches()
 
     def __call__(self, batch: TreeBatch) -> Computed:
         """Run wave after wave, each in as few passes as padding allows."""
@@ -63,33 +69,60 @@ class GatheredForward:
         waves = waves_of(batch)
         while waves:
             for segments in group_segments(waves.pop(0), self._limits):
-                side_by_side = SegmentBatch(segments, pad_id=0)
                 ends = _ends(segments, wanted)
-                size = side_by_side.tokens.size
-                if side_by_side.tokens.shape[1] > 1 and size * self._width > _LOGITS_AT_ONCE:
+                longest = max(len(segment.tokens) for segment in segments)
+                if longest > 1 and len(segments) * longest * self._width > _LOGITS_AT_ONCE:
                     again += [_alone(segments[row], place) for _, row, place in ends]
                     ends = []
-                self._run(side_by_side, ends, found)
+                self._run(segments, ends, found)
                 tokens += sum(len(segment.tokens) for segment in segments)
                 forwards += 1
             if not waves and again:
                 waves, again = [again], []
         return Computed(found.logits(batch.last_slots), tokens, forwards)
 
+    def clear(self) -> None:
+        """Forget everything computed."""
+        self._held.clear()
+        self._storage.reset()
+
     def _run(
-        self, batch: SegmentBatch, ends: Sequence[tuple[int, int, int]], found: _Found
+        self,
+        segments: Sequence[Segment],
+        ends: Sequence[tuple[int, int, int]],
+        found: _Found,
     ) -> None:
         """Run one pass, and find the logits of the (slot, segment, token) places given."""
-        self._storage.make_room(int(batch.reads.max()))
-        caches = slot_caches(self._storage, batch, self._windows)
+        held = self._held.take(segments)
+        continues = held is not None
+        batch = SegmentBatch(segments, pad_id=0, past=held.columns if held else 0)
+        if self._storage.make_room(int(batch.reads.max())):
+            self._held.fit(self._room)
+        holds = len({len(segment.tokens) for segment in segments}) == 1
+        if held is None and holds and batch.reads.size * self._token_bytes <= self._room:
+            held = HeldBatch(segments, len(self._windows))
+        caches = slot_caches(
+            self._storage, batch, self._windows, held=held, continues=continues
+        )
         logits = self._model(mx.array(batch.tokens.astype(np.int32)), cache=caches)
-        if not ends:
-            self._storage.settle()
-            return
-        rows, places = (mx.array([end[i] for end in ends]) for i in (1, 2))
-        chosen = logits[rows, places].astype(mx.float32)
-        self._storage.settle(chosen)
-        found.add([slot for slot, _, _ in ends], chosen)
+        results = []
+        if ends:
+            rows, places = (mx.array([end[i] for end in ends]) for i in (1, 2))
+            results.append(logits[rows, places].astype(mx.float32))
+        if held is not None:
+            results.append(held.arrays)
+            held.columns = batch.reads.shape[1]
+        self._storage.settle(*results)
+        if ends:
+            found.add([slot for slot, _, _ in ends], results[0])
+        self._held.forget_slots(batch)
+        if held is not None and holds:
+            self._held.put(held, self._room)
+
+    @property
+    def _room(self) -> int:
+        """How many bytes of the budget the storage leaves to held batches."""
+        return self._budget - self._storage.nbytes
 
 
 class _Found:

@@ -81,10 +81,14 @@ class KVStorage:
         """Size of all arrays."""
         return sum(int(array.nbytes) for pair in self._arrays for array in pair)
 
-    def make_room(self, slot: int) -> None:
-        """Grow until there is this slot; one array is in memory twice meanwhile."""
+    def make_room(self, slot: int) -> bool:
+        """Grow until there is this slot; one array is in memory twice meanwhile.
+
+        Returns:
+            Whether it has grown.
+        """
         if slot < self.slots:
-            return
+            return False
         slots = min(self._most, max(slot + 1, 2 * self.slots))
         for layer, pair in zip(self.layers, self._arrays, strict=True):
             for place, old in enumerate(pair):
@@ -95,33 +99,30 @@ class KVStorage:
                 del old, by_head
                 mx.eval(pair[place])
         self.slots = slots
+        return True
 
-    def exchange(
-        self,
-        layer: int,
-        *,
-        writes: mx.array,
-        reads: mx.array,
-        new: Sequence[mx.array],
-    ) -> list[mx.array]:
-        """Store new keys and values of a layer, then return those of whole sequences.
+    def write(self, layer: int, rows: mx.array, new: Sequence[mx.array]) -> None:
+        """Store new keys and values of a layer.
 
         Args:
             layer: Its place.
-            writes: Rows of its arrays, shape `(sequences, heads, new)`.
-            reads: Rows of its arrays, shape `(sequences, heads, all)`.
+            rows: Of its arrays, shape `(sequences, heads, new)`.
             new: Keys and values, `(sequences, heads, new, width)`.
-
-        Returns:
-            Keys and values, `(sequences, heads, all, width)`.
         """
-        pair = self._arrays[layer]
-        for place, states in enumerate(new):
+        for array, states in zip(self._arrays[layer], new, strict=True):
             # In place: once this is evaluated, nothing else holds the array as it was.
-            pair[place][writes] = states
-        return [mx.take(array, reads, axis=0) for array in pair]
+            array[rows] = states
 
-    def settle(self, *results: mx.array) -> None:
+    def gathered(self, layer: int, rows: mx.array) -> list[mx.array]:
+        """Return keys and values of a layer, `(sequences, heads, all, width)`.
+
+        Args:
+            layer: Its place.
+            rows: Of its arrays, shape `(sequences, heads, all)`.
+        """
+        return [mx.take(array, rows, axis=0) for array in self._arrays[layer]]
+
+    def settle(self, *results: Any) -> None:
         """Carry out what MLX has put off: these results and everything stored."""
         try:
             mx.eval(self._arrays, *results)

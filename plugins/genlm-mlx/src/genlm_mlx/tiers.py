@@ -61,6 +61,12 @@ class Tier(Protocol):
         """Return the row of each sequence, shape `(len(sequences), vocabulary.size)`."""
         ...
 
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Choose sequences whose rows take about one pass; their places, 0 among them."""
+        ...
+
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return what was computed; called from any thread."""
         ...
@@ -88,6 +94,15 @@ class UncachedTier:
             self._forwards += 1 + -(-(len(chosen[0]) - 1) // piece)
             self._tokens_computed += sum(map(len, chosen))
         return rows
+
+    def next_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see Tier
+        sequences: Sequence[tuple[int, ...]],
+    ) -> Sequence[int]:
+        """Choose the first and others of its length."""
+        lengths = [len(sequence) for sequence in sequences]
+        return next(batch for batch in self._batches(lengths) if 0 in batch)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         most = max(1, min(self._piece, _LOGITS_PER_PASS // self._vocabulary.size))
@@ -129,14 +144,16 @@ class GatheredTier:
             budget = default_budget_bytes(token_bytes)
         self._storage = KVStorage(shapes, slots_within(budget, token_bytes))
         self.is_exact = all(shape.dtype == mx.float32 for shape in shapes)
+        self._forward = GatheredForward(
+            model,
+            windows,
+            self._storage,
+            limits=SegmentLimits(options.max_tokens_per_batch, max_context),
+            width=width,
+            budget_bytes=budget,
+        )
         self._rows = PrefixRows(
-            GatheredForward(
-                model,
-                windows,
-                self._storage,
-                limits=SegmentLimits(options.max_tokens_per_batch, max_context),
-                width=width,
-            ),
+            self._forward,
             without_cache=lambda sequence: uncached.rows(None, [sequence]),
             vocabulary=vocabulary,
             budget_bytes=budget,
@@ -154,6 +171,12 @@ class GatheredTier:
                 self.clear()
             raise
 
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Choose the first and what fits beside it."""
+        return self._rows.next_pass(adapter, sequences)
+
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.
 
@@ -165,7 +188,7 @@ class GatheredTier:
     def clear(self) -> None:
         """Forget everything computed, kept or not."""
         self._rows.clear()
-        self._storage.reset()
+        self._forward.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work and the state of the cache."""

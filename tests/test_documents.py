@@ -14,6 +14,7 @@ import transformers
 from documents import REPOSITORY, blocks, run
 
 import genlm
+from genlm.testing import TinyModel
 
 PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "examples/*/*.md", "plugins/*/*.md"
 PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
@@ -68,6 +69,19 @@ def test_the_readme_of_genlm_hf_runs(adapter):
     with genlm.load_model("demo", "hf") as llm:
         source = adapters.replace("path/to/adapter", str(adapter))
         asyncio.run(run(source, names | {"llm": llm, "ids": [1, 2, 3]}))
+
+
+def test_the_readme_of_genlm_mlx_runs(tmp_path):
+    model = TinyModel(tmp_path / "model", adapters=["red"])
+    program, adapters = blocks("plugins/genlm-mlx/README.md")
+    names: dict[str, Any] = {}
+    exec(program.replace("path/to/model", str(model.path)), names)
+    assert names["rows"].shape == (2, names["llm"].vocab_size)
+    with genlm.load_model(model.path, "mlx") as llm:
+        source = adapters.replace("path/to/adapter", model.adapters["red"])
+        names = asyncio.run(run(source, {"llm": llm, "ids": [5, 6, 7]}))
+    expected = model.logprobs([5, 6, 7], "red")
+    torch.testing.assert_close(names["row"].double(), expected, atol=1e-4, rtol=0)
 
 
 def test_the_page_on_tries_runs():

@@ -63,6 +63,11 @@ class _Elsewhere(torch.Tensor):
 class Pretence(TorchDispatchMode):
     """While it is entered, on one thread, the devices exist there."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[torch.device] = []
+        """Where tensors of the CPU were copied to, in order."""
+
     def __enter__(self) -> Self:
         torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor() bypasses the mode
         return super().__enter__()
@@ -72,7 +77,10 @@ class Pretence(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(False)
 
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None):
-        return _run(operation, args, kwargs or {})
+        result = _run(operation, args, kwargs or {})
+        if operation._schema.name in _MOVES and args[0].device == _CPU:
+            self.copies += [result.device] * (result.device != _CPU)
+        return result
 
 
 def moved(module: Any, device: torch.device) -> Any:

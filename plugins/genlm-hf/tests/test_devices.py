@@ -126,6 +126,23 @@ def test_accelerators_change_no_row(
         assert devices == [{FIRST if spread else SECOND}, {SECOND}]
 
 
+@pytest.mark.parametrize("spread", [False, True], ids=["one", "two"])
+def test_a_packed_pass_copies_its_plan_to_each_accelerator_once(
+    llama: Any, tokenizer: Any, *, spread: bool
+) -> None:
+    with Pretence() as pretence:
+        model = spread_out(llama) if spread else moved(llama, FIRST)
+        engine = HFEngine.from_model(model, tokenizer, tier="packed")
+        random.seed(0)
+        groups_and_runs = [*ids_of_lengths(9, 30), [5, 6]]
+        for step in (groups_and_runs, *particles(6, 4, groups_and_runs[0])):
+            pretence.copies.clear()
+            answers(engine, step)
+            assert sorted(map(str, pretence.copies)) == sorted(
+                map(str, [FIRST, SECOND] if spread else [FIRST])
+            )
+
+
 @pytest.mark.parametrize(
     "settings",
     [

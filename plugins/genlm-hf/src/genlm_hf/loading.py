@@ -198,7 +198,8 @@ def _advice(source: str) -> str:
         )
     return (
         "there is no folder of that name; a hub id must exist, be accessible with your token, "
-        "and be in the local cache when the hub cannot be reached"
+        "and be in the local cache when the hub cannot be reached (HF_HUB_OFFLINE=1 then "
+        "spares the wait for it)"
     )
 
 

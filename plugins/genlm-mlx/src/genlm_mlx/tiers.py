@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ class Tier(Protocol):
     def next_pass(
         self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
     ) -> Sequence[int]:
-        """Choose sequences whose rows take about one pass; their places, 0 among them."""
+        """Choose what a step computes, about one pass; their places, 0 among them."""
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
@@ -100,9 +101,9 @@ class UncachedTier:
         adapter: str | None,  # noqa: ARG002 - see Tier
         sequences: Sequence[tuple[int, ...]],
     ) -> Sequence[int]:
-        """Choose the first and others of its length."""
-        lengths = [len(sequence) for sequence in sequences]
-        return next(batch for batch in self._batches(lengths) if 0 in batch)
+        """Choose the first and others, of about as many tokens in all as a pass may have."""
+        totals = itertools.accumulate(map(len, sequences))
+        return range(max(1, sum(total <= self._piece for total in totals)))
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         most = max(1, min(self._piece, _LOGITS_PER_PASS // self._vocabulary.size))

@@ -69,10 +69,14 @@ def register() -> None:
 
 @contextmanager
 def packed_step(
-    layout: AttentionLayout, storage: KVStorage, plan: PackedPlan
+    layout: AttentionLayout,
+    storage: KVStorage,
+    plan: PackedPlan,
+    on_device: dict[torch.device, DevicePlan],
 ) -> Iterator[None]:
-    """Let forward passes on this thread follow `plan`."""
-    _step.layout, _step.storage, _step.plan, _step.on_device = layout, storage, plan, {}
+    """Let forward passes on this thread follow `plan`, which may be on devices already."""
+    _step.layout, _step.storage = layout, storage
+    _step.plan, _step.on_device = plan, on_device
     try:
         with layout.runs(PACKED_ATTENTION):
             yield

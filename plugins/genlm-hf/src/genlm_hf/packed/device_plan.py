@@ -5,7 +5,7 @@ A model spread over several devices has one of these for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,26 +22,61 @@ _GATHERED_BYTES = 2**20
 
 
 class DevicePlan:
-    """The plan of one forward pass on one device."""
+    """The plan of one forward pass on one device, copied there in one piece.
+
+    Attributes:
+        tokens, positions, writes, results: As in the plan.
+    """
 
     def __init__(self, plan: PackedPlan, device: torch.device) -> None:
-        self.writes = torch.from_numpy(plan.writes).to(device)
-        self.groups = [DeviceGroup(group, device) for group in plan.groups]
-        self.runs = [DeviceRun(run, device) for run in plan.runs]
+        arrays = [plan.tokens, plan.positions, plan.writes, plan.results]
+        for group in plan.groups:
+            arrays += [_positions(group), group.tails, group.trunk]
+        arrays += [run.slots for run in plan.runs]
+        moved = iter(_moved(arrays, device))
+        self.tokens, self.positions, self.writes, self.results = (next(moved) for _ in range(4))
+        self.groups = [
+            DeviceGroup(group, next(moved), next(moved), next(moved)) for group in plan.groups
+        ]
+        self.runs = [DeviceRun(run, next(moved)) for run in plan.runs]
+
+
+def _moved(arrays: Sequence[Slots], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to a device, all at once: there each copy waits for the device."""
+    numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+    parts = numbers.to(device).split_with_sizes([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _positions(group: RowGroup) -> Slots:
+    return np.array([row.position for row in group.rows], np.int64)
 
 
 class DeviceGroup:
-    """Rows with a common trunk, on one device."""
+    """Rows with a common trunk, on one device.
 
-    def __init__(self, group: RowGroup, device: torch.device) -> None:
-        positions = np.array([row.position for row in group.rows], np.int64)
+    Args:
+        group: The rows.
+        positions: Of the rows in their sequences, on the device.
+        tails: Slots, on the device.
+        trunk: Slots, on the device.
+    """
+
+    def __init__(
+        self,
+        group: RowGroup,
+        positions: torch.Tensor,
+        tails: torch.Tensor,
+        trunk: torch.Tensor,
+    ) -> None:
+        known = [row.position for row in group.rows]
         self.count, self._tail = group.tails.shape
         self.trunk_length = len(group.trunk)
-        self._tails = torch.from_numpy(group.tails.reshape(-1)).to(device)
-        self._trunk = _Slots(group.trunk, device)
-        self._ragged = int(positions.min()) + 1 < self.trunk_length + self._tail
-        self._longest = int(positions.max()) + 1
-        self._positions = torch.from_numpy(positions).to(device)
+        self._tails = tails.reshape(-1)
+        self._trunk = _Slots(group.trunk, trunk)
+        self._ragged = min(known) + 1 < self.trunk_length + self._tail
+        self._longest = max(known) + 1
+        self._positions = positions
         self._hidden: dict[int | None, torch.Tensor | None] = {}
 
     def trunk_of(self, states: torch.Tensor) -> torch.Tensor:
@@ -82,12 +117,18 @@ class DeviceGroup:
 
 
 class DeviceRun:
-    """Consecutive tokens of one sequence, on one device."""
+    """Consecutive tokens of one sequence, on one device.
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    Args:
+        run: The tokens.
+        slots: Of past and run, on the device.
+    """
+
+    def __init__(self, run: Run, slots: torch.Tensor) -> None:
         self.past, self.length = run.past, run.length
-        self._device = device
-        self._slots = _Slots(run.slots, device)
+        self._device = slots.device
+        self._slots = _Slots(run.slots, slots)
+        self._visible: dict[int | None, torch.Tensor] = {}
 
     def all_of(self, states: torch.Tensor) -> torch.Tensor:
         """Return keys or values of past and run, `(heads, past + run, width)`."""
@@ -99,7 +140,17 @@ class DeviceRun:
         return slice(begin, self.past + end)
 
     def visible(self, first: int, end: int, window: int | None) -> torch.Tensor:
-        """Return what the tokens `first ... end - 1` of the run see, (tokens, past + run)."""
+        """Return what the tokens `first ... end - 1` of the run see, (tokens, past + run).
+
+        Made once for all layers alike if it is asked for in one piece.
+        """
+        if end - first < self.length:
+            return self._make_visible(first, end, window)
+        if window not in self._visible:
+            self._visible[window] = self._make_visible(first, end, window)
+        return self._visible[window]
+
+    def _make_visible(self, first: int, end: int, window: int | None) -> torch.Tensor:
         key = torch.arange(self.past + self.length, device=self._device)
         position = key[self.past + first : self.past + end, None]
         visible = key <= position
@@ -109,12 +160,12 @@ class DeviceRun:
 class _Slots:
     """Slots to read: a slice where they lie in one piece, else an index."""
 
-    def __init__(self, slots: Slots, device: torch.device) -> None:
+    def __init__(self, slots: Slots, index: torch.Tensor) -> None:
         in_one_piece = len(slots) > 0 and bool((np.diff(slots) == 1).all())
         self._slice = slice(int(slots[0]), int(slots[-1]) + 1) if in_one_piece else None
-        self._index = None if in_one_piece else torch.from_numpy(slots).to(device)
+        self._index = index
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
-        if self._index is None:
+        if self._slice is not None:
             return states[:, self._slice]
         return states.index_select(1, self._index)

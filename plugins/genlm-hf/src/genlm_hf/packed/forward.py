@@ -14,6 +14,7 @@ import torch
 from genlm.prefix import Computed, TreeBatch
 from genlm_hf.forward import evaluation_mode, head_sees
 from genlm_hf.packed.attention import packed_step
+from genlm_hf.packed.device_plan import DevicePlan
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward
 from genlm_hf.storage import KVStorage, LayerShape
@@ -47,25 +48,25 @@ class PackedForward:
         return Computed(self._logits(plan, storage), tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan, storage: KVStorage) -> torch.Tensor:
+        first = DevicePlan(plan, self._device)
         inputs = {
-            "input_ids": torch.from_numpy(plan.tokens).to(self._device)[None],
-            "position_ids": torch.from_numpy(plan.positions).to(self._device)[None],
+            "input_ids": first.tokens[None],
+            "position_ids": first.positions[None],
             "use_cache": False,
             "return_dict": True,
         }
-        results = torch.from_numpy(plan.results).to(self._device)
         taken = False
 
         def take(states: torch.Tensor) -> torch.Tensor:
             nonlocal taken
             taken = True
-            return states[:, results.to(states.device)]
+            return states[:, first.results.to(states.device)]
 
         with (
             torch.inference_mode(),
             evaluation_mode(self._model),
             head_sees(self._model, (1, len(plan.tokens)), take),
-            packed_step(self._layout, storage, plan),
+            packed_step(self._layout, storage, plan, {self._device: first}),
         ):
             output = self._model(**inputs)
             logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]

@@ -117,8 +117,8 @@ def genlm(lm: AsyncLM, population: Population, clock: Clock) -> float:
         for step in range(population.steps):
             particles.grow()
             start = clock()
-            rows = await asyncio.gather(*map(lm.next_token_logprobs, particles.contexts))
-            assert len(rows) == population.count
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, particles.asked))
+            assert len(rows) == len(particles.asked)
             particles.resample(step)
             seconds += clock() - start
         return seconds / population.steps * 1e3

@@ -1,15 +1,16 @@
 """How fast is `genlm-mlx` with particles, beside mlx-lm in lockstep and genlm-backend?
 
 A population of particles shares a prompt and grows by one token a step; where it says
-`resampled`, every fourth step continues copies of some. `tails` are tokens that each has of
-its own from the start. Contestants, in turn in every round:
+`resampled`, every fourth step continues copies of some; where `uneven`, a random half waits
+at each step; with `--tails`, also where each has
+so many tokens of its own from the start. Contestants, in turn in every round:
 
 - lockstep: mlx-lm's model over one batch of its own cache, `[N, 1]` at a time, and nothing
   else;
 - genlm: N coroutines that await `next_token_logprobs`, the whole front end included;
 - genlm-backend: the same on 0.3.1's `AsyncMlxLM`, in an environment of its own.
 
-Only decoding is timed. Ratios are lockstep's time by the contestant's in the same round,
+Only decoding is timed. Ratios are genlm-backend's time by the contestant's in the same round,
 their median over rounds. Model: a Llama of 8 layers x 512, vocabulary 8,000, random weights,
 float32, on MLX's default device, which `device` in the results names.
 """
@@ -43,7 +44,10 @@ def populations(options: argparse.Namespace) -> Iterator[Population]:
         for prompt in options.prompts:
             yield Population(count, prompt, 0, 0, STEPS)
             yield Population(count, prompt, 0, RESAMPLE_EVERY, STEPS)
-            yield Population(count, prompt, options.tail, 0, STEPS)
+            for tail in options.tails:
+                yield Population(count, prompt, tail, 0, STEPS)
+            if count > 1:
+                yield Population(count, prompt, 0, 0, STEPS, uneven=True)
 
 
 def peer_python() -> Path:
@@ -84,7 +88,7 @@ def main() -> None:
     )
     parser.add_argument("--particles", type=int, nargs="+", default=[1, 10, 50])
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--tail", type=int, default=40)
+    parser.add_argument("--tails", type=int, nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1, mlx-lm")
@@ -103,10 +107,11 @@ def main() -> None:
             peer.close()
     speeds = {
         f"{case} {name}": statistics.median(
-            base / own for base, own in zip(found["lockstep"], values, strict=True)
+            base / own for base, own in zip(found["genlm-backend"], values, strict=True)
         )
         for case, found in samples.items()
         for name, values in found.items()
+        if "genlm-backend" in found
     }
     print_report(
         "mlx",

@@ -18,8 +18,12 @@ __all__ = ["lockstep"]
 def lockstep(model: Any, population: Population, clock: Clock) -> float:
     """Milliseconds a step of `[N, 1]` decoding, the start computed before."""
     particles = population.start()
-    cache = [BatchKVCache([0] * population.count) for _ in model.layers]
-    mx.eval(model(mx.array(particles.contexts), cache=cache)[:, -1])
+    cache = [BatchKVCache([0]) for _ in model.layers]
+    model(mx.array([population.prompt]), cache=cache)
+    _reorder(cache, [0] * population.count)
+    if population.tail_length:
+        tails = [context[population.prompt_length :] for context in particles.contexts]
+        mx.eval(model(mx.array(tails), cache=cache)[:, -1])
     seconds = 0.0
     for step in range(population.steps):
         particles.grow()

@@ -1,6 +1,7 @@
 """genlm-backend's MLX model, measured by its own interpreter.
 
-For `bench_mlx.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS`, and prints
+For `bench_mlx.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS
+UNEVEN`, and prints
 the milliseconds of a step, by the clock that its second argument names; the first is the
 model's folder. Runs in an environment with genlm-backend, mlx-lm and no genlm-core.
 """
@@ -27,10 +28,10 @@ async def milliseconds_a_step(model: Any, population: Population, clock: Clock) 
     for step in range(population.steps):
         particles.grow()
         start = clock()
-        rows = await asyncio.gather(*map(model.next_token_logprobs, particles.contexts))
+        rows = await asyncio.gather(*map(model.next_token_logprobs, particles.asked))
         particles.resample(step)
         seconds += clock() - start
-        assert len(rows) == population.count
+        assert len(rows) == len(particles.asked)
     return seconds / population.steps * 1e3
 
 

@@ -28,6 +28,8 @@ class Population:
         tail_length: Tokens that each of them has of its own before the first step.
         every: Steps from one resampling to the next, 0 for none.
         steps: How many are measured.
+        uneven: Whether a random half of them waits at each step, as those do that have
+            come to the end of a word before others.
     """
 
     count: int
@@ -35,10 +37,12 @@ class Population:
     tail_length: int
     every: int
     steps: int
+    uneven: bool = False
 
     def __str__(self) -> str:
         tail = f" tails {self.tail_length}" if self.tail_length else ""
-        return f"{self.count}/{self.prompt_length}{tail}{' resampled' if self.every else ''}"
+        kind = " resampled" * bool(self.every) + " uneven" * self.uneven
+        return f"{self.count}/{self.prompt_length}{tail}{kind}"
 
     @property
     def prompt(self) -> list[int]:
@@ -55,6 +59,7 @@ class Particles:
 
     Attributes:
         contexts: The token ids of each particle.
+        asked: Those of them whose next tokens are wanted.
         parents: Which particle each one continues after the last step, None for itself.
     """
 
@@ -65,11 +70,16 @@ class Particles:
             [*population.prompt, *(self._token() for _ in range(population.tail_length))]
             for _ in range(population.count)
         ]
+        self.asked = self.contexts
         self.parents: list[int] | None = None
 
     def grow(self) -> None:
-        """Add a token to each."""
-        for context in self.contexts:
+        """Add a token to each that does not wait."""
+        self.asked = self.contexts
+        if self._population.uneven:
+            half = max(1, self._population.count // 2)
+            self.asked = self._random.sample(self.contexts, half)
+        for context in self.asked:
             context.append(self._token())
 
     def resample(self, step: int) -> None:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from genlm import (
     AsyncLM,
@@ -121,6 +122,14 @@ def test_a_model_of_another_thread_is_served_once_it_is_evaluated(llama: TinyMod
     with AsyncLM(lambda: MLXEngine.from_model(model, tokenizer), name="mlx") as llm:
         row = llm.next_token_logprobs_sync([5, 6, 7])
     torch.testing.assert_close(row.double(), llama.logprobs([5, 6, 7]), rtol=0, atol=1e-5)
+
+
+def test_either_kind_of_tokenizer_is_taken(llama: TinyModel) -> None:
+    model, wrapped = mlx_lm.load(str(llama.path))
+    for tokenizer in (wrapped, AutoTokenizer.from_pretrained(llama.path)):
+        engine = MLXEngine.from_model(model, tokenizer)
+        assert isinstance(engine.vocabulary.tokenizer, PreTrainedTokenizerFast)
+        assert engine.vocabulary.size == 300
 
 
 def test_a_model_that_waits_for_its_thread_is_refused(llama: TinyModel) -> None:

@@ -27,6 +27,7 @@ from genlm_mlx.loading import (
     context_window,
     embedding_rows,
     load_model,
+    unwrapped,
 )
 from genlm_mlx.tiers import GatheredTier, ServeOptions
 from genlm_mlx.unfit import UnfitModelError
@@ -117,8 +118,7 @@ class MLXEngine(BatchEngine):
     ) -> None:
         check_model(model)
         model.eval()
-        # What mlx-lm loads wraps the tokenizer of transformers.
-        self.vocabulary = Vocabulary.from_tokenizer(getattr(tokenizer, "_tokenizer", tokenizer))
+        self.vocabulary = Vocabulary.from_tokenizer(unwrapped(tokenizer))
         self.max_context = context_window(config)
         self._known_ids = embedding_rows(config, self.vocabulary.size)
         self._adapters = Adapters(model)

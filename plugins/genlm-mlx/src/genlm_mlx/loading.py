@@ -11,7 +11,14 @@ import mlx.core as mx
 
 from genlm import ModelLoadError, model_source
 
-__all__ = ["as_dtype", "check_model", "context_window", "embedding_rows", "load_model"]
+__all__ = [
+    "as_dtype",
+    "check_model",
+    "context_window",
+    "embedding_rows",
+    "load_model",
+    "unwrapped",
+]
 
 _OURS = {
     "adapter_path": "call add_new_lora, and the base model can be asked as well",
@@ -86,6 +93,14 @@ def check_model(model: Any) -> None:
             f"the model's weights cannot be evaluated on the engine's thread ({error}); call "
             "mx.eval(model.parameters()) on the thread that made them"
         ) from error
+
+
+def unwrapped(tokenizer: Any) -> Any:
+    """Return the tokenizer of transformers that mlx-lm's own is made of, or what it is."""
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    # Tokenizers of transformers have such an attribute too, which is something else.
+    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer  # noqa: SLF001
 
 
 def as_dtype(name: str) -> mx.Dtype:

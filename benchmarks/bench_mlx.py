@@ -2,8 +2,8 @@
 
 A population of particles shares a prompt and grows by one token a step; where it says
 `resampled`, every fourth step continues copies of some; where `uneven`, a random half waits
-at each step; with `--tails`, also where each has
-so many tokens of its own from the start. Contestants, in turn in every round:
+at each step; with `--tails`, also where each has so many tokens of its own from the start.
+Contestants, in turn in every round:
 
 - lockstep: mlx-lm's model over one batch of its own cache, `[N, 1]` at a time, and nothing
   else;
@@ -18,6 +18,7 @@ float32, on MLX's default device, which `device` in the results names.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import tempfile
@@ -65,13 +66,12 @@ def measure(
     with AsyncLM(lambda: MLXEngine(folder), output_cache=OutputCache(0)) as lm:
         for case in populations(options):
             contestants: dict[str, Callable[[], float]] = {
-                "lockstep": functools.partial(lockstep, model, case, clock),
-                "genlm": functools.partial(genlm, lm, case, clock),
+                "genlm": functools.partial(genlm, lm, case, clock)
             }
+            if not case.uneven:
+                contestants["lockstep"] = functools.partial(lockstep, model, case, clock)
             if peer is not None:
-                line = (
-                    f"{case.count} {case.prompt_length} {case.tail_length} {case.every} {STEPS}"
-                )
+                line = " ".join(str(int(value)) for value in dataclasses.astuple(case))
                 contestants["genlm-backend"] = functools.partial(peer.measure, line)
             found = samples.setdefault(str(case), {name: [] for name in contestants})
             for _ in range(options.rounds):

@@ -78,9 +78,24 @@ def gathered() -> Engine:
     )
 
 
+def mlx() -> Engine:
+    import mlx.core as mx
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    from genlm_mlx.engine import MLXEngine
+
+    mx.random.seed(0)
+    settings = {"model_type": "llama", "rms_norm_eps": 1e-6, "vocab_size": 256}
+    settings |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = Model(ModelArgs(**settings, num_attention_heads=4, num_key_value_heads=2))
+    mx.eval(model.parameters())
+    return MLXEngine.from_model(model, bytes_only(), kv_budget_bytes=KV_BUDGET_BYTES)
+
+
 ENGINES: dict[str, Callable[[], Engine]] = {
     "hf packed": packed,
     "hf gathered": gathered,
+    "mlx": mlx,
     "reference": lambda: ReferenceEngine("demo"),
 }
 

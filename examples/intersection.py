@@ -37,7 +37,7 @@ async def extended(
     if particle[-1:] == [eos]:
         return particle, 0.0
     rows = await asyncio.gather(*(expert(particle) for expert in experts))
-    product = sum(row.double() for row in rows).cpu().numpy()
+    product = sum(row.cpu().double() for row in rows).numpy()
     top = product.max()
     mass = np.cumsum(np.exp(product - top))
     token = np.searchsorted(mass, uniform * mass[-1], side="right")

@@ -88,7 +88,7 @@ class ByteReader:
         row = way.row
         if row is None:
             logprobs = await self.llm.next_token_logprobs(way.token_ids)
-            row = logprobs.double().exp().cpu().numpy()
+            row = logprobs.cpu().double().exp().numpy()
         return replace(way, row=row, weight=way.weight / total, mass=way.mass / total)
 
 

@@ -18,7 +18,7 @@ async def logprob(llm: genlm.AsyncLM, token_ids: list[int], context: list[int]) 
     rows = await llm.batch_next_token_logprobs(
         [text[:end] for end in range(len(context), len(text))]
     )
-    return float(rows.double().cpu().gather(1, torch.tensor(token_ids)[:, None]).sum())
+    return float(rows.cpu().double().gather(1, torch.tensor(token_ids)[:, None]).sum())
 
 
 def tokens(llm: genlm.AsyncLM, text: str) -> list[int]:

@@ -46,7 +46,7 @@ async def steer(
     live, weights = np.full(size, True), np.full(size, 1 / size)
     for _ in range(steps):
         asked = [texts[i] for i in np.flatnonzero(live)]
-        rows = (await llm.batch_next_token_logprobs(asked)).double().exp().cpu().numpy()
+        rows = (await llm.batch_next_token_logprobs(asked)).cpu().double().exp().numpy()
         mass = np.cumsum(rows * (table[states[live]] < len(table) - 1), axis=1)
         weights[live] *= mass[:, -1]
         log_evidence += math.log(weights.sum())  # an error if no particle can go on

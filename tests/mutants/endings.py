@@ -58,12 +58,12 @@ def closed_cache_answers(_close):
     return lambda self: self._scheduler.close()
 
 
-@front_mutant(Worker, "join", killed_by="closed-means-closed")
-def closed_twice(join):
+@front_mutant(Scheduler, "close", killed_by="closed-means-closed")
+def closed_twice(close):
     """Closing a closed model closes its engine again."""
 
-    def broken(self, timeout_s=None):
-        join(self, timeout_s)
-        self.wait_until_built().close()
+    def broken(self):
+        close(self)
+        self.engine.close()
 
     return broken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 
 import pytest
@@ -41,6 +42,16 @@ def test_a_coroutine_that_never_ends_is_given_up() -> None:
 
     with pytest.raises(NeverEnded, match="wait_for_ever"):
         loop.run(wait_for_ever(), patience_s=0.01)
+    loop.close()
+
+
+def test_a_coroutine_that_a_stuck_loop_never_came_to_is_closed() -> None:
+    loop, go, late = LoopThread(), threading.Event(), asyncio.sleep(0)
+    loop._loop.call_soon_threadsafe(go.wait)
+    with pytest.raises(NeverEnded):
+        loop.run(late, patience_s=0.01)
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+    go.set()
     loop.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ class LoopThread:
         done, _ = concurrent.futures.wait([future], patience_s)
         if not done:
             future.cancel()
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # of a loop that did not come to it; nobody would await it
             what = getattr(coroutine, "__qualname__", repr(coroutine))
             raise NeverEnded(f"the coroutine {what}", patience_s)
         return future.result()

@@ -6,9 +6,9 @@ brings a function that runs its model over what is not in the tree yet (`Computi
 `segments` of a batch lay that out as padded forward passes with gathered pasts.
 """
 
-from genlm.prefix.batch import Computed, Computing, TreeBatch
-from genlm.prefix.batches import BatchLimits, plan_batches
+from genlm.prefix.computing import Computed, Computing, TreeBatch
 from genlm.prefix.node import Node
+from genlm.prefix.padding import BatchLimits, plan_batches
 from genlm.prefix.rows import PrefixRows
 from genlm.prefix.segments import Segment, SegmentBatch, SegmentLimits, group_segments, waves_of
 from genlm.prefix.slots import SCRATCH_SLOT, Slots, slots_within

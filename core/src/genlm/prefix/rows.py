@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from genlm.core.errors import EvaluationError
 from genlm.core.rows import rows_from_logits
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.batch import Computing, TreeBatch
+from genlm.prefix.computing import Computing, TreeBatch
 from genlm.prefix.slots import slots_within
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.prefix.batch import TreeBatch
+from genlm.prefix.computing import TreeBatch
 from genlm.prefix.node import Node
 from genlm.prefix.slots import SCRATCH_SLOT, Slots
 

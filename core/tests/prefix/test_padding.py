@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from genlm.prefix.batches import BatchLimits, plan_batches
+from genlm.prefix.padding import BatchLimits, plan_batches
 
 
 def plan(lengths: list[int], **limits: object) -> list[list[int]]:

@@ -126,10 +126,12 @@ def test_what_keeps_something_else_of_its_past_is_served_without_a_cache(make: M
     assert engine.statistics()["tier_reason"] == "not gathered: a layer has a ArraysCache"
 
 
+@pytest.mark.parametrize("mask", [None, float("nan")])
 def test_wrong_rows_do_not_pass_the_self_test(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    mask: float | None, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SlotCache, "make_mask", lambda *_, **__: None)
+    hide = None if mask is None else mx.array(mask)
+    monkeypatch.setattr(SlotCache, "make_mask", lambda *_, **__: hide)
     model = make("llama")
     engine = MLXEngine(model.path, dtype="float32")
     assert "its log-probabilities were off by" in str(engine.statistics()["tier_reason"])

@@ -74,21 +74,56 @@ def test_columns_are_added_as_particles_outgrow_them(
     assert gathered == []
 
 
+def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compare with the budget what storage and held batches take; how much the latter do."""
+    tier: Any = engine._tier
+    settle, make_room = storage.KVStorage.settle, storage.KVStorage.make_room
+    found: list[int] = []
+
+    def settled(self: Any, *results: Any) -> None:
+        """At the end of a pass, with what it holds itself."""
+        layers = [layer for result in results if isinstance(result, list) for layer in result]
+        own = sum(array.nbytes for pair in layers for array in pair)
+        found.append(tier._forward._held.nbytes + own)
+        assert self.nbytes + found[-1] <= budget
+        settle(self, *results)
+
+    def grown(self: Any, slot: int) -> None:
+        make_room(self, slot)
+        assert self.nbytes + tier._forward._held.nbytes <= budget
+
+    monkeypatch.setattr(storage.KVStorage, "settle", settled)
+    monkeypatch.setattr(storage.KVStorage, "make_room", grown)
+    return found
+
+
+@pytest.mark.parametrize("slots", [30, 60, 200])
 def test_what_is_held_fits_into_the_budget_beside_the_storage(
-    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+    slots: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_FIRST_SLOTS", 4)
+    budget = (slots + 1) * TOKEN_BYTES
+    engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=budget)
+    held_bytes = watch(engine, budget, monkeypatch)
     oracle = functools.cache(llama.logprobs)
-    largest = 0
-    for slots in (30, 60, 200):
-        budget = (slots + 1) * TOKEN_BYTES
-        engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=budget)
-        for step in population(slots, 20, count=5):
-            assert largest_error(engine, step, oracle) <= 1e-5
-            tier: Any = engine._tier
-            assert tier._storage.nbytes + tier._forward._held.nbytes <= budget
-            largest = max(largest, tier._forward._held.nbytes)
-    assert largest > 0
+    for step in population(slots, 20, count=5):
+        assert largest_error(engine, step, oracle) <= 1e-5
+    assert max(held_bytes) > 0
+
+
+def test_an_older_batch_makes_way_before_the_next_is_held(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_FIRST_SLOTS", 64)
+    budget = (
+        64 + 200
+    ) * TOKEN_BYTES  # of either population 5 * 26 tokens are held, not of both
+    engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=budget)
+    held_bytes = watch(engine, budget, monkeypatch)
+    for first in (3, 100):
+        step = [(*range(first, first + 25), i) for i in range(200, 205)]
+        assert largest_error(engine, step, llama.logprobs) <= 1e-5
+    assert held_bytes[-1] == 5 * 26 * TOKEN_BYTES
 
 
 def test_slots_that_get_other_tokens_are_not_taken_for_what_they_held(

@@ -10,7 +10,14 @@ from genlm.prefix.computing import Computed, Computing, TreeBatch
 from genlm.prefix.node import Node
 from genlm.prefix.padding import BatchLimits, plan_batches
 from genlm.prefix.rows import PrefixRows
-from genlm.prefix.segments import Segment, SegmentBatch, SegmentLimits, group_segments, waves_of
+from genlm.prefix.segments import (
+    Segment,
+    SegmentBatch,
+    SegmentLimits,
+    group_segments,
+    places_of,
+    waves_of,
+)
 from genlm.prefix.slots import SCRATCH_SLOT, Slots, slots_within
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
@@ -29,6 +36,7 @@ __all__ = [
     "Slots",
     "TreeBatch",
     "group_segments",
+    "places_of",
     "plan_batches",
     "slots_within",
     "waves_of",

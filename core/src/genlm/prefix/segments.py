@@ -7,7 +7,7 @@ wave. Numbers only; nothing of torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,14 @@ from genlm.prefix.computing import TreeBatch
 from genlm.prefix.node import Node
 from genlm.prefix.slots import SCRATCH_SLOT, Slots
 
-__all__ = ["Segment", "SegmentBatch", "SegmentLimits", "group_segments", "waves_of"]
+__all__ = [
+    "Segment",
+    "SegmentBatch",
+    "SegmentLimits",
+    "group_segments",
+    "places_of",
+    "waves_of",
+]
 
 # Padding of this many tokens costs less than another pass over the weights.
 _CHEAP_PADDING_TOKENS = 64
@@ -115,6 +122,18 @@ class SegmentBatch:
             self.reads[row] = segment.slots[-1]
             self.reads[row, first:end] = segment.slots
             self.is_token[row, first:end] = True
+
+
+def places_of(
+    segments: Sequence[Segment], wanted: Collection[int]
+) -> list[tuple[int, int, int]]:
+    """Return the slot, the row and the place in the row of new tokens, if wanted by slot."""
+    return [
+        (slot, row, place)
+        for row, segment in enumerate(segments)
+        for place, slot in enumerate(segment.slots[segment.past :].tolist())
+        if slot in wanted
+    ]
 
 
 def waves_of(batch: TreeBatch) -> list[list[Segment]]:

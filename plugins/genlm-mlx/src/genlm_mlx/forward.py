@@ -18,6 +18,7 @@ from genlm.prefix import (
     SegmentLimits,
     TreeBatch,
     group_segments,
+    places_of,
     waves_of,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
@@ -69,7 +70,7 @@ class GatheredForward:
         waves = waves_of(batch)
         while waves:
             for segments in group_segments(waves.pop(0), self._limits):
-                ends = _ends(segments, wanted)
+                ends = places_of(segments, wanted)
                 longest = max(len(segment.tokens) for segment in segments)
                 if longest > 1 and len(segments) * longest * self._width > _LOGITS_AT_ONCE:
                     again += [_alone(segments[row], place) for _, row, place in ends]
@@ -93,14 +94,12 @@ class GatheredForward:
         found: _Found,
     ) -> None:
         """Run one pass, and find the logits of the (slot, segment, token) places given."""
-        held = self._held.take(segments)
-        continues = held is not None
+        slot = max(int(segment.slots.max()) for segment in segments)
+        room = self._budget // self._token_bytes - self._storage.slots_with(slot)
+        held, continues, tokens = self._chosen(segments, room)
+        self._held.fit((room - tokens) * self._token_bytes)
+        self._storage.make_room(slot)
         batch = SegmentBatch(segments, pad_id=0, past=held.columns if held else 0)
-        if self._storage.make_room(int(batch.reads.max())):
-            self._held.fit(self._room)
-        holds = len({len(segment.tokens) for segment in segments}) == 1
-        if held is None and holds and batch.reads.size * self._token_bytes <= self._room:
-            held = HeldBatch(segments, len(self._windows))
         caches = slot_caches(
             self._storage, batch, self._windows, held=held, continues=continues
         )
@@ -116,13 +115,29 @@ class GatheredForward:
         if ends:
             found.add([slot for slot, _, _ in ends], results[0])
         self._held.forget_slots(batch)
-        if held is not None and holds:
-            self._held.put(held, self._room)
+        if held is not None and _equally_long(segments):
+            self._held.put(held)
 
-    @property
-    def _room(self) -> int:
-        """How many bytes of the budget the storage leaves to held batches."""
-        return self._budget - self._storage.nbytes
+    def _chosen(
+        self, segments: Sequence[Segment], room: int
+    ) -> tuple[HeldBatch | None, bool, int]:
+        """Return what is to hold what the pass reads, if anything.
+
+        Args:
+            segments: Of the pass.
+            room: How many tokens the storage leaves it.
+
+        Returns:
+            The batch; whether it has the pasts already; how many tokens it will take.
+        """
+        rows, new = len(segments), max(len(segment.tokens) for segment in segments)
+        held = self._held.take(segments, room)
+        if held is not None:
+            return held, True, held.tokens_after(rows, new)
+        tokens = rows * (max(segment.past for segment in segments) + new)
+        if _equally_long(segments) and tokens <= room:
+            return HeldBatch(segments, len(self._windows)), False, tokens
+        return None, False, 0
 
 
 class _Found:
@@ -208,14 +223,8 @@ def read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
     return shapes, int(logits.shape[-1])
 
 
-def _ends(segments: Sequence[Segment], wanted: set[int]) -> list[tuple[int, int, int]]:
-    """Return the slot, the row and the place in the row of every token that is wanted."""
-    return [
-        (int(slot), row, place)
-        for row, segment in enumerate(segments)
-        for place, slot in enumerate(segment.slots[segment.past :])
-        if int(slot) in wanted
-    ]
+def _equally_long(segments: Sequence[Segment]) -> bool:
+    return len({len(segment.tokens) for segment in segments}) == 1
 
 
 def _alone(segment: Segment, place: int) -> Segment:

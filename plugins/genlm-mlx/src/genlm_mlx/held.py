@@ -54,6 +54,11 @@ class HeldBatch:
         rows = [row for row in found if row is not None]
         return rows if len(rows) == len(found) else None
 
+    def tokens_after(self, rows: int, new: int) -> int:
+        """Return for how many tokens it has memory once it is of `rows`, `new` longer."""
+        end, have = self.columns + new, int(self.arrays[0][0].shape[2])
+        return rows * (have if end <= have else end + _STEP)
+
     def continue_with(self, segments: Sequence[Segment], sources: Sequence[int]) -> None:
         """Become a batch of these segments, whose new tokens are still to be appended."""
         same = list(sources) == list(range(self._count))
@@ -99,15 +104,22 @@ class HeldBatches:
         """Size of all of them."""
         return sum(batch.nbytes for batch in self._batches)
 
-    def take(self, segments: Sequence[Segment]) -> HeldBatch | None:
-        """Hand over the batch that has the pasts of all segments, ready to continue them."""
+    def take(self, segments: Sequence[Segment], most_tokens: int) -> HeldBatch | None:
+        """Hand over the batch that has the pasts of all segments, ready to continue them.
+
+        None as well if it would then have memory for more than so many tokens.
+        """
         past = max(segment.past for segment in segments)
+        new = max(len(segment.tokens) for segment in segments)
         for batch in reversed(self._batches):
             sources = batch.sources(segments)
-            if sources is not None and batch.columns <= past + _MOST_PADDING:
-                self._batches.remove(batch)
-                batch.continue_with(segments, sources)
-                return batch
+            if sources is None or batch.columns > past + _MOST_PADDING:
+                continue
+            self._batches.remove(batch)
+            if batch.tokens_after(len(segments), new) > most_tokens:
+                return None
+            batch.continue_with(segments, sources)
+            return batch
         return None
 
     def forget_slots(self, batch: SegmentBatch) -> None:
@@ -116,10 +128,9 @@ class HeldBatches:
             for held in self._batches:
                 held.rows.pop(slot, None)
 
-    def put(self, batch: HeldBatch, room: int) -> None:
-        """Keep a batch if it fits, older ones as far as there is room beside it."""
+    def put(self, batch: HeldBatch) -> None:
+        """Keep a batch, for which `fit` has left room."""
         self._batches.append(batch)
-        self.fit(room)
 
     def fit(self, room: int) -> None:
         """Let go of the oldest until all of them take no more than `room` bytes."""

@@ -81,15 +81,17 @@ class KVStorage:
         """Size of all arrays."""
         return sum(int(array.nbytes) for pair in self._arrays for array in pair)
 
-    def make_room(self, slot: int) -> bool:
-        """Grow until there is this slot; one array is in memory twice meanwhile.
-
-        Returns:
-            Whether it has grown.
-        """
+    def slots_with(self, slot: int) -> int:
+        """Return how many slots there are once there is this one."""
         if slot < self.slots:
-            return False
-        slots = min(self._most, max(slot + 1, 2 * self.slots))
+            return self.slots
+        return min(self._most, max(slot + 1, 2 * self.slots))
+
+    def make_room(self, slot: int) -> None:
+        """Grow until there is this slot; one array is in memory twice meanwhile."""
+        slots = self.slots_with(slot)
+        if slots == self.slots:
+            return
         for layer, pair in zip(self.layers, self._arrays, strict=True):
             for place, old in enumerate(pair):
                 by_head = old.reshape(layer.heads, self.slots, -1)
@@ -99,7 +101,6 @@ class KVStorage:
                 del old, by_head
                 mx.eval(pair[place])
         self.slots = slots
-        return True
 
     def write(self, layer: int, rows: mx.array, new: Sequence[mx.array]) -> None:
         """Store new keys and values of a layer.

@@ -21,6 +21,7 @@ from genlm.prefix import (
     SegmentLimits,
     TreeBatch,
     group_segments,
+    places_of,
     waves_of,
 )
 from genlm_hf.forward import evaluation_mode, head_sees
@@ -55,7 +56,7 @@ class GatheredForward:
         tokens = forwards = 0
         for wave in waves_of(batch):
             for segments in group_segments(wave, self._limits):
-                ends = [end for end in _ends(segments) if end[0] in wanted]
+                ends = places_of(segments, wanted)
                 for slot, _, _ in ends:
                     places[slot] = len(places)
                 results = np.array([end[1:] for end in ends], np.int64).reshape(-1, 2)
@@ -122,15 +123,6 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
     if sorted(cache.shapes) != list(range(len(cache.shapes))):
         raise UnfitModelError(f"only its layers {sorted(cache.shapes)} use the cache")
     return [cache.shapes[index] for index in range(len(cache.shapes))]
-
-
-def _ends(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
-    """Return the slot, the row and the place in the row of every token."""
-    return [
-        (int(slot), row, place)
-        for row, segment in enumerate(segments)
-        for place, slot in enumerate(segment.slots[segment.past :])
-    ]
 
 
 def _inputs(model: Any, batch: SegmentBatch, device: torch.device) -> dict[str, Any]:

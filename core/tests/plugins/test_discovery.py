@@ -7,8 +7,8 @@ import threading
 import pytest
 
 import genlm
-from genlm.core.plugins import registry
-from genlm.core.plugins.discovery import find_plugins
+from genlm.core.plugins import lookup
+from genlm.core.plugins.registry import find_plugins
 
 
 def ids():
@@ -75,7 +75,7 @@ def test_the_environment_is_scanned_once_until_refresh(core, monkeypatch):
         scans.append(1)
         return find_plugins()
 
-    monkeypatch.setattr(registry, "find_plugins", counted)
+    monkeypatch.setattr(lookup, "find_plugins", counted)
     core.install("genlm-toy", "toy")
     genlm.get_backend("toy")
     genlm.get_backend("toy")

@@ -12,9 +12,9 @@ import copy
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from genlm.core.errors import EvaluationError, GenlmError
+from genlm.core.errors import EvaluationError, GenlmError, described
 
-__all__ = ["Delivery", "Flight", "Identified", "Waiter", "described"]
+__all__ = ["Delivery", "Flight", "Identified", "Waiter"]
 
 Waiter = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -148,11 +148,3 @@ def _own_error(error: BaseException) -> BaseException:
     own = EvaluationError(f"the engine raised {described(error)}")
     own.__cause__ = error
     return own
-
-
-def described(error: BaseException) -> str:
-    """Its class and its message, which may be anybody's code."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - even `str` of a foreign exception may raise
-        return type(error).__name__

@@ -22,11 +22,12 @@ from genlm.core.errors import (
     EngineDiedError,
     EngineError,
     EvaluationError,
+    described,
 )
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Completion
 from genlm.core.scheduler.board import Board
-from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter, described
+from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter
 from genlm.core.scheduler.gate import Gate, Limits, LoopTurns
 from genlm.core.statistics import SchedulerStatistics
 

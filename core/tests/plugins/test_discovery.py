@@ -132,7 +132,7 @@ def test_a_removed_plugin_is_gone_after_refresh(core):
 
 def test_many_threads_get_the_same_target(core):
     core.install("genlm-toy", "toy")
-    barrier = threading.Barrier(8, timeout=30)
+    barrier = threading.Barrier(8, timeout=120)
     found = []
 
     def ask():
@@ -154,7 +154,7 @@ def test_a_plugin_that_waits_for_another_threads_lookup_does_not_deadlock(core):
         import threading
         inner = threading.Thread(target=lambda: genlm.get_backend("a"))
         inner.start()
-        inner.join(timeout=30)
+        inner.join(timeout=120)
         alive = inner.is_alive()
 
         @genlm.hookimpl

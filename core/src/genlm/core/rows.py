@@ -7,11 +7,16 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 
 from genlm.core.vocab import Vocabulary
 
 __all__ = ["rows_from_logits"]
+
+_missing: WeakKeyDictionary[Vocabulary, dict[tuple[int, torch.device], torch.Tensor]]
+_missing = WeakKeyDictionary()
 
 
 def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
@@ -38,8 +43,7 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     size = vocabulary.size
     kept = logits[:, :size].float()
     if vocabulary.missing_ids:
-        missing = [token_id for token_id in vocabulary.missing_ids if token_id < kept.shape[1]]
-        index = torch.tensor(missing, dtype=torch.long, device=logits.device)
+        index = _missing_index(vocabulary, kept.shape[1], kept.device)
         kept = kept.index_fill(1, index, float("-inf"))
     rows = torch.log_softmax(kept, dim=-1)
     if rows.shape[1] == size:
@@ -47,3 +51,14 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     padded = rows.new_full((rows.shape[0], size), float("-inf"))
     padded[:, : rows.shape[1]] = rows
     return padded
+
+
+def _missing_index(vocabulary: Vocabulary, width: int, device: torch.device) -> torch.Tensor:
+    """Return the ids below `width` that no token has, copied to each device once."""
+    known = _missing.setdefault(vocabulary, {})
+    if (width, device) not in known:
+        missing = [token_id for token_id in vocabulary.missing_ids if token_id < width]
+        with torch.inference_mode(False):  # later calls may compute gradients
+            index = torch.tensor(missing, dtype=torch.long, device=device)
+        known[width, device] = index
+    return known[width, device]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from genlm import AsyncLM, OutputCache
+from genlm.core import lm, rows
 from genlm.core.scheduler.board import Board
 
 from .mutant import front_mutant
@@ -49,5 +50,28 @@ def evicted_row_under_the_new_key(put):
         if len(self._entries) == self.max_entries and key not in self._entries:
             row = next(iter(self._entries.items()))[1][0]
         put(self, key, row)
+
+    return broken
+
+
+@front_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
+def rows_not_checked(_invalid):
+    """Hands out every row as the engine computed it."""
+    return lambda _rows, _size: {}
+
+
+@front_mutant(rows, "_SUM_TOLERANCE", killed_by="invalid-rows-are-refused")
+def only_sums_that_are_not_finite(_tolerance):
+    """Takes any finite sum of probabilities for 1."""
+    return float("inf")
+
+
+@front_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
+def one_invalid_row_fails_its_step(invalid):
+    """Fails every request of a step in which one row is invalid."""
+
+    def broken(rows, size):
+        found = invalid(rows, size)
+        return dict.fromkeys(range(len(rows)), next(iter(found.values()))) if found else {}
 
     return broken

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from genlm.core.errors import EngineClosedError, QueryResetError
 from genlm.core.scheduler.flight import Flight, Identified, Waiter
 from genlm.core.scheduler.gate import Limits
-from genlm.core.scheduler.worker import Worker
+from genlm.core.scheduler.worker import FindInvalid, Worker
 from genlm.core.statistics import SchedulerStatistics
 from genlm.core.validation import checked_builder
 
@@ -47,6 +47,8 @@ class Scheduler(Generic[EngineT]):
         build_engine: Makes the engine; called on the engine's thread. The engine has
             `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
             query with a `query_id`.
+        find_invalid: Given the engine and the results of a step, returns an error for each
+            result that must not be handed out, by its position; called on the engine's thread.
         on_result: Sees `(key, result)` of a request with a key, on the engine's thread,
             before any caller does.
         copy_result: Copies a result for the second and later callers that share it.
@@ -67,6 +69,7 @@ class Scheduler(Generic[EngineT]):
         self,
         build_engine: Callable[[], EngineT],
         *,
+        find_invalid: FindInvalid = lambda _engine, _results: {},
         on_result: Callable[[Any, Any], None] = lambda _key, _result: None,
         copy_result: Callable[[Any], Any] = lambda result: result,
         max_batch_size: int | None = None,
@@ -76,6 +79,7 @@ class Scheduler(Generic[EngineT]):
     ) -> None:
         self._worker = Worker(
             checked_builder(build_engine),
+            find_invalid=find_invalid,
             on_result=on_result,
             copy_result=copy_result,
             limits=Limits(max_batch_size, max_wait_s, max_pending),

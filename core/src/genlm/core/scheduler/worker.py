@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,12 @@ from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter, de
 from genlm.core.scheduler.gate import Gate, Limits, LoopTurns
 from genlm.core.statistics import SchedulerStatistics
 
-__all__ = ["Worker"]
+__all__ = ["FindInvalid", "Worker"]
 
 logger = logging.getLogger("genlm")
+
+FindInvalid = Callable[[Any, Sequence[Any]], Mapping[int, Exception]]
+"""From an engine and the results of a step to the errors of those that are invalid."""
 
 
 @dataclass
@@ -61,11 +64,13 @@ class Worker:
         self,
         build_engine: Callable[[], Any],
         *,
+        find_invalid: FindInvalid,
         on_result: Callable[[Any, Any], None],
         copy_result: Callable[[Any], Any],
         limits: Limits,
         name: str,
     ) -> None:
+        self._find_invalid = find_invalid
         self._on_result = on_result
         self._copy_result = copy_result
         self._lock = threading.Lock()
@@ -233,7 +238,7 @@ class Worker:
             self._hand_over(refused)
         if self._board.in_engine:
             start_s = time.perf_counter()
-            completions = self._step(engine)
+            completions = self._valid(engine, self._step(engine))
             self._hand_over(completions, step_s=time.perf_counter() - start_s)
 
     def _run_calls(self, engine: Any) -> None:
@@ -288,6 +293,18 @@ class Worker:
             for query_id in query_ids:
                 engine.abort(query_id)
             return [Completion(query_id, error=error) for query_id in query_ids]
+
+    def _valid(self, engine: Any, completions: list[Completion]) -> list[Completion]:
+        """Replace results that `find_invalid` rejects by its errors."""
+        places = [i for i, each in enumerate(completions) if each.result is not None]
+        try:
+            invalid = self._find_invalid(engine, [completions[i].result for i in places])
+        except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
+            invalid = dict.fromkeys(range(len(places)), error)
+        for position, problem in invalid.items():
+            query_id = completions[places[position]].query_id
+            completions[places[position]] = Completion(query_id, error=problem)
+        return completions
 
     def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
         """Store the results, take their flights off the board and wake the callers."""

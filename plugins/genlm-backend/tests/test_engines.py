@@ -65,6 +65,7 @@ def test_any_other_installed_engine_can_be_asked_for():
         assert isinstance(llm, AsyncLM)
         row = llm.next_token_logprobs_sync(llm.tokenizer.encode("the "))
         assert row.logsumexp(0).item() == pytest.approx(0, abs=1e-4)
+        assert llm.device == row.device
         with pytest.raises(genlm.GenlmError):
             llm.next_token_logprobs_sync([])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_program
 
 import genlm
 from genlm.backend import AsyncVirtualLM, load_model_by_name
@@ -83,10 +83,7 @@ def test_a_vllm_model_gives_the_unbatched_rows_by_name_and_by_object(tokenizer, 
     model = make_model(head_dim=32)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, VIRTUAL_LM, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program(sys.executable, VIRTUAL_LM, tmp_path)
     by_name, by_object = map(
         json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))
     )

@@ -185,7 +185,7 @@ def test_a_view_that_a_thread_derives_during_a_fork_can_be_read_in_the_forked_pr
             go_on.set()
             thread.join()
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        signal.alarm(20)  # ends the process should it hang
+        signal.alarm(100)  # ends the process should it hang
         Slow.waits = False
         print(len(trie.word2leaf), len(TokenCharacterTrie(["x"]).word2leaf))
     """)
@@ -194,7 +194,7 @@ def test_a_view_that_a_thread_derives_during_a_fork_can_be_read_in_the_forked_pr
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 1\n", "")

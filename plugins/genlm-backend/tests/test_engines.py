@@ -78,7 +78,6 @@ def test_an_object_that_is_no_engine_is_refused(model_class, monkeypatch):
         model_class({})
 
 
-@pytest.mark.timeout(900)  # vLLM is started twice
 def test_a_vllm_model_gives_the_unbatched_rows_by_name_and_by_object(tokenizer, tmp_path):
     model = make_model(head_dim=32)
     model.save_pretrained(tmp_path)

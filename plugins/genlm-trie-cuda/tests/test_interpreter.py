@@ -16,7 +16,6 @@ from programs import run_program
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.timeout(600)
 def test_every_kernel_is_exact_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -59,7 +59,7 @@ def _takes_mask(layer: type[Module]) -> bool:
     return list(inspect.signature(layer.__call__).parameters)[1:4] == ["x", "mask", "cache"]
 
 
-@cache
+@lru_cache
 def _with_own_mask(layer: type[Any]) -> type[Any]:
     """Return a class of layers that mask what their own cache says."""
 

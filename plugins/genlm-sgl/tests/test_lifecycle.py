@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import random
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from programs import run_code
 
 import genlm
 from genlm_sgl.conformance import TinyLlama
@@ -129,7 +129,7 @@ def test_importing_the_plugin_sets_nothing_and_imports_no_sglang() -> None:
         "assert dict(os.environ) == before\n"
         "assert 'sglang' not in sys.modules and 'sgl_kernel' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+    run_code(code, timeout=200)
 
 
 def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from architecture_tables import read_table
 
 import genlm
 from genlm import AsyncLM, UnverifiedModelWarning
@@ -17,33 +18,7 @@ from .conftest import Make
 from .driving import largest_error, population
 
 FAMILIES = {name: family for name, family in families(16).items() if family.representative}
-
-_UNKNOWN = "Model type .* not supported"
-REFUSED = {
-    "bloom": _UNKNOWN,
-    "deepseek_v32": "max_context=4",
-    "falcon with grouped heads": _UNKNOWN,
-    "gpt2": "parameters not in model",
-    "gpt_neo": _UNKNOWN,
-    "gpt_oss": "parameters not in model",
-    "jamba": "normalises the weights of the experts",
-    "lfm2": "missing 1 required positional argument: 'block_dim'",
-    "llama4_text with chunks of 16": "parameters not in model",
-    "mamba2": "missing 1 required positional argument: 'intermediate_size'",
-    "mpt": _UNKNOWN,
-    "opt": _UNKNOWN,
-    "rwkv": _UNKNOWN,
-}
-
-# Which the prefix tree does not serve; docs/mlx-architectures.md says why.
-UNCACHED = {
-    "gemma2 with a window of 16",
-    "gemma2 with capped scores",
-    "llama with dynamic rope",
-    "mamba",
-    "phi3 with longrope",
-    "recurrent_gemma",
-}
+TABLE = read_table("mlx")
 
 GPT = {"vocab_size": TINY_LOGITS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 GPT |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -55,19 +30,16 @@ def load(folder: Path) -> AsyncLM:
     return genlm.load_model(str(folder), backend="mlx", dtype="float32", unverified="refuse")
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED))
-def test_rows_of_a_family_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    found = measure_family(load, TinyModel.of(tmp_path, FAMILIES[name]))
-    assert (found.status, found.reason) == ("right", "")
-    tier = "uncached" if name in UNCACHED else "gathered"
-    assert found.statistics["tier"] == tier, found.statistics["tier_reason"]
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_right_or_refused_as_documented(name: str, tmp_path: Path) -> None:
+    row = TABLE[name]
+    found = measure_family(load, TinyModel.of(tmp_path, FAMILIES[name]), bound=row.bound)
+    assert (found.status, found.statistics.get("tier", "")) == (row.status, row.path), found
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-@pytest.mark.filterwarnings("ignore::genlm.UnverifiedModelWarning")
-def test_a_family_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(genlm.ModelLoadError, match=REFUSED[name]):
-        genlm.load_model(TinyModel.of(tmp_path, FAMILIES[name]).path, backend="mlx")
+def test_no_family_is_documented_as_wrong_or_failing() -> None:
+    assert TABLE.keys() == families(16).keys()
+    assert {row.status for row in TABLE.values()} == {"right", "refused"}
 
 
 def test_the_published_form_of_gpt2_is_served(make: Make) -> None:

@@ -125,6 +125,7 @@ def attention(sizes: Sizes) -> Settings:
         "llama with narrow heads": llama("llama", hidden_size=2 * sizes.hidden, head_dim=d),
         "llama with a long context": llama("llama", max_position_embeddings=4096),
         "diffllama": llama("diffllama"),
+        "mistral": llama("mistral", sliding_window=None),
         "mistral with a short window": llama("mistral", sliding_window=4),
         "mistral with a window of 16": llama("mistral", sliding_window=16),
         "ministral3": llama("ministral3", head_dim=d),

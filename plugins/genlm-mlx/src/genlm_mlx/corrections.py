@@ -33,10 +33,8 @@ _TELLING = (
     "use_parallel_residual",
 )
 
-
 # What configs call the number of tokens that a token sees.
 _WINDOWS = ("sliding_window", "attention_window_size")
-
 
 # With so many heads that score tokens, a score of exactly zero is rare.
 _INDEX_HEADS = 16
@@ -58,7 +56,12 @@ def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedR
             with which versions.
     """
     text, config = getattr(model, "language_model", model), config.get_text_config()
-    reason = _experts(text, config) or _ignored(text, config) or _indexer(config, max_context)
+    reason = (
+        _experts(text, config)
+        or _ignored(text, config)
+        or _indexer(config, max_context)
+        or _scaled_by_length(config)
+    )
     if reason is not None:
         raise _wrong(model, reason)
     _correct_windows(model, config, max_context)
@@ -133,6 +136,13 @@ def _experts(model: Any, config: Any) -> str | None:
             "does not"
         )
     return None
+
+
+def _scaled_by_length(config: Any) -> str | None:
+    settings = getattr(config, "rope_parameters", None) or {}
+    if "short_mscale" not in settings:
+        return None
+    return "its rotary embeddings are not scaled by short_mscale in short contexts"
 
 
 def _indexer(config: Any, max_context: int | None) -> str | None:

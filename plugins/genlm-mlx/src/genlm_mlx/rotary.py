@@ -21,6 +21,7 @@ from mlx_lm.models.rope_utils import (
     SuScaledRoPE,
     YarnRoPE,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 __all__ = ["PublishedRoPE", "correct_rotary"]
 
@@ -30,7 +31,7 @@ _KINDS = (RoPE, DynamicNTKScalingRoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 _TOLERANCE = 1e-5
 
 
-class PublishedRoPE(Module):  # type: ignore[misc]
+class PublishedRoPE(Module):
     """Rotates by the frequencies that transformers computes for contexts of one length.
 
     Args:
@@ -42,7 +43,7 @@ class PublishedRoPE(Module):  # type: ignore[misc]
     """
 
     def __init__(self, published: _Published, *, traditional: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._published, self._traditional = published, traditional
         self.longest = published.longest
         self.set_length(1)
@@ -85,7 +86,7 @@ def correct_rotary(model: Any, config: Any) -> list[PublishedRoPE]:
             continue
         own = module.dim if isinstance(module, SuScaledRoPE) else module.dims
         published = _Published(config, layer_type, own)
-        if _agrees(module, published):
+        if not published.known or _agrees(module, published):
             continue
         traditional = bool(getattr(module, "traditional", False))
         key = layer_type, own, traditional
@@ -120,6 +121,7 @@ class _Published:
         dims: How many numbers of a head mlx-lm rotates.
 
     Attributes:
+        known: Whether transformers computes such frequencies for any architecture.
         longest: The longest context that has the frequencies of short ones; None if all have.
     """
 
@@ -127,6 +129,7 @@ class _Published:
         self._config, self._layer_type, self._dims = config, layer_type, dims
         self._parameters = parameters = _parameters(config, layer_type)
         self._kind = parameters.get("rope_type", "default")
+        self.known = self._kind == "default" or self._kind in ROPE_INIT_FUNCTIONS
         self.longest: int | None = None
         if self._kind == "longrope":
             self.longest = int(parameters["original_max_position_embeddings"])
@@ -141,8 +144,6 @@ class _Published:
 
     def frequencies(self, tokens: int) -> tuple[np.ndarray[Any, Any], float]:
         """Return those for contexts of some tokens, and the factor of what is rotated."""
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         if self._kind == "default":
             exponents = np.arange(0, self._dims, 2, dtype=np.float32) / self._dims
             return self._parameters["rope_theta"] ** -exponents, 1.0

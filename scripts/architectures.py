@@ -106,7 +106,18 @@ ENGINES = {
         {"engine_opts": {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}},
         per_process=1,
     ),
-    "mlx": Engine("MLX", ("mlx-lm", "mlx", "transformers"), {"dtype": "float32"}),
+    "mlx": Engine(
+        "MLX",
+        ("mlx-lm", "mlx", "transformers"),
+        {"dtype": "float32"},
+        path="Tier",
+        path_of=lambda figures: str(figures.get("tier", "")),
+        note_of=lambda figures: str(figures.get("tier_reason", "")).replace("the fastest", ""),
+        more=(
+            "The tiers are\nexplained in [genlm-mlx](../plugins/genlm-mlx/README.md); the note "
+            "says why the prefix tree\ndoes not serve a model."
+        ),
+    ),
 }
 
 
@@ -134,7 +145,9 @@ def measure(backend: str, names: Sequence[str], results: Path) -> None:
                 model,
                 bound=bound,
             )
-        write_line(results, asdict(result) | row_of(name, genlm.ModelFacts.of(config).key))
+            row = asdict(result) | row_of(name, genlm.ModelFacts.of(config).key)
+            row["reason"] = result.reason.replace(folder, "MODEL")
+        write_line(results, row)
 
 
 def row_of(name: str, key: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 from genlm import AsyncLM, Completion, OutputCache, Query
 from genlm.core.reference import ReferenceEngine
-from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.request_table import RequestTable
 from genlm.testing import EngineTarget
 from genlm.testing.failure import CheckFailure, NeverEnded
 from genlm.testing.selection import find, targets_of
@@ -145,28 +145,28 @@ def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_requests_that_are_not_counted(tmp_path: Path, monkeypatch: Any) -> None:
-    leave = Board.leave
+    leave = RequestTable.leave
 
-    def uncounted(self: Board, *arguments: Any) -> bool:
+    def uncounted(self: RequestTable, *arguments: Any) -> bool:
         abandoned = self._abandoned
         aborts = leave(self, *arguments)
         self._abandoned = abandoned
         return aborts
 
-    monkeypatch.setattr(Board, "leave", uncounted)
+    monkeypatch.setattr(RequestTable, "leave", uncounted)
     with pytest.raises(CheckFailure, match=r"requests = cache_hits \+ joined"):
         run(tmp_path)
 
 
 def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch: Any) -> None:
-    leave = Board.leave
+    leave = RequestTable.leave
 
-    def all_leave(self: Board, flight: Any, waiter: Any) -> bool:
-        for other in [each for each in flight.waiters if each is not waiter]:
-            leave(self, flight, other)
-        return leave(self, flight, waiter)
+    def all_leave(self: RequestTable, request: Any, waiter: Any) -> bool:
+        for other in [each for each in request.waiters if each is not waiter]:
+            leave(self, request, other)
+        return leave(self, request, waiter)
 
-    monkeypatch.setattr(Board, "leave", all_leave)
+    monkeypatch.setattr(RequestTable, "leave", all_leave)
     with pytest.raises(NeverEnded):
         run(tmp_path, patience_s=PATIENCE_S)
 

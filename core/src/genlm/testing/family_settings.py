@@ -138,7 +138,11 @@ def attention(sizes: Sizes) -> Settings:
         "gemma2": llama("gemma2", sliding_window=4, **gemma),
         "gemma2 with a window of 16": llama("gemma2", sliding_window=16, **gemma),
         "gemma2 with capped scores": llama(
-            "gemma2", sliding_window=4, attn_logit_softcapping=0.5, **gemma
+            "gemma2",
+            sliding_window=4,
+            attn_logit_softcapping=0.5,
+            final_logit_softcapping=2.0,
+            **gemma,
         ),
         "gemma3_text": llama("gemma3_text", sliding_window=4, num_hidden_layers=6, **gemma),
         "gemma3_text with a window of 16": llama(

@@ -71,6 +71,10 @@ class Engine:
     reads_list: bool = True
 
 
+def _set_right(corrections: str) -> str:
+    return f"set right: {corrections}" if corrections else ""
+
+
 ENGINES = {
     "hf": Engine(
         "Hugging Face transformers",
@@ -104,7 +108,14 @@ ENGINES = {
         "SGLang",
         ("sglang", "transformers", "torch"),
         {"engine_opts": {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}},
-        per_process=1,
+        per_process=10,
+        path="Model class",
+        path_of=lambda figures: str(figures.get("model_class", "")),
+        note_of=lambda figures: _set_right(str(figures.get("corrections", ""))),
+        more=(
+            "`Transformers...`\nclasses are SGLang's fallback, which warns; what genlm-sgl sets "
+            "right or refuses is explained\nin [sglang-engine.md](sglang-engine.md)."
+        ),
     ),
     "mlx": Engine("MLX", ("mlx-lm", "mlx", "transformers"), {"dtype": "float32"}),
 }

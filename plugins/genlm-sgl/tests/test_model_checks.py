@@ -53,7 +53,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture
 def uncorrected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have models as SGLang builds them, as on a device where nothing can be set right."""
-    monkeypatch.setattr(review, "correct_model", lambda *_: None)
+    monkeypatch.setattr(review, "correct_model", lambda *_: [])
 
 
 def error_of(engine: Any, model: TinyModel, *lengths: int) -> float:

@@ -47,7 +47,7 @@ class BuiltModel:
     is_fallback: bool
 
 
-def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> None:
+def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
     """Set right what the modules that SGLang built leave out of the config.
 
     To be called before anything ran. Only what a module reads anew in each pass: the
@@ -58,14 +58,23 @@ def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> 
         module: What SGLang built.
         config: Of the text model, as transformers reads it.
         backend: SGLang's name of the attention backend; None if it is to choose.
+
+    Returns:
+        What was changed, in words.
     """
+    changed = {}
     approximation = _TANH.get(_activation(config))
-    if approximation is not None:
-        for activation in _gelu_modules(module):
+    for activation in _gelu_modules(module) if approximation else ():
+        if activation.approximate != approximation:
             activation.approximate = approximation
+            changed["GELU"] = True
     if backend == _TORCH_NATIVE and _masks_windows():
         for layer, window in _layer_windows(module, config):
-            layer.sliding_window_size = -1 if window is None else window - 1
+            size = -1 if window is None else window - 1
+            if layer.sliding_window_size != size:
+                layer.sliding_window_size = size
+                changed["windows"] = True
+    return list(changed)
 
 
 def check_model(built: BuiltModel) -> None:

@@ -32,10 +32,12 @@ class ModelReview:
 
     Attributes:
         options: The same, with what makes the model right.
+        corrections: What SGLang would have computed otherwise, in words.
     """
 
     def __init__(self, source: str, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
+        self.corrections: list[str] = []
         overrides = json.loads(options.get(_OVERRIDES) or "{}")
         self._backend = options.get("attention_backend")
         self._vectors = CheckpointVectors()
@@ -47,13 +49,14 @@ class ModelReview:
             setattr(self._config, name, value)
         if plain:
             self.options[_OVERRIDES] = json.dumps(overrides | plain)
+            self.corrections.append("rotary embeddings")
 
     def watch_weights(
         self, module: torch.nn.Module, weights: Iterable[tuple[str, Any]]
     ) -> Iterator[tuple[str, Any]]:
         """Set right what the built model leaves out, and note what its weights bring."""
         if self._config is not None:
-            correct_model(module, self._config, self._backend)
+            self.corrections += correct_model(module, self._config, self._backend)
         return self._vectors.watching(weights)
 
     def finish(self, api: SchedulerApi, max_context: int, *, unverified: str) -> None:
@@ -93,6 +96,7 @@ class ModelReview:
             if any(getattr(config, name, None) for name in _AFTER_THE_HEAD):
                 lost.append(OUTPUT_BIAS)
             api.output_bias = bias.to(api.device)
+            self.corrections.append("output bias")
         if lost:
             raise ModelLoadError(
                 f"SGLang {installed_version()} drops {len(lost)} tensors of the checkpoint, "

@@ -40,8 +40,9 @@ class ModelReview:
         self.corrections: list[str] = []
         overrides = json.loads(options.get(_OVERRIDES) or "{}")
         self._backend = options.get("attention_backend")
-        self._vectors = CheckpointVectors()
         self._config = _text_config(source, options, overrides)
+        stated = getattr(self._config, "quantization_config", None)
+        self._vectors = CheckpointVectors(numbers=not (stated or options.get("quantization")))
         if self._config is None:
             return
         plain = rope_overrides(self._config, options.get("context_length"))
@@ -119,7 +120,9 @@ def _text_config(
     try:
         raw, _ = transformers.PretrainedConfig.get_config_dict(source, **where)
         # SGLang gives AutoConfig classes of its own for some names.
-        reader = getattr(transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None)
+        reader = getattr(
+            transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None
+        )
         if reader is None:
             reader = transformers.AutoConfig
             where["trust_remote_code"] = bool(options.get("trust_remote_code", False))

@@ -125,7 +125,18 @@ ENGINES = {
             "and what is refused, is explained\nin [sglang-engine.md](sglang-engine.md)."
         ),
     ),
-    "mlx": Engine("MLX", ("mlx-lm", "mlx", "transformers"), {"dtype": "float32"}),
+    "mlx": Engine(
+        "MLX",
+        ("mlx-lm", "mlx", "transformers"),
+        {"dtype": "float32"},
+        path="Tier",
+        path_of=lambda figures: str(figures.get("tier", "")),
+        note_of=lambda figures: str(figures.get("tier_reason", "")).replace("the fastest", ""),
+        more=(
+            "The tiers are\nexplained in [genlm-mlx](../plugins/genlm-mlx/README.md); the note "
+            "says why the prefix tree\ndoes not serve a model."
+        ),
+    ),
 }
 
 
@@ -153,7 +164,9 @@ def measure(backend: str, names: Sequence[str], results: Path) -> None:
                 model,
                 bound=bound,
             )
-        write_line(results, asdict(result) | row_of(name, genlm.ModelFacts.of(config).key))
+            row = asdict(result) | row_of(name, genlm.ModelFacts.of(config).key)
+            row["reason"] = result.reason.replace(folder, "MODEL")
+        write_line(results, row)
 
 
 def row_of(name: str, key: str) -> dict[str, str]:

@@ -126,9 +126,12 @@ class TinyModel:
         """Compute the row of one sequence alone, without a past; float64."""
         ids = torch.tensor([list(token_ids)])
         with torch.no_grad():
-            outputs = self._alone(adapter)(
-                ids, attention_mask=torch.ones_like(ids), use_cache=False
-            )
+            model = self._alone(adapter)
+            # transformers keeps dynamic frequencies of a longer sequence until a short one.
+            for sequence in (ids[:, :1], ids):
+                outputs = model(
+                    sequence, attention_mask=torch.ones_like(sequence), use_cache=False
+                )
         row: torch.Tensor = outputs.logits[0, -1, : self.vocab_size].double().log_softmax(-1)
         return row
 

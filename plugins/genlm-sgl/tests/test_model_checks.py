@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from genlm import ModelLoadError, Query, SamplingParams, UnverifiedModelWarning
+import genlm
+from genlm import ModelLoadError, SamplingParams, UnverifiedModelWarning
 from genlm.testing import Family, TinyModel, families
 from genlm_sgl import review
 from genlm_sgl.checkpoint import CheckpointVectors
@@ -53,7 +56,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture
 def uncorrected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have models as SGLang builds them, as on a device where nothing can be set right."""
-    monkeypatch.setattr(review, "correct_model", lambda *_: None)
+    monkeypatch.setattr(review, "correct_model", lambda *_: [])
 
 
 def error_of(engine: Any, model: TinyModel, *lengths: int) -> float:
@@ -131,7 +134,8 @@ def test_a_window_that_torch_would_mask_otherwise_is_not_set(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama with dynamic rope", "dynamic"), ("phi3 with longrope", "longrope")]
+    ("name", "kind"),
+    [("llama with dynamic rope", "dynamic"), ("phi3 with longrope", "longrope")],
 )
 def test_rope_by_length_is_served_up_to_its_original_positions(
     serve: Serve, name: str, kind: str
@@ -178,7 +182,7 @@ def test_capped_scores_are_refused_where_attention_is_plain_torch(serve: Serve) 
 
 @pytest.mark.usefixtures("uncorrected")
 def test_another_gelu_is_refused_where_it_is_not_set(serve: Serve) -> None:
-    with pytest.raises(ModelLoadError, match="another GELU .*'gelu_pytorch_tanh'"):
+    with pytest.raises(ModelLoadError, match=r"another GELU .*'gelu_pytorch_tanh'"):
         serve("gemma")
 
 
@@ -188,11 +192,12 @@ def test_biases_that_the_model_has_no_place_for_are_refused(serve: Serve) -> Non
         serve("llama with biases")
 
 
-@pytest.mark.parametrize("name", ["gptj", "phi with separate heads"])
-def test_the_bias_of_the_logits_is_added(serve: Serve, name: str) -> None:
-    changes = {}
-    if name not in families():
-        name, changes = "phi", {"num_key_value_heads": 4}
+@pytest.mark.parametrize(
+    ("name", "changes"), [("gptj", {}), ("phi", {"num_key_value_heads": 4})]
+)
+def test_the_bias_of_the_logits_is_added(
+    serve: Serve, name: str, changes: dict[str, Any]
+) -> None:
     engine, model = serve(name, **changes)
     assert error_of(engine, model, 1, 9, 40) <= BOUND
     [prompt] = prompts_of(12)
@@ -201,6 +206,23 @@ def test_the_bias_of_the_logits_is_added(serve: Serve, name: str) -> None:
     while len(greedy) < 5:
         greedy.append(int(model.logprobs((*prompt, *greedy)).argmax()))
     assert drawn == greedy
+
+
+@pytest.mark.filterwarnings("ignore:.*xIELU")
+def test_parameters_that_the_model_rounds_are_refused_unless_nothing_is_lost(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """SGLang keeps those of xIELU in bfloat16, whatever the model's dtype."""
+    with pytest.raises(ModelLoadError, match=r"drops .*act_fn\.alpha_p"):
+        serve("apertus")
+    model = TinyModel.of(tmp_path / "apertus", families()["apertus"])
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.bfloat16)
+    whole.save_pretrained(model.path)
+    engine = SGLEngine(model.path, engine_opts={"device": "cpu", "dtype": "float32"})
+    try:
+        assert error_of(engine, model, 1, 9, 40) <= BOUND
+    finally:
+        engine.close()
 
 
 def test_a_bias_of_logits_that_are_scaled_afterwards_is_refused(
@@ -237,25 +259,41 @@ def test_what_a_checkpoint_brings_is_looked_for_in_its_layer_in_any_order() -> N
 
 
 def test_a_model_of_transformers_warns_and_is_right(serve: Serve) -> None:
-    with pytest.warns(UnverifiedModelWarning, match="GPTNeoX.* by SGLang's Transformers"):
+    with pytest.warns(UnverifiedModelWarning, match=r"GPTNeoX.* by SGLang's Transformers"):
         engine, model = serve("gpt_neox")
     assert error_of(engine, model, 1, 9, 40) <= BOUND
 
 
 def test_an_unverified_model_is_refused_if_asked_and_the_next_is_served(serve: Serve) -> None:
-    with pytest.raises(ModelLoadError, match="GPTNeoX.* were not verified"):
+    with pytest.raises(ModelLoadError, match=r"GPTNeoX.* were not verified"):
         serve("gpt_neox", unverified="refuse")
     engine, model = serve("llama", unverified="refuse")
     assert error_of(engine, model, 9) <= BOUND
 
 
 def test_a_recurrent_model_of_transformers_is_refused(serve: Serve) -> None:
-    with pytest.raises(ModelLoadError, match="RecurrentGemma.* without its recurrent state"):
+    with pytest.raises(ModelLoadError, match=r"RecurrentGemma.* without its recurrent state"):
         serve("recurrent_gemma")
 
 
 def test_other_words_for_unverified_models_are_refused(serve: Serve) -> None:
     with pytest.raises(ValueError, match="unverified='never'"):
         serve("llama", unverified="never")
+    engine, model = serve("llama")
+    assert error_of(engine, model, 9) <= BOUND
+
+
+# -- models that load and fail --------------------------------------------------------
+
+
+def test_a_model_that_fails_its_first_row_is_closed_and_the_next_is_served(
+    serve: Serve, tmp_path: Path
+) -> None:
+    model = TinyModel.of(tmp_path / "phi", families()["phi"])
+    options = {"device": "cpu", "max_total_tokens": 2048}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnverifiedModelWarning)
+        with pytest.raises(ModelLoadError, match=r"first row failed: .*shape mismatch"):
+            genlm.load_model(model.path, "sgl", engine_opts=options)
     engine, model = serve("llama")
     assert error_of(engine, model, 9) <= BOUND

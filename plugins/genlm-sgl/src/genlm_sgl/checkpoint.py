@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["OUTPUT_BIAS", "CheckpointVectors"]
@@ -20,6 +21,9 @@ OUTPUT_BIAS = "lm_head.bias"
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
+_Counts = tuple[Any, Any]
+"""The different values of a tensor, ascending, and how often it has each."""
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -28,11 +32,16 @@ class CheckpointVectors:
 
     They are few and small, so copies are kept until `lost` was asked.
 
+    Args:
+        numbers: Whether to look at single numbers; quantised checkpoints have many, which
+            SGLang stores in ways of its own.
+
     Attributes:
         output_bias: The bias of the logits, if the checkpoint has one that is not zero.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool = True) -> None:
+        self._numbers = numbers
         self._found: dict[str, torch.Tensor] = {}
         self.output_bias: torch.Tensor | None = None
 
@@ -41,7 +50,7 @@ class CheckpointVectors:
         for name, tensor in weights:
             if name == OUTPUT_BIAS:
                 self.output_bias = tensor.clone() if tensor.any() else None
-            elif _is_vector(name, tensor) and tensor.any():
+            elif self._is_wanted(name, tensor) and tensor.any():
                 self._found[name] = tensor.clone()
             yield name, tensor
 
@@ -59,26 +68,24 @@ class CheckpointVectors:
         Returns:
             Their names in the checkpoint.
         """
-        held: dict[str | None, list[torch.Tensor]] = {}
+        own = {_layer(name) for name in self._found}
+        held: dict[str | None, list[_Counts]] = {layer: [] for layer in own}
         for name, tensor in _vectors(model):
-            held.setdefault(_layer(name), []).append(tensor.detach().reshape(-1).cpu())
+            if _layer(name) in own:
+                held[_layer(name)].append(_counts(tensor))
         return [
             name
             for name, tensor in self._found.items()
             if int(_layer(name) or 0) < layers
-            and not any(
-                _is_held(values, held.get(_layer(name), []))
-                for values in (tensor.reshape(-1), tensor.reshape(-1).to(dtype))
-            )
+            and not _is_held(_counts(tensor), held[_layer(name)])
+            and not _is_held(_counts(tensor.to(dtype)), held[_layer(name)])
         ]
 
-
-def _is_vector(name: str, tensor: torch.Tensor) -> bool:
-    # Old checkpoints call a causal mask `attn.bias`: it has four dimensions. Scales belong to
-    # quantised weights, which SGLang stores in ways of its own.
-    bias = name.endswith(".bias") and tensor.ndim == 1
-    number = tensor.numel() == 1 and "scale" not in name
-    return tensor.dtype in _DTYPES and (bias or number)
+    def _is_wanted(self, name: str, tensor: torch.Tensor) -> bool:
+        # Old checkpoints call a causal mask `attn.bias`: it has four dimensions.
+        bias = name.endswith(".bias") and tensor.ndim == 1
+        number = self._numbers and tensor.numel() == 1 and _layer(name) is not None
+        return tensor.dtype in _DTYPES and (bias or number)
 
 
 def _vectors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,14 +98,15 @@ def _layer(name: str) -> str | None:
     return None if found is None else found.group(1)
 
 
-def _is_held(values: torch.Tensor, held: Iterable[torch.Tensor]) -> bool:
+def _counts(tensor: torch.Tensor) -> _Counts:
+    return np.unique(tensor.detach().float().cpu().numpy(), return_counts=True)
+
+
+def _is_held(wanted: _Counts, held: Iterable[_Counts]) -> bool:
     """Whether one of the tensors has these values among its own, as often, in any order."""
-    wanted, counts = values.float().unique(return_counts=True)
-    for tensor in held:
-        if tensor.numel() < values.numel():
-            continue
-        found, found_counts = tensor.float().unique(return_counts=True)
-        places = torch.searchsorted(found, wanted).clamp_(max=len(found) - 1)
-        if bool(((found[places] == wanted) & (found_counts[places] >= counts)).all()):
+    values, counts = wanted
+    for found, found_counts in held:
+        places = np.searchsorted(found, values).clip(max=len(found) - 1)
+        if ((found[places] == values) & (found_counts[places] >= counts)).all():
             return True
     return False

@@ -158,6 +158,7 @@ class SGLEngine:
         try:
             longest = self._longest_prompt(wanted)
             review.finish(self._api, longest, unverified=unverified)
+            self._corrections = ", ".join(review.corrections)
             self.max_context: int | None = longest
             self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
         except BaseException:
@@ -338,12 +339,17 @@ class SGLEngine:
     # -- figures and the end ----------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """SGLang's version and device, and what was computed so far."""
+        """SGLang's version, device and model class, and what was computed so far.
+
+        `corrections` names what SGLang's model left out of the config and was set right.
+        """
         if self._final_statistics is not None:
             return self._final_statistics
         return {
             "sglang": self._version,
             "device": self._api.device,
+            "model_class": type(self._api.model).__name__,
+            "corrections": self._corrections,
             "batches": self._api.batches,
             "tokens_computed": self._api.tokens_computed,
             "tokens_drawn": self._requests.tokens_drawn,

@@ -9,6 +9,7 @@ class that nobody has tried is judged as well. `docs/sglang-engine.md` lists the
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,16 @@ __all__ = ["BuiltModel", "check_model", "correct_model", "rope_overrides"]
 
 _TORCH_NATIVE = "torch_native"
 
-_TANH = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu": "none"}
+_APPROXIMATIONS = {
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu": "none",
+}
 """What transformers calls an activation, and the approximation of GELU that it is."""
+
+_OTHER_TOWERS = re.compile("vision|visual|audio")
+"""In the names of modules that are not the text model."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class BuiltModel:
     is_fallback: bool
 
 
-def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> None:
+def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
     """Set right what the modules that SGLang built leave out of the config.
 
     To be called before anything ran. Only what a module reads anew in each pass: the
@@ -58,14 +67,23 @@ def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> 
         module: What SGLang built.
         config: Of the text model, as transformers reads it.
         backend: SGLang's name of the attention backend; None if it is to choose.
+
+    Returns:
+        What was changed, in words.
     """
-    approximation = _TANH.get(_activation(config))
-    if approximation is not None:
-        for activation in _gelu_modules(module):
+    changed = {}
+    approximation = _APPROXIMATIONS.get(_activation(config))
+    for activation in _gelu_modules(module) if approximation else ():
+        if activation.approximate != approximation:
             activation.approximate = approximation
+            changed["GELU"] = True
     if backend == _TORCH_NATIVE and _masks_windows():
         for layer, window in _layer_windows(module, config):
-            layer.sliding_window_size = -1 if window is None else window - 1
+            size = -1 if window is None else window - 1
+            if layer.sliding_window_size != size:
+                layer.sliding_window_size = size
+                changed["windows"] = True
+    return list(changed)
 
 
 def check_model(built: BuiltModel) -> None:
@@ -143,11 +161,12 @@ def _check_windows(built: BuiltModel) -> str | None:
         wanted = limit if window is None else min(window, limit)
         if found == wanted:
             continue
+        most, stated = min(found, wanted), window or "no window"
         fault = "ignores the sliding window" if found == limit else f"attends to {found} tokens"
         return (
-            f"{fault} in layer {layer.layer_id} of {built.facts.architecture}, where the "
-            f"config has {window or 'no window'}; rows beyond {min(found, wanted)} tokens would "
-            f"be wrong. Pass engine_opts={{'context_length': {min(found, wanted)}}}"
+            f"{fault} in layer {layer.layer_id} of {built.facts.architecture} under "
+            f"{_listed(built.backends)} attention, where the config has {stated}; rows beyond "
+            f"{most} tokens would be wrong. Pass engine_opts={{'context_length': {most}}}"
         )
     return None
 
@@ -170,8 +189,8 @@ def _check_rope(built: BuiltModel) -> str | None:
     kinds = {type(each).__name__ for each in modules}
     if kinds == {"RotaryEmbedding"} and built.facts.rope_types:
         return (
-            f"ignores the {_listed(built.facts.rope_types)} scaling of the rotary embeddings of "
-            f"{built.facts.architecture}: rows would be wrong"
+            f"ignores the {_listed(built.facts.rope_types)} scaling of the rotary embeddings "
+            f"of {built.facts.architecture}: rows would be wrong"
         )
     found = {float(each.base) for each in modules}
     if found and not wanted <= found:
@@ -183,7 +202,7 @@ def _check_rope(built: BuiltModel) -> str | None:
 
 
 def _check_activation(built: BuiltModel) -> str | None:
-    wanted = _TANH.get(_activation(built.config))
+    wanted = _APPROXIMATIONS.get(_activation(built.config))
     found = {each.approximate for each in _gelu_modules(built.module)}
     if wanted is None or found <= {wanted}:
         return None
@@ -237,7 +256,11 @@ def _masks_windows() -> bool:
 def _gelu_modules(module: torch.nn.Module) -> list[Any]:
     from sglang.srt.layers.activation import GeluAndMul
 
-    return [each for each in module.modules() if isinstance(each, GeluAndMul)]
+    return [
+        each
+        for name, each in module.named_modules()
+        if isinstance(each, GeluAndMul) and not _OTHER_TOWERS.search(name)
+    ]
 
 
 def _rotary_modules(module: torch.nn.Module) -> list[Any]:
@@ -270,4 +293,4 @@ def _rope_bases(config: Any) -> set[float]:
 
 
 def _listed(values: Iterable[Any]) -> str:
-    return " and ".join(map(str, sorted(values)))
+    return " and ".join(sorted(map(str, values)))

@@ -32,14 +32,17 @@ class ModelReview:
 
     Attributes:
         options: The same, with what makes the model right.
+        corrections: What SGLang would have computed otherwise, in words.
     """
 
     def __init__(self, source: str, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
+        self.corrections: list[str] = []
         overrides = json.loads(options.get(_OVERRIDES) or "{}")
         self._backend = options.get("attention_backend")
-        self._vectors = CheckpointVectors()
         self._config = _text_config(source, options, overrides)
+        stated = getattr(self._config, "quantization_config", None)
+        self._vectors = CheckpointVectors(numbers=not (stated or options.get("quantization")))
         if self._config is None:
             return
         plain = rope_overrides(self._config, options.get("context_length"))
@@ -47,13 +50,14 @@ class ModelReview:
             setattr(self._config, name, value)
         if plain:
             self.options[_OVERRIDES] = json.dumps(overrides | plain)
+            self.corrections.append("rotary embeddings")
 
     def watch_weights(
         self, module: torch.nn.Module, weights: Iterable[tuple[str, Any]]
     ) -> Iterator[tuple[str, Any]]:
         """Set right what the built model leaves out, and note what its weights bring."""
         if self._config is not None:
-            correct_model(module, self._config, self._backend)
+            self.corrections += correct_model(module, self._config, self._backend)
         return self._vectors.watching(weights)
 
     def finish(self, api: SchedulerApi, max_context: int, *, unverified: str) -> None:
@@ -93,6 +97,7 @@ class ModelReview:
             if any(getattr(config, name, None) for name in _AFTER_THE_HEAD):
                 lost.append(OUTPUT_BIAS)
             api.output_bias = bias.to(api.device)
+            self.corrections.append("output bias")
         if lost:
             raise ModelLoadError(
                 f"SGLang {installed_version()} drops {len(lost)} tensors of the checkpoint, "
@@ -115,7 +120,9 @@ def _text_config(
     try:
         raw, _ = transformers.PretrainedConfig.get_config_dict(source, **where)
         # SGLang gives AutoConfig classes of its own for some names.
-        reader = getattr(transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None)
+        reader = getattr(
+            transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None
+        )
         if reader is None:
             reader = transformers.AutoConfig
             where["trust_remote_code"] = bool(options.get("trust_remote_code", False))

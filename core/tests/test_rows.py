@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,6 +111,39 @@ def test_rows_share_no_memory_with_the_logits(width: int, missing: tuple[int, ..
     rows.zero_()
     assert torch.equal(logits, before)
     assert rows.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
+
+
+class CountedIds(tuple[int, ...]):
+    """Ids that count how often they are read one by one."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.read += 1
+        return super().__iter__()
+
+
+def test_missing_ids_are_indexed_once_for_each_device_and_width() -> None:
+    ids = CountedIds((1, 4))
+    vocabulary = replace(vocabulary_of(6, (1, 4)), missing_ids=ids)
+    for count, (width, device) in enumerate([(6, "cpu"), (3, "cpu"), (6, "meta")], 1):
+        for batch in (1, 3):
+            rows_from_logits(torch.zeros(batch, width, device=device), vocabulary)
+        assert ids.read == count
+    alike = replace(vocabulary, missing_ids=(2,))
+    assert rows_from_logits(torch.zeros(1, 6), alike)[0].isinf().tolist() == [
+        i == 2 for i in range(6)
+    ]
+
+
+def test_rows_have_gradients_after_rows_in_inference_mode() -> None:
+    vocabulary = vocabulary_of(4, (1,))
+    with torch.inference_mode():
+        rows_from_logits(torch.zeros(1, 4), vocabulary)
+    logits = torch.zeros(1, 4, requires_grad=True)
+    rows_from_logits(logits, vocabulary)[0, 0].backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, torch.tensor([[2 / 3, 0, -1 / 3, -1 / 3]]))
 
 
 def test_no_logits_give_no_rows() -> None:

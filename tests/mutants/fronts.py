@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from genlm import AsyncLM, OutputCache
 from genlm.core import lm, rows
-from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.request_table import RequestTable
 
 from .mutant import front_mutant
 
@@ -22,13 +22,13 @@ def hits_not_counted(_cached):
     return broken
 
 
-@front_mutant(Board, "leave", killed_by="statistics-add-up")
+@front_mutant(RequestTable, "leave", killed_by="statistics-add-up")
 def abandoned_counted_as_failed(leave):
     """Counts an evaluation that everybody left as one that failed."""
 
-    def broken(self, flight, waiter):
+    def broken(self, request, waiter):
         abandoned = self._abandoned
-        aborts = leave(self, flight, waiter)
+        aborts = leave(self, request, waiter)
         self._failed += self._abandoned - abandoned
         self._abandoned = abandoned
         return aborts
@@ -36,7 +36,7 @@ def abandoned_counted_as_failed(leave):
     return broken
 
 
-@front_mutant(Board, "count_batch", killed_by="statistics-add-up")
+@front_mutant(RequestTable, "count_batch", killed_by="statistics-add-up")
 def batches_counted_as_one(count):
     """Counts every batch as one of a single evaluation."""
     return lambda self, _size: count(self, 1)

@@ -8,6 +8,7 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +24,9 @@ _SUM_TOLERANCE = 1e-2
 _STACKED_SIZE = 2**14
 """Rows up to this size are checked stacked: for longer ones the copy takes more time than
 one operation for each row."""
+
+_missing: WeakKeyDictionary[Vocabulary, dict[tuple[int, torch.device], torch.Tensor]]
+_missing = WeakKeyDictionary()
 
 
 def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
@@ -49,8 +53,7 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     size = vocabulary.size
     kept = logits[:, :size].float()
     if vocabulary.missing_ids:
-        missing = [token_id for token_id in vocabulary.missing_ids if token_id < kept.shape[1]]
-        index = torch.tensor(missing, dtype=torch.long, device=logits.device)
+        index = _missing_index(vocabulary, kept.shape[1], kept.device)
         kept = kept.index_fill(1, index, float("-inf"))
     rows = torch.log_softmax(kept, dim=-1)
     if rows.shape[1] == size:
@@ -103,3 +106,14 @@ def _invalid(found: str) -> EvaluationError:
         f"overflowed, or the engine does not serve this model correctly: try dtype='float32' "
         f"or another engine"
     )
+
+
+def _missing_index(vocabulary: Vocabulary, width: int, device: torch.device) -> torch.Tensor:
+    """Return the ids below `width` that no token has, copied to each device once."""
+    known = _missing.setdefault(vocabulary, {})
+    if (width, device) not in known:
+        missing = [token_id for token_id in vocabulary.missing_ids if token_id < width]
+        with torch.inference_mode(False):  # later calls may compute gradients
+            index = torch.tensor(missing, dtype=torch.long, device=device)
+        known[width, device] = index
+    return known[width, device]

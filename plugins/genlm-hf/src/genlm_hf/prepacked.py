@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad
 
-from genlm_hf.memory import free_bytes
+from genlm import free_memory_bytes
 
 __all__ = ["PrepackedWeights"]
 
@@ -38,6 +38,10 @@ _SIZES = (1, 2, *range(4, 32, 4), *range(32, 64, 8), *range(64, 128, 16), *range
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
+class _MissingOperatorError(LookupError):
+    """This torch has no operator of that name."""
+
+
 class PrepackedWeights:
     """Copies of a model's weights that forward passes on a CPU read instead.
 
@@ -54,10 +58,23 @@ class PrepackedWeights:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.nbytes = 0
         self._forwards: list[tuple[dict[str, Any], _Forward]] = []
+        try:
+            self._prepack(modules)
+        except _MissingOperatorError as missing:
+            self.nbytes, self._forwards = 0, []
+            _logger.warning(
+                "torch %s has no operator mkldnn.%s, so weights are not prepacked and forward "
+                "passes on this CPU are slower; install a version of torch that this genlm-hf "
+                "supports, or load with prepack=False",
+                torch.__version__,
+                missing,
+            )
+
+    def _prepack(self, modules: Iterable[torch.nn.Module]) -> None:
         layers: list[tuple[Any, torch.Tensor]]
         layers = [(m, weight) for m in modules if (weight := _weight(m)) is not None]
         needed = sum(weight.nbytes for _, weight in layers)
-        if needed > _SHARE * free_bytes(torch.device("cpu")):
+        if needed > _SHARE * free_memory_bytes():
             _logger.info("weights are not prepacked: %d bytes are too many", needed)
             return
         with torch.inference_mode():
@@ -98,16 +115,23 @@ def _is_supported(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+        return bool(_operator("_is_mkldnn_bf16_supported")())
     if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())  # noqa: SLF001
+        return bool(_operator("_is_mkldnn_fp16_supported")())
     return dtype == torch.float32
+
+
+def _operator(name: str) -> Any:
+    try:
+        return getattr(torch.ops.mkldnn, name)
+    except AttributeError as error:
+        raise _MissingOperatorError(name) from error
 
 
 def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None:
     """Return a forward pass that reads a copy, None if this CPU has none that is right."""
-    product: Any = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
-    reorder = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
+    product = _operator("_linear_pointwise").default
+    reorder = _operator("_reorder_linear_weight")
     outputs, inputs = weight.shape
 
     def forward(states: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BOUND = 1e-4
 HEADER = """# Architectures on {title}
 
-Made by `python scripts/architectures.py --backend {backend}` with {versions}; do not edit.
+Made by `python scripts/architectures.py --backend {backend}` with
+{versions}; do not edit.
 Tiny models with large random weights, heads of {head_dim}, float32, on the CPU. *Error* is the
 largest difference in log-probability between served rows and an unbatched forward pass of
 transformers, over mixed lengths of up to 60 tokens, forks, duplicates, cancellations, particles
@@ -234,7 +235,7 @@ def table(backend: str, listed: Mapping[str, Family], rows: Mapping[str, Any]) -
     text = HEADER.format(
         title=engine.title,
         backend=backend,
-        versions=" and ".join(f"{k} {v}" for k, v in versions(engine).items()),
+        versions=", ".join(f"{k} {v}" for k, v in versions(engine).items()),
         head_dim=engine.head_dim,
         more=engine.more,
         path=engine.path,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.chaos.chaos import Report, Settings, run_chaos
 
 from genlm_vllm.conformance import targets

@@ -8,16 +8,18 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.comparison.runs import Outcome, answer_of, asked_of, judged
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
+
+if TYPE_CHECKING:
+    from genlm.cli.comparison.runs import Outcome
 
 __all__ = ["compare"]
 
@@ -62,6 +64,8 @@ def compare(
     Exit code 0: all agree within the bound. 1: one does not, or failed. 2: what was asked for
     does not exist.
     """
+    from genlm.cli.comparison.runs import answer_of, asked_of, judged
+
     names = _backends(backends)
     limit = _bound(bound, dtype)
     request = {

@@ -134,7 +134,7 @@ def _device_memory() -> int | None:
     """Memory of the GPU at its peak, as far as this process allocated it with torch."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+    return torch.cuda.max_memory_allocated() or None  # 0 where torch used no GPU
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""`CPUWorker`: vLLM's worker on a CPU, which counts the file cache as free memory.
+"""`CPUWorker`: vLLM's worker on a CPU, with two of its defects mended.
 
 vLLM's own refuses a KV cache of any size where a control group has read as many bytes of
 files as it may have memory: it counts them as used, though the kernel drops them on demand.
+
+Its attention reads whole KV blocks and weighs what lies beyond the context with 0, which NaN
+survives: a request whose activations are NaN would spoil the rows of those that get its
+blocks afterwards. So blocks are zeroed before they are used again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker import cpu_worker
 
 from genlm import free_memory_bytes
 
-__all__ = ["CPUWorker"]
+__all__ = ["CPUWorker", "fresh_blocks"]
 
 
 class CPUWorker(cpu_worker.CPUWorker):  # type: ignore[misc]
@@ -33,6 +39,49 @@ class CPUWorker(cpu_worker.CPUWorker):  # type: ignore[misc]
         """
         with _measured_by_the_core():
             return int(super().determine_available_memory())
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run the model on a batch, as vLLM's does, in blocks that hold nothing."""
+        config = self.model_runner.kv_cache_config
+        if not getattr(config, "needs_kv_cache_zeroing", False):  # else vLLM does it itself
+            sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+            self._zero(fresh_blocks(scheduler_output, sizes))
+        return super().execute_model(scheduler_output)
+
+    def _zero(self, blocks: list[int]) -> None:
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        for layer in layers if blocks else ():
+            if isinstance(layer, Attention) and isinstance(layer.kv_cache, torch.Tensor):
+                layer.kv_cache[blocks] = 0
+
+
+def fresh_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> list[int]:
+    """List the KV blocks that a step is the first to write for its requests.
+
+    Args:
+        scheduler_output: vLLM's plan of the step.
+        block_sizes: Tokens in a block, for each group of layers.
+
+    Returns:
+        Ids of blocks, without those that prefixes had been found in.
+    """
+    begun = [
+        (new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+    ]
+    cached = scheduler_output.scheduled_cached_reqs
+    for name, groups, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        # One that was preempted gets all its blocks again, others those that are added.
+        if groups is not None:
+            begun.append((groups, computed if name in cached.resumed_req_ids else 0))
+    return [
+        block
+        for groups, computed in begun
+        for blocks, size in zip(groups, block_sizes, strict=True)
+        for block in blocks[-(-computed // size) :]
+        if block != 0  # what stands for blocks that are no longer needed
+    ]
 
 
 @contextmanager

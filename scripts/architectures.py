@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BOUND = 1e-4
 HEADER = """# Architectures on {title}
 
-Made by `python scripts/architectures.py --backend {backend}` with {versions}; do not edit.
+Made by `python scripts/architectures.py --backend {backend}` with
+{versions}; do not edit.
 Tiny models with large random weights, heads of {head_dim}, float32, on the CPU. *Error* is the
 largest difference in log-probability between served rows and an unbatched forward pass of
 transformers, over mixed lengths of up to 60 tokens, forks, duplicates, cancellations, particles
@@ -77,6 +78,17 @@ def _set_right(corrections: str) -> str:
     return f"set right: {corrections}" if corrections else ""
 
 
+_LONGEST = 60
+
+
+def _shortened(figures: Mapping[str, Any]) -> str:
+    """Say how long contexts may be where that is less than was to be asked."""
+    longest = figures.get("max_context")
+    if not isinstance(longest, int) or longest >= _LONGEST:
+        return ""
+    return f"contexts of at most {longest} tokens"
+
+
 ENGINES = {
     "hf": Engine(
         "Hugging Face transformers",
@@ -104,7 +116,11 @@ ENGINES = {
             }
         },
         head_dim=64,
-        per_process=1,
+        per_process=12,
+        path="Implementation",
+        path_of=lambda figures: str(figures.get("implementation", "")),
+        note_of=_shortened,
+        more="[vllm-engine.md](vllm-engine.md)\nexplains refusals.",
     ),
     "sgl": Engine(
         "SGLang",
@@ -234,7 +250,7 @@ def table(backend: str, listed: Mapping[str, Family], rows: Mapping[str, Any]) -
     text = HEADER.format(
         title=engine.title,
         backend=backend,
-        versions=" and ".join(f"{k} {v}" for k, v in versions(engine).items()),
+        versions=", ".join(f"{k} {v}" for k, v in versions(engine).items()),
         head_dim=engine.head_dim,
         more=engine.more,
         path=engine.path,

@@ -108,6 +108,15 @@ def test_the_oracle_does_not_depend_on_the_implementation_of_attention(
     assert float((row - model.logprobs(ids)).abs().max()) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama with dynamic rope", "phi3 with longrope", "mamba"])
+def test_the_oracle_remembers_no_other_sequence(name: str, tmp_path: Path) -> None:
+    short, longer = range(5, 30), range(5, 5 + LONGEST)
+    fresh = TinyModel.of(tmp_path / "fresh", FAMILIES[name]).logprobs(short)
+    model = TinyModel.of(tmp_path / "used", FAMILIES[name])
+    model.logprobs(longer)
+    assert float((model.logprobs(short) - fresh).abs().max()) == 0
+
+
 def test_every_parameter_is_random(tmp_path: Path) -> None:
     import torch
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from genlm_hf.rope import rope_settings
+from genlm import rope_settings
 
 __all__ = ["context_window", "embedding_rows", "input_device", "is_offloaded", "padding_id"]
 

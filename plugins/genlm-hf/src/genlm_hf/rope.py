@@ -8,21 +8,13 @@ how to make one forget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["depends_on_longest", "forget_longest", "rope_settings"]
+from genlm import rope_settings
 
-
-def rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings of a text config, one for each type of layer."""
-    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(settings, Mapping):
-        return
-    yield settings
-    yield from (value for value in settings.values() if isinstance(value, Mapping))
+__all__ = ["depends_on_longest", "forget_longest"]
 
 
 def depends_on_longest(config: Any) -> bool:

@@ -1,0 +1,278 @@
+"""`genlm compare`: agreement, differences and failures of engines, each in its process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from genlm import ModelFacts
+from genlm.cli import app
+from genlm.cli.comparison.contexts import Context, contexts_of, limits_of, longest_of
+from genlm.cli.comparison.differences import differences
+
+ENGINES = '''
+import os
+from genlm import ModelLoadError
+from genlm.core.reference.engine import ReferenceEngine
+
+class Same(ReferenceEngine):
+    pass
+
+class Windowed(ReferenceEngine):
+    """Sharpens the rows of sequences of more than 20 tokens."""
+    def evaluate(self, queries):
+        rows = super().evaluate(queries)
+        long = [i for i, query in enumerate(queries) if len(query.token_ids) > 20]
+        rows[long] = (1.5 * rows[long]).log_softmax(-1)
+        return rows
+
+class Stale(ReferenceEngine):
+    """Gives another row the second time."""
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._asked = set()
+    def evaluate(self, queries):
+        rows = super().evaluate(queries)
+        for row, query in zip(rows, queries):
+            if query.token_ids in self._asked:
+                row.copy_((1.5 * row).log_softmax(-1))
+            self._asked.add(query.token_ids)
+        return rows
+
+class Short(ReferenceEngine):
+    def __init__(self, *args):
+        super().__init__(*args, max_context=50)
+
+def crash(*args):
+    print("illegal instruction")
+    os._exit(3)
+
+def refuse(*args):
+    raise ModelLoadError("no kernel for this model")
+'''
+PLUGIN = """
+import genlm
+@genlm.hookimpl
+def genlm_backends():
+    yield genlm.BackendSpec({name!r}, "engine", "compared_engines:{target}")
+"""
+TARGETS = {
+    "same": "Same",
+    "windowed": "Windowed",
+    "stale": "Stale",
+    "short": "Short",
+    "crash": "crash",
+    "refuse": "refuse",
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Engines on `PYTHONPATH`, beside those that are installed."""
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "compared_engines.py").write_text(ENGINES)
+    for name, target in TARGETS.items():
+        (folder / f"{name}_plugin.py").write_text(PLUGIN.format(name=name, target=target))
+        info = folder / f"their_{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: their-{name}\nVersion: 1\n"
+        )
+        (info / "entry_points.txt").write_text(f"[genlm]\n{name} = {name}_plugin\n")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from genlm.cli import main; main()", "compare"]
+    return subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def engines(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    report = json.loads(done.stdout)
+    return {engine["backend"]: engine for engine in report["engines"]}
+
+
+def test_equal_engines_agree_and_the_table_says_what_it_took(
+    environment: dict[str, str],
+) -> None:
+    done = run(environment, "demo", "--backends", "reference,same")
+    assert done.returncode == 0, done.stderr
+    first, heading, reference, same = done.stdout.splitlines()
+    assert first.startswith("demo (of an unknown architecture), float32: ")
+    assert "contexts of up to 256 tokens, asked twice; bound 0.0001" in first
+    assert heading.split()[:4] == ["engine", "result", "largest", "at"]
+    assert reference.split()[:2] == ["reference", "reference"]
+    assert same.split()[:5] == ["same", "within", "the", "bound", "0.0e+00"]
+    assert same.count("100.0%") == 2
+    assert " MiB " in same
+
+
+def test_engines_that_differ_fail_or_crash_are_told_and_the_others_go_on(
+    environment: dict[str, str],
+) -> None:
+    names = "crash,reference,windowed,stale,refuse,short"
+    done = run(environment, "demo", "--backends", names, "--json", "--longest", "100")
+    assert done.returncode == 1
+    found = engines(done)
+    assert list(found) == names.split(",")
+    assert found["crash"]["status"] == "failed"
+    assert "exit code 3: illegal instruction" in found["crash"]["reason"]
+    assert found["refuse"]["reason"] == "ModelLoadError: no kernel for this model"
+    assert found["reference"]["status"] == "reference"
+    windowed = found["windowed"]
+    assert windowed["status"] == "beyond the bound"
+    assert windowed["differences"]["largest"] > 0.1
+    assert int(windowed["differences"]["where"].split()[-2]) > 20
+    assert 0 < windowed["differences"]["total_variation"] < 1
+    assert windowed["differences"]["same_greedy"] == 1
+    assert 0.5 < windowed["differences"]["same_draw"] < 1
+    assert windowed["differences"]["repeats"] == 0
+    assert found["stale"]["status"] == "beyond the bound"
+    assert found["stale"]["differences"]["repeats"] > 0.1
+    short = found["short"]
+    assert (short["status"], short["differences"]["largest"]) == ("within the bound", 0)
+    assert short["skipped"] > 0
+    for name in ("reference", "windowed", "stale", "short"):
+        figures = found[name]["figures"]
+        assert figures["peak_memory_bytes"] > 2**20
+        assert figures["rows_per_s"] > 0
+
+
+def test_texts_of_the_user_and_a_wide_bound_are_used(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("A first text of more than twenty bytes.\n\nAnother.\n")
+    options = "--texts", str(texts), "--bound", "50", "--json"
+    done = run(environment, "demo", "--backends", "reference,windowed", *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["bound"] == 50
+    assert report["engines"][1]["differences"]["largest"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backends", "reference"], "two or more"),
+        (["--backends", "reference,reference"], "two or more"),
+        (["--backends", "reference,nosuch"], "no engine named 'nosuch'"),
+        (["--backends", "reference,hf", "--dtype", "int8"], "expected one of float32"),
+        (["--backends", "reference,hf", "--bound", "0"], "expected a positive"),
+        (["--backends", "reference,hf", "--bound", "nan"], "expected a positive"),
+        (["--backends", "reference,hf", "--texts", "no/such"], "No such file"),
+        (["--backends", "reference,hf", "--options", "{"], "--options"),
+        (["--backends", "reference,hf", "--options", '{"hf": 1}'], "expected an object"),
+        (["--backends", "reference,hf", "--options", '{"mlx": {}}'], "not among"),
+        ([], "--backends"),
+    ],
+)
+def test_what_makes_no_sense_is_a_usage_error(arguments: list[str], message: str) -> None:
+    result: Result = CliRunner().invoke(
+        app, ["compare", "demo", *arguments], env={"COLUMNS": "400", "NO_COLOR": "1"}
+    )
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_file_without_text_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n \n")
+    arguments = ["--backends", "reference,hf", "--texts", str(tmp_path / "empty")]
+    result = CliRunner().invoke(app, ["compare", "demo", *arguments])
+    assert result.exit_code == 2
+
+
+# -- the parts ------------------------------------------------------------------------------
+
+
+def test_limits_are_windows_chunks_and_unscaled_contexts() -> None:
+    assert limits_of(None) == {}
+    assert limits_of(ModelFacts("Llama", max_positions=4096)) == {}
+    facts = ModelFacts(
+        "M",
+        sliding_windows=(16,),
+        attention_chunk_size=8,
+        rope_types=("yarn",),
+        original_positions=32,
+    )
+    assert [*limits_of(facts).values()] == [16, 8, 32]
+    dynamic = ModelFacts("M", rope_types=("dynamic",), max_positions=2048)
+    assert limits_of(dynamic) == {"original context of 2048": 2048}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limits", "max_context", "longest"),
+    [
+        (None, [], None, 256),
+        (None, [1024], None, 1040),
+        (None, [10**6], None, 8192),
+        (None, [1024], 512, 512),
+        (10_000, [1024], None, 10_000),
+        (20, [1024], None, 20),
+    ],
+)
+def test_contexts_go_beyond_limits_within_reason(
+    wanted: int | None, limits: list[int], max_context: int | None, longest: int
+) -> None:
+    assert longest_of(wanted, limits, max_context) == longest
+
+
+def test_contexts_are_short_fork_and_surround_each_limit() -> None:
+    found = contexts_of(
+        lambda text: list(text.encode()), ["some text", "x"], {"window": 70}, 90
+    )
+    assert len({tuple(ids) for _, ids in found}) == len(found)
+    assert max(len(ids) for _, ids in found) == 90
+    lengths = {len(ids) for kind, ids in found if kind == "around the window"}
+    assert lengths == {69, 70, 71, 72, 79}
+    forks = [tuple(ids[:40]) for kind, ids in found if kind == "fork"]
+    assert len(forks) > 4
+    assert len({*forks}) == 1
+    assert list(b"some text") in [ids for _, ids in found]
+    with pytest.raises(ValueError, match="no tokens"):
+        contexts_of(lambda text: [], ["x"], {}, 10)
+
+
+def test_differences_are_those_of_the_probabilities() -> None:
+    p, q = np.array([0.5, 0.25, 0.25, 0.0]), np.array([0.25, 0.5, 0.25, 0.0])
+    with np.errstate(divide="ignore"):
+        first, second = (np.log(np.array([[row]] * 2, np.float32)) for row in (p, q))
+    contexts = [Context("short", [1, 2])]
+    apart = differences(contexts, first, second, seed=0)
+    assert apart.largest == pytest.approx(np.log(2))
+    assert apart.total_variation == pytest.approx(0.25)
+    assert (apart.same_greedy, apart.repeats, apart.rows) == (0, 0, 1)
+    assert apart.where == "short, 2 tokens"
+    same = differences(contexts, first, first, seed=0)
+    assert (same.largest, same.total_variation, same.same_greedy, same.same_draw) == (
+        0,
+        0,
+        1,
+        1,
+    )
+
+
+def test_an_impossible_token_that_becomes_possible_is_infinitely_far() -> None:
+    with np.errstate(divide="ignore"):
+        first = np.log(np.array([[[1.0, 0.0]]] * 2, np.float32))
+        second = np.log(np.array([[[0.9, 0.1]]] * 2, np.float32))
+    assert differences([Context("short", [1])], first, second, 0).largest == np.inf
+
+
+def test_draws_with_one_number_differ_as_often_as_the_distributions() -> None:
+    count = 2000
+    first = np.log(np.tile(np.array([0.5, 0.5], np.float32), (2, count, 1)))
+    second = np.log(np.tile(np.array([0.4, 0.6], np.float32), (2, count, 1)))
+    contexts = [Context("short", [i]) for i in range(count)]
+    apart = differences(contexts, first, second, seed=3)
+    assert apart.same_draw == pytest.approx(0.9, abs=0.03)

@@ -182,9 +182,9 @@ def test_logits_that_are_no_numbers_fail_their_own_request_alone(
     drawing = SamplingParams(4, seed=1)
     forward = type(engine.model).forward
 
-    def poisoned(self: Any, input_ids: Any, positions: Any, batch: Any, *more: Any) -> Any:
-        output = forward(self, input_ids, positions, batch, *more)
-        # The second of two prompts of each length; the first token after a prompt.
+    def poisoned(self: Any, input_ids: Any, positions: Any, batch: Any, **more: Any) -> Any:
+        output = forward(self, input_ids, positions, batch, **more)
+        # The row of the prompt of 6 tokens, and what the one of 5 has after its first draw.
         for j, length in enumerate(batch.seq_lens.tolist()):
             if length == 6:
                 output.next_token_logits[j, 3:5] = float("nan")

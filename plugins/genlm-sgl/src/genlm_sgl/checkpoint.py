@@ -1,4 +1,4 @@
-"""What SGLang reads from a checkpoint and its model does not hold: biases, single numbers.
+"""Biases that SGLang reads from a checkpoint and that its model does not hold.
 
 The weight loaders of SGLang's models pass over a bias that the model has no parameter for,
 because quantised checkpoints bring biases of zeros, and no linear layer of SGLang's heads adds
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["OUTPUT_BIAS", "CheckpointVectors"]
+__all__ = ["OUTPUT_BIAS", "CheckpointBiases"]
 
 OUTPUT_BIAS = "lm_head.bias"
 """Name of the bias of the logits, as transformers calls it."""
@@ -27,21 +27,16 @@ _Counts = tuple[Any, Any]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class CheckpointVectors:
-    """The biases and single numbers that pass by while SGLang loads a model.
+class CheckpointBiases:
+    """The biases that pass by while SGLang loads a model.
 
-    They are few and small, so copies are kept until `lost` was asked.
-
-    Args:
-        numbers: Whether to look at single numbers; quantised checkpoints have many, which
-            SGLang stores in ways of its own.
+    They are small, so copies are kept until `lost` was asked.
 
     Attributes:
         output_bias: The bias of the logits, if the checkpoint has one that is not zero.
     """
 
-    def __init__(self, *, numbers: bool = True) -> None:
-        self._numbers = numbers
+    def __init__(self) -> None:
         self._found: dict[str, torch.Tensor] = {}
         self.output_bias: torch.Tensor | None = None
 
@@ -50,12 +45,12 @@ class CheckpointVectors:
         for name, tensor in weights:
             if name == OUTPUT_BIAS:
                 self.output_bias = tensor.clone() if tensor.any() else None
-            elif self._is_wanted(name, tensor) and tensor.any():
+            elif _is_bias(name, tensor) and tensor.any():
                 self._found[name] = tensor.clone()
             yield name, tensor
 
     def lost(self, model: torch.nn.Module, *, layers: int, dtype: torch.dtype) -> list[str]:
-        """List the tensors whose values are nowhere in the loaded model.
+        """List the biases whose values are nowhere in the loaded model.
 
         A model may store several as one and in another order. Layers beyond the model's own
         belong to drafts of speculative decoding, which are not loaded.
@@ -81,11 +76,10 @@ class CheckpointVectors:
             and not _is_held(_counts(tensor.to(dtype)), held[_layer(name)])
         ]
 
-    def _is_wanted(self, name: str, tensor: torch.Tensor) -> bool:
-        # Old checkpoints call a causal mask `attn.bias`: it has four dimensions.
-        bias = name.endswith(".bias") and tensor.ndim == 1
-        number = self._numbers and tensor.numel() == 1 and _layer(name) is not None
-        return tensor.dtype in _DTYPES and (bias or number)
+
+def _is_bias(name: str, tensor: torch.Tensor) -> bool:
+    # Old checkpoints call a causal mask `attn.bias`: it has four dimensions.
+    return name.endswith(".bias") and tensor.ndim == 1 and tensor.dtype in _DTYPES
 
 
 def _vectors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,9 +59,9 @@ class BuiltModel:
 def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
     """Set right what the modules that SGLang built leave out of the config.
 
-    To be called before anything ran. Only what a module reads anew in each pass: the
-    approximation of GELU and, under attention in plain torch, the window of each layer, which
-    masks keys there and nothing else.
+    To be called before the weights are loaded. Only what a module reads anew in each pass: the
+    approximation of GELU, the dtype of xIELU's parameters and, under attention in plain torch,
+    the window of each layer, which masks keys there and nothing else.
 
     Args:
         module: What SGLang built.
@@ -77,6 +77,10 @@ def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> 
         if activation.approximate != approximation:
             activation.approximate = approximation
             changed["GELU"] = True
+    dtype = next(module.parameters()).dtype
+    for activation in _rounding(module, dtype):
+        activation.to(dtype)
+        changed["xIELU"] = True
     if backend == _TORCH_NATIVE and _masks_windows():
         for layer, window in _layer_windows(module, config):
             size = -1 if window is None else window - 1
@@ -92,7 +96,7 @@ def check_model(built: BuiltModel) -> None:
     Raises:
         ModelLoadError: With the reason, and with what to do where something can be done.
     """
-    for check in (_check_fallback, _check_caps, _check_windows, _check_rope, _check_activation):
+    for check in _CHECKS:
         reason = check(built)
         if reason is not None:
             raise ModelLoadError(f"SGLang {installed_version()} {reason}")
@@ -202,6 +206,11 @@ def _check_rope(built: BuiltModel) -> str | None:
 
 
 def _check_activation(built: BuiltModel) -> str | None:
+    if _rounding(built.module, next(built.module.parameters()).dtype):
+        return (
+            f"rounds the parameters of xIELU in {built.facts.architecture} to bfloat16: rows "
+            f"would be wrong"
+        )
     wanted = _APPROXIMATIONS.get(_activation(built.config))
     found = {each.approximate for each in _gelu_modules(built.module)}
     if wanted is None or found <= {wanted}:
@@ -210,6 +219,9 @@ def _check_activation(built: BuiltModel) -> str | None:
         f"computes another GELU (approximation {_listed(found)}) in "
         f"{built.facts.architecture} than {_activation(built.config)!r}: rows would be wrong"
     )
+
+
+_CHECKS = (_check_fallback, _check_caps, _check_windows, _check_rope, _check_activation)
 
 
 # -- what SGLang built ----------------------------------------------------------------
@@ -260,6 +272,16 @@ def _gelu_modules(module: torch.nn.Module) -> list[Any]:
         each
         for name, each in module.named_modules()
         if isinstance(each, GeluAndMul) and not _OTHER_TOWERS.search(name)
+    ]
+
+
+def _rounding(module: torch.nn.Module, dtype: torch.dtype) -> list[Any]:
+    from sglang.srt.layers.activation import XIELU
+
+    return [
+        each
+        for each in module.modules()
+        if isinstance(each, XIELU) and each.alpha_p.dtype.itemsize < dtype.itemsize
     ]
 
 

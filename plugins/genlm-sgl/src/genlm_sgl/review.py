@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from genlm import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
-from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointVectors
+from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointBiases
 from genlm_sgl.model_checks import BuiltModel, check_model, correct_model, rope_overrides
 from genlm_sgl.scheduler_api import SchedulerApi
 from genlm_sgl.versions import installed_version
@@ -41,8 +41,7 @@ class ModelReview:
         overrides = json.loads(options.get(_OVERRIDES) or "{}")
         self._backend = options.get("attention_backend")
         self._config = _text_config(source, options, overrides)
-        stated = getattr(self._config, "quantization_config", None)
-        self._vectors = CheckpointVectors(numbers=not (stated or options.get("quantization")))
+        self._biases = CheckpointBiases()
         if self._config is None:
             return
         plain = rope_overrides(self._config, options.get("context_length"))
@@ -58,7 +57,7 @@ class ModelReview:
         """Set right what the built model leaves out, and note what its weights bring."""
         if self._config is not None:
             self.corrections += correct_model(module, self._config, self._backend)
-        return self._vectors.watching(weights)
+        return self._biases.watching(weights)
 
     def finish(self, api: SchedulerApi, max_context: int, *, unverified: str) -> None:
         """Judge the loaded model.
@@ -82,17 +81,17 @@ class ModelReview:
                 api.model, config, facts, api.attention_backends, max_context, api.is_fallback
             )
         )
-        self._check_vectors(api, config, facts)
+        self._check_biases(api, config, facts)
         if api.is_fallback:
             name = f"{facts.architecture} by SGLang's {type(api.model).__name__}"
             facts = dataclasses.replace(facts, architecture=name)
         verified = VerifiedFamilies.of_package("genlm_sgl")
         check_verified(f"SGLang {installed_version()}", facts, verified, unverified=unverified)
 
-    def _check_vectors(self, api: SchedulerApi, config: Any, facts: ModelFacts) -> None:
+    def _check_biases(self, api: SchedulerApi, config: Any, facts: ModelFacts) -> None:
         layers = getattr(config, "num_hidden_layers", None)
-        lost = self._vectors.lost(api.model, layers=layers or 2**31, dtype=api.dtype)
-        bias = self._vectors.output_bias
+        lost = self._biases.lost(api.model, layers=layers or 2**31, dtype=api.dtype)
+        bias = self._biases.output_bias
         if bias is not None:
             if any(getattr(config, name, None) for name in _AFTER_THE_HEAD):
                 lost.append(OUTPUT_BIAS)
@@ -100,9 +99,9 @@ class ModelReview:
             self.corrections.append("output bias")
         if lost:
             raise ModelLoadError(
-                f"SGLang {installed_version()} drops {len(lost)} tensors of the checkpoint, "
-                f"which its model of {facts.architecture} has no place for or rounds: "
-                f"{', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}. Rows would be wrong"
+                f"SGLang {installed_version()} drops {len(lost)} biases of the checkpoint, "
+                f"which its model of {facts.architecture} does not have: {', '.join(lost[:4])}"
+                f"{', ...' if len(lost) > 4 else ''}. Rows would be wrong"
             )
 
 

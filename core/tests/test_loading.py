@@ -23,7 +23,7 @@ from genlm.core.loading import load_model, load_model_by_name
 from genlm.core.plugins import refresh
 
 BACKENDS = """
-    from genlm import BackendSpec, ModelLoadError, hookimpl
+    from genlm import BackendSpec, ModelLoadError, TokenIdError, hookimpl
     from scripted import ScriptedEngine
 
     class Strict(ScriptedEngine):
@@ -48,12 +48,38 @@ BACKENDS = """
     def interrupted(model):
         raise KeyboardInterrupt
 
+    class Faulty(Strict):
+        built = []
+
+        def __init__(self, model, fault):
+            super().__init__(model)
+            self.fault = fault
+            self.built.append(self)
+
+        def submit(self, query):
+            if self.fault == "embeds 4 to 15" and query.token_ids[0] < 4:
+                raise TokenIdError(query.token_ids[0], 0, 4)
+            if self.fault == "embeds nothing":
+                raise TokenIdError(query.token_ids[0], 0, 0)
+            super().submit(query)
+
+        def step(self):
+            if self.fault == "interrupted":
+                raise KeyboardInterrupt
+            return [] if self.fault == "silent" else super().step()
+
+        def evaluate(self, queries):
+            if self.fault == "kernel":
+                raise RuntimeError("the kernel takes heads of 64")
+            rows = super().evaluate(queries)
+            return rows * float("nan") if self.fault == "overflow" else rows
+
     @hookimpl
     def genlm_backends():
-        for name in ("Strict", "tolerant", "bare", "failing", "interrupted"):
+        for name in ("Strict", "tolerant", "bare", "failing", "interrupted", "Faulty"):
             yield BackendSpec(name.lower(), "engine", f"loading_backends:{name}")
 """
-NAMES = ("strict", "tolerant", "bare", "failing", "interrupted")
+NAMES = ("strict", "tolerant", "bare", "failing", "interrupted", "faulty")
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +172,7 @@ def test_the_output_cache_is_the_one_given() -> None:
         for token_id in (1, 2, 1):
             llm.next_token_logprobs_sync([token_id])
         assert len(cache) == 1
-        assert llm.statistics().engine["batches"] == 3
+        assert llm.statistics().engine["batches"] == 1 + 3  # the first row, at load
 
 
 def test_the_batch_size_is_bounded_as_asked() -> None:
@@ -201,6 +227,44 @@ def test_an_unknown_backend_is_the_registrys_error() -> None:
         load_model("a-model", "strickt")
     assert "strict" in unknown.value.installed
     assert_no_thread_is_left()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("kernel", "RuntimeError: the kernel takes heads of 64"),
+        ("overflow", "NaN at 16 of 16 ids"),
+        ("silent", "no row after 10000 steps"),
+        ("embeds nothing", "embeds none of the tokenizer's ids"),
+    ],
+)
+def test_a_model_whose_first_row_fails_is_refused_and_its_engine_closed(
+    fault: str, reason: str
+) -> None:
+    with pytest.raises(
+        ModelLoadError, match=f"'faulty' for the model 'a-model'.*{reason}"
+    ) as refused:
+        load_model("a-model", "faulty", fault=fault)
+    assert refused.value.__cause__ is not None
+    assert last_built().closed
+    assert_no_thread_is_left()
+
+
+def test_an_interrupted_first_row_reaches_the_caller_and_closes_the_engine() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load_model("a-model", "faulty", fault="interrupted")
+    assert last_built().closed
+    assert_no_thread_is_left()
+
+
+def test_the_first_row_is_of_a_token_that_the_model_embeds() -> None:
+    with load_model("a-model", "faulty", fault="embeds 4 to 15") as llm:
+        assert last_built().batches == [[(4, 4, 4)]]
+        assert llm.statistics().requests == 0
+
+
+def last_built() -> Any:
+    return importlib.import_module("loading_backends").Faulty.built[-1]
 
 
 # -- choice and names -----------------------------------------------------------------

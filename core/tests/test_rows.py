@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.core.rows import rows_from_logits
+from genlm.core.errors import EvaluationError
+from genlm.core.rows import invalid_rows, rows_from_logits
 from genlm.core.vocab import Token, Vocabulary
 
 # float32 keeps 24 bits; log-probabilities here are below 2**9 and softmax adds a few roundings.
@@ -155,3 +157,51 @@ def test_rows_stay_on_the_device_of_the_logits() -> None:
     rows = rows_from_logits(logits.cuda(), vocabulary_of(9, (2,)))
     assert rows.device.type == "cuda"
     np.testing.assert_allclose(rows.cpu(), oracle(logits, 9, (2,)), atol=TOLERANCE)
+
+
+# -- rows that are not distributions --------------------------------------------------
+
+
+def spoiled(row: torch.Tensor, value: float) -> torch.Tensor:
+    row = row.clone()
+    row[3] = value
+    return row
+
+
+@pytest.mark.parametrize("size", [10, 20_000])  # checked stacked, and one by one
+def test_only_the_rows_that_are_not_distributions_are_found(size: int) -> None:
+    good = logits_of(2, size).log_softmax(-1)
+    peaked = torch.full((size,), -math.inf)
+    peaked[7] = 0.0
+    rows = [
+        good[0],
+        spoiled(good[0], math.nan),
+        peaked,
+        spoiled(good[1], math.inf),
+        good[1] + math.log(0.9),
+        torch.full((size,), -math.inf),
+        good[0].double(),
+        good[0, 1:],
+        good[1],
+    ]
+    found = invalid_rows(rows, size)
+    assert sorted(found) == [1, 3, 4, 5, 6, 7]
+    assert all(isinstance(error, EvaluationError) for error in found.values())
+    assert f"NaN at 1 of {size} ids" in str(found[1])
+    assert "a sum of inf" in str(found[3])
+    assert "a sum of 0.9" in str(found[4])
+    assert "torch.float64" in str(found[6])
+    assert f"({size - 1},)" in str(found[7])
+
+
+def test_logits_that_are_not_finite_make_rows_that_are_found() -> None:
+    vocabulary = vocabulary_of(8, missing=[0])
+    logits = logits_of(4, 8)
+    logits[1, 5] = math.nan
+    logits[2, 5] = math.inf
+    logits[3] = -math.inf
+    assert sorted(invalid_rows(list(rows_from_logits(logits, vocabulary)), 8)) == [1, 2, 3]
+
+
+def test_no_rows_are_all_valid() -> None:
+    assert invalid_rows([], 8) == {}

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 
 from genlm import AsyncLM, Capability, OutputCache, UnknownAdapterError
-from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.request_table import RequestTable
 
 from .attention import ADAPTER_SEEDS, base_model
 from .baselines import cached_target, plain_target
@@ -130,7 +130,7 @@ def cached_for_any_adapter(get):
     return broken
 
 
-@front_mutant(Board, "enqueue", killed_by="adapters-mix-in-a-batch", on=cached_target)
+@front_mutant(RequestTable, "enqueue", killed_by="adapters-mix-in-a-batch", on=cached_target)
 def joined_across_adapters(enqueue):
     """A request joins one for the same tokens under another adapter."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from genlm import AsyncLM, EngineClosedError
 from genlm.core.scheduler import Scheduler
-from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.scheduler.worker import Worker
 
 from .mutant import front_mutant
@@ -16,7 +16,7 @@ def close_leaves_waiters(stop):
 
     def broken(self, error):
         with self._lock:
-            for waiter in self._board.clear():
+            for waiter in self._table.clear():
                 self.left = (*getattr(self, "left", ()), waiter)
         stop(self, error)
 
@@ -35,7 +35,9 @@ def close_says_reset(_close):
     return broken
 
 
-@front_mutant(Board, "clear", killed_by="resetting-ends-every-request", shows_as="lost request")
+@front_mutant(
+    RequestTable, "clear", killed_by="resetting-ends-every-request", shows_as="lost request"
+)
 def reset_forgets_the_inbox(clear):
     """Ends the requests in the engine and drops those in the inbox without a word."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from genlm import AsyncLM, OutputCache
-from genlm.core.scheduler.board import Board
+from genlm.core import lm, rows
+from genlm.core.scheduler.request_table import RequestTable
 
 from .mutant import front_mutant
 
@@ -21,13 +22,13 @@ def hits_not_counted(_cached):
     return broken
 
 
-@front_mutant(Board, "leave", killed_by="statistics-add-up")
+@front_mutant(RequestTable, "leave", killed_by="statistics-add-up")
 def abandoned_counted_as_failed(leave):
     """Counts an evaluation that everybody left as one that failed."""
 
-    def broken(self, flight, waiter):
+    def broken(self, request, waiter):
         abandoned = self._abandoned
-        aborts = leave(self, flight, waiter)
+        aborts = leave(self, request, waiter)
         self._failed += self._abandoned - abandoned
         self._abandoned = abandoned
         return aborts
@@ -35,7 +36,7 @@ def abandoned_counted_as_failed(leave):
     return broken
 
 
-@front_mutant(Board, "count_batch", killed_by="statistics-add-up")
+@front_mutant(RequestTable, "count_batch", killed_by="statistics-add-up")
 def batches_counted_as_one(count):
     """Counts every batch as one of a single evaluation."""
     return lambda self, _size: count(self, 1)
@@ -49,5 +50,28 @@ def evicted_row_under_the_new_key(put):
         if len(self._entries) == self.max_entries and key not in self._entries:
             row = next(iter(self._entries.items()))[1][0]
         put(self, key, row)
+
+    return broken
+
+
+@front_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
+def rows_not_checked(_invalid):
+    """Hands out every row as the engine computed it."""
+    return lambda _rows, _size: {}
+
+
+@front_mutant(rows, "_SUM_TOLERANCE", killed_by="invalid-rows-are-refused")
+def only_sums_that_are_not_finite(_tolerance):
+    """Takes any finite sum of probabilities for 1."""
+    return float("inf")
+
+
+@front_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
+def one_invalid_row_fails_its_step(invalid):
+    """Fails every request of a step in which one row is invalid."""
+
+    def broken(rows, size):
+        found = invalid(rows, size)
+        return dict.fromkeys(range(len(rows)), next(iter(found.values()))) if found else {}
 
     return broken

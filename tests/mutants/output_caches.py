@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from genlm import OutputCache
-from genlm.core.scheduler.flight import Delivery
+from genlm.core.scheduler.delivery import Delivery
 
 from .mutant import front_mutant
 
@@ -120,7 +120,7 @@ def bytes_not_counted(put):
     return broken
 
 
-@front_mutant(Delivery, "add_result", killed_by="one-flight-serves-several-loops")
+@front_mutant(Delivery, "add_result", killed_by="one-evaluation-serves-several-loops")
 def joined_callers_share_memory(add_result):
     """Gives all callers of one evaluation the same tensor."""
     return lambda self, waiters, result, _copy: add_result(self, waiters, result, lambda r: r)

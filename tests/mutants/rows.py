@@ -11,7 +11,7 @@ from .cached_engine import CachedEngine, PlainEngine
 from .mutant import engine_mutant
 
 
-@engine_mutant(killed_by="rows-are-distributions")
+@engine_mutant(killed_by="rows-are-distributions", shows_as="exception")
 class NotNormalised(CachedEngine):
     """Returns logits for log-probabilities."""
 
@@ -19,7 +19,7 @@ class NotNormalised(CachedEngine):
         return logits[:, :SIZE].float().index_fill(1, torch.tensor([MISSING]), -torch.inf)
 
 
-@engine_mutant(killed_by="rows-are-distributions")
+@engine_mutant(killed_by="rows-are-distributions", shows_as="exception")
 class PaddingNormalised(CachedEngine):
     """Normalises over the logits beyond the vocabulary before it cuts them."""
 
@@ -29,7 +29,7 @@ class PaddingNormalised(CachedEngine):
         return rows
 
 
-@engine_mutant(killed_by="rows-are-distributions")
+@engine_mutant(killed_by="rows-are-distributions", shows_as="exception")
 class DoublePrecision(CachedEngine):
     """Returns float64 rows."""
 
@@ -46,7 +46,7 @@ class MissingIdsAreLikely(CachedEngine):
         return logits[:, :SIZE].float().log_softmax(-1)
 
 
-@engine_mutant(killed_by="rows-are-distributions")
+@engine_mutant(killed_by="rows-are-distributions", shows_as="exception")
 class Impossible(CachedEngine):
     """Turns probabilities of 0 into NaN: infinity minus infinity."""
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 
-import genlm.core.scheduler.flight as flight
+import genlm.core.scheduler.delivery as delivery
 from genlm import AsyncLM, Completion, EngineClosedError
 from genlm.core.scheduler import Scheduler
-from genlm.core.scheduler.board import Board
-from genlm.core.scheduler.flight import Delivery
+from genlm.core.scheduler.delivery import Delivery
+from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.scheduler.worker import Worker
 
 from .mutant import front_mutant
 
 
-@front_mutant(Board, "take", killed_by="concurrent-requests-share-steps")
+@front_mutant(RequestTable, "take", killed_by="concurrent-requests-share-steps")
 def one_query_a_step(take):
     """Hands the engine one query at a time."""
     return lambda self, _limit, now_s: take(self, 1, now_s)
@@ -30,18 +30,20 @@ def event_loop_blocked(_ask):
     return broken
 
 
-@front_mutant(Worker, "open_gate", killed_by="rows-are-right", shows_as="lost request")
-def wake_up_lost(_open):
-    """Opens the gate without waking the engine's thread."""
+@front_mutant(Worker, "flush", killed_by="rows-are-right", shows_as="lost request")
+def wake_up_lost(_flush):
+    """Flushes the inbox without waking the engine's thread."""
 
     def broken(self):
         with self._lock:
-            self._gate.open(self._board)
+            self._policy.flush(self._table)
 
     return broken
 
 
-@front_mutant(flight, "_finish", killed_by="cancelled-at-every-stage", shows_as="lost request")
+@front_mutant(
+    delivery, "_finish", killed_by="cancelled-at-every-stage", shows_as="lost request"
+)
 def result_set_on_a_cancelled_future(_finish):
     """Sets results without a look at whether the future was cancelled."""
 
@@ -52,31 +54,33 @@ def result_set_on_a_cancelled_future(_finish):
     return broken
 
 
-@front_mutant(Board, "leave", killed_by="cancelled-at-every-stage", shows_as="lost request")
+@front_mutant(
+    RequestTable, "leave", killed_by="cancelled-at-every-stage", shows_as="lost request"
+)
 def one_leaves_for_all(leave):
     """A caller that leaves takes the evaluation away from those who joined it."""
 
-    def broken(self, flight, waiter):
-        flight.take_waiters()
-        flight.waiters[waiter] = None
-        return leave(self, flight, waiter)
+    def broken(self, request, waiter):
+        request.take_waiters()
+        request.waiters[waiter] = None
+        return leave(self, request, waiter)
 
     return broken
 
 
-@front_mutant(Board, "leave", killed_by="cancelled-at-every-stage")
+@front_mutant(RequestTable, "leave", killed_by="cancelled-at-every-stage")
 def nobody_leaves(_leave):
     """Keeps the place of a cancelled caller among those that `max_pending` holds back."""
 
-    def broken(self, flight, waiter):
-        flight.waiters.pop(waiter, None)
+    def broken(self, request, waiter):
+        request.waiters.pop(waiter, None)
         return False
 
     return broken
 
 
 @front_mutant(
-    Delivery, "_add", killed_by="one-flight-serves-several-loops", shows_as="lost request"
+    Delivery, "_add", killed_by="one-evaluation-serves-several-loops", shows_as="lost request"
 )
 def one_loop_woken(add):
     """Finishes all callers on the event loop of the first, so that other loops sleep on."""
@@ -91,13 +95,13 @@ def one_loop_woken(add):
 
 
 @front_mutant(Scheduler, "answer_sync", killed_by="sync-equals-async", shows_as="lost request")
-def sync_callers_open_no_gate(_answer):
+def sync_callers_do_not_flush(_answer):
     """Leaves the requests of threads in the inbox until some event loop asks."""
 
     def broken(self, queries):
         futures = []
         for query, key in queries:
-            futures.append(flight.concurrent.futures.Future())
+            futures.append(delivery.concurrent.futures.Future())
             self._worker.enqueue(query, key, futures[-1])
         return [future.result() for future in futures]
 
@@ -137,11 +141,11 @@ def ids_of_each_thread(asked):
 def refusal_fails_the_batch(submit):
     """Fails every query that arrived together with one that the engine refuses."""
 
-    def broken(self, engine, flights):
-        refused = submit(self, engine, flights)
+    def broken(self, engine, requests):
+        refused = submit(self, engine, requests)
         if not refused:
             return refused
-        return [Completion(f.query.query_id, error=refused[0].error) for f in flights]
+        return [Completion(f.query.query_id, error=refused[0].error) for f in requests]
 
     return broken
 

@@ -288,7 +288,16 @@ class PrefixWithoutItsEnd(TokenCharacterTrie):
 
     @property
     def node2prefix(self):
-        return [prefix[:-1] for prefix in super().node2prefix]
+        return {node: prefix[:-1] for node, prefix in super().node2prefix.items()}
+
+
+@trie_mutant(killed_by="views-agree-with-the-arrays")
+class PrefixesAsAList(TokenCharacterTrie):
+    """Has a list for `node2prefix`, without keys."""
+
+    @property
+    def node2prefix(self):
+        return list(super().node2prefix.values())
 
 
 @trie_mutant(killed_by="views-agree-with-the-arrays")

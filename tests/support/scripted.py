@@ -14,7 +14,7 @@ import torch
 from genlm import BatchEngine, Capability, Query, Token, Vocabulary
 from genlm.testing.turnstile import Turnstile
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 """How long a test waits for a condition before it fails; never reached when all is well."""
 
 

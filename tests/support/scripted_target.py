@@ -39,6 +39,6 @@ def scripted_target(**changes: Any) -> EngineTarget:
         "max_length": MAX_CONTEXT,
         "texts": (),
         "tight_options": {},
-        "patience_s": 10.0,
+        "patience_s": 60.0,
     }
     return EngineTarget(**(settings | changes))

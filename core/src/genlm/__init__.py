@@ -48,6 +48,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.lm import AsyncLM as AsyncLM
     from genlm.core.loading import load_model as load_model
     from genlm.core.loading import load_model_by_name as load_model_by_name
+    from genlm.core.memory import cache_budget_bytes as cache_budget_bytes
+    from genlm.core.memory import free_memory_bytes as free_memory_bytes
+    from genlm.core.model_facts import ModelFacts as ModelFacts
+    from genlm.core.model_facts import rope_settings as rope_settings
     from genlm.core.model_source import model_source as model_source
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
@@ -58,6 +62,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import refresh as refresh
     from genlm.core.plugins import use_backend as use_backend
+    from genlm.core.process_state import preserve_process_state as preserve_process_state
     from genlm.core.query import Completion as Completion
     from genlm.core.query import Query as Query
     from genlm.core.query import SamplingParams as SamplingParams
@@ -68,6 +73,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TokenTrie as TokenTrie
     from genlm.core.trie import TrieLayout as TrieLayout
+    from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
+    from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
+    from genlm.core.verified import check_verified as check_verified
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
@@ -86,16 +94,20 @@ _HOME = {
     ),
     "genlm.core.lm": "AsyncLM",
     "genlm.core.loading": "load_model load_model_by_name",
+    "genlm.core.memory": "cache_budget_bytes free_memory_bytes",
+    "genlm.core.model_facts": "ModelFacts rope_settings",
     "genlm.core.model_source": "model_source",
     "genlm.core.plugins": (
         "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
         "refresh use_backend"
     ),
+    "genlm.core.process_state": "preserve_process_state",
     "genlm.core.query": "Completion Query SamplingParams",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.statistics": "Statistics",
     "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie TokenTrie TrieLayout",
+    "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",
     "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

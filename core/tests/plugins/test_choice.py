@@ -86,7 +86,7 @@ def test_tasks_that_run_at_once_keep_their_own_choice(three):
 
 
 def test_threads_that_run_at_once_keep_their_own_choice(three):
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=120)
     seen = {}
 
     def inside(name):

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 import genlm
-from genlm.core.plugins import registry
-from genlm.core.plugins.discovery import find_plugins
+from genlm.core.plugins import lookup
+from genlm.core.plugins.registry import find_plugins
 
 
 def ids():
@@ -75,7 +75,7 @@ def test_the_environment_is_scanned_once_until_refresh(core, monkeypatch):
         scans.append(1)
         return find_plugins()
 
-    monkeypatch.setattr(registry, "find_plugins", counted)
+    monkeypatch.setattr(lookup, "find_plugins", counted)
     core.install("genlm-toy", "toy")
     genlm.get_backend("toy")
     genlm.get_backend("toy")
@@ -132,7 +132,7 @@ def test_a_removed_plugin_is_gone_after_refresh(core):
 
 def test_many_threads_get_the_same_target(core):
     core.install("genlm-toy", "toy")
-    barrier = threading.Barrier(8, timeout=30)
+    barrier = threading.Barrier(8, timeout=120)
     found = []
 
     def ask():
@@ -154,7 +154,7 @@ def test_a_plugin_that_waits_for_another_threads_lookup_does_not_deadlock(core):
         import threading
         inner = threading.Thread(target=lambda: genlm.get_backend("a"))
         inner.start()
-        inner.join(timeout=30)
+        inner.join(timeout=120)
         alive = inner.is_alive()
 
         @genlm.hookimpl

@@ -12,7 +12,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import Completion
-from genlm.core.scheduler import gate
+from genlm.core.scheduler import batching
 
 
 def test_all_requests_of_one_turn_leave_in_one_batch(start):
@@ -52,7 +52,7 @@ def test_an_endless_stream_of_arrivals_does_not_hold_a_batch_back_for_ever(start
             ids = [i >> shift & 15 for shift in (0, 4, 8, 12, 16)]  # never the same again
             others.append(asyncio.create_task(llm.next_token_logprobs([0, *ids])))
             await asyncio.sleep(0)
-        assert len(others) > gate.MAX_TURNS
+        assert len(others) > batching.MAX_ITERATIONS
         await asyncio.gather(*others)
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
@@ -84,7 +84,7 @@ def test_requests_that_arrive_during_a_step_form_the_next_batch(start):
 
 
 def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypatch):
-    monkeypatch.setattr(gate, "LINGER_SHARE", 1e6)  # the callers decide, not the clock
+    monkeypatch.setattr(batching, "GRACE_SHARE", 1e6)  # the callers decide, not the clock
     llm, engine = start()
     engine.hold()
 
@@ -97,7 +97,7 @@ def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypa
         particles = [asyncio.create_task(particle(i)) for i in range(4)]
         await asyncio.to_thread(engine.wait_until_entered)
         straggler = asyncio.create_task(particle(4))
-        for _ in range(gate.MAX_TURNS + 2):
+        for _ in range(batching.MAX_ITERATIONS + 2):
             await asyncio.sleep(0)
         engine.release()
         await asyncio.gather(*particles, straggler)
@@ -107,7 +107,7 @@ def test_a_straggler_waits_for_the_callers_of_the_step_it_missed(start, monkeypa
 
 
 def test_a_straggler_leaves_when_the_callers_of_the_step_ask_nothing_more(start, monkeypatch):
-    monkeypatch.setattr(gate, "LINGER_SHARE", 1e6)
+    monkeypatch.setattr(batching, "GRACE_SHARE", 1e6)
     llm, engine = start()
     engine.hold()
 
@@ -115,7 +115,7 @@ def test_a_straggler_leaves_when_the_callers_of_the_step_ask_nothing_more(start,
         answered = asyncio.create_task(llm.next_token_logprobs([1]))
         await asyncio.to_thread(engine.wait_until_entered)
         straggler = asyncio.create_task(llm.next_token_logprobs([2]))
-        for _ in range(gate.MAX_TURNS + 2):
+        for _ in range(batching.MAX_ITERATIONS + 2):
             await asyncio.sleep(0)
         engine.release()
         await asyncio.gather(answered, straggler)
@@ -125,7 +125,7 @@ def test_a_straggler_leaves_when_the_callers_of_the_step_ask_nothing_more(start,
 
 
 def test_a_straggler_does_not_wait_for_callers_whose_event_loop_is_blocked(start, monkeypatch):
-    monkeypatch.setattr(gate, "MIN_LINGER_S", 0.0)
+    monkeypatch.setattr(batching, "MIN_GRACE_S", 0.0)
     llm, engine = start()
     engine.hold()
     answers = []
@@ -163,7 +163,7 @@ def test_no_more_than_max_batch_size_queries_are_in_the_engine(start):
     "max_wait_s", [1e300, 2, np.float32(1e6), torch.tensor(1e6), Fraction(1, 2)], ids=repr
 )
 def test_limits_are_numbers_that_a_thread_can_wait(max_wait_s):
-    limits = gate.Limits(max_batch_size=np.int64(2), max_wait_s=max_wait_s)
+    limits = batching.Limits(max_batch_size=np.int64(2), max_wait_s=max_wait_s)
     assert type(limits.max_batch_size) is int
     assert threading.Lock().acquire(timeout=limits.max_wait_s)
 

@@ -33,7 +33,9 @@ def test_a_request_cancelled_before_its_batch_left_is_never_evaluated(start):
     async def main():
         doomed = asyncio.create_task(llm.next_token_logprobs([1]))
         kept = asyncio.create_task(llm.next_token_logprobs([2]))
-        await asyncio.sleep(0)  # both are in the inbox, the gate opens after this turn
+        await asyncio.sleep(
+            0
+        )  # both are in the inbox, the inbox is flushed after this iteration
         doomed.cancel()
         torch.testing.assert_close(await kept, oracle_row([2], None, 16))
         assert doomed.cancelled()

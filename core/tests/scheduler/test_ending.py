@@ -261,14 +261,14 @@ def test_no_lock_that_was_held_at_a_fork_stops_the_forked_process(pytestconfig):
         import asyncio, contextlib, os, sys
         sys.path.insert(0, sys.argv[1])
         import genlm
-        from genlm.core.plugins.registry import _registry
+        from genlm.core.plugins.lookup import _registry
         from scripted import ScriptedEngine
 
         llm = genlm.AsyncLM(ScriptedEngine)
         llm.next_token_logprobs_sync([1])
         front = genlm.AsyncTokenCharacterTrie(genlm.TokenCharacterTrie(["a", "ab"]))
         asyncio.run(front.weight_sum([1, 2]))
-        owners = (llm._scheduler._worker, llm._cache, llm._counters, front, _registry)
+        owners = (llm._scheduler._worker, llm._cache, llm._counters, front, _registry())
         with contextlib.ExitStack() as held:  # as by other threads
             for owner in owners:
                 held.enter_context(owner._lock)

@@ -15,6 +15,7 @@ from genlm import (
     EngineDiedError,
     EvaluationError,
     GenlmError,
+    OutputCache,
     Query,
     QueryError,
     Scheduler,
@@ -249,3 +250,42 @@ def test_an_abort_that_raises_leaves_no_call_unanswered(start):
             await asyncio.to_thread(call.result, TIMEOUT_S)
 
     asyncio.run(main())
+
+
+def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usable():
+    engine, unreadable = ScriptedEngine(), [True]
+
+    def find_invalid(_engine, results):
+        if unreadable.pop():
+            raise MemoryError("no room to check")
+        return {}
+
+    scheduler = Scheduler(lambda: engine, find_invalid=find_invalid)
+    with pytest.raises(EvaluationError, match="no room to check"):
+        scheduler.answer_sync([(Query(0, (1,)), None)])
+    unreadable.append(False)
+    (row,) = scheduler.answer_sync([(Query(1, (2,)), None)])
+    torch.testing.assert_close(row, oracle_row([2], None, 16))
+    scheduler.close()
+
+
+def test_a_row_of_nan_is_neither_handed_out_nor_remembered(start):
+    class Overflowing(ScriptedEngine):
+        overflows = True
+
+        def evaluate(self, queries):
+            rows = super().evaluate(queries)
+            if self.overflows:
+                rows[[q.token_ids == (5,) for q in queries]] = float("nan")
+            return rows
+
+    llm, engine = start(Overflowing(), output_cache=OutputCache(10))
+    answers = asyncio.run(ask_all(llm, [[4], [5], [6]]))
+    assert isinstance(answers[1], EvaluationError)
+    assert "NaN at 16 of 16 ids" in str(answers[1])
+    torch.testing.assert_close(answers[0], oracle_row([4], None, 16))
+    torch.testing.assert_close(answers[2], oracle_row([6], None, 16))
+    assert len(engine.batches) == 1  # and nothing was evaluated again
+    engine.overflows = False
+    row = llm.next_token_logprobs_sync([5])
+    torch.testing.assert_close(row, oracle_row([5], None, 16))

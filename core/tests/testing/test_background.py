@@ -27,7 +27,7 @@ def test_closing_a_loop_ends_the_coroutines_that_still_wait_on_it() -> None:
         await asyncio.sleep(0)
         return task
 
-    task = loop.run(leave_one_behind(), patience_s=10)
+    task = loop.run(leave_one_behind(), patience_s=60)
     loop.close()
     assert ended == [True]
     assert task.cancelled()
@@ -55,15 +55,28 @@ def test_a_coroutine_that_a_stuck_loop_never_came_to_is_closed() -> None:
     loop.close()
 
 
+def test_a_stuck_loop_is_left_behind_and_ends_itself_once_it_can() -> None:
+    loop, go = LoopThread(), threading.Event()
+    ended = asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), loop._loop)
+    loop._loop.call_soon_threadsafe(go.wait)
+    loop.close(patience_s=0.01)
+    assert loop._thread.is_alive()
+    go.set()
+    loop._thread.join(60)
+    assert loop._loop.is_closed()
+    assert ended.cancelled()
+    assert loop.complaints == []
+
+
 def test_calls_are_made_on_threads_that_keep_no_process_alive() -> None:
     loop = LoopThread()
 
     async def thread() -> threading.Thread:
         return await on_thread(threading.current_thread)
 
-    (own,) = call_together([threading.current_thread], patience_s=10)
+    (own,) = call_together([threading.current_thread], patience_s=60)
     assert own.daemon
-    assert loop.run(thread(), patience_s=10).daemon
+    assert loop.run(thread(), patience_s=60).daemon
     loop.close()
 
 
@@ -81,7 +94,7 @@ def test_an_error_on_a_thread_is_raised_where_it_is_awaited() -> None:
         return await on_thread(lambda: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
-        loop.run(divide(), patience_s=10)
+        loop.run(divide(), patience_s=60)
     loop.close()
 
 
@@ -92,7 +105,7 @@ def test_a_call_that_nobody_waits_for_any_more_ends_quietly() -> None:
     def call() -> None:
         threads.append(threading.current_thread())
         begun.set()
-        assert left.wait(30.0)
+        assert left.wait(60)
 
     async def leave() -> None:
         waiting = on_thread(call)
@@ -101,6 +114,6 @@ def test_a_call_that_nobody_waits_for_any_more_ends_quietly() -> None:
         left.set()
 
     asyncio.run(leave())
-    assert begun.wait(30.0)
-    threads[0].join(30.0)
+    assert begun.wait(60)
+    threads[0].join(60)
     assert not threads[0].is_alive()

@@ -12,7 +12,7 @@ import genlm
 from genlm import AsyncTokenCharacterTrie, EngineClosedError, Token, TokenCharacterTrie
 from genlm.testing.turnstile import Turnstile
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 VOCAB = [Token(0, b"a"), Token(1, b"ab"), Token(2, b"b")]
 OPERATIONS = ["sum", "max", "logsumexp"]
 

@@ -79,7 +79,10 @@ def test_a_name_given_again_stands_for_the_new_adapter(llm, adapters):
     llm.add_new_lora(red, "poet")
     assert close(llm.next_token_logprobs_sync(IDS, "poet"), red_row)
     llm.cache_kv(IDS[:2], "poet")
+    assert llm.walk_cache(IDS[:2], "poet")[1] == 2
+    assert llm.walk_cache(IDS[:2])[1] == 0
     llm.add_new_lora(blue, "poet")
+    assert llm.walk_cache(IDS[:2], "poet")[1] == 0
     assert close(llm.next_token_logprobs_sync(IDS, "poet"), blue_row)
 
 

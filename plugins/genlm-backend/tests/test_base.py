@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import numpy as np
 import pytest
@@ -69,13 +70,28 @@ def test_impossible_samples_are_refused(tokenizer, wrong):
         asyncio.run(Uniform(tokenizer).sample([1], eos_token_ids=[], **arguments))
 
 
-def test_the_mock_gives_the_published_rows(tokenizer):
+def test_the_mock_gives_a_row_of_its_own_to_each_sequence(tokenizer):
     llm = MockAsyncLM(tokenizer)
-    for ids, seed in ([3, 5, 2], 3 + 10 + 6), ([], 0), ([2**31], 2**31):
-        draws = np.random.RandomState(seed).rand(SIZE).astype(np.float32)
-        expected = torch.log_softmax(torch.from_numpy(draws), -1)
-        assert torch.equal(llm.next_token_logprobs_sync(ids), expected)
-        assert torch.equal(asyncio.run(llm.next_token_logprobs(ids)), expected)
+    sequences = [[], [0], [0, 0], [4], [2, 1], [1, 2], [2**31], [4, 0], [0, 4], [256], [0, 1]]
+    rows = llm.batch_next_token_logprobs_sync(sequences)
+    assert torch.equal(asyncio.run(llm.batch_next_token_logprobs(sequences)), rows)
+    assert len(torch.unique(rows, dim=0)) == len(sequences)
+    assert rows.dtype == torch.float32
+    assert rows.device == llm.device
+    masses = rows.double().exp().sum(-1)
+    torch.testing.assert_close(
+        masses, torch.ones(len(rows), dtype=torch.float64), rtol=1e-6, atol=0
+    )
+
+
+def test_the_mock_gives_a_sequence_the_same_row_in_every_process(tokenizer):
+    logits = np.random.default_rng(
+        int.from_bytes(hashlib.sha256(b"\x04" + b"\0" * 7).digest(), "big")
+    ).random(SIZE, dtype=np.float32)
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    for ids in ([4], (4,), np.array([4]), torch.tensor([4])):
+        found = MockAsyncLM(tokenizer).next_token_logprobs_sync(ids)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
 
 
 def test_the_mock_takes_long_sequences_and_no_adapters(tokenizer):

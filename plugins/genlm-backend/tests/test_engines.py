@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import genlm
 from genlm.backend import AsyncVirtualLM, load_model_by_name
 from genlm.backend.llm import AsyncLM, AsyncMlxLM, AsyncSGLTransformer
+from genlm.backend.llm.handover import recipe_of_vllm
 from genlm.backend.llm.vllm import GlobalLogprobsCapture
 
 from .tiny import assert_right, make_model
@@ -63,6 +65,7 @@ def test_any_other_installed_engine_can_be_asked_for():
         assert isinstance(llm, AsyncLM)
         row = llm.next_token_logprobs_sync(llm.tokenizer.encode("the "))
         assert row.logsumexp(0).item() == pytest.approx(0, abs=1e-4)
+        assert llm.device == row.device
         with pytest.raises(genlm.GenlmError):
             llm.next_token_logprobs_sync([])
 
@@ -98,6 +101,39 @@ def test_a_vllm_model_gives_the_unbatched_rows_by_name_and_by_object(tokenizer, 
     assert len(by_object["warnings"]) == 1
     assert "use AsyncVirtualLM.from_name" in by_object["warnings"][0]
     assert by_object["max_context"] == 47
+    assert by_object["kv_bytes"] == 2**24
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cpu", None, {}),
+        ("cpu", 2**24, {"kv_cache_memory_bytes": 2**24}),
+        ("cuda", None, {"gpu_memory_utilization": 0.05}),
+        ("cuda", 2**24, {"kv_cache_memory_bytes": 2**24}),
+    ],
+)
+def test_a_share_of_all_memory_is_not_asked_for_again_on_a_cpu(device, given, expected):
+    """vLLM would refuse to start where other processes, or its own files, take too much."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="m", dtype=torch.float32, max_model_len=48, enforce_eager=True
+        ),
+        cache_config=SimpleNamespace(
+            gpu_memory_utilization=0.05,
+            kv_cache_memory_bytes=given,
+            enable_prefix_caching=True,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        device_config=SimpleNamespace(device_type=device),
+        lora_config=None,
+    )
+    ended = SimpleNamespace(shutdown=lambda: None)
+    with pytest.warns(DeprecationWarning, match=r"use AsyncVirtualLM\.from_name"):
+        recipe = recipe_of_vllm(SimpleNamespace(vllm_config=config, engine_core=ended))
+    sizes = {name for name in recipe.engine_opts if "memory" in name}
+    assert {name: recipe.engine_opts[name] for name in sizes} == expected
 
 
 def test_the_capture_of_older_versions_keeps_the_last_batch():

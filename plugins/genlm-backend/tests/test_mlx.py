@@ -33,6 +33,7 @@ def test_a_model_by_name_gives_the_unbatched_rows(tiny):
         assert isinstance(llm, AsyncLM)
         assert_right(llm.batch_next_token_logprobs_sync(SEQUENCES), tiny, *SEQUENCES)
         rows = asyncio.run(llm.batch_next_token_logprobs(SEQUENCES[::-1]))
+        assert llm.device == rows.device
         assert_right(rows, tiny, *SEQUENCES[::-1])
         assert (llm.timeout, llm.prefill_step_size, len(llm.cache)) == (0.1, 16, 3)
         llm.clear_cache()

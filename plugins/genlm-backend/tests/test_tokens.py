@@ -119,7 +119,7 @@ def test_a_tokenizer_of_another_library_has_names_too(tokenizer):
 
 
 def test_what_is_no_tokenizer_is_an_error():
-    with pytest.raises(ValueError, match="object"):
+    with pytest.raises(ValueError, match=r"Could not decode byte representation .* of object"):
         decode_vocab(object())
     with pytest.raises(ByteVocabError):
         get_byte_vocab(object())
@@ -166,8 +166,24 @@ def test_pieces_are_decoded_by_sentencepieces_rules():
 
 
 def test_plain_bytes_in_a_trie_are_deprecated():
-    with pytest.warns(DeprecationWarning, match="decode_vocab"):
-        trie = TokenCharacterTrie([b"a", b"ab"])
-    assert trie.word2leaf[b"ab"] == 1
-    with pytest.raises(ValueError, match="are both"):
+    published = "^Passing plain bytes to TokenCharacterTrie is deprecated"
+    with pytest.warns(DeprecationWarning, match=published) as warned:
+        trie = TokenCharacterTrie(iter([b"a", A, b"ab"]))
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert trie.word2leaf == {b"a": 0, (b"a", 1): 1, b"ab": 2}
+
+
+def test_plain_bytes_that_occur_twice_warn_before_they_are_refused():
+    with (
+        pytest.warns(DeprecationWarning, match="plain bytes"),
+        pytest.raises(ValueError, match="Duplicate word in vocabulary: items 0 and 1 are both"),
+    ):
         TokenCharacterTrie([b"a", b"a"])
+    with pytest.raises(ValueError, match="Duplicate word in vocabulary"):
+        TokenCharacterTrie([A, Token(2, b"b"), A])
+
+
+def test_what_is_no_vocabulary_is_refused_without_a_warning():
+    with pytest.raises(ValueError, match="a trie is made of"):
+        TokenCharacterTrie(None)

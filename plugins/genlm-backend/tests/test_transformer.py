@@ -25,7 +25,7 @@ def test_a_model_of_ones_own_is_served_and_stays_ones_own(model, tokenizer):
         assert llm.model is model
         assert not model.training  # as published
         assert llm.tokenizer is tokenizer
-        assert llm.device == model.device
+        assert llm.device == llm.next_token_logprobs_sync(RED).device
         assert (llm.batch_size, llm.timeout) == (3, 0.5)
         asyncio.run(llm.batch_next_token_logprobs([[token] for token in range(3, 23)]))
         assert llm.statistics().largest_batch == 3
@@ -255,3 +255,24 @@ def test_walking_the_cache_finds_the_longest_remembered_beginning(llm, model):
     assert_right(node.logprobs, model, RED[:2])
     assert llm.walk_cache(BLUE)[1] == 0
     assert llm.walk_cache(BLUE)[0].logprobs is None
+
+
+def test_walking_the_cache_finds_what_cache_kv_computed(llm, model):
+    llm.cache_kv(RED)
+    for asked in (RED, [*RED, 5, 6]):
+        node, length, past, base = llm.walk_cache(asked)
+        assert (length, past, base) == (len(RED), None, 0)
+        assert_right(node.logprobs, model, RED)
+    assert llm.walk_cache(RED[:3])[1] == 0
+    llm.next_token_logprobs_sync([*RED, 5])
+    assert llm.walk_cache([*RED, 5, 6])[1] == len(RED) + 1
+    llm.clear_cache()
+    assert llm.walk_cache(RED)[1] == 0
+
+
+def test_a_prefix_that_is_freed_is_not_found(llm):
+    llm.cache_kv(RED)
+    llm.clear_kv_cache()
+    node, length, _, _ = llm.walk_cache(RED)
+    assert length == 0
+    assert node.logprobs is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -56,6 +57,65 @@ def test_the_published_views(model):
     assert trie.node2prefix[trie.children[a][ord("b")]] == list(b"ab")
     assert set(trie.jump[a]) == set(trie.children[a].values())
     assert trie.ordering[-1] == trie.root
+
+
+@pytest.mark.parametrize("trie_class", [TokenCharacterTrie, ParallelTokenCharacterTrie])
+def test_views_of_nodes_are_the_published_mappings(trie_class):
+    trie = trie_class(TOKENS)
+    for view in (trie.node2prefix, trie.leaf2word, trie.word2leaf):
+        assert isinstance(view, Mapping)
+        assert dict(view.items()) == dict(zip(view.keys(), view.values(), strict=True)) == view
+        assert view.get("absent") is None
+    assert list(trie.node2prefix) == list(range(len(trie)))
+    for node, prefix in trie.node2prefix.items():
+        for edge, child in trie.children[node].items():
+            is_leaf = isinstance(edge, tuple)
+            assert trie.node2prefix[child] == prefix + ([] if is_leaf else [edge])
+            assert (child in trie.leaf2word) == is_leaf
+
+
+@pytest.mark.parametrize("trie_class", [TokenCharacterTrie, ParallelTokenCharacterTrie])
+def test_edges_to_leaves_of_a_part_of_a_vocabulary_carry_token_ids(trie_class):
+    end = "end"  # an item that is no token and has other letters
+    trie = trie_class(
+        [Token(7, b"ab"), Token(3, b"a"), Token(9, b"ab"), (end,), genlm.Token(0, b"")]
+    )
+    a = trie.children[trie.root][ord("a")]
+    ab = trie.children[a][ord("b")]
+    assert trie.children[trie.root].keys() == {(None, 0), ord("a"), end}
+    assert trie.children[a] == {(None, 3): trie.word2leaf[b"a", 3], ord("b"): ab}
+    assert trie.children[ab] == {
+        (None, 7): trie.word2leaf[b"ab", 7],
+        (None, 9): trie.word2leaf[b"ab", 9],
+    }
+    assert trie.children[trie.children[trie.root][end]] == {(None, 3): 3}
+
+
+def test_plain_bytes_keep_a_leaf_beside_a_token_whose_id_is_their_position():
+    with pytest.warns(DeprecationWarning, match="plain bytes"):
+        trie = TokenCharacterTrie([b"a", Token(0, b"a"), b"b"])
+    root = trie.children[trie.root]
+    assert trie.children[root[ord("a")]] == {(None, b"a"): 0, (None, 0): 1}
+    assert trie.children[root[ord("b")]] == {(None, 2): 2}
+
+
+def test_weights_are_prepared_as_published():
+    weights = torch.tensor(WEIGHTS, requires_grad=True)
+    prepared = TokenCharacterTrie(TOKENS)._preprocess_ws(weights)
+    assert isinstance(prepared, np.ndarray)
+    np.testing.assert_array_equal(prepared, WEIGHTS)
+    assert TokenCharacterTrie(TOKENS)._preprocess_ws(WEIGHTS) is WEIGHTS
+    for device in ("cpu", None):
+        trie = ParallelTokenCharacterTrie(TOKENS, device=device)
+        assert trie.device == ("cuda" if torch.cuda.is_available() and not device else "cpu")
+        for rows in ([WEIGHTS, weights], np.stack([WEIGHTS] * 2), [WEIGHTS.tolist()] * 2):
+            prepared = trie._preprocess_ws(rows)
+            assert prepared.device.type == trie.device
+            assert prepared.dtype == torch.float32
+            assert prepared.shape == (2, len(TOKENS))
+            np.testing.assert_allclose(prepared.detach().cpu()[1], WEIGHTS, rtol=1e-6)
+        with pytest.raises(ValueError, match="rows of 4 weights"):
+            trie._preprocess_ws([WEIGHTS[:3]])
 
 
 def test_a_parallel_trie_is_a_token_character_trie():

@@ -171,7 +171,7 @@ def test_nothing_is_copied_where_memory_is_short(
     engine = HFEngine.from_model(model, tokenizer, prepack=True)
     needed = int(engine.statistics()["prepacked_bytes"])
     for free, expected in ((4 * needed, needed), (4 * needed - 1, 0)):
-        monkeypatch.setattr(prepacked, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(prepacked, "free_memory_bytes", lambda free=free: free)
         engine = HFEngine.from_model(model, tokenizer, prepack=True)
         assert engine.statistics()["prepacked_bytes"] == expected
 

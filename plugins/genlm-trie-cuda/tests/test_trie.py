@@ -60,6 +60,8 @@ def test_views_and_navigation_are_the_cores(trie) -> None:
     assert list(trie.children) == list(core.children)
     assert trie.path(b"ab") == core.path(b"ab")
     assert trie.word2leaf == core.word2leaf
+    assert trie.node2prefix == core.node2prefix
+    assert dict(trie.node2prefix.items()) == {n: core.prefix_of(n) for n in range(len(core))}
 
 
 @pytest.mark.parametrize("returns", ["numpy", "torch"])

@@ -361,3 +361,13 @@ class PluginApiError(PluginError):
             f"the plugin {self.plugin} speaks version {self.found} of the plugin "
             f"interface, this genlm-core {self.expected}: pip install --upgrade {distribution}"
         )
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's class and message; `str` of a plugin's exception may raise."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001
+        return name
+    return f"{name}: {message}" if message else name

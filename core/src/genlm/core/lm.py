@@ -24,6 +24,7 @@ from genlm.core.engine import Capability, Engine, checked_engine
 from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapability
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Query, SamplingParams
+from genlm.core.rows import invalid_rows
 from genlm.core.sampling import draw_tokens, stream_seeds
 from genlm.core.scheduler import Scheduler
 from genlm.core.statistics import Statistics
@@ -130,6 +131,7 @@ class AsyncLM:
         self._model = object()  # in every key: models may share one cache
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: checked_engine(build()),
+            find_invalid=_invalid_rows,
             on_result=output_cache.put,
             copy_result=torch.clone,
             max_batch_size=max_batch_size,
@@ -213,7 +215,8 @@ class AsyncLM:
             TokenTypeError: Not a flat sequence of integers.
             UnknownAdapterError: `lora_name` was not loaded.
             UnsupportedCapability: The engine serves no adapters, and one is asked for.
-            EvaluationError: The engine raised for this sequence.
+            EvaluationError: The engine raised for this sequence, or computed a row that is
+                not a distribution.
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset_async_queries` came before the answer.
@@ -539,6 +542,13 @@ class AsyncLM:
         if lora_name not in self._adapters:
             self._require(Capability.LORA)
             raise UnknownAdapterError(lora_name, self._adapters)
+
+
+def _invalid_rows(engine: Engine, results: Sequence[Any]) -> dict[int, Exception]:
+    """Find the rows among an engine's results that are not distributions."""
+    places = [i for i, result in enumerate(results) if isinstance(result, torch.Tensor)]
+    invalid = invalid_rows([results[i] for i in places], engine.vocabulary.size)
+    return {places[position]: error for position, error in invalid.items()}
 
 
 def _check_adapter_name(name: object) -> None:

@@ -1,4 +1,4 @@
-"""From logits to rows: the one rule that every engine follows.
+"""Rows: how every engine makes them from logits, and the check that each one passes.
 
 A row is natural-log probabilities over the vocabulary, float32, normalised.
 Models often have more logits than the tokenizer has ids (embeddings padded to a
@@ -7,13 +7,23 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
+from genlm.core.errors import EvaluationError
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["rows_from_logits"]
+__all__ = ["invalid_rows", "rows_from_logits"]
+
+_SUM_TOLERANCE = 1e-2
+"""How far from 1 the probabilities of a row may sum. Rows of a correct engine are within
+1e-4; a larger bound tells a broken computation from coarse rounding."""
+
+_STACKED_SIZE = 2**14
+"""Rows up to this size are checked stacked: for longer ones the copy takes more time than
+one operation for each row."""
 
 _missing: WeakKeyDictionary[Vocabulary, dict[tuple[int, torch.device], torch.Tensor]]
 _missing = WeakKeyDictionary()
@@ -51,6 +61,51 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     padded = rows.new_full((rows.shape[0], size), float("-inf"))
     padded[:, : rows.shape[1]] = rows
     return padded
+
+
+def invalid_rows(rows: Sequence[torch.Tensor], size: int) -> dict[int, Exception]:
+    """Find the rows that are not distributions: NaN, +inf, or a sum far from 1.
+
+    Reads the sums of the rows from each device, which waits until the rows are computed.
+
+    Args:
+        rows: What should be natural-log probabilities, each of shape `(size,)`, float32.
+        size: Number of ids in the vocabulary.
+
+    Returns:
+        An error for each invalid row, by its position.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
+    for position, row in enumerate(rows):
+        groups.setdefault((row.device, row.dtype, row.shape), []).append(position)
+    errors: dict[int, Exception] = {}
+    for (_, dtype, shape), positions in groups.items():
+        if shape != (size,) or dtype != torch.float32:
+            found = f"shape {tuple(shape)}, {dtype}; expected ({size},), torch.float32"
+            errors |= {position: _invalid(found) for position in positions}
+            continue
+        for position, total in zip(positions, _sums([rows[i] for i in positions])):
+            if not abs(total - 1) <= _SUM_TOLERANCE:  # true for NaN
+                nans = int(rows[position].isnan().sum())
+                what = f"NaN at {nans} of {size} ids" if nans else f"a sum of {total:.6g}"
+                errors[position] = _invalid(what)
+    return errors
+
+
+def _sums(rows: list[torch.Tensor]) -> list[float]:
+    """Sum the probabilities of each row; one transfer for rows on a GPU."""
+    if len(rows[0]) > _STACKED_SIZE and rows[0].device.type == "cpu":
+        return [row.exp().sum().item() for row in rows]
+    sums: list[float] = torch.stack(rows).exp().sum(-1).tolist()
+    return sums
+
+
+def _invalid(found: str) -> EvaluationError:
+    return EvaluationError(
+        f"the engine computed a row that is not a distribution: {found}. The computation "
+        f"overflowed, or the engine does not serve this model correctly: try dtype='float32' "
+        f"or another engine"
+    )
 
 
 def _missing_index(vocabulary: Vocabulary, width: int, device: torch.device) -> torch.Tensor:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.failure import NotApplicable as NotApplicable
     from genlm.testing.failure import Skipped as Skipped
     from genlm.testing.failure import expect as expect
+    from genlm.testing.measuring import FamilyResult as FamilyResult
+    from genlm.testing.measuring import measure_family as measure_family
     from genlm.testing.outcome import Outcome as Outcome
     from genlm.testing.profile import FULL as FULL
     from genlm.testing.profile import QUICK as QUICK
@@ -37,17 +39,22 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.testing.selection import cases_of as cases_of
     from genlm.testing.target import EngineTarget as EngineTarget
     from genlm.testing.target import TrieTarget as TrieTarget
+    from genlm.testing.tiny_families import Family as Family
+    from genlm.testing.tiny_families import families as families
     from genlm.testing.tiny_model import TINY_LLAMA as TINY_LLAMA
     from genlm.testing.tiny_model import TINY_LOGITS as TINY_LOGITS
     from genlm.testing.tiny_model import TINY_VOCABULARY as TINY_VOCABULARY
     from genlm.testing.tiny_model import TinyModel as TinyModel
+    from genlm.testing.tiny_model import random_model as random_model
     from genlm.testing.tiny_model import tiny_tokenizer as tiny_tokenizer
     from genlm.testing.trie_trial import TrieTrial as TrieTrial
 
 _HOME = {
     "check": "Check engine_check trie_check",
     "checks": "all_checks",
+    "tiny_families": "Family families",
     "failure": "CheckFailure NeverEnded NotApplicable Skipped expect",
+    "measuring": "FamilyResult measure_family",
     "outcome": "Outcome",
     "profile": "FULL QUICK Profile",
     "pytest_form": "conformance_tests",
@@ -57,7 +64,9 @@ _HOME = {
     "selection": "Case cases_of",
     "target": "EngineTarget TrieTarget",
     "engine_trial": "EngineTrial",
-    "tiny_model": "TINY_LLAMA TINY_LOGITS TINY_VOCABULARY TinyModel tiny_tokenizer",
+    "tiny_model": (
+        "TINY_LLAMA TINY_LOGITS TINY_VOCABULARY TinyModel random_model tiny_tokenizer"
+    ),
     "trie_trial": "TrieTrial",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import threading
@@ -32,8 +33,13 @@ class LoopThread:
         self.complaints: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._complain)
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(_cancelled_all())
+        self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T], patience_s: float) -> T:
         """Run a coroutine on the loop and wait for it.
@@ -52,16 +58,16 @@ class LoopThread:
             raise NeverEnded(f"the coroutine {what}", patience_s)
         return future.result()
 
-    def close(self) -> None:
-        """Cancel what still runs, then stop the loop; a loop that is stuck is left behind."""
-        if self._loop.is_closed():
-            return
-        ended = asyncio.run_coroutine_threadsafe(_cancelled_all(), self._loop)
-        concurrent.futures.wait([ended], timeout=1.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+    def close(self, patience_s: float = 1.0) -> None:
+        """Stop the loop and cancel what still runs on it.
+
+        Args:
+            patience_s: How long to wait for that. A loop that is stuck for longer is left
+                behind, and closed by its own thread once it can.
+        """
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(patience_s)
 
     def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

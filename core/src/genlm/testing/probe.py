@@ -34,6 +34,7 @@ class Probe(Turnstile):
         finished: How many each step answered.
         refuse: Queries for which this is true are refused by `submit`.
         poison: Queries for which this is true make `evaluate` raise.
+        spoil: Given each query and its result, returns the result to hand over.
         break_step: Raised by the next step instead of stepping, then forgotten.
         closed: How many times the engine was closed.
         engine: The engine inside, once there is one.
@@ -52,9 +53,10 @@ class Probe(Turnstile):
         self.finished: list[int] = []
         self.refuse: Callable[[Query], bool] = lambda _query: False
         self.poison: Callable[[Query], bool] = lambda _query: False
+        self.spoil: Callable[[Query, Any], Any] = lambda _query, result: result
         self.break_step: BaseException | None = None
         self.closed = 0
-        self._unanswered: set[int] = set()
+        self._unanswered: dict[int, Query] = {}
 
     def __call__(self, engine: Engine) -> Probe:
         """Put the probe around an engine."""
@@ -87,7 +89,7 @@ class Probe(Turnstile):
             raise Injected("refused")
         self.engine.submit(query)
         self.submitted.append(query)
-        self._unanswered.add(query.query_id)
+        self._unanswered[query.query_id] = query
 
     def step(self) -> Iterable[Completion]:
         """Step the engine, when the check lets it."""
@@ -96,18 +98,24 @@ class Probe(Turnstile):
             error, self.break_step = self.break_step, None
             raise error
         self.in_step.append(len(self._unanswered))
-        completions = list(self.engine.step())
-        answered = {completion.query_id for completion in completions}
+        completions, answered = [], 0
+        for completion in self.engine.step():
+            query = self._unanswered.pop(completion.query_id, None)
+            if query is None:
+                completions.append(completion)
+            else:
+                answered += 1
+                result = self.spoil(query, completion.result)
+                completions.append(completion._replace(result=result))
         with self._changed:
-            self.finished.append(len(answered & self._unanswered))
+            self.finished.append(answered)
             self._changed.notify_all()
-        self._unanswered -= answered
         return completions
 
     def abort(self, query_id: int) -> None:
         """Pass it on."""
         self.aborted.append(query_id)
-        self._unanswered.discard(query_id)
+        self._unanswered.pop(query_id, None)
         self.engine.abort(query_id)
 
     def close(self) -> None:

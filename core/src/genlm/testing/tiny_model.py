@@ -11,11 +11,21 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-__all__ = ["TINY_LLAMA", "TINY_LOGITS", "TINY_VOCABULARY", "TinyModel", "tiny_tokenizer"]
+if TYPE_CHECKING:
+    from genlm.testing.tiny_families import Family
+
+__all__ = [
+    "TINY_LLAMA",
+    "TINY_LOGITS",
+    "TINY_VOCABULARY",
+    "TinyModel",
+    "random_model",
+    "tiny_tokenizer",
+]
 
 TINY_VOCABULARY = 300
 """How many ids the tokenizer has."""
@@ -37,6 +47,12 @@ TINY_LLAMA: Mapping[str, Any] = {
 }
 """The config of a Llama with grouped-query attention and a window of 64 tokens."""
 
+_SCALE = 0.15
+"""Of random weights, in a model that is as wide as `TINY_LLAMA`."""
+
+_NOISE = 0.1
+"""Added to biases and to the weights of norms."""
+
 _TEXT = "Once upon a time there was a fox who ran through the woods and the windy hills. "
 _SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
@@ -53,6 +69,7 @@ class TinyModel:
         model_type: transformers' name of the architecture.
         adapters: Names of LoRA adapters to make.
         lora: Arguments of `peft.LoraConfig`, `target_modules` among them.
+        scale: Standard deviation of the weights.
 
     Attributes:
         adapters: Folder of each adapter, by name; empty without peft.
@@ -66,8 +83,10 @@ class TinyModel:
         model_type: str = "llama",
         adapters: Sequence[str] = (),
         lora: Mapping[str, Any] | None = None,
+        scale: float = _SCALE,
     ) -> None:
         self._folder = folder
+        self._scale = scale
         self._settings = settings
         self._model_type = model_type
         self._lora = lora or {"target_modules": ["q_proj", "down_proj"]}
@@ -75,17 +94,33 @@ class TinyModel:
             adapters = ()
         self.adapters = {name: str(folder / name) for name in adapters}
 
+    @classmethod
+    def of(cls, folder: Path, family: Family) -> Self:
+        """Make the model of a family; a wider one has smaller weights, so similar scores."""
+        scale = _SCALE * (TINY_LLAMA["hidden_size"] / family.hidden_size) ** 0.5
+        return cls(folder, family.settings, model_type=family.model_type, scale=scale)
+
     @functools.cached_property
     def path(self) -> Path:
         """The folder, once it holds the model, its tokenizer and its adapters."""
         with torch.random.fork_rng(devices=()), _no_bars():
-            torch.manual_seed(1)
-            self._random().save_pretrained(self._folder)
+            model = random_model(self._model_type, self._settings, scale=self._scale)
+            model.save_pretrained(self._folder)
             for seed, path in enumerate(self.adapters.values()):
                 torch.manual_seed(seed + 2)
                 self._save_adapter(path)
         tiny_tokenizer().save_pretrained(self._folder)
         return self._folder
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """How many ids a row has: more than `TINY_VOCABULARY` where transformers adds some.
+
+        It gives tokenizers of some architectures special tokens of its own.
+        """
+        import transformers
+
+        return len(transformers.AutoTokenizer.from_pretrained(self.path))
 
     def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """Compute the row of one sequence alone, without a past; float64."""
@@ -94,19 +129,8 @@ class TinyModel:
             outputs = self._alone(adapter)(
                 ids, attention_mask=torch.ones_like(ids), use_cache=False
             )
-        row: torch.Tensor = outputs.logits[0, -1, :TINY_VOCABULARY].double().log_softmax(-1)
+        row: torch.Tensor = outputs.logits[0, -1, : self.vocab_size].double().log_softmax(-1)
         return row
-
-    def _random(self) -> Any:
-        import transformers
-
-        config = transformers.AutoConfig.for_model(self._model_type, **self._settings)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0, 0.15)
-        return model
 
     def _save_adapter(self, path: str) -> None:
         import peft
@@ -127,6 +151,36 @@ class TinyModel:
         import peft
 
         return peft.PeftModel.from_pretrained(model, self.adapters[adapter]).eval()
+
+
+def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float = _SCALE) -> Any:
+    """Build a transformers model with random weights, the same ones each time.
+
+    The weights are so large that every token matters to every row, and every parameter does:
+    biases, the weights of norms and of attention sinks are random too.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        settings: All settings of its config.
+        scale: Standard deviation of matrices.
+
+    Returns:
+        The model, float32, in evaluation mode.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, scale)
+            elif name.endswith("sinks"):
+                parameter.normal_(0, 2)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
+    return model
 
 
 def tiny_tokenizer() -> Any:
@@ -151,9 +205,17 @@ def tiny_tokenizer() -> Any:
 def _loaded(folder: Path) -> Any:
     import transformers
 
+    config = transformers.AutoConfig.from_pretrained(folder)
+    # Attention in plain PyTorch for capped scores: torch's own kernels do not cap them.
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     load = transformers.AutoModelForCausalLM.from_pretrained
     with _no_bars():
-        return load(folder, dtype=torch.float32).eval()
+        return load(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager" if capped else None,
+        ).eval()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import genlm
 from genlm.backend.llm import AsyncSGLTransformer
 from genlm_sgl import cpu_shim
 from genlm_sgl.loading import default_options, environment
-from genlm_sgl.process_state import guarded, quiet
+from genlm_sgl.process_state import quiet
 from genlm_sgl.starting import started
 
 IDS = [10, 11, 12]
@@ -18,7 +18,8 @@ IDS = [10, 11, 12]
 def scheduler_of(folder, **options):
     """SGLang's own object, as a program makes it; on a CPU only genlm-sgl can."""
     options = {**default_options(cpu=True), **options, "model_path": str(folder)}
-    with guarded(environment(cpu=True)), quiet(), cpu_shim.standing_in():
+    variables = environment(cpu=True)
+    with genlm.preserve_process_state(**variables), quiet(), cpu_shim.standing_in():
         return started(options, gpu_id=0)
 
 

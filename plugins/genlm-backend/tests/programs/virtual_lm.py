@@ -10,7 +10,12 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as published: the engine i
 
 folder = sys.argv[1]
 SEQUENCES = [[3, 4, 5], [3, 4, 5, 6], [200]]
-OPTIONS = {"dtype": "float32", "max_model_len": 48, "enforce_eager": True}
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 48,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 2**24,
+}
 
 
 def served_by_name():
@@ -38,7 +43,8 @@ def served_by_object():
 
     from genlm.backend import AsyncVirtualLM
 
-    engine = LLM(model=folder, gpu_memory_utilization=0.05, **OPTIONS)
+    # vLLM's own worker refuses to start in a control group that is full of file pages.
+    engine = LLM(model=folder, worker_cls="genlm_vllm.cpu_worker.CPUWorker", **OPTIONS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         llm = AsyncVirtualLM(engine)
@@ -47,6 +53,7 @@ def served_by_object():
             "rows": llm.batch_next_token_logprobs_sync(SEQUENCES).tolist(),
             "warnings": [str(w.message) for w in caught if "AsyncVirtualLM" in str(w.message)],
             "max_context": llm.max_context,
+            "kv_bytes": llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes,
         }
 
 

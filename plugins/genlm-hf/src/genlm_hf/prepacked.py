@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad
 
-from genlm_hf.memory import free_bytes
+from genlm import free_memory_bytes
 
 __all__ = ["PrepackedWeights"]
 
@@ -74,7 +74,7 @@ class PrepackedWeights:
         layers: list[tuple[Any, torch.Tensor]]
         layers = [(m, weight) for m in modules if (weight := _weight(m)) is not None]
         needed = sum(weight.nbytes for _, weight in layers)
-        if needed > _SHARE * free_bytes(torch.device("cpu")):
+        if needed > _SHARE * free_memory_bytes():
             _logger.info("weights are not prepacked: %d bytes are too many", needed)
             return
         with torch.inference_mode():

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from genlm import free_memory_bytes
 from genlm.prefix import slots_within
-from genlm_hf.memory import free_bytes
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
@@ -106,4 +106,4 @@ def default_budget_bytes(layers: Sequence[LayerShape]) -> int:
 
 def _available_bytes(device: torch.device) -> int:
     share = _SHARE_OF_ACCELERATOR if device.type == "cuda" else _SHARE_OF_CPU
-    return int(free_bytes(device) * share)
+    return int(free_memory_bytes(device) * share)

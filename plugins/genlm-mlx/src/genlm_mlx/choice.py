@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from genlm import Vocabulary
+from genlm_mlx.rotary import PublishedRoPE
 from genlm_mlx.tiers import GatheredTier, ServeOptions, Tier, UncachedTier
 from genlm_mlx.unfit import UnfitModelError
 
@@ -33,6 +34,7 @@ def choose_tier(
     *,
     max_context: int | None,
     known_ids: int,
+    rotary: Sequence[PublishedRoPE] = (),
 ) -> tuple[Tier, float | None]:
     """Return the tier that serves a model, and its largest error in the self-test.
 
@@ -42,16 +44,22 @@ def choose_tier(
         options: How to serve.
         max_context: The most tokens that the model takes.
         known_ids: Ids up to here can be embedded.
+        rotary: Embeddings of its that depend on the length of the context.
 
     Raises:
         UnfitModelError: The tier asked for cannot serve it.
     """
-    uncached = UncachedTier(model, vocabulary, options)
+    uncached = UncachedTier(model, vocabulary, options, rotary)
     if options.tier == "uncached":
         return uncached, None
     tier: Tier
     error = None
     try:
+        if rotary:
+            raise UnfitModelError(
+                f"beyond {rotary[0].longest} tokens its rotary embeddings depend on the length "
+                f"of the context; max_context={rotary[0].longest} makes it fit"
+            )
         tier = gathered = GatheredTier(
             model, vocabulary, options, max_context=max_context, uncached=uncached
         )

@@ -21,14 +21,17 @@ from genlm import (
 )
 from genlm_mlx.adapters import Adapters
 from genlm_mlx.choice import choose_tier
+from genlm_mlx.corrections import correct
 from genlm_mlx.loading import (
     as_dtype,
     check_model,
     context_window,
     embedding_rows,
+    limited,
     load_model,
     unwrapped,
 )
+from genlm_mlx.published import read_config
 from genlm_mlx.tiers import GatheredTier, ServeOptions
 from genlm_mlx.unfit import UnfitModelError
 
@@ -53,6 +56,9 @@ class MLXEngine(BatchEngine):
             pass. Longer contexts take several.
         kv_budget_bytes: The most memory that cached keys and values take; by default a
             quarter of what is free. It is taken as it is needed.
+        max_context: The most tokens of a context, if fewer than the model takes. Some
+            models are served faster, or at all, below a length that the error or
+            `statistics()["tier_reason"]` states.
         tier: How to serve the model: `"gathered"`, `"uncached"`, or None for the faster
             that gives the right rows.
         self_test: Whether to compare the gathered tier with mlx-lm's own cache, on a few
@@ -75,52 +81,77 @@ class MLXEngine(BatchEngine):
         trust_remote_code: bool = False,
         max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
         kv_budget_bytes: int | None = None,
+        max_context: int | None = None,
         tier: str | None = None,
         self_test: bool = True,
     ) -> None:
-        options = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test)
+        options = ServeOptions(
+            max_tokens_per_batch, kv_budget_bytes, tier, self_test, max_context
+        )
         wanted = None if dtype is None else as_dtype(dtype)
-        loaded, tokenizer, config = load_model(
+        loaded, tokenizer, settings, config = load_model(
             model, mlx_opts or {}, trust_remote_code=trust_remote_code
         )
         if wanted is not None:
             loaded.set_dtype(wanted)
-        self._serve(loaded, tokenizer, config, options)
+        self._serve(loaded, tokenizer, settings, config, options)
 
     @classmethod
     def from_model(
         cls,
         model: Any,
         tokenizer: Any,
+        config: Mapping[str, Any] | None = None,
         *,
         max_tokens_per_batch: int = DEFAULT_TOKENS_PER_BATCH,
         kv_budget_bytes: int | None = None,
+        max_context: int | None = None,
         tier: str | None = None,
         self_test: bool = True,
     ) -> Self:
         """Serve a model and tokenizer that the caller has loaded with mlx-lm.
 
         The model stays the caller's. It must not be changed or run elsewhere while the
-        engine steps, and its weights must have been evaluated.
+        engine steps, and its weights must have been evaluated. Where it computes otherwise
+        than transformers it is corrected in place, if its config is known.
+
+        Args:
+            model: What `mlx_lm.load` returned.
+            tokenizer: What it returned beside it.
+            config: What it returned with `return_config=True`.
+            max_tokens_per_batch: As in `MLXEngine`, as the others are.
+            kv_budget_bytes: As there.
+            max_context: As there.
+            tier: As there.
+            self_test: As there.
 
         Raises:
             ModelLoadError: It is no model of mlx-lm's, or cannot be served.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
-        options = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test)
+        options = ServeOptions(
+            max_tokens_per_batch, kv_budget_bytes, tier, self_test, max_context
+        )
         engine = cls.__new__(cls)
-        config = vars(getattr(model, "args", object())) if hasattr(model, "args") else {}
-        engine._serve(model, tokenizer, config, options)  # noqa: SLF001 - its own class
+        settings = config or dict(vars(model.args) if hasattr(model, "args") else {})
+        published = None if config is None else read_config(config)
+        engine._serve(model, tokenizer, settings, published, options)  # noqa: SLF001 - its own
         return engine
 
     def _serve(
-        self, model: Any, tokenizer: Any, config: Mapping[str, Any], options: ServeOptions
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Mapping[str, Any],
+        config: Any,
+        options: ServeOptions,
     ) -> None:
         check_model(model)
         model.eval()
         self.vocabulary = Vocabulary.from_tokenizer(unwrapped(tokenizer))
-        self.max_context = context_window(config)
-        self._known_ids = embedding_rows(config, self.vocabulary.size)
+        self.max_context = limited(context_window(settings), options.max_context)
+        self._known_ids = embedding_rows(settings, self.vocabulary.size)
+        rotary = [] if config is None else correct(model, config, self.max_context)
         self._adapters = Adapters(model)
         try:
             self._tier, self._error = choose_tier(
@@ -129,6 +160,7 @@ class MLXEngine(BatchEngine):
                 options,
                 max_context=self.max_context,
                 known_ids=min(self._known_ids, self.vocabulary.size),
+                rotary=rotary,
             )
         except UnfitModelError as unfit:
             raise ModelLoadError(

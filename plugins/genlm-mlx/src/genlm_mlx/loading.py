@@ -10,12 +10,14 @@ from typing import Any
 import mlx.core as mx
 
 from genlm import ModelLoadError, model_source
+from genlm_mlx.published import as_mlx_reads, published_config
 
 __all__ = [
     "as_dtype",
     "check_model",
     "context_window",
     "embedding_rows",
+    "limited",
     "load_model",
     "unwrapped",
 ]
@@ -35,13 +37,17 @@ _WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx
 
 def load_model(
     model: str | os.PathLike[str], mlx_opts: Mapping[str, Any], *, trust_remote_code: bool
-) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Load a model, its tokenizer and its config with mlx-lm.
+) -> tuple[Any, Any, Mapping[str, Any], Any]:
+    """Load a model, its tokenizer and its config with mlx-lm, and the config with transformers.
 
     Args:
         model: A folder or a hub id.
         mlx_opts: Further arguments of `mlx_lm.load`.
         trust_remote_code: Whether code that comes with it may be run.
+
+    Returns:
+        The model, its tokenizer, its settings as mlx-lm has read them, and transformers'
+        config of the language model, None for an architecture that it does not know.
 
     Raises:
         ModelLoadError: There is no such model, or mlx-lm cannot load it.
@@ -58,18 +64,23 @@ def load_model(
         options["trust_remote_code"] = True
         tokenizer_config = {**options.get("tokenizer_config", {}), "trust_remote_code": True}
         options["tokenizer_config"] = tokenizer_config
+    changes = options.pop("model_config", None) or {}
     try:
-        loaded, tokenizer, config = load(source, return_config=True, **options)
+        written, config = published_config(source, changes, revision=options.get("revision"))
+        added = {} if config is None else as_mlx_reads(written, config)
+        loaded, tokenizer, settings = load(
+            source, return_config=True, model_config={**changes, **added}, **options
+        )
     except TypeError as error:
         if "unexpected keyword" in str(error):
             raise ValueError(f"mlx_opts are arguments of mlx_lm.load: {error}") from error
         raise _not_loaded(model, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # one of its models exits where a package lacks
         raise _not_loaded(model, error) from error
-    return loaded, tokenizer, config
+    return loaded, tokenizer, settings, config
 
 
-def _not_loaded(model: object, error: Exception) -> ModelLoadError:
+def _not_loaded(model: object, error: BaseException) -> ModelLoadError:
     return ModelLoadError(
         f"mlx-lm could not load {str(model)!r}: {type(error).__name__}: "
         f"{shorten(str(error), 400)}"
@@ -130,6 +141,11 @@ def context_window(config: Mapping[str, Any]) -> int | None:
         original = scaling.get("original_max_position_embeddings") or window
         return max(window, int(original * factor))
     return window
+
+
+def limited(window: int | None, asked: int | None) -> int | None:
+    """Return the smaller of what a model takes and what is asked for; None is no limit."""
+    return min((length for length in (window, asked) if length is not None), default=None)
 
 
 def embedding_rows(config: Mapping[str, Any], default: int) -> int:

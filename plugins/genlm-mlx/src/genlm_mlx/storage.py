@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from genlm import free_memory_bytes
+
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
 _FIRST_SLOTS = 1024
@@ -142,6 +144,4 @@ def _free_bytes() -> int:
     recommended = device.get("max_recommended_working_set_size")
     if recommended is not None:  # the GPU's part of the memory
         return max(0, int(recommended) - int(mx.get_active_memory()))
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    return free_memory_bytes()

@@ -13,6 +13,7 @@ import torch
 from genlm import Vocabulary, rows_from_logits
 from genlm.prefix import BatchLimits, PrefixRows, SegmentLimits, plan_batches, slots_within
 from genlm_mlx.forward import GatheredForward, own_logits, read_shapes, read_windows
+from genlm_mlx.rotary import PublishedRoPE
 from genlm_mlx.storage import KVStorage, default_budget_bytes
 
 __all__ = ["GatheredTier", "ServeOptions", "Tier", "UncachedTier"]
@@ -33,6 +34,7 @@ class ServeOptions:
     kv_budget_bytes: int | None = None
     tier: str | None = None
     self_test: bool = True
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
         most = self.max_tokens_per_batch
@@ -41,6 +43,9 @@ class ServeOptions:
         budget = self.kv_budget_bytes
         if budget is not None and not (isinstance(budget, int) and budget >= 0):
             raise ValueError(f"kv_budget_bytes={budget!r}; a whole number of bytes, at least 0")
+        context = self.max_context
+        if context is not None and not (isinstance(context, int) and context >= 1):
+            raise ValueError(f"max_context={context!r}; a whole number of tokens, at least 1")
         if self.tier not in {None, "gathered", "uncached"}:
             raise ValueError(
                 f"no tier {self.tier!r}; the tiers are 'gathered', 'uncached', None chooses"
@@ -78,8 +83,15 @@ class UncachedTier:
 
     name = "uncached"
 
-    def __init__(self, model: Any, vocabulary: Vocabulary, options: ServeOptions) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vocabulary: Vocabulary,
+        options: ServeOptions,
+        rotary: Sequence[PublishedRoPE] = (),
+    ) -> None:
         self.reason = "asked for"
+        self._rotary = rotary
         self._model, self._vocabulary = model, vocabulary
         self._piece = options.max_tokens_per_batch
         self._forwards = self._tokens_computed = 0
@@ -90,6 +102,8 @@ class UncachedTier:
         for batch in self._batches([len(sequence) for sequence in sequences]):
             chosen = [sequences[i] for i in batch]
             piece = max(1, self._piece // len(chosen))
+            for rope in self._rotary:
+                rope.set_length(len(chosen[0]))
             logits = own_logits(self._model, chosen, piece)
             rows[batch] = rows_from_logits(logits, self._vocabulary)
             self._forwards += 1 + -(-(len(chosen[0]) - 1) // piece)

@@ -30,6 +30,7 @@ from genlm import (
     UnknownAdapterError,
     Vocabulary,
     model_source,
+    preserve_process_state,
 )
 from genlm_sgl import cpu_shim
 from genlm_sgl.adapters import Adapters
@@ -43,7 +44,7 @@ from genlm_sgl.loading import (
     mapping_of,
     shown,
 )
-from genlm_sgl.process_state import QuietLogger, guarded, quiet
+from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.requests import Requests
 from genlm_sgl.scheduler_api import Ended, SchedulerApi
 from genlm_sgl.starting import server_options
@@ -125,7 +126,8 @@ class SGLEngine:
     ) -> None:
         source = model_source(model)
         cpu = wanted.get("device") == "cpu" or not torch.cuda.is_available()
-        with guarded(environment(cpu=cpu)), quiet(), cpu_shim.standing_in():
+        variables = environment(cpu=cpu)
+        with preserve_process_state(**variables), quiet(), cpu_shim.standing_in():
             known = server_options()
             options = {k: v for k, v in default_options(cpu=cpu).items() if k in known}
             options |= checked_options(wanted, known)
@@ -135,6 +137,8 @@ class SGLEngine:
                 if cpu and options.get("max_total_tokens") is None:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
                 self._api = SchedulerApi(options | {"model_path": source}, gpu_id)
+            except ModelLoadError:
+                raise
             except Exception as error:
                 raise load_error(self._version, source, wanted, error) from error
         try:

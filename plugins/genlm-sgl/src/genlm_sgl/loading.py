@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm import ModelLoadError
+from genlm import ModelLoadError, cache_budget_bytes
 from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
@@ -28,10 +28,10 @@ _LORA_RANK = 16
 
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-_KV_SHARE = 4
-"""On the CPU, cached keys and values may take a quarter of the free memory."""
+_KV_SHARE = 0.25
+"""Of the free memory, for cached keys and values on a CPU."""
 
-_MOST_TOKENS = 2**17
+_FEWEST_TOKENS, _MOST_TOKENS = 2**10, 2**17
 
 
 def environment(*, cpu: bool) -> dict[str, str]:
@@ -63,6 +63,10 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "disable_overlap_schedule": True,
             "dtype": "float32",
             "max_running_requests": 64,
+            # The cache is sized by `max_total_tokens`, whatever the machine has free. SGLang
+            # makes it smaller, or refuses to start, where other processes have taken more
+            # than this share since its own first look at the memory.
+            "mem_fraction_static": 0.999,
             "sampling_backend": "pytorch",
         }
     return options
@@ -152,8 +156,10 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     """How many tokens of keys and values to hold on a CPU: up to 2^17, a quarter of memory.
 
     SGLang's own measure, a share of all memory, would take most of it.
+
+    Raises:
+        ModelLoadError: A quarter of the free memory does not hold 2^10 tokens.
     """
-    import psutil
     import transformers
 
     trusted = bool(options.get("trust_remote_code", False))
@@ -164,6 +170,11 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dtype = getattr(torch, str(options.get("dtype", "float32")), torch.float32)
-    each = 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize
-    room = psutil.virtual_memory().available // _KV_SHARE // max(1, each)
-    return max(1024, min(_MOST_TOKENS, int(room)))
+    each = max(1, 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize)
+    budget = cache_budget_bytes(
+        share=_KV_SHARE,
+        at_least=_FEWEST_TOKENS * each,
+        at_most=_MOST_TOKENS * each,
+        option="engine_opts['max_total_tokens']",
+    )
+    return int(budget // each)

@@ -54,7 +54,6 @@ class DeviceTrie(TokenCharacterTrie):
         compiled: As for `TokenCharacterTrie`; for weights that are left to it.
 
     Attributes:
-        device: As given, None or a `torch.device`.
         kernels: As given.
 
     Raises:
@@ -76,10 +75,15 @@ class DeviceTrie(TokenCharacterTrie):
                 f"kernels={kernels!r}: expected one of {get_args(Kernels)} or None"
             )
         super().__init__(decode, compiled=compiled)
-        self.device = _torch_device(device)
+        self._device = _torch_device(device)
         self.kernels = kernels
         self._placed: dict[torch.device, PlacedPlan] = {}
         self._lock = threading.Lock()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where weights on the CPU are reduced; None: on the CPU."""
+        return self._device
 
     def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
         """Do what the `weight_` methods do, for all nodes."""
@@ -121,7 +125,7 @@ class DeviceTrie(TokenCharacterTrie):
 
     def _elsewhere(self, ws: Any) -> torch.Tensor | None:
         """The weights as a tensor on the device to reduce on; None for the core's numpy."""
-        device = self.device
+        device = self._device
         if device is None and self.kernels is not None:
             device = _torch_device("cpu")
         tensor = as_tensor(ws, device)

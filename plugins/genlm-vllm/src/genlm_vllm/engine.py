@@ -25,6 +25,7 @@ from genlm import (
     UnknownAdapterError,
     UnsupportedCapability,
     Vocabulary,
+    preserve_process_state,
 )
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.loading import (
@@ -40,7 +41,6 @@ from genlm_vllm.surroundings import (
     Accelerator,
     claim_process,
     release_process,
-    undisturbed,
 )
 from genlm_vllm.watch import Watch
 
@@ -283,7 +283,7 @@ class VLLMEngine:
                 f"asked for adapter {name!r}, which this model was loaded without room for; "
                 f"{_LORA_HINT}"
             )
-        with undisturbed():
+        with preserve_process_state():
             self._adapters.load(name, path)
 
     # -- statistics, end --------------------------------------------------------------

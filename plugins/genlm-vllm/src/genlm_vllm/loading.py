@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gc
+import math
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from genlm import ModelLoadError, model_source
-from genlm_vllm.surroundings import quiet, undisturbed
+from genlm import ModelLoadError, cache_budget_bytes, model_source, preserve_process_state
+from genlm_vllm.surroundings import quiet
 from genlm_vllm.versions import check_version
 
 __all__ = [
@@ -31,11 +32,11 @@ CPU_BLOCK_SIZE = 32
 """Tokens in a KV block on the CPU, the smallest there. vLLM's default of 128 would keep
 no shorter prefix."""
 
-CPU_KV_SHARE = 4
-"""By default KV blocks take a quarter of the CPU's free memory; vLLM would take 92 % of
-all memory, and refuse to start where that much is not free."""
+CPU_KV_SHARE = 0.25
+"""Of the CPU's free memory, for KV blocks of all workers by default. vLLM would take 92 % of a
+memory node, and refuse to start where that much is not free."""
 
-CPU_KV_LIMIT = 4 * 2**30
+CPU_KV_LEAST, CPU_KV_LIMIT = 2**26, 2**32
 
 DEFAULT_MAX_LORAS = 4
 """Adapters in one batch."""
@@ -103,7 +104,7 @@ def load_vllm(
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
     if multiprocess and "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    with undisturbed(**variables, **quiet()), warnings.catch_warnings():
+    with preserve_process_state(**variables, **quiet()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm
 
@@ -120,8 +121,21 @@ def load_vllm(
             cause = " ".join(str(error).split()) or type(error).__name__
             raise ModelLoadError(
                 f"asked vLLM for model {source!r} with {_shown(engine_opts)}; it raised "
-                f"{type(error).__name__}: {cause[:600]}"
+                f"{type(error).__name__}: {cause[:600]}{_memory_hint(engine_opts, cause)}"
             ) from error
+
+
+def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or "memory" not in cause.lower():
+        return ""
+    if "gpu_memory_utilization" in engine_opts:
+        return (
+            " (on a CPU, gpu_memory_utilization is a share of a memory node for all that the "
+            "process holds; leave it out, or give kv_cache_memory_bytes instead)"
+        )
+    return " (on a CPU, kv_cache_memory_bytes is the size of the KV cache)"
 
 
 def shut_down(engine: Any, *, multiprocess: bool) -> None:
@@ -235,19 +249,37 @@ def adapter_capacity(engine: Any) -> int:
 
 
 def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    import psutil
-
-    defaults: dict[str, Any] = {"dtype": "float32", "block_size": CPU_BLOCK_SIZE}
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": CPU_BLOCK_SIZE,
+        "worker_cls": "genlm_vllm.cpu_worker.CPUWorker",
+    }
     if engine_opts.get("pipeline_parallel_size", 1) > 1:
         # Pipelines need vLLM's warm-up, which it leaves out where the model is not traced.
         defaults["compilation_config"] = {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
     else:
         defaults["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
-    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-    if not sized & engine_opts.keys() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        free = psutil.virtual_memory().available
-        defaults["kv_cache_memory_bytes"] = min(free // CPU_KV_SHARE, CPU_KV_LIMIT)
+    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_opts.keys()
+    if not sized and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        defaults["kv_cache_memory_bytes"] = _cpu_kv_bytes(engine_opts)
     return defaults
+
+
+def _cpu_kv_bytes(engine_opts: Mapping[str, Any]) -> int:
+    """Return how large the KV cache of each worker is by default."""
+    if "num_gpu_blocks_override" in engine_opts:
+        return 1  # that decides; without a size vLLM would want 92 % of the memory to be free
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
+
+    workers = math.prod(engine_opts.get(name, 1) for name in _SEVERAL)
+    return cache_budget_bytes(
+        share=CPU_KV_SHARE / workers,
+        at_least=CPU_KV_LEAST,
+        at_most=CPU_KV_LIMIT,
+        option="engine_opts['kv_cache_memory_bytes']",
+        # vLLM binds itself to the memory node of the first core.
+        memory_nodes=[get_allowed_cpu_list()[0].numa_node],
+    )
 
 
 def _shown(engine_opts: Mapping[str, Any]) -> str:

@@ -1,63 +1,25 @@
 """What vLLM changes in the process around it, and how it is put back.
 
-Importing it and building an engine seed the global random generators, set environment
-variables (`LD_PRELOAD` among them) and, on the CPU, replace functions of torch. Two
-engines that compute in one process corrupt each other's answers, so there is at most one.
+Importing it logs and, on the CPU, replaces functions of torch for good. Two engines that
+compute in one process corrupt each other's answers, so there is at most one.
+`genlm.preserve_process_state` puts back the rest.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from genlm import ModelLoadError
 
-__all__ = ["Accelerator", "claim_process", "quiet", "release_process", "undisturbed"]
-
-
-@contextmanager
-def undisturbed(**variables: str) -> Iterator[None]:
-    """Put random generators, environment and torch's threads back as they were.
-
-    Args:
-        **variables: Environment variables to set meanwhile. Other threads see them too.
-    """
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    python, numpy = random.getstate(), np.random.get_state()
-    cpu, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_cuda else []
-    before, set_threads = dict(os.environ), torch.set_num_threads
-    threads = torch.get_num_threads()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-        _restore_environment(before)
-        torch.set_num_threads = set_threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-
-
-def _restore_environment(before: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    for name, value in before.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+__all__ = ["Accelerator", "claim_process", "quiet", "release_process"]
 
 
 _LOG_VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")

@@ -1,20 +1,17 @@
-"""Plugins: what they offer, how they are found, which one is chosen.
+"""Plugins: `spec` is what they say of their backends, `registry` reads it, `lookup` chooses.
 
-This package knows specs, never engines: it imports an engine's module only to
-hand it to whoever asked for it.
+This package knows specs, never engines: it imports an engine's module only to return it.
 """
 
-from genlm.core.plugins.choice import use_backend
-from genlm.core.plugins.hookspecs import hookimpl
-from genlm.core.plugins.info import BackendInfo
-from genlm.core.plugins.registry import (
+from genlm.core.plugins.lookup import (
     find_backend,
     get_backend,
     get_trie,
     list_backends,
     refresh,
+    use_backend,
 )
-from genlm.core.plugins.spec import API_VERSION, BackendSpec
+from genlm.core.plugins.spec import API_VERSION, BackendInfo, BackendSpec, hookimpl
 
 __all__ = [
     "API_VERSION",

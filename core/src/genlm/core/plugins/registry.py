@@ -1,284 +1,302 @@
-"""Finding the backend that a name means, and the public functions that do.
+"""The installed plugins: found in metadata, imported when their name is asked for, read once.
 
-Order of choice: the argument, the innermost `use_backend` block, the environment
-variable `GENLM_BACKEND` or `GENLM_TRIE`, the only usable one installed. What comes
-with the core itself is that "only one" when no other plugin of the kind is installed.
+A plugin is one entry point of the group `genlm` in one distribution. This module runs the
+plugins' code; whatever goes wrong there becomes the status of that plugin.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
+import re
+import sys
 import threading
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NoReturn, cast, get_args
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from genlm.core.errors import AmbiguousBackendError, UnknownBackendError
+import pluggy
+
+from genlm.core.errors import BrokenPluginError, described
 from genlm.core.forking import renew_in_forks
-from genlm.core.plugins.catalog import Catalog
-from genlm.core.plugins.choice import chosen
-from genlm.core.plugins.discovery import CORE, find_plugins
-from genlm.core.plugins.info import BackendInfo
-from genlm.core.plugins.loading import import_target
-from genlm.core.plugins.spec import Kind
-from genlm.core.plugins.well_known import WELL_KNOWN
+from genlm.core.plugins import spec as hookspecs
+from genlm.core.plugins.spec import (
+    API_VERSION,
+    PROJECT,
+    BackendInfo,
+    BackendSpec,
+    Kind,
+    Status,
+)
 
-if TYPE_CHECKING:
-    from genlm.core.engine import Engine
-    from genlm.core.trie.protocol import TokenTrie
+__all__ = ["CORE", "PUBLISHED", "Plugin", "Registry", "find_plugins"]
 
-__all__ = ["Registry", "find_backend", "get_backend", "get_trie", "list_backends", "refresh"]
+CORE = "genlm-core"
+"""The distribution whose own backends are always installed."""
+
+PUBLISHED: dict[str, tuple[Kind, str]] = {
+    "hf": ("engine", "genlm-hf"),
+    "vllm": ("engine", "genlm-vllm"),
+    "sgl": ("engine", "genlm-sgl"),
+    "mlx": ("engine", "genlm-mlx"),
+    "cuda": ("trie", "genlm-trie-cuda"),
+    "parallel": ("trie", "genlm-trie-cuda"),
+}
+"""Kind and distribution of each backend of this project, for messages when it is absent."""
+
+_SPEC_FIELDS = {field.name for field in fields(BackendSpec)} - {"install"}
 
 _log = logging.getLogger("genlm.plugins")
 
 
-class Registry:
-    """The installed plugins of this process, scanned once and again after `refresh`."""
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One entry point of one distribution, whose normalised name and version it has."""
 
-    def __init__(self) -> None:
+    name: str
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+    @property
+    def id(self) -> str:
+        """`"distribution:name"`, unique; settles which of several is meant."""
+        return f"{self.distribution}:{self.name}"
+
+    def why_disabled(self) -> str | None:
+        """Say which environment variable disables it, None if it is enabled.
+
+        `GENLM_PLUGINS` lists the plugins allowed beside the core's own,
+        `GENLM_DISABLE_PLUGINS` those that are not. Entries are separated by commas
+        and are names of backends, of distributions, or `distribution:name`.
+        """
+        if self._is_in(os.environ.get("GENLM_DISABLE_PLUGINS", "")):
+            return "GENLM_DISABLE_PLUGINS lists it"
+        allowed = os.environ.get("GENLM_PLUGINS", "")
+        if allowed.strip() and self.distribution != CORE and not self._is_in(allowed):
+            return "GENLM_PLUGINS does not list it"
+        return None
+
+    def _is_in(self, value: str) -> bool:
+        for entry in map(str.strip, value.split(",")):
+            distribution, colon, name = entry.rpartition(":")
+            if colon and (_normalized(distribution), name) == (self.distribution, self.name):
+                return True
+            if not colon and entry and self.name == entry:
+                return True
+            if not colon and entry and self.distribution == _normalized(entry):
+                return True
+        return False
+
+
+def _normalized(distribution: str) -> str:
+    """Spell a distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+def find_plugins() -> tuple[Plugin, ...]:
+    """List the installed plugins, by name and distribution, without importing any.
+
+    A distribution that is seen several times on `sys.path` (an editable
+    installation beside a leftover folder of metadata, a path listed twice)
+    counts once: the first one found is the one that `import` would serve.
+    Metadata that cannot be read is logged and left out.
+    """
+    found: dict[tuple[str, str], Plugin] = {}
+    for candidate in importlib.metadata.distributions():
+        try:
+            # Parsing metadata is slow (torch's is long), so look at the text first.
+            if f"[{PROJECT}]" not in (candidate.read_text("entry_points.txt") or ""):
+                continue
+            first = importlib.metadata.distribution(candidate.metadata["Name"])
+            entry_points = first.entry_points.select(group=PROJECT)
+            name, version = _normalized(first.metadata["Name"]), first.metadata["Version"]
+            version.strip()  # raises where there is none
+        except Exception as error:  # noqa: BLE001 - somebody else's broken metadata
+            _log.warning("cannot read the metadata of %s: %r", candidate, error)
+            continue
+        for entry_point in entry_points:
+            plugin = Plugin(entry_point.name, name, version, entry_point)
+            found.setdefault((plugin.name, name), plugin)
+    return tuple(found[key] for key in sorted(found))
+
+
+class Registry:
+    """The plugins of one scan, all in one pluggy manager.
+
+    Safe to use from several threads: no lock is held while a plugin's code runs
+    (it may itself wait for an import that another thread does), so two threads
+    may read the same plugin's specs at once and keep the same answer.
+
+    Args:
+        plugins: What `find_plugins` returned.
+    """
+
+    def __init__(self, plugins: Iterable[Plugin]) -> None:
+        self._plugins = tuple(plugins)
+        self._specs: dict[str, tuple[BackendSpec, ...] | BrokenPluginError] = {}
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(hookspecs)
         self._lock = threading.Lock()
-        self._scanned: Catalog | None = None
         renew_in_forks(self)
 
-    def refresh(self) -> None:
-        """Forget the scan; the next question scans again."""
-        importlib.invalidate_caches()
-        # Python 3.11 leaves this one out.
-        importlib.metadata.MetadataPathFinder().invalidate_caches()
-        with self._lock:
-            self._scanned = None
+    def everything(self) -> list[BackendInfo]:
+        """Describe each backend of each plugin, importing all that are enabled."""
+        infos = [info for plugin in self._plugins for info in self._backends(plugin)]
+        return _with_ambiguity([*infos, *self._undeclared()])
 
-    def describe(self, kind: Kind | None = None) -> list[BackendInfo]:
-        """Describe every backend of a kind, those of unknown kind included."""
-        infos = _of_kind(self._catalog().everything(), kind)
-        for info in infos:
-            self._raise_if_strict(info)
-        return infos
-
-    def find(self, kind: Kind, name: str | None) -> BackendInfo:
-        """Find the usable backend that a name, or the order of choice, means."""
-        source = None
-        if name is None:
-            choice = chosen(kind)
-            if choice is None:
-                return self._only_one(kind)
-            name, source = choice
-        if not isinstance(name, str):
-            raise TypeError(f"a backend's name is a string; found {name!r}")
-        infos = self._catalog().named(name)
-        candidates = [info for info in infos if info.kind == kind]
-        if len([info for info in candidates if info.status == "ambiguous"]) > 1:
-            providers = [info.provider for info in candidates if info.status == "ambiguous"]
-            raise AmbiguousBackendError(name, kind, providers)
-        usable = [info for info in candidates if info.status in {"ok", "missing"}]
-        faulty = [info for info in _of_kind(infos, kind) if info.error() is not None]
-        if not usable and not faulty:
-            self._raise_unknown(kind, name, source)
-        self._report_ignored(info for info in faulty if info not in usable[:1])
-        info = (usable or faulty)[0]
-        self._raise_fault(info)
-        return info
-
-    def _only_one(self, kind: Kind) -> BackendInfo:
-        infos = [info for info in self.describe(kind) if info.status != "disabled"]
-        known = [info for info in infos if info.kind == kind]
-        others = [info for info in known if info.distribution != CORE]
-        usable = [info for info in others or known if info.status == "ok"]
-        faulty = [info for info in infos if info.error() is not None]
-        # One backend may have several names.
-        if len({(info.distribution, info.target) for info in usable}) == 1:
-            self._report_ignored(faulty)
-            return usable[0]
-        if len({(info.distribution, info.target) for info in others}) == 1:
-            self._raise_fault(others[0])
-        raise UnknownBackendError(None, kind, _names(known), _how_to_choose(kind, known))
-
-    def _raise_unknown(self, kind: Kind, name: str, source: str | None) -> NoReturn:
-        everything = self._catalog().everything()
-        installed = [
-            info
-            for info in everything
-            if info.kind == kind and info.status not in {"disabled", "broken"}
+    def named(self, name: str) -> list[BackendInfo]:
+        """Describe the backends of a name or `"distribution:name"`; import only those."""
+        distribution, colon, name = name.rpartition(":")
+        wanted = _normalized(distribution)
+        plugins = [
+            plugin
+            for plugin in self._plugins
+            if plugin.name == name and (not colon or plugin.distribution == wanted)
         ]
-        hint = _hint(kind, name, everything)
-        raise UnknownBackendError(name, kind, _names(installed), hint, source)
+        return _with_ambiguity([info for each in plugins for info in self._backends(each)])
 
-    def _raise_fault(self, info: BackendInfo) -> None:
-        error = info.error()
-        if error is not None:
-            raise error from self._catalog().cause(info.provider)
+    def cause(self, provider: str) -> BaseException | None:
+        """What a broken plugin raised, None if it raised nothing."""
+        outcome = self._specs.get(provider)
+        return outcome.__cause__ if isinstance(outcome, BrokenPluginError) else None
 
-    def _raise_if_strict(self, info: BackendInfo) -> None:
-        if info.status in {"broken", "incompatible"} and _is_strict():
-            self._raise_fault(info)
+    def _backends(self, plugin: Plugin) -> list[BackendInfo]:
+        """Describe what a plugin offers under its entry point's name."""
+        disabled = plugin.why_disabled()
+        if disabled is not None:
+            return [_unread(plugin, "disabled", disabled)]
+        specs = self._read(plugin)
+        if isinstance(specs, BrokenPluginError):
+            return [_unread(plugin, "broken", specs.reason)]
+        return [_info(plugin, spec) for spec in specs if spec.name == plugin.name]
 
-    def _report_ignored(self, infos: Iterable[BackendInfo]) -> None:
-        for info in infos:
-            self._raise_if_strict(info)
-            _log.warning("ignored the plugin %s: %s", info.provider, info.reason)
+    def _undeclared(self) -> Iterator[BackendInfo]:
+        """Describe specs that no entry point of their distribution names."""
+        declared = {(plugin.distribution, plugin.name) for plugin in self._plugins}
+        for plugin in self._plugins:
+            specs = () if plugin.why_disabled() else self._read(plugin)
+            for spec in () if isinstance(specs, BrokenPluginError) else specs:
+                key = (plugin.distribution, spec.name)
+                if key not in declared:
+                    declared.add(key)
+                    reason = f"{plugin.id} yields it, but no entry point is named {spec.name!r}"
+                    info = _unread(plugin, "broken", reason)
+                    provider = f"{plugin.distribution}:{spec.name}"
+                    yield replace(info, name=spec.name, kind=spec.kind, provider=provider)
+
+    def _read(self, plugin: Plugin) -> tuple[BackendSpec, ...] | BrokenPluginError:
+        """Import a plugin's module and collect every spec that its hook yields."""
+        if plugin.id not in self._specs:
+            outcome: tuple[BackendSpec, ...] | BrokenPluginError
+            try:
+                outcome = _checked_specs(plugin.name, self._yielded(plugin))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - becomes its status
+                own = isinstance(error, (pluggy.PluginValidationError, _SpecError))
+                reason = str(error).strip() if own else described(error)
+                outcome = BrokenPluginError(plugin.id, reason)
+                outcome.__cause__ = None if isinstance(error, _SpecError) else error
+            self._specs.setdefault(plugin.id, outcome)
+        return self._specs[plugin.id]
+
+    def _yielded(self, plugin: Plugin) -> list[Any]:
+        """Call the hook of one plugin alone."""
+        module = plugin.entry_point.load()
+        with self._lock:
+            manager = self._manager
+            if not manager.is_registered(module):  # several entry points may share a module
+                try:
+                    manager.register(module, plugin.id)
+                    manager.check_pending()
+                except pluggy.PluginValidationError:
+                    if manager.is_registered(module):  # else the check would fail for others
+                        manager.unregister(module)
+                    raise
+            others = [each for each in manager.get_plugins() if each is not module]
+            hook = manager.subset_hook_caller("genlm_backends", others)
+        return [spec for answer in hook() for spec in _iterated(answer)]
 
     def _after_fork(self) -> None:
-        """Renew the lock in a forked process."""
         self._lock = threading.Lock()
 
-    def _catalog(self) -> Catalog:
-        with self._lock:
-            if self._scanned is None:
-                self._scanned = Catalog(find_plugins())
-            return self._scanned
+
+class _SpecError(Exception):
+    """Specs that contradict each other or the entry point."""
 
 
-def _is_strict() -> bool:
-    return os.environ.get("GENLM_STRICT", "").strip().lower() not in {"", "0", "false", "no"}
+def _iterated(answer: object) -> Iterable[Any]:
+    if not isinstance(answer, Iterable):
+        raise TypeError(
+            f"genlm_backends returned {type(answer).__name__}; yield BackendSpec objects"
+        )
+    return answer
 
 
-def _of_kind(infos: Iterable[BackendInfo], kind: Kind | None) -> list[BackendInfo]:
-    return [info for info in infos if kind is None or info.kind in {kind, None}]
+def _checked_specs(name: str, yielded: list[Any]) -> tuple[BackendSpec, ...]:
+    for spec in yielded:
+        if not isinstance(spec, BackendSpec):
+            raise TypeError(
+                f"genlm_backends yielded {type(spec).__name__}, expected BackendSpec"
+            )
+    if not yielded:
+        raise _SpecError(
+            "it yields no BackendSpec; implement genlm_backends with @genlm.hookimpl"
+        )
+    for (kind, each), count in Counter((spec.kind, spec.name) for spec in yielded).items():
+        if count > 1:
+            raise _SpecError(f"it yields the {kind} {each!r} twice")
+    names = sorted({spec.name for spec in yielded})
+    if name not in names:
+        shown = ", ".join(map(repr, names))
+        raise _SpecError(f"its entry point is named {name!r} but it yields {shown}")
+    return tuple(yielded)
 
 
-def _names(infos: Iterable[BackendInfo]) -> list[str]:
-    return sorted({info.name for info in infos})
-
-
-def _hint(kind: Kind, name: str, everything: list[BackendInfo]) -> str:
-    """Say what to do about a name of this kind that nothing provides."""
-    for info in everything:
-        if name not in {info.name, info.provider}:
-            continue
-        if info.status in {"disabled", "broken"}:
-            return f"{info.provider} is installed, but {info.status}: {info.reason}"
-        if info.kind != kind:
-            call = "get_backend" if info.kind == "engine" else "get_trie"
-            return f"{name!r} is of kind {info.kind}: genlm.{call}({name!r})"
-    distribution, _, bare = name.rpartition(":")
-    well_known = {n: d for n, (k, d) in WELL_KNOWN.items() if k == kind}
-    if bare in well_known and distribution in {"", well_known[bare]}:
-        return f"It is provided by {well_known[bare]}: pip install {well_known[bare]}"
-    known = {info.name: info.name for info in _of_kind(everything, kind)}
-    known |= {info.provider: info.provider for info in _of_kind(everything, kind)}
-    close = difflib.get_close_matches(name.lower(), [*known, *well_known], n=1)
-    if not close:
-        return f"`genlm plugins` shows every installed {kind}"
-    hint = f"Did you mean {close[0]!r}?"
-    if close[0] in known:
-        return hint
-    return (
-        f"{hint} It is provided by {well_known[close[0]]}: pip install {well_known[close[0]]}"
+def _info(plugin: Plugin, spec: BackendSpec) -> BackendInfo:
+    status: Status = "ok"
+    reason = install = ""
+    missing: tuple[str, ...] = ()
+    if spec.api != API_VERSION:
+        status = "incompatible"
+        reason = f"plugin interface {spec.api}, this genlm-core implements {API_VERSION}"
+    elif missing := tuple(module for module in spec.requires if not _is_installed(module)):
+        status, install = "missing", spec.install or f"pip install {plugin.distribution}"
+        reason = f"needs {', '.join(missing)}"
+    return replace(
+        _unread(plugin, status, reason),
+        missing=missing,
+        install=install,
+        **{name: getattr(spec, name) for name in _SPEC_FIELDS},
     )
 
 
-def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
-    choices = sorted(
-        info.provider if info.status == "ambiguous" else info.name for info in infos
+def _unread(plugin: Plugin, status: Status, reason: str) -> BackendInfo:
+    kind, distribution = PUBLISHED.get(plugin.name, (None, ""))
+    return BackendInfo(
+        name=plugin.name,
+        kind=kind if distribution == plugin.distribution else None,
+        status=status,
+        reason=reason,
+        provider=plugin.id,
+        distribution=plugin.distribution,
+        version=plugin.version,
     )
-    if not choices:
-        distributions = sorted({d for k, d in WELL_KNOWN.values() if k == kind})
-        return f"Install one: pip install {' or '.join(distributions)}"
-    example = repr(choices[0])
-    if kind == "trie":
-        return f"Name one: get_trie({example}), use_backend(trie={example}) or GENLM_TRIE"
-    return f"Name one: backend={example}, use_backend({example}) or GENLM_BACKEND"
 
 
-def _check_kind(kind: Kind) -> None:
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
+def _with_ambiguity(infos: list[BackendInfo]) -> list[BackendInfo]:
+    """Mark names with several providers; a plugin that cannot be loaded does not count."""
+    usable = {"ok", "missing"}
+    providers = Counter((info.kind, info.name) for info in infos if info.status in usable)
+    return [
+        replace(info, status="ambiguous", reason=f"ask for {info.provider}")
+        if info.status in usable and providers[info.kind, info.name] > 1
+        else info
+        for info in infos
+    ]
 
 
-_registry = Registry()
-
-
-def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
-    """Describe every installed backend, by name.
-
-    Imports the plugins' small modules, never an engine. A broken or disabled
-    plugin is an entry with that status; its kind may be unknown, and then it is
-    listed whichever kind is asked for.
-
-    Args:
-        kind: `"engine"` or `"trie"`, None for both.
-
-    Raises:
-        ValueError: There is no such kind.
-        BrokenPluginError: A plugin is broken and `GENLM_STRICT=1`.
-        PluginApiError: A plugin is incompatible and `GENLM_STRICT=1`.
-    """
-    if kind is not None:
-        _check_kind(kind)
-    return _registry.describe(kind)
-
-
-def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
-    """Describe the backend that `get_backend` or `get_trie` would import.
-
-    Args:
-        name: A name, or `"distribution:name"`; None follows the order of choice.
-        kind: `"engine"` or `"trie"`.
-
-    Returns:
-        Its description; its status is `"ok"`.
-
-    Raises:
-        UnknownBackendError: Nothing provides the name, or none stands out.
-        AmbiguousBackendError: Several distributions provide the name.
-        MissingRequirementError: The library that it drives is not installed.
-        BrokenPluginError: The plugin that provides the name is broken.
-        PluginApiError: It was written for another plugin interface.
-        ValueError: There is no such kind.
-    """
-    _check_kind(kind)
-    return _registry.find(kind, name)
-
-
-def get_backend(name: str | None = None) -> Callable[..., Engine]:
-    """Import an engine and return it, not yet built.
-
-    Args:
-        name: An engine's name, or `"distribution:name"`. None takes that of the
-            innermost `use_backend` block, else of `GENLM_BACKEND`, else the only
-            usable engine installed; the reference engine, which comes with the
-            core, is that one only if no other is installed.
-
-    Returns:
-        A callable `target(model, **options) -> Engine`.
-
-    Raises:
-        UnknownBackendError: Nothing provides the name, or none stands out.
-        AmbiguousBackendError: Several distributions provide the name.
-        MissingRequirementError: The library that it drives is not installed.
-        BrokenPluginError: The plugin or the engine's module cannot be imported.
-        PluginApiError: It was written for another plugin interface.
-    """
-    info = find_backend(name, "engine")
-    return cast("Callable[..., Engine]", import_target(info.provider, info.target))
-
-
-def get_trie(name: str | None = None) -> Callable[..., TokenTrie]:
-    """Import a token trie's class and return it; `get_backend` for tries.
-
-    Args:
-        name: A trie's name, or `"distribution:name"`. None takes that of the
-            innermost `use_backend(trie=...)` block, else of `GENLM_TRIE`, else the
-            only usable one installed, the core's own if there is no other.
-
-    Returns:
-        A class `target(vocabulary)`.
-
-    Raises:
-        PluginError: As for `get_backend`.
-    """
-    info = find_backend(name, "trie")
-    return cast("Callable[..., TokenTrie]", import_target(info.provider, info.target))
-
-
-def refresh() -> None:
-    """Look again at what is installed, at the next question.
-
-    Needed after an installation in the running process. Modules that are already
-    imported stay as they are, and an editable installation is only seen by a new
-    process, because Python reads its path files when it starts.
-    """
-    _registry.refresh()
+def _is_installed(module: str) -> bool:
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None

@@ -1,16 +1,56 @@
-"""`BackendSpec`: how a plugin describes a backend without importing it."""
+"""What a plugin says of its backends, and what is known of those that are installed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["API_VERSION", "BackendSpec", "Kind"]
+import pluggy
+
+from genlm.core.errors import (
+    BrokenPluginError,
+    MissingRequirementError,
+    PluginApiError,
+    PluginError,
+)
+
+__all__ = [
+    "API_VERSION",
+    "PROJECT",
+    "BackendInfo",
+    "BackendSpec",
+    "Kind",
+    "Status",
+    "genlm_backends",
+    "hookimpl",
+]
+
+PROJECT = "genlm"
+"""pluggy's project name and the group of the entry points."""
 
 API_VERSION = 1
-"""Version of the plugin interface that this core speaks."""
+"""Version of the plugin interface that this core implements."""
 
 Kind = Literal["engine", "trie"]
+
+Status = Literal["ok", "missing", "ambiguous", "incompatible", "broken", "disabled"]
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's implementation of `genlm_backends`."""
+
+
+@hookspec
+def genlm_backends() -> Iterable[BackendSpec]:
+    """Yield a `BackendSpec` for each backend that the module offers.
+
+    The module that an entry point names is imported to read its specs, so it
+    imports nothing heavy itself: the engine's own module is `BackendSpec.target`.
+    Each name that is yielded needs an entry point of that name.
+    """
+    raise NotImplementedError  # a specification, called by nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +104,67 @@ class BackendSpec:
         for module in self.requires:
             if not module.isidentifier():
                 raise ValueError(f"requires={module!r}: expected a top-level module's name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """One installed backend and whether it can be used.
+
+    Attributes:
+        name: What users ask for.
+        kind: `"engine"` or `"trie"`; None where a plugin that could not or may
+            not be imported left it unknown.
+        status: `"ok"`; `"missing"`, a required module is not installed;
+            `"ambiguous"`, another distribution provides the same name, ask for
+            `provider`; `"incompatible"`, written for another plugin interface;
+            `"broken"`; `"disabled"`, by an environment variable.
+        reason: Why the status is not `"ok"`, in words.
+        provider: `"distribution:name"`, accepted wherever a name is.
+        distribution: Normalised name of the distribution.
+        version: Its version.
+        api: Version of the plugin interface it was written for, None if unknown.
+        summary: One line for people.
+        capabilities: What it can do beyond next-token rows.
+        requires: Modules that it needs.
+        missing: Those of them that are not installed.
+        install: Command that installs what is missing.
+        target: `"package.module:attribute"` of the engine or trie, `""` if unknown.
+        conformance: `"package.module:attribute"` of its conformance target.
+    """
+
+    name: str
+    kind: Kind | None
+    status: Status
+    reason: str = ""
+    provider: str
+    distribution: str
+    version: str
+    api: int | None = None
+    summary: str = ""
+    capabilities: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    install: str = ""
+    target: str = ""
+    conformance: str | None = None
+
+    def __repr__(self) -> str:
+        reason = f", {self.reason}" if self.reason else ""
+        kind = self.kind or "backend"
+        return f"<{kind} {self.provider} {self.version}: {self.status}{reason}>"
+
+    def error(self) -> PluginError | None:
+        """The error that using this backend raises, None if nothing speaks against it.
+
+        Being disabled or ambiguous is no fault of the backend's and gives None.
+        """
+        if self.status == "missing":
+            return MissingRequirementError(self.provider, self.missing, self.install)
+        if self.status == "incompatible":
+            return PluginApiError(self.provider, self.api or 0, API_VERSION)
+        if self.status == "broken":
+            return BrokenPluginError(self.provider, self.reason)
+        return None
 
 
 def _check_reference(field: str, value: object) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genlm.core.plugins.hookspecs import hookimpl
-from genlm.core.plugins.spec import BackendSpec
+from genlm.core.plugins import BackendSpec, hookimpl
 
 
 @hookimpl

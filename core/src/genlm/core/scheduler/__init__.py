@@ -1,7 +1,8 @@
 """The batching scheduler: many callers, one engine thread.
 
-`scheduler` is the front that callers use, `worker` the engine's thread, `gate`
-decides when a batch leaves, `flight` is a request with its waiting callers.
+`scheduler` is the interface that callers use, `worker` the engine's thread. `request_table`
+holds the unfinished requests, `batching` decides when a batch is dispatched, `delivery`
+hands answers to the event loops and threads that wait.
 """
 
 from genlm.core.scheduler.scheduler import Scheduler

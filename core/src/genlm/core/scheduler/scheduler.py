@@ -18,9 +18,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from genlm.core.errors import EngineClosedError, QueryResetError
-from genlm.core.scheduler.flight import Flight, Identified, Waiter
-from genlm.core.scheduler.gate import Limits
-from genlm.core.scheduler.worker import Worker
+from genlm.core.scheduler.batching import Limits
+from genlm.core.scheduler.delivery import Waiter
+from genlm.core.scheduler.request_table import Identified, PendingRequest
+from genlm.core.scheduler.worker import FindInvalid, Worker
 from genlm.core.statistics import SchedulerStatistics
 from genlm.core.validation import checked_builder
 
@@ -47,6 +48,8 @@ class Scheduler(Generic[EngineT]):
         build_engine: Makes the engine; called on the engine's thread. The engine has
             `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
             query with a `query_id`.
+        find_invalid: Given the engine and the results of a step, returns an error for each
+            result that must not be handed out, by its position; called on the engine's thread.
         on_result: Sees `(key, result)` of a request with a key, on the engine's thread,
             before any caller does.
         copy_result: Copies a result for the second and later callers that share it.
@@ -67,6 +70,7 @@ class Scheduler(Generic[EngineT]):
         self,
         build_engine: Callable[[], EngineT],
         *,
+        find_invalid: FindInvalid = lambda _engine, _results: {},
         on_result: Callable[[Any, Any], None] = lambda _key, _result: None,
         copy_result: Callable[[Any], Any] = lambda result: result,
         max_batch_size: int | None = None,
@@ -76,6 +80,7 @@ class Scheduler(Generic[EngineT]):
     ) -> None:
         self._worker = Worker(
             checked_builder(build_engine),
+            find_invalid=find_invalid,
             on_result=on_result,
             copy_result=copy_result,
             limits=Limits(max_batch_size, max_wait_s, max_pending),
@@ -88,7 +93,7 @@ class Scheduler(Generic[EngineT]):
             raise
         _live_workers.add(self._worker)
         # A scheduler that is dropped without `close` must not leave its thread behind.
-        weakref.finalize(self, _undertaker().put, self._worker).atexit = False
+        weakref.finalize(self, _reaper().put, self._worker).atexit = False
 
     def __repr__(self) -> str:
         closed = "; closed" if self.closed else ""
@@ -112,13 +117,13 @@ class Scheduler(Generic[EngineT]):
             QueryResetError: `reset` came before the answer.
             ValueError: An unanswered query has the same `query_id`.
         """
-        future, flight = self._enqueue(query, key)
+        future, request = self._enqueue(query, key)
         try:
             return await future
         except asyncio.CancelledError:
             # Not on GeneratorExit: garbage collection may raise it on a thread that
             # holds the worker's lock. The evaluation then goes on, for the cache.
-            self._worker.leave(flight, future)
+            self._worker.leave(request, future)
             raise
 
     async def answer_all(self, queries: Sequence[tuple[Identified, Hashable]]) -> list[Any]:
@@ -130,7 +135,7 @@ class Scheduler(Generic[EngineT]):
         Raises:
             GenlmError: As `answer`; the first error in order, the rest is abandoned.
         """
-        asked: list[tuple[asyncio.Future[Any], Flight]] = []
+        asked: list[tuple[asyncio.Future[Any], PendingRequest]] = []
         try:
             for query, key in queries:
                 asked.append(self._enqueue(query, key))
@@ -154,12 +159,12 @@ class Scheduler(Generic[EngineT]):
             RuntimeError: Called on the engine's own thread, where it would never end.
         """
         self._refuse_own_thread()
-        asked: list[tuple[Waiter, Flight]] = []
+        asked: list[tuple[Waiter, PendingRequest]] = []
         try:
             for query, key in queries:
                 waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
                 asked.append((waiter, self._worker.enqueue(query, key, waiter)))
-            self._worker.open_gate()
+            self._worker.flush()
             return [future.result() for future, _ in asked]
         except BaseException:
             self._abandon(asked)
@@ -202,17 +207,14 @@ class Scheduler(Generic[EngineT]):
 
     def _enqueue(
         self, query: Identified, key: Hashable = None
-    ) -> tuple[asyncio.Future[Any], Flight]:
+    ) -> tuple[asyncio.Future[Any], PendingRequest]:
         """Start answering a query for the running event loop; returns its future."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        flight = self._worker.enqueue(query, key, future)
-        self._worker.turns.open_after_turn(loop)
-        return future, flight
+        future = asyncio.get_running_loop().create_future()
+        return future, self._worker.enqueue(query, key, future)
 
-    def _abandon(self, asked: Sequence[tuple[Waiter, Flight]]) -> None:
-        for future, flight in asked:
-            self._worker.leave(flight, future)
+    def _abandon(self, asked: Sequence[tuple[Waiter, PendingRequest]]) -> None:
+        for future, request in asked:
+            self._worker.leave(request, future)
             if future.done() and not future.cancelled():
                 future.exception()  # retrieved, so that asyncio does not complain
             else:
@@ -231,7 +233,7 @@ def _closed() -> EngineClosedError:
 
 
 @functools.cache
-def _undertaker() -> queue.SimpleQueue[Worker]:
+def _reaper() -> queue.SimpleQueue[Worker]:
     """A queue whose workers are stopped by a thread of its own.
 
     Finalizers run on any thread at any moment, also on one that holds the worker's lock.
@@ -243,7 +245,7 @@ def _undertaker() -> queue.SimpleQueue[Worker]:
         while True:
             dropped.get().stop(_closed())
 
-    threading.Thread(target=stop_dropped, name="genlm-undertaker", daemon=True).start()
+    threading.Thread(target=stop_dropped, name="genlm-reaper", daemon=True).start()
     return dropped
 
 
@@ -259,5 +261,5 @@ def _close_all() -> None:
         worker.join(EXIT_TIMEOUT_S)
 
 
-if hasattr(os, "register_at_fork"):  # a fork does not inherit the undertaker's thread
-    os.register_at_fork(after_in_child=_undertaker.cache_clear)
+if hasattr(os, "register_at_fork"):  # a fork does not inherit the reaper's thread
+    os.register_at_fork(after_in_child=_reaper.cache_clear)

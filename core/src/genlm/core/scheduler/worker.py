@@ -1,9 +1,9 @@
-"""The engine's thread: takes what arrived, steps the engine, hands answers over.
+"""The engine's thread: takes the requests that arrived, steps the engine, delivers answers.
 
-The worker knows flights and an engine with `submit`, `step`, `abort` and `close`. It
-leaves the bookkeeping to `board`, the event loops to `flight` and the moment at which
-a batch leaves to `gate`. What several threads touch is guarded by one lock. A few lines
-longer than other modules: what that lock guards is best read together.
+The worker drives an engine with `submit`, `step`, `abort` and `close`. `request_table` does
+the bookkeeping, `delivery` wakes the callers and `batching` decides when a batch is
+dispatched. One lock guards what several threads use; the module is longer than others so
+that everything under that lock can be read together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,21 @@ from genlm.core.errors import (
     EngineDiedError,
     EngineError,
     EvaluationError,
+    described,
 )
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Completion
-from genlm.core.scheduler.board import Board
-from genlm.core.scheduler.flight import Delivery, Flight, Identified, Waiter, described
-from genlm.core.scheduler.gate import Gate, Limits, LoopTurns
+from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
+from genlm.core.scheduler.delivery import Delivery, Waiter
+from genlm.core.scheduler.request_table import Identified, PendingRequest, RequestTable
 from genlm.core.statistics import SchedulerStatistics
 
-__all__ = ["Worker"]
+__all__ = ["FindInvalid", "Worker"]
 
 logger = logging.getLogger("genlm")
+
+FindInvalid = Callable[[Any, Sequence[Any]], Mapping[int, Exception]]
+"""From an engine and the results of a step to the errors of those that are invalid."""
 
 
 @dataclass
@@ -61,22 +65,24 @@ class Worker:
         self,
         build_engine: Callable[[], Any],
         *,
+        find_invalid: FindInvalid,
         on_result: Callable[[Any, Any], None],
         copy_result: Callable[[Any], Any],
         limits: Limits,
         name: str,
     ) -> None:
+        self._find_invalid = find_invalid
         self._on_result = on_result
         self._copy_result = copy_result
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._board = Board(limits.max_pending)
-        self._gate = Gate(limits)
+        self._table = RequestTable(limits.max_pending)
+        self._policy = BatchingPolicy(limits)
         self._max_batch_size = limits.max_batch_size
         self._aborts: list[int] = []
         self._calls: deque[Call] = deque()
         self._stopped: EngineError | None = None  # why nothing is accepted any more
-        self.turns = LoopTurns(self.open_gate, lambda: len(self._board.inbox))
+        self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
         # No attributes: a model's memory must not wait for the garbage collector.
         arguments = (build_engine, self._built)
@@ -105,25 +111,32 @@ class Worker:
         finally:
             del self._built
 
-    def enqueue(self, query: Identified, key: Hashable, waiter: Waiter) -> Flight:
-        """Accept a request; raises the error that stopped the worker, if it is."""
+    def enqueue(self, query: Identified, key: Hashable, waiter: Waiter) -> PendingRequest:
+        """Accept a request; raises the error that stopped the worker, if it is.
+
+        A request of a coroutine is dispatched once its event loop has run what is ready,
+        one of a thread at the next `flush`.
+        """
         with self._lock:
             self._raise_if_stopped()
-            return self._board.enqueue(query, key, waiter, time.perf_counter())
+            request = self._table.enqueue(query, key, waiter, time.perf_counter())
+        if not isinstance(waiter, concurrent.futures.Future):
+            self._idle_flush.schedule(waiter.get_loop())
+        return request
 
-    def leave(self, flight: Flight, waiter: Waiter) -> None:
+    def leave(self, request: PendingRequest, waiter: Waiter) -> None:
         """Forget a caller; the evaluation is dropped when it was the last one."""
         with self._lock:
-            if self._board.leave(flight, waiter):
-                self._aborts.append(flight.query.query_id)
-            if self._aborts or self._board.admitted_late:
+            if self._table.leave(request, waiter):
+                self._aborts.append(request.query.query_id)
+            if self._aborts or self._table.admitted_late:
                 self._changed.notify()
 
-    def open_gate(self) -> None:
-        """Let the requests that have arrived go to the engine."""
+    def flush(self) -> None:
+        """Dispatch the requests that have arrived."""
         with self._lock:
-            self._gate.open(self._board)
-            if self._board.inbox:
+            self._policy.flush(self._table)
+            if self._table.inbox:
                 self._changed.notify()
 
     def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
@@ -173,7 +186,7 @@ class Worker:
     def statistics(self) -> SchedulerStatistics:
         """A snapshot of the counters."""
         with self._lock:
-            return self._board.statistics()
+            return self._table.statistics()
 
     def _raise_if_stopped(self) -> None:
         if self._stopped is not None:
@@ -181,9 +194,9 @@ class Worker:
             raise error from self._stopped.__cause__
 
     def _fail_all(self, error: EngineError) -> Delivery:
-        self._aborts.extend(self._board.in_engine)
+        self._aborts.extend(self._table.in_engine)
         delivery = Delivery()
-        delivery.add_error(self._board.clear(), error)
+        delivery.add_error(self._table.clear(), error)
         return delivery
 
     # -- the engine's side: the worker's thread only ----------------------------------
@@ -224,16 +237,16 @@ class Worker:
         """Do what there is to do, and one step if there are queries in the engine."""
         with self._lock:
             aborts, self._aborts = self._aborts, []
-            flights = self._take_flights()
+            requests = self._take_requests()
         for query_id in aborts:
             engine.abort(query_id)
         self._run_calls(engine)
-        refused = self._submit(engine, flights)
+        refused = self._submit(engine, requests)
         if refused:
             self._hand_over(refused)
-        if self._board.in_engine:
+        if self._table.in_engine:
             start_s = time.perf_counter()
-            completions = self._step(engine)
+            completions = self._valid(engine, self._step(engine))
             self._hand_over(completions, step_s=time.perf_counter() - start_s)
 
     def _run_calls(self, engine: Any) -> None:
@@ -248,35 +261,35 @@ class Worker:
         """Block until there is something to do; False once the worker is stopped."""
         with self._lock:
             while self._stopped is None:
-                if self._aborts or self._calls or self._board.in_engine:
+                if self._aborts or self._calls or self._table.in_engine:
                     return True
-                wait_s = self._gate.seconds_to_departure(self._board)
+                wait_s = self._policy.seconds_to_dispatch(self._table)
                 if wait_s is not None and wait_s <= 0:
                     return True
                 self._changed.wait(wait_s)
             return False
 
-    def _take_flights(self) -> list[Flight]:
-        if not self._board.in_engine:  # a running batch is joined at any time
-            wait_s = self._gate.seconds_to_departure(self._board)
+    def _take_requests(self) -> list[PendingRequest]:
+        if not self._table.in_engine:  # a running batch is joined at any time
+            wait_s = self._policy.seconds_to_dispatch(self._table)
             if wait_s is None or wait_s > 0:
                 return []
         room = None
         if self._max_batch_size is not None:
-            room = self._max_batch_size - len(self._board.in_engine)
-        flights = self._board.take(room, time.perf_counter())
-        if not self._board.inbox:
-            self._gate.shut()
-        return flights
+            room = self._max_batch_size - len(self._table.in_engine)
+        requests = self._table.take(room, time.perf_counter())
+        if not self._table.inbox:
+            self._policy.hold()
+        return requests
 
-    def _submit(self, engine: Any, flights: list[Flight]) -> list[Completion]:
-        """Give the flights to the engine; returns the answers of those it refused."""
+    def _submit(self, engine: Any, requests: list[PendingRequest]) -> list[Completion]:
+        """Give the requests to the engine; returns the answers of those it refused."""
         refused = []
-        for flight in flights:
+        for request in requests:
             try:
-                engine.submit(flight.query)
+                engine.submit(request.query)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
-                refused.append(Completion(flight.query.query_id, error=error))
+                refused.append(Completion(request.query.query_id, error=error))
         return refused
 
     def _step(self, engine: Any) -> list[Completion]:
@@ -284,24 +297,36 @@ class Worker:
             return list(engine.step())
         except Exception as error:  # noqa: BLE001 - every query in the engine is told
             with self._lock:
-                query_ids = list(self._board.in_engine)
+                query_ids = list(self._table.in_engine)
             for query_id in query_ids:
                 engine.abort(query_id)
             return [Completion(query_id, error=error) for query_id in query_ids]
 
+    def _valid(self, engine: Any, completions: list[Completion]) -> list[Completion]:
+        """Replace results that `find_invalid` rejects by its errors."""
+        places = [i for i, each in enumerate(completions) if each.result is not None]
+        try:
+            invalid = self._find_invalid(engine, [completions[i].result for i in places])
+        except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
+            invalid = dict.fromkeys(range(len(places)), error)
+        for position, problem in invalid.items():
+            query_id = completions[places[position]].query_id
+            completions[places[position]] = Completion(query_id, error=problem)
+        return completions
+
     def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
-        """Store the results, take their flights off the board and wake the callers."""
-        # Stored before the flights end: else all repeated requests in between, which join
-        # no flight and find nothing stored, would be evaluated again.
+        """Store the results, remove their requests from the table and wake the callers."""
+        # Stored before the requests end: else all repeated requests in between, which join
+        # no request and find nothing stored, would be evaluated again.
         completions = [self._stored(completion) for completion in completions]
         with self._lock:
             finished = [
-                (answer, self._board.finish(answer.query_id, failed=answer.error is not None))
+                (answer, self._table.finish(answer.query_id, failed=answer.error is not None))
                 for answer in completions
             ]
             size = sum(1 for _, waiters in finished if waiters)
             if step_s and size:
-                self._board.count_batch(size)
+                self._table.count_batch(size)
         delivery = Delivery()
         for completion, waiters in finished:
             if completion.error is not None:
@@ -309,22 +334,22 @@ class Worker:
             else:
                 delivery.add_result(waiters, completion.result, self._copy_result)
         with self._lock:
-            idle = delivery.reaches_loops and not self._board.in_engine
-            lingers = idle and self._gate.linger(step_s)
-        delivery.send(afterwards=self.turns.open_after_turn if lingers else None)
+            idle = delivery.reaches_loops and not self._table.in_engine
+            waits = idle and self._policy.begin_grace_period(step_s)
+        delivery.send(afterwards=self._idle_flush.schedule if waits else None)
 
     def _stored(self, completion: Completion) -> Completion:
         """Show a result to `on_result`; a completion with its error if that raises."""
-        flight = self._board.in_engine.get(completion.query_id)
-        if flight is None or completion.error is not None:
+        request = self._table.in_engine.get(completion.query_id)
+        if request is None or completion.error is not None:
             return completion
         if completion.result is None:
             error = EvaluationError("the engine gave neither a result nor an error")
             return Completion(completion.query_id, error=error)
-        if flight.key is None:
+        if request.key is None:
             return completion
         try:
-            self._on_result(flight.key, completion.result)
+            self._on_result(request.key, completion.result)
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(completion.query_id, error=error)
         return completion

@@ -7,7 +7,7 @@ walks from the root pays for the nodes that it visits.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -19,7 +19,7 @@ from genlm.core.trie.layout import TrieLayout
 from genlm.core.trie.letters import item_key, spell
 from genlm.core.trie.navigation import Navigation
 
-__all__ = ["NodeView", "Views", "check_keys"]
+__all__ = ["NodeMapping", "NodeView", "Views", "check_keys"]
 
 T = TypeVar("T")
 
@@ -58,6 +58,36 @@ class NodeView(Sequence[T], Generic[T]):
         return (self[node] for node in range(len(self)))
 
 
+class NodeMapping(Mapping[int, T], Generic[T]):
+    """The entries of a `NodeView` as a mapping from nodes, in the order of their numbers."""
+
+    def __init__(self, entries: NodeView[T]) -> None:
+        self._entries = entries
+
+    @overload
+    def __getitem__(self, node: int) -> T: ...
+    @overload
+    def __getitem__(self, node: slice) -> list[T]: ...
+    def __getitem__(self, node: int | slice) -> T | list[T]:
+        if isinstance(node, slice):
+            return self._entries[node]
+        if node not in self:
+            raise KeyError(f"no node {node}; the trie's nodes are 0 to {len(self) - 1}")
+        return self._entries[node]
+
+    def __contains__(self, node: object) -> bool:
+        return hasattr(node, "__index__") and 0 <= operator.index(node) < len(self)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+
 class Views(Navigation):
     """The views of a trie as attributes; what they give must not be changed.
 
@@ -71,10 +101,20 @@ class Views(Navigation):
     def children(self) -> NodeView[dict[Any, int]]:
         """For every node its children by edge.
 
-        An edge is a letter (bytes as integers) or, for a leaf, `(None, position)` with the
-        token's position in `decode`. End-of-token edges come first, letters in order.
+        An edge is a letter (bytes as integers) or, for a leaf, `(None, leaf_label(leaf))`.
+        End-of-token edges come first, letters in order.
         """
-        return NodeView(len(self), _edge_reader(self.layout, self.letter_objects))
+        return NodeView(
+            len(self), _edge_reader(self.layout, self.letter_objects, self.leaf_label)
+        )
+
+    def leaf_label(self, leaf: int) -> Hashable:
+        """Return what the edge to a leaf carries in `children`: the leaf's number.
+
+        The leaf's number is the token's position in `decode`. A subclass may return another
+        label that no other leaf below the same parent has.
+        """
+        return leaf
 
     @cached_property
     def jump(self) -> NodeView[npt.NDArray[np.int32]]:
@@ -82,9 +122,9 @@ class Views(Navigation):
         return NodeView(len(self), self._sorted_children)
 
     @cached_property
-    def node2prefix(self) -> NodeView[list[Any]]:
+    def node2prefix(self) -> NodeMapping[list[Any]]:
         """For every node the letters from the root to it."""
-        return NodeView(len(self), self.prefix_of)
+        return NodeMapping(NodeView(len(self), self.prefix_of))
 
     @cached_property
     def word2leaf(self) -> dict[Hashable, int]:
@@ -115,7 +155,9 @@ class Views(Navigation):
 
 
 def _edge_reader(
-    layout: TrieLayout, letter_objects: Sequence[Hashable]
+    layout: TrieLayout,
+    letter_objects: Sequence[Hashable],
+    leaf_label: Callable[[int], Hashable],
 ) -> Callable[[int], dict[Any, int]]:
     """Make the function that lists a node's edges.
 
@@ -135,7 +177,7 @@ def _edge_reader(
         begin, end = lo[node], lo[first] if first < last else hi[node]
         if begin == end and last - first == 1:  # of most nodes: one letter, no token
             return {letters[first - n]: first}
-        found = {(None, leaf): leaf for leaf in order[begin:end]}
+        found: dict[Any, int] = {(None, leaf_label(leaf)): leaf for leaf in order[begin:end]}
         found.update(zip(letters[first - n : last - n], range(first, last)))
         return found
 
@@ -157,6 +199,6 @@ def check_keys(decode: Sequence[Any], layout: TrieLayout) -> None:
         first = position_of.setdefault(key, position)
         if first != position:
             raise VocabularyError(
-                f"items {first} and {position} of the vocabulary are both {key!r}; tokens that "
-                f"share bytes need ids of their own: Token(token_id, byte_string)"
+                f"Duplicate word in vocabulary: items {first} and {position} are both {key!r}; "
+                f"tokens that share bytes need ids of their own: Token(token_id, byte_string)"
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,25 @@ def a_poisoned_sequence_fails_alone(trial: EngineTrial) -> None:
         trial.saw("poisoned batch")
 
 
+@engine_check(cases=("NaN", "+inf", "sum of 2", "another shape", "another dtype"))
+def invalid_rows_are_refused(trial: EngineTrial) -> None:
+    """A row with NaN, with +inf or of a sum other than 1 is an error of that request alone."""
+    lm, probe = trial.load_probed()
+    asked = trial.some_sequences(5)
+    for case, spoiled in _SPOILED.items():
+        bad = len(case) % 5
+        probe.spoil = _spoiling(asked[bad], spoiled)
+        lm.clear_cache()
+        found = trial.run(_gathered(lm, asked))
+        trial.expect_raised(EvaluationError, found[bad], row_with=case)
+        good = [row for row in found if isinstance(row, torch.Tensor)]
+        trial.check_rows(good, [ids for ids in asked if ids != asked[bad]], row_with=case)
+        probe.spoil = lambda _query, row: row
+        row = trial.run(lm.next_token_logprobs(asked[bad]))
+        trial.check_row(row, asked[bad], after=f"a row with {case}")
+        trial.saw(case)
+
+
 @engine_check(cases=("broken step", "asked again"))
 def a_broken_step_is_survived(trial: EngineTrial) -> None:
     """An exception of `step` ends the requests in the engine; later ones are answered."""
@@ -77,6 +97,30 @@ def a_dead_engine_leaves_nobody_waiting(trial: EngineTrial) -> None:
             trial.expect_error(EngineDiedError, call, when="asked later", call=name)
             trial.saw("asked later")
         trial.call(lm.close)
+
+
+def _with_one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def spoiled(row: torch.Tensor) -> torch.Tensor:
+        row[len(row) // 2] = value
+        return row
+
+    return spoiled
+
+
+_SPOILED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "NaN": _with_one(math.nan),
+    "+inf": _with_one(math.inf),
+    "sum of 2": lambda row: row + math.log(2),
+    "another shape": lambda row: row[1:].log_softmax(-1),
+    "another dtype": lambda row: row.double(),
+}
+
+
+def _spoiling(token_ids: TokenTuple, spoiled: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def spoil(query: Query, row: torch.Tensor) -> torch.Tensor:
+        return spoiled(row) if query.token_ids == token_ids else row
+
+    return spoil
 
 
 def _is(token_ids: TokenTuple) -> Any:

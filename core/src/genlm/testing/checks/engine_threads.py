@@ -104,7 +104,7 @@ async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
 
 
 @engine_check(cases=("shared by two event loops",))
-def one_flight_serves_several_loops(trial: EngineTrial) -> None:
+def one_evaluation_serves_several_loops(trial: EngineTrial) -> None:
     """Callers on different event loops who share an evaluation each get a row of their own."""
     lm, probe = trial.load_probed()
     (token_ids,) = trial.some_sequences(1)

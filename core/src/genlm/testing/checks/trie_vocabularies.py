@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genlm.testing.check import trie_check
@@ -56,6 +56,10 @@ def _check_tree(trie: Any) -> None:
             jump = list(map(int, trie.jump[node]))
             expect(jump == children, f"jump[{node}] = {children}, its children", jump)
     expect(len(seen) == len(trie), f"{len(trie)} nodes below the root", len(seen))
+    if hasattr(trie, "node2prefix"):
+        found = trie.node2prefix
+        is_mapping = isinstance(found, Mapping) and list(found) == list(range(len(trie)))
+        expect(is_mapping, f"node2prefix, a mapping of the nodes 0 to {trie.root}", found)
     for letters, node in nodes_by_letters(trie).items():
         if hasattr(trie, "node2prefix"):
             found = tuple(trie.node2prefix[node])

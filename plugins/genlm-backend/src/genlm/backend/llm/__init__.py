@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import genlm
-from genlm.backend.llm.base import AsyncLM, MockAsyncLM
+from genlm.backend.llm.base import AsyncLM, MockAsyncLM, temper
 from genlm.backend.llm.hf import AsyncTransformer
 from genlm.backend.llm.mlx import AsyncMlxLM
 from genlm.backend.llm.served import ServedLM
@@ -22,6 +22,7 @@ __all__ = [
     "AsyncVirtualLM",
     "MockAsyncLM",
     "load_model_by_name",
+    "temper",
 ]
 
 _CLASSES: dict[str, Any] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, Self
@@ -19,11 +20,36 @@ import genlm
 from genlm.backend.tokenization import decode_vocab
 from genlm.core.sampling import draw_tokens, stream_seeds
 
-__all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM"]
+__all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
 
 class BatchAbandoned(RuntimeError):
     """Never raised: no caller leads a batch here. For programs that expect it."""
+
+
+def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return log-probabilities at another temperature: divided by it, and normalised.
+
+    Args:
+        row: Log-probabilities over the last dimension; not changed. What is -inf stays.
+        temperature: Finite and above 0.
+
+    Returns:
+        A tensor of the same shape, float64 for a float64 row, else float32. At temperature 1
+        `row` itself.
+
+    Raises:
+        ValueError: Another temperature.
+    """
+    if temperature == 1:
+        return row
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: expected a finite number above 0")
+    wide = row.to(torch.float32 if row.device.type == "mps" else torch.float64)
+    # The largest becomes 0 before the division, which could take all of them to -inf.
+    tempered = torch.log_softmax((wide - wide.amax(-1, keepdim=True)) / temperature, dim=-1)
+    tempered = torch.where(wide.isneginf(), wide, tempered)
+    return tempered.to(torch.promote_types(row.dtype, torch.float32))
 
 
 class AsyncLM(abc.ABC):
@@ -166,13 +192,19 @@ class AsyncLM(abc.ABC):
 
 
 class MockAsyncLM(AsyncLM):
-    """A model for tests: rows are random but depend on nothing except the token ids.
+    """A model for tests: rows are random and depend on nothing except the token ids.
 
-    Has no engine: a row is drawn where it is asked for, the same as with genlm-backend 0.3.
+    Each sequence of token ids has a row of its own, the same in every process: the softmax
+    of uniform numbers, computed where it is asked for, without an engine.
 
     Args:
         tokenizer: Gives the vocabulary.
+
+    Attributes:
+        device: Where the rows are, the CPU.
     """
+
+    device = torch.device("cpu")
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:
@@ -202,9 +234,10 @@ class MockAsyncLM(AsyncLM):
         """Do what `next_token_logprobs` does."""
         if lora_name is not None:
             raise genlm.UnknownAdapterError(lora_name)
-        seed = sum(place * int(token) for place, token in enumerate(token_ids, start=1))
-        draws = np.random.RandomState(seed % 2**32).rand(len(self.byte_vocab))
-        return torch.log_softmax(torch.tensor(draws, dtype=torch.float32), dim=-1)
+        content = np.array([int(token) for token in token_ids], dtype="<i8").tobytes()
+        seed = int.from_bytes(hashlib.sha256(content).digest(), "big")
+        logits = np.random.default_rng(seed).random(len(self.byte_vocab), dtype=np.float32)
+        return torch.log_softmax(torch.from_numpy(logits), dim=-1)
 
 
 def _named(lora_name: str | None) -> dict[str, str]:

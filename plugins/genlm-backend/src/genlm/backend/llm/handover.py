@@ -51,12 +51,16 @@ def recipe_of_vllm(llm: Any) -> Recipe:
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
         "enforce_eager": model.enforce_eager,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
     }
+    if cache.kv_cache_memory_bytes is not None:
+        options["kv_cache_memory_bytes"] = cache.kv_cache_memory_bytes
+    elif config.device_config.device_type != "cpu":
+        # On a CPU vLLM takes it as a share of all memory, and refuses to start with less.
+        options["gpu_memory_utilization"] = cache.gpu_memory_utilization
     if config.lora_config is not None:
         options |= {
             "enable_lora": True,

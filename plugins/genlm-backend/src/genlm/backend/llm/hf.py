@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -13,6 +13,9 @@ import genlm
 from genlm.backend.cache import TokenTrie
 from genlm.backend.llm.query import Query
 from genlm.backend.llm.served import ServedLM
+
+if TYPE_CHECKING:
+    from genlm.core.validation import TokenIds
 
 __all__ = ["AsyncTransformer", "Query"]
 
@@ -30,7 +33,7 @@ class AsyncTransformer(ServedLM):
 
     Attributes:
         model: `hf_model`.
-        device: Where it is.
+        device: Where rows are: the CPU. The model is on `model.device`.
         queries: What `add_query` collected.
     """
 
@@ -52,11 +55,13 @@ class AsyncTransformer(ServedLM):
             batch_size=batch_size,
         )
         self.model = hf_model
-        self.device = hf_model.device
+        self.device = torch.device("cpu")
         self.batch_size = batch_size
         self.timeout = timeout
         self.queries: list[Query] = []
         self._answering: set[asyncio.Task[None]] = set()
+        # Adapter and token ids of what `cache_kv` had the engine keep.
+        self._kept: set[tuple[str | None, tuple[int, ...]]] = set()
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -100,6 +105,18 @@ class AsyncTransformer(ServedLM):
         query, _ = self._asked(token_ids, lora_name)
         row: torch.Tensor = self._scheduler.answer_sync([(query, None)])[0]
         return row
+
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute a prefix and keep it, which `walk_cache` finds until `clear_kv_cache`."""
+        super().cache_kv(prompt_tokens, lora_name)
+        if genlm.Capability.PREFIX_CACHE in self.capabilities:
+            query, _ = self._asked(prompt_tokens, lora_name)
+            self._kept.add((query.adapter, query.token_ids))
+
+    def clear_kv_cache(self) -> None:
+        """Free the prefixes that the engine keeps, if any."""
+        self._kept.clear()
+        super().clear_kv_cache()
 
     def clear_cache(self) -> None:
         """Forget all rows, and all keys and values. Answers do not change."""
@@ -179,16 +196,18 @@ class AsyncTransformer(ServedLM):
     def walk_cache(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> tuple[TokenTrie, int, None, int]:
-        """Find the longest beginning of a sequence whose row is in the output cache.
+        """Find the longest beginning of a sequence that is kept: its row, or by `cache_kv`.
 
         Returns:
-            A node with the row, how many tokens lead to it, and None and 0: keys and
-            values are the engine's affair.
+            A node with the row, how many tokens lead to it, and None and 0: the engine has
+            the keys and values, and reuses them for whoever asks for the whole sequence.
         """
         query, _ = self._asked(token_ids, lora_name)
         for length in range(len(query.token_ids), 0, -1):
-            _, key = self._asked(query.token_ids[:length], lora_name)
-            row = self._cache.get(key)
+            beginning = query.token_ids[:length]
+            row = self._cache.get(self._asked(beginning, lora_name)[1])
+            if row is None and (query.adapter, beginning) in self._kept:
+                row = self.next_token_logprobs_sync(beginning, lora_name)
             if row is not None:
                 return TokenTrie(row), length, None, 0
         return TokenTrie(), 0, None, 0

@@ -63,6 +63,11 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """One string per id; the tokenizer's name of a token whose bytes are not UTF-8."""
         return bytes_to_strs(self.tokenizer, self.vocabulary.byte_vocab, "tokenizer")
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Where rows are, found by asking for one when this is first read."""
+        return self.next_token_logprobs_sync([0]).device
+
     # -- rows and samples: the adapter may be given by position -----------------------
 
     async def next_token_logprobs(

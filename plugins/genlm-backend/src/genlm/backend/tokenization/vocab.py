@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import genlm
-from genlm.backend.tokenization.token import Token, published_tokens
+from genlm.backend.tokenization.bytes import ByteVocabError, get_byte_vocab
+from genlm.backend.tokenization.token import Token
 
 __all__ = ["Fallback", "bytes_to_strs", "decode_vocab"]
 
@@ -32,7 +33,14 @@ def decode_vocab(
             (`VocabularyError`).
     """
     _check(byte2str_fallback)
-    byte_vocab = published_tokens(genlm.decode_vocab(tokenizer)[0])
+    try:
+        contents = get_byte_vocab(tokenizer)
+    except ByteVocabError as error:
+        raise genlm.VocabularyError(
+            f"Could not decode byte representation of the tokens of "
+            f"{type(tokenizer).__name__}: {error}"
+        ) from error
+    byte_vocab = [Token(token_id, content) for token_id, content in enumerate(contents)]
     return byte_vocab, bytes_to_strs(tokenizer, byte_vocab, byte2str_fallback)
 
 

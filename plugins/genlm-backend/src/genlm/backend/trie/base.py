@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from typing import Any
+
+import torch
 
 import genlm
 from genlm.backend.tokenization import Token
@@ -13,6 +16,8 @@ __all__ = ["TokenCharacterTrie"]
 
 class TokenCharacterTrie(genlm.TokenCharacterTrie):
     """Maps to `genlm.TokenCharacterTrie`, with the published and older spellings.
+
+    The edge to a token's leaf is `(None, token_id)`; see `leaf_label` for other items.
 
     Args:
         decode: Tokens, or other iterables of hashable letters. Plain bytes work, with a
@@ -24,14 +29,30 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
     """
 
     def __init__(self, decode: Any, **options: Any) -> None:
-        super().__init__(decode, **options)
-        if any(map(Token.is_plain_bytes, self.decode)):
-            warnings.warn(
-                "a TokenCharacterTrie of plain bytes is deprecated; pass Token objects, as "
-                "decode_vocab returns them",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+        try:
+            super().__init__(decode, **options)
+        finally:  # before the error for a word that occurs twice
+            if any(map(Token.is_plain_bytes, getattr(self, "decode", ()))):
+                warnings.warn(
+                    "Passing plain bytes to TokenCharacterTrie is deprecated; pass Token "
+                    "objects, as decode_vocab returns them",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+
+    def leaf_label(self, leaf: int) -> Hashable:
+        """Return what the edge to a leaf carries in `children`, beside None.
+
+        Returns:
+            The id of a token; the position in `decode` of another item. If a token with
+            the same letters has this id, the item itself.
+        """
+        item = self.decode[leaf]
+        if isinstance(item, Token):
+            return item.token_id
+        beside = [self.decode[other] for other in self.tokens_at(self.layout.parent[leaf])]
+        taken = {other.token_id for other in beside if isinstance(other, Token)}
+        return item if leaf in taken else leaf
 
     def mass_sum(self, ws: Any) -> Any:
         """Older name of `weight_sum`, with a `DeprecationWarning`."""
@@ -42,6 +63,10 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
         """Older name of `batch_weight_sum`, with a `DeprecationWarning`."""
         _warn_of_mass_sum("batch_mass_sum", "batch_weight_sum")
         return self.batch_weight_sum(ws)
+
+    def _preprocess_ws(self, ws: Any) -> Any:
+        """Return weights on the CPU, a tensor as numpy; reductions do not need this."""
+        return ws.detach().cpu().numpy() if isinstance(ws, torch.Tensor) else ws
 
 
 def _warn_of_mass_sum(old: str, new: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
+
 import genlm
 from genlm.backend.trie.base import TokenCharacterTrie
 
@@ -39,6 +41,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
     ) -> None:
         if device not in {None, "cpu", "cuda"}:
             raise ValueError(f"device={device!r}: expected 'cpu', 'cuda' or None")
+        self._asked_device = device
         if _DeviceTrie is genlm.TokenCharacterTrie:
             if device == "cuda":
                 raise genlm.MissingRequirementError(
@@ -49,3 +52,23 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
             super().__init__(decode, **options)
         else:
             super().__init__(decode, device=device, **options)
+
+    @property
+    def device(self) -> str:
+        """As given; for None `"cuda"` if the trie can use a GPU and there is one."""
+        if self._asked_device is not None:
+            return self._asked_device
+        has_kernels = _DeviceTrie is not genlm.TokenCharacterTrie
+        return "cuda" if has_kernels and torch.cuda.is_available() else "cpu"
+
+    def _preprocess_ws(self, batch_ws: Any) -> torch.Tensor:
+        """Return rows of weights as one float32 tensor on `device`; reductions need no such.
+
+        Raises:
+            WeightsError: A row has another length than the vocabulary.
+        """
+        rows = [torch.as_tensor(ws).to(self.device, torch.float32) for ws in batch_ws]
+        for row in rows:
+            if row.shape != (len(self.decode),):
+                raise genlm.WeightsError(f"rows of {len(self.decode)} weights", f"{row.shape}")
+        return torch.stack(rows)

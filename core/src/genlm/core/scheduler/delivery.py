@@ -1,7 +1,6 @@
-"""Requests in flight and the delivery of their answers.
+"""Delivery of answers to the callers that wait for them.
 
-A flight is one evaluation together with everybody who waits for it. Callers wait
-on an `asyncio.Future` (coroutines) or a `concurrent.futures.Future` (threads).
+Callers wait on an `asyncio.Future` (coroutines) or a `concurrent.futures.Future` (threads).
 """
 
 from __future__ import annotations
@@ -9,51 +8,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from genlm.core.errors import EvaluationError, GenlmError
+from genlm.core.errors import EvaluationError, GenlmError, described
 
-__all__ = ["Delivery", "Flight", "Identified", "Waiter", "described"]
+__all__ = ["Delivery", "Waiter"]
 
 Waiter = asyncio.Future[Any] | concurrent.futures.Future[Any]
-
-
-class Identified(Protocol):
-    """Anything that can be scheduled: it has an id of its own."""
-
-    @property
-    def query_id(self) -> int:
-        """Names the answer; unique among the scheduler's queries."""
-        ...
-
-
-class Flight:
-    """One evaluation and its waiting callers; guarded by the worker's lock.
-
-    Finishing a flight takes its waiters away, so that a caller who leaves at that
-    moment finds itself gone already.
-
-    Attributes:
-        query: What the engine is asked.
-        key: Identical requests have equal keys; None is never shared.
-        waiters: Who wants the answer. Empty means abandoned.
-        arrived_s: `time.perf_counter()` at arrival.
-    """
-
-    __slots__ = ("arrived_s", "key", "query", "waiters")
-
-    def __init__(self, query: Any, key: Hashable, waiter: Waiter, arrived_s: float) -> None:
-        self.query = query
-        self.key = key
-        self.waiters: dict[Waiter, None] = {waiter: None}  # an ordered set
-        self.arrived_s = arrived_s
-
-    def take_waiters(self) -> list[Waiter]:
-        """Remove and return all waiters."""
-        waiters = list(self.waiters)
-        self.waiters.clear()
-        return waiters
 
 
 class Delivery:
@@ -148,11 +110,3 @@ def _own_error(error: BaseException) -> BaseException:
     own = EvaluationError(f"the engine raised {described(error)}")
     own.__cause__ = error
     return own
-
-
-def described(error: BaseException) -> str:
-    """Its class and its message, which may be anybody's code."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - even `str` of a foreign exception may raise
-        return type(error).__name__

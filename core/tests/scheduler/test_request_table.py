@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from genlm import Query
-from genlm.core.scheduler.board import Board
+from genlm.core.scheduler.request_table import RequestTable
 
 
 class Interrupted(OrderedDict[int, Any]):
@@ -20,12 +20,12 @@ class Interrupted(OrderedDict[int, Any]):
 
 
 def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None:
-    board = Board(max_pending=None)
+    table = RequestTable(max_pending=None)
     first, second = concurrent.futures.Future[Any](), concurrent.futures.Future[Any]()
-    board.inbox = Interrupted()
+    table.inbox = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        board.enqueue(Query(0, (1,)), "key", first, 0.0)
-    board.inbox = OrderedDict()
-    board.enqueue(Query(1, (1,)), "key", second, 0.0)
-    (flight,) = board.take(None, 0.0)
-    assert flight.take_waiters() == [second]
+        table.enqueue(Query(0, (1,)), "key", first, 0.0)
+    table.inbox = OrderedDict()
+    table.enqueue(Query(1, (1,)), "key", second, 0.0)
+    (request,) = table.take(None, 0.0)
+    assert request.take_waiters() == [second]

@@ -1,0 +1,226 @@
+"""How much memory is free, within every limit that holds for this process.
+
+For engines that choose the size of a cache. On the CPU that is the smallest of what the
+machine has available, what Linux' control groups (versions 1 and 2, nested, in containers)
+leave, what the memory nodes have to which the process is bound, and what RLIMIT_AS leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from genlm.core.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["cache_budget_bytes", "free_memory_bytes"]
+
+_PROCESS = Path("/proc")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
+_UNKNOWN = 2**32
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Bound:
+    """A number of bytes that can be allocated, and the limit that says so."""
+
+    nbytes: int
+    limit: str
+
+
+def free_memory_bytes(
+    device: torch.device | str = "cpu", *, memory_nodes: Collection[int] | None = None
+) -> int:
+    """Return how many bytes this process can allocate before anything fails or swaps.
+
+    Pages of the file cache, which the kernel gives back on demand, count as free.
+
+    Args:
+        device: A torch device. Of a CUDA device the driver's figure is returned, of any
+            other one that of the CPU.
+        memory_nodes: NUMA nodes that will be allocated from. By default those to which the
+            process is bound, if it is bound to some of them.
+    """
+    return _free(device, memory_nodes).nbytes
+
+
+def cache_budget_bytes(
+    device: torch.device | str = "cpu",
+    *,
+    share: float,
+    at_least: int,
+    at_most: int,
+    option: str,
+    memory_nodes: Collection[int] | None = None,
+) -> int:
+    """Return the default size of an engine's cache: a share of the free memory.
+
+    Args:
+        device: Where the cache will be.
+        share: Of the free memory, for this cache.
+        at_least: Size of the smallest cache that is of use.
+        at_most: The result is never larger.
+        option: How users choose the size themselves; it is named in the error.
+        memory_nodes: As for `free_memory_bytes`.
+
+    Raises:
+        ModelLoadError: The share is smaller than `at_least`.
+    """
+    free = _free(device, memory_nodes)
+    budget = min(int(free.nbytes * share), at_most)
+    if budget < at_least:
+        raise ModelLoadError(
+            f"asked for a KV cache of the default size, {share:.3g} of the free memory; "
+            f"{free.nbytes // _MIB} MiB are free, as limited by {free.limit}, and the smallest "
+            f"useful cache of {-(-at_least // _MIB)} MiB needs "
+            f"{-(-int(at_least / share) // _MIB)} MiB. Free memory, raise that limit, or "
+            f"choose a size with {option}"
+        )
+    return budget
+
+
+def _free(device: torch.device | str, memory_nodes: Collection[int] | None) -> _Bound:
+    if str(device).startswith("cuda"):
+        import torch
+
+        return _Bound(int(torch.cuda.mem_get_info(device)[0]), f"the device {device}")
+    bounds = [_of_the_machine(), *_of_control_groups(), *_of_address_space()]
+    nodes = _bound_nodes() if memory_nodes is None else set(memory_nodes)
+    if nodes:
+        bounds += _of_nodes(nodes)
+    smallest = min(bounds)
+    return _Bound(max(0, smallest.nbytes), smallest.limit)
+
+
+def _of_the_machine() -> _Bound:
+    available = _fields(_PROCESS / "meminfo").get("MemAvailable:")
+    if available is None and "SC_PHYS_PAGES" in os.sysconf_names:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // 1024
+    return _Bound(_UNKNOWN if available is None else available * 1024, "the machine")
+
+
+def _of_control_groups() -> Iterator[_Bound]:
+    """Yield what each control group leaves that this process is in.
+
+    Inside a container a group's own path may be hidden; its limits are then at the root.
+    """
+    for line in _lines(_PROCESS / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            # Where both versions are in use, version 2 may be mounted below.
+            for root in (_CONTROL_GROUPS, _CONTROL_GROUPS / "unified"):
+                yield from _of_groups(root, path, ("memory.max", "memory.high"), "current", "")
+        elif "memory" in controllers.split(","):
+            root = _CONTROL_GROUPS / "memory"
+            limits = ("memory.limit_in_bytes",)
+            yield from _of_groups(root, path, limits, "usage_in_bytes", "total_")
+
+
+def _of_groups(
+    root: Path, path: str, limits: Collection[str], used: str, prefix: str
+) -> Iterator[_Bound]:
+    group = root / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            return
+        found = [limit for name in limits if (limit := _number(folder / name)) is not None]
+        usage = _number(folder / f"memory.{used}")
+        if found and usage is not None:
+            name = "/" + str(folder.relative_to(root)).strip(".")
+            reclaimable = _reclaimable(folder / "memory.stat", prefix)
+            yield _Bound(min(found) - usage + reclaimable, f"the control group {name}")
+
+
+def _reclaimable(statistics: Path, prefix: str) -> int:
+    """Return the pages of a group that the kernel drops when the group needs room."""
+    fields = _fields(statistics)
+    kinds = (f"{prefix}inactive_file", f"{prefix}active_file", "slab_reclaimable")
+    return sum(fields.get(kind, 0) for kind in kinds)
+
+
+def _of_address_space() -> Iterator[_Bound]:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    pages = " ".join(_lines(_PROCESS / "self" / "statm")).split()
+    if limit != resource.RLIM_INFINITY and pages:
+        taken = int(pages[0]) * resource.getpagesize()
+        yield _Bound(limit - taken, "the address space (RLIMIT_AS, ulimit -v)")
+
+
+def _of_nodes(nodes: Collection[int]) -> Iterator[_Bound]:
+    free, known = 0, []
+    for node in sorted(nodes):
+        # Each line begins with the words Node and 0.
+        lines = [line.split()[2:] for line in _lines(_NODES / f"node{node}" / "meminfo")]
+        sizes = {name: int(size) * 1024 for name, size, *_ in lines}
+        if sizes:
+            known.append(str(node))
+            kinds = ("MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:")
+            free += sum(sizes.get(kind, 0) for kind in kinds)
+    if known:
+        yield _Bound(free, f"NUMA memory node {', '.join(known)}")
+
+
+def _bound_nodes() -> set[int] | None:
+    """Return the memory nodes to which this process is bound, None if it may use any."""
+    online = _ids(" ".join(_lines(_NODES / "online")))
+    allowed = online
+    for line in _lines(_PROCESS / "self" / "status"):
+        name, _, value = line.partition(":")
+        if name == "Mems_allowed_list":
+            allowed = _ids(value) & online
+    # The policy that numactl sets, as the second word of any mapping without one of its own.
+    with_policy = _first_line(_PROCESS / "self" / "numa_maps").split()[1:2]
+    for policy in with_policy:
+        name, _, nodes = policy.partition(":")
+        if name.partition("=")[0] == "bind":
+            allowed &= _ids(nodes)
+    return allowed if allowed and allowed != online else None
+
+
+def _ids(text: str) -> set[int]:
+    """Read a list such as `0-2,5`."""
+    ids: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        ids.update(range(int(first), int(last or first) + 1))
+    return ids
+
+
+def _lines(path: Path) -> list[str]:
+    """Return a file's lines, none if it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _first_line(path: Path) -> str:
+    # All of `numa_maps` would take a walk through every page of the process.
+    try:
+        with path.open() as lines:
+            return lines.readline()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file, None for `max` or without one."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return numbers by the words before them, one on each line."""
+    words = (line.split() for line in _lines(path))
+    return {name: int(number) for name, number, *_ in words if number.isdecimal()}

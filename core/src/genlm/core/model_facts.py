@@ -1,0 +1,289 @@
+"""`ModelFacts`: what a model's config says about how it computes, and which were verified.
+
+Reads the plain mapping of a config; imports neither transformers nor an engine. What a config
+leaves to the defaults of its class is unknown here, so pass `config.to_dict()` of
+transformers where it knows the model, and the text of config.json only where it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+__all__ = ["ModelFacts", "rope_settings"]
+
+_WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+_LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "_block_types")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_HEAD_DIMS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels")
+
+# Settings that only models with a recurrent or convolutional state have.
+_STATES = (
+    "state_size",
+    "mamba_d_state",
+    "ssm_state_size",
+    "mamba_d_ssm",
+    "conv_L_cache",
+    "linear_conv_kernel_dim",
+    "lru_width",
+    "attention_hidden_size",
+)
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention", "hybrid")
+
+# Booleans that change what is computed with the same weights.
+_STRUCTURES = (
+    "new_decoder_architecture",
+    "multi_query",
+    "parallel_attn",
+    "use_parallel_residual",
+    "qk_layernorm",
+    "use_qk_norm",
+    "is_decoder",
+)
+
+# Architectures without a setting that says so.
+_ALIBI_TYPES = {"bloom", "mpt"}
+_SINK_TYPES = {"gpt_oss"}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """How a model computes, by its config; of its text model where it has several.
+
+    Attributes:
+        architecture: Name of its class, else its `model_type`.
+        model_type: transformers' name of the architecture; that of the text model.
+        rope_types: Kinds of scaled rotary embeddings, of all layers; empty for plain ones.
+        sliding_windows: The sizes of windows that are smaller than the context.
+        layer_types: Kinds of layers that the config names, sorted.
+        attention_chunk_size: Tokens of a chunk that attends to itself only.
+        alibi: Whether positions are biases of attention scores.
+        attention_softcap: Bound of attention scores.
+        logit_softcap: Bound of logits.
+        attention_sinks: Whether attention has a learned sink.
+        recurrent: Whether a layer keeps a recurrent or convolutional state.
+        hybrid: Whether it has attention layers beside such ones.
+        latent_attention: Whether keys and values are compressed (MLA).
+        sparse_attention: Whether each token attends to chosen tokens only.
+        num_experts: Experts of a layer, 0 for a dense model.
+        num_heads: Attention heads of a layer; None if the config does not say.
+        num_kv_heads: Heads of keys and values.
+        head_dims: Widths of heads, as stated or as the model's width by `num_heads`.
+        max_positions: Positions that the config states; None for no limit.
+        original_positions: Positions before rotary embeddings were scaled.
+        structures: Settings that change what is computed, by name, and are on.
+    """
+
+    architecture: str
+    model_type: str = ""
+    rope_types: tuple[str, ...] = ()
+    sliding_windows: tuple[int, ...] = ()
+    layer_types: tuple[str, ...] = ()
+    attention_chunk_size: int | None = None
+    alibi: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attention_sinks: bool = False
+    recurrent: bool = False
+    hybrid: bool = False
+    latent_attention: bool = False
+    sparse_attention: bool = False
+    num_experts: int = 0
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dims: tuple[int, ...] = ()
+    max_positions: int | None = None
+    original_positions: int | None = None
+    structures: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Read a config.
+
+        Args:
+            config: A mapping, such as the content of config.json, or an object with a method
+                `to_dict`, such as a config of transformers.
+
+        Raises:
+            TypeError: `config` is neither.
+        """
+        return cls(**_facts(_as_mapping(config)))
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """What beyond plain attention, feed-forward layers and positions the model uses."""
+        found = {
+            "alibi": self.alibi,
+            "attention_sinks": self.attention_sinks,
+            "attention_softcap": self.attention_softcap is not None,
+            "chunked_attention": self.attention_chunk_size is not None,
+            "experts": self.num_experts > 0,
+            "latent_attention": self.latent_attention,
+            "logit_softcap": self.logit_softcap is not None,
+            "recurrent": self.recurrent,
+            "sliding_window": bool(self.sliding_windows),
+            "sparse_attention": self.sparse_attention,
+        }
+        names = [name for name, used in found.items() if used]
+        return (*names, *(f"{kind}_rope" for kind in self.rope_types), *self.structures)
+
+    @property
+    def key(self) -> str:
+        """Name under which a family is verified: architecture and mechanisms in use."""
+        return " + ".join([self.architecture, *self.mechanisms])
+
+    @property
+    def rope_by_longest(self) -> bool:
+        """Whether frequencies depend on the longest sequence of a pass.
+
+        Sequences of different lengths must then not share a pass.
+        """
+        return any(kind == "longrope" or "dynamic" in kind for kind in self.rope_types)
+
+
+def rope_settings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary settings of a text config, one for each type of layer.
+
+    Args:
+        config: A mapping, or an object with the settings as attributes.
+    """
+    read = config.get if isinstance(config, Mapping) else functools.partial(_attribute, config)
+    settings = read("rope_parameters") or read("rope_scaling")
+    if not isinstance(settings, Mapping):
+        return
+    yield settings
+    yield from (value for value in settings.values() if isinstance(value, Mapping))
+
+
+def _attribute(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if not isinstance(config, Mapping) and hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"expected the mapping of a config, or a config of transformers; found "
+            f"{type(config).__name__}"
+        )
+    return config
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    text = config if not isinstance(text, Mapping) else {**text}
+    model_type = str(text.get("model_type") or config.get("model_type") or "")
+    architectures = config.get("architectures") or text.get("architectures") or [model_type]
+    layer_types = _layer_types(text)
+    recurrent = _is_recurrent(text, layer_types)
+    heads = _integer(text, *_HEADS)
+    positions = None if _alibi(text, model_type) else _integer(text, *_POSITIONS)
+    return {
+        "architecture": str(architectures[0]),
+        "model_type": model_type,
+        "rope_types": _rope_types(text),
+        "sliding_windows": _sliding_windows(text, layer_types, positions),
+        "layer_types": layer_types,
+        "attention_chunk_size": _chunk_size(text, layer_types),
+        "alibi": _alibi(text, model_type),
+        "attention_softcap": text.get("attn_logit_softcapping"),
+        "logit_softcap": text.get("final_logit_softcapping"),
+        "attention_sinks": model_type in _SINK_TYPES,
+        "recurrent": recurrent,
+        "hybrid": recurrent and _has_attention(text, layer_types),
+        "latent_attention": text.get("kv_lora_rank") is not None,
+        "sparse_attention": text.get("index_topk") is not None,
+        "num_experts": _integer(text, *_EXPERTS) or 0,
+        "num_heads": heads,
+        "num_kv_heads": _integer(text, "num_key_value_heads", "num_kv_heads") or heads,
+        "head_dims": _head_dims(text, heads),
+        "max_positions": positions,
+        "original_positions": _original_positions(text),
+        "structures": tuple(name for name in _STRUCTURES if text.get(name) is True),
+    }
+
+
+def _integer(config: Mapping[str, Any], *names: str) -> int | None:
+    found = (config.get(name) for name in names)
+    return next((n for n in found if type(n) is int and n > 0), None)
+
+
+def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = next((config[name] for name in _LAYER_TYPES if config.get(name)), ())
+    return tuple(sorted({str(kind) for kind in found}))
+
+
+def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {
+        str(settings.get("rope_type", settings.get("type")) or "default")
+        for settings in rope_settings(config)
+    }
+    return tuple(sorted(kinds - {"default"}))
+
+
+def _sliding_windows(
+    config: Mapping[str, Any], layer_types: tuple[str, ...], positions: int | None
+) -> tuple[int, ...]:
+    """Windows in use: some layer has one, and a context may be longer."""
+    if config.get("use_sliding_window") is False:
+        return ()
+    attending = [kind for kind in layer_types if "attention" in kind]
+    if attending and not any("sliding" in kind or kind == "attention" for kind in attending):
+        return ()
+    if config.get("attention_layers") and "local" not in config["attention_layers"]:
+        return ()
+    sizes = {config.get(name) for name in _WINDOWS}
+    return tuple(
+        sorted(n for n in sizes if type(n) is int and 0 < n < (positions or float("inf")))
+    )
+
+
+def _chunk_size(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> int | None:
+    if layer_types and "chunked_attention" not in layer_types:
+        return None
+    return _integer(config, "attention_chunk_size")
+
+
+def _alibi(config: Mapping[str, Any], model_type: str) -> bool:
+    attention = config.get("attn_config")
+    if isinstance(attention, Mapping) and attention.get("alibi") is not None:
+        return bool(attention["alibi"])
+    stated = config.get("alibi")
+    named = config.get("position_embedding_type") == "alibi"
+    return bool(stated) or named or (stated is None and model_type in _ALIBI_TYPES)
+
+
+def _is_recurrent(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bool:
+    if any(config.get(name) is not None for name in _STATES):
+        return True
+    return any(
+        kind not in _ATTENTION_LAYERS and "attention" not in kind for kind in layer_types
+    ) or ("linear_attention" in layer_types)
+
+
+def _has_attention(config: Mapping[str, Any], layer_types: tuple[str, ...]) -> bool:
+    named = {"hybrid", "attention"} & {*layer_types}
+    softmax = {kind for kind in layer_types if kind.endswith("_attention")} - {
+        "linear_attention"
+    }
+    periods = _integer(config, "attn_layer_period", "full_attention_interval") is not None
+    return bool(named or softmax) or periods
+
+
+def _head_dims(config: Mapping[str, Any], heads: int | None) -> tuple[int, ...]:
+    stated = {_integer(config, name) for name in _HEAD_DIMS} - {None}
+    width = _integer(config, "hidden_size", "n_embd", "d_model")
+    if not stated and heads is not None and width is not None:
+        stated = {width // heads}
+    return tuple(sorted(n for n in stated if n is not None))
+
+
+def _original_positions(config: Mapping[str, Any]) -> int | None:
+    name = "original_max_position_embeddings"
+    found = [_integer(settings, name) for settings in rope_settings(config)]
+    return next((n for n in found if n is not None), _integer(config, name))

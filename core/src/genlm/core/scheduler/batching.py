@@ -1,0 +1,131 @@
+"""The batching policy: when the requests in the inbox are dispatched to the engine.
+
+An idle engine gets a batch when the event loop has run what was ready, without a timer.
+The coroutines that are ready to run in the same iteration of the event loop as a request are
+likely to send requests too. So the first request of an iteration schedules a callback at the
+end of the loop's queue. When a whole iteration has added no request, that callback flushes
+the inbox; while requests keep arriving it is scheduled again, a bounded number of times.
+
+After a step the callers that it answered are likely to send their next requests. A request
+that arrived during the step waits for them: until the event loop has run them, or for a
+grace period that is a small share of the step's duration, whichever is shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from genlm.core.scheduler.request_table import RequestTable
+from genlm.core.validation import checked_integer, checked_number
+
+__all__ = ["BatchingPolicy", "IdleFlush", "Limits"]
+
+MAX_ITERATIONS = 8
+"""Most iterations of an event loop that a growing batch is held back."""
+
+GRACE_SHARE = 0.1
+"""Longest grace period, as a share of the last step. It costs at most that share of the
+throughput; without it one late request can split a population into two batches for good."""
+
+MIN_GRACE_S = 1e-4
+"""Below this, waiting costs more in thread switches than a split batch does."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How requests are batched; see `Scheduler`."""
+
+    max_batch_size: int | None = None
+    max_wait_s: float = 0.0
+    max_pending: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_pending"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, checked_integer(name, value, 1))
+        # Python's own numbers from here on, and no longer than a lock can wait.
+        max_wait_s = min(checked_number("max_wait_s", self.max_wait_s), threading.TIMEOUT_MAX)
+        object.__setattr__(self, "max_wait_s", max_wait_s)
+
+
+class BatchingPolicy:
+    """Decides how long the inbox of an idle engine waits; guarded by the worker's lock."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._is_flushed = False
+        self._grace_until_s: float | None = None
+
+    def flush(self, table: RequestTable) -> None:
+        """Dispatch what is in the inbox; a later request needs another flush."""
+        self._grace_until_s = None
+        self._is_flushed = bool(table.inbox)
+
+    def hold(self) -> None:
+        """Keep what arrives from now on until the next flush."""
+        self._grace_until_s = None
+        self._is_flushed = False
+
+    def begin_grace_period(self, step_s: float) -> bool:
+        """Hold late requests for the callers that a step of `step_s` seconds answered.
+
+        Returns:
+            Whether they are held, so that those callers' event loops should flush.
+        """
+        if GRACE_SHARE * step_s <= MIN_GRACE_S:
+            return False
+        self._is_flushed = False
+        self._grace_until_s = time.perf_counter() + GRACE_SHARE * step_s
+        return True
+
+    def seconds_to_dispatch(self, table: RequestTable) -> float | None:
+        """When the inbox is dispatched if nothing else happens; None: at the next flush."""
+        inbox, limits = table.inbox, self._limits
+        if not inbox:
+            return None
+        if limits.max_batch_size is not None and len(inbox) >= limits.max_batch_size:
+            return 0.0
+        is_flushed = self._is_flushed or table.admitted_late
+        if is_flushed and not limits.max_wait_s:
+            return 0.0
+        now_s = time.perf_counter()
+        if is_flushed:
+            return next(iter(inbox.values())).arrived_s + limits.max_wait_s - now_s
+        return None if self._grace_until_s is None else self._grace_until_s - now_s
+
+
+class IdleFlush:
+    """Flushes the inbox once the running event loop has no more requests to add.
+
+    Args:
+        flush: Called on an event loop's thread.
+        count_inbox: Number of requests in the inbox.
+    """
+
+    def __init__(self, flush: Callable[[], None], count_inbox: Callable[[], int]) -> None:
+        self._flush = flush
+        self._count_inbox = count_inbox
+        # Several threads use it at once, by operations that are atomic, each on its own loop.
+        self._scheduled: set[asyncio.AbstractEventLoop] = set()
+
+    def schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Flush when the running event loop has run what is ready now."""
+        if loop not in self._scheduled:
+            for other in list(self._scheduled):
+                if other.is_closed():  # its callback never runs
+                    self._scheduled.discard(other)
+            self._scheduled.add(loop)
+            loop.call_soon(self._iteration, loop, 0, MAX_ITERATIONS)
+
+    def _iteration(self, loop: asyncio.AbstractEventLoop, before: int, left: int) -> None:
+        count = self._count_inbox()
+        if count > before and left:
+            loop.call_soon(self._iteration, loop, count, left - 1)
+            return
+        self._scheduled.discard(loop)
+        self._flush()

@@ -1,0 +1,199 @@
+"""The request table: where each unfinished request is, and who waits for it.
+
+Bookkeeping only: no threads, no event loops, no engine. The worker guards it with
+its lock. Every operation is O(1) in the number of requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+from genlm.core.scheduler.delivery import Waiter
+from genlm.core.statistics import SchedulerStatistics
+
+__all__ = ["Identified", "PendingRequest", "RequestTable"]
+
+
+class Identified(Protocol):
+    """Anything that can be scheduled: it has an id of its own."""
+
+    @property
+    def query_id(self) -> int:
+        """Names the answer; unique among the scheduler's queries."""
+        ...
+
+
+class PendingRequest:
+    """One evaluation and the callers that wait for it; guarded by the worker's lock.
+
+    Finishing a request removes its waiters, so that a caller who is cancelled at that
+    moment finds itself removed already.
+
+    Attributes:
+        query: What the engine is asked.
+        key: Identical requests have equal keys; None is never shared.
+        waiters: Futures of the callers. Empty means abandoned.
+        arrived_s: `time.perf_counter()` at arrival.
+    """
+
+    __slots__ = ("arrived_s", "key", "query", "waiters")
+
+    def __init__(self, query: Any, key: Hashable, waiter: Waiter, arrived_s: float) -> None:
+        self.query = query
+        self.key = key
+        self.waiters: dict[Waiter, None] = {waiter: None}  # an ordered set
+        self.arrived_s = arrived_s
+
+    def take_waiters(self) -> list[Waiter]:
+        """Remove and return all waiters."""
+        waiters = list(self.waiters)
+        self.waiters.clear()
+        return waiters
+
+
+class RequestTable:
+    """All unfinished requests, in order of arrival, and the counters about them.
+
+    A request is held back by `max_pending`, then in the inbox, then in the engine.
+
+    Attributes:
+        inbox: Requests admitted and not yet in the engine, by query id.
+        in_engine: Requests that the engine works on, by query id.
+        admitted_late: Whether the inbox has requests that were held back first: no caller
+            will flush the inbox for them.
+    """
+
+    def __init__(self, max_pending: int | None) -> None:
+        self.inbox: OrderedDict[int, PendingRequest] = OrderedDict()
+        self.in_engine: dict[int, PendingRequest] = {}
+        self.admitted_late = False
+        self._held_back: OrderedDict[int, PendingRequest] = OrderedDict()
+        self._joinable: dict[Hashable, PendingRequest] = {}
+        self._max_pending = max_pending
+        self._joined = self._answered = self._failed = self._abandoned = 0
+        self._batch_sizes: Counter[int] = Counter()
+        self._queue_seconds = 0.0
+
+    def enqueue(
+        self, query: Identified, key: Hashable, waiter: Waiter, arrived_s: float
+    ) -> PendingRequest:
+        """Add a request, or let its caller join the request with the same key.
+
+        Raises:
+            ValueError: An unfinished request has the same id.
+        """
+        request = self._joinable.get(key) if key is not None else None
+        if request is not None:
+            request.waiters[waiter] = None
+            self._joined += 1
+            return request
+        query_id = query.query_id
+        if query_id in self.inbox or query_id in self.in_engine or query_id in self._held_back:
+            raise ValueError(
+                f"query id {query_id} is that of an unanswered request; every query of a "
+                f"scheduler needs an id of its own (itertools.count, for example)"
+            )
+        request = PendingRequest(query, key, waiter, arrived_s)
+        place = self._held_back if self._held_back or self._is_full else self.inbox
+        place[query_id] = request
+        if key is not None:  # last: Ctrl-C may keep a request from its place, not from joiners
+            self._joinable[key] = request
+        return request
+
+    def leave(self, request: PendingRequest, waiter: Waiter) -> bool:
+        """Remove a waiter; True if the engine should now abort the request."""
+        if waiter not in request.waiters:
+            return False
+        del request.waiters[waiter]
+        if request.waiters:
+            return False
+        aborts = request.query.query_id in self.in_engine
+        self._remove(request)
+        self._abandoned += 1
+        return aborts
+
+    def take(self, limit: int | None, now_s: float) -> list[PendingRequest]:
+        """Move up to `limit` requests from the inbox to the engine, oldest first."""
+        if limit is None or limit >= len(self.inbox):
+            taken = list(self.inbox.values())
+            self.inbox.clear()
+        else:
+            taken = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
+        self.admitted_late = self.admitted_late and bool(self.inbox)
+        for request in taken:
+            self.in_engine[request.query.query_id] = request
+            self._queue_seconds += now_s - request.arrived_s
+        return taken
+
+    def finish(self, query_id: int, *, failed: bool) -> list[Waiter]:
+        """Remove an answered request and return its waiters; none if it was abandoned."""
+        request = self.in_engine.pop(query_id, None)
+        if request is None:
+            return []
+        self._close_to_joiners(request)
+        if self._held_back:
+            self._admit()
+        if failed:
+            self._failed += 1
+        else:
+            self._answered += 1
+        return request.take_waiters()
+
+    def count_batch(self, size: int) -> None:
+        """Record that one step finished `size` evaluations."""
+        self._batch_sizes[size] += 1
+
+    def clear(self) -> list[Waiter]:
+        """Remove all requests and return all waiters; the caller fails them."""
+        requests = [
+            *self.in_engine.values(),
+            *self.inbox.values(),
+            *self._held_back.values(),
+        ]
+        for places in (self.in_engine, self.inbox, self._held_back, self._joinable):
+            places.clear()
+        self.admitted_late = False
+        self._failed += len(requests)
+        return [waiter for request in requests for waiter in request.take_waiters()]
+
+    def statistics(self) -> SchedulerStatistics:
+        """A snapshot of the counters."""
+        return SchedulerStatistics(
+            joined=self._joined,
+            answered=self._answered,
+            failed=self._failed,
+            abandoned=self._abandoned,
+            batches=sum(self._batch_sizes.values()),
+            batch_sizes=dict(self._batch_sizes),
+            queue_seconds=self._queue_seconds,
+            pending=self._pending,
+            waiting=len(self._held_back),
+        )
+
+    @property
+    def _pending(self) -> int:
+        return len(self.inbox) + len(self.in_engine)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_pending is not None and self._pending >= self._max_pending
+
+    def _admit(self) -> None:
+        """Fill the inbox up to `max_pending` with what was held back."""
+        while self._held_back and not self._is_full:
+            query_id, request = self._held_back.popitem(last=False)
+            self.inbox[query_id] = request
+            self.admitted_late = True
+
+    def _remove(self, request: PendingRequest) -> None:
+        self._close_to_joiners(request)
+        for place in (self.in_engine, self.inbox, self._held_back):
+            if place.pop(request.query.query_id, None) is not None:
+                break
+        self._admit()
+
+    def _close_to_joiners(self, request: PendingRequest) -> None:
+        if request.key is not None and self._joinable.get(request.key) is request:
+            del self._joinable[request.key]

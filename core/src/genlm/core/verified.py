@@ -1,0 +1,88 @@
+"""Which model families an engine was verified on, and what happens to the others."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from genlm.core.errors import ModelLoadError
+from genlm.core.model_facts import ModelFacts
+
+__all__ = ["UnverifiedModelWarning", "VerifiedFamilies", "check_verified"]
+
+_CHOICES = ("warn", "refuse")
+
+
+class UnverifiedModelWarning(UserWarning):
+    """A model is served whose family was not compared with an unbatched forward pass."""
+
+
+@dataclass(frozen=True)
+class VerifiedFamilies:
+    """Families on which an engine's rows were compared with an unbatched forward pass.
+
+    Attributes:
+        versions: Of the libraries with which they were compared.
+        errors: The largest difference in log-probability, by `ModelFacts.key`.
+    """
+
+    versions: Mapping[str, str]
+    errors: Mapping[str, float]
+
+    @classmethod
+    def of_package(cls, package: str) -> Self:
+        """Read `verified.json` of an engine's package.
+
+        Raises:
+            FileNotFoundError: It has none.
+        """
+        text = importlib.resources.files(package).joinpath("verified.json").read_text("utf-8")
+        return cls(**json.loads(text))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `verified.json` holds."""
+        return {"versions": dict(self.versions), "errors": dict(self.errors)}
+
+
+def check_verified(
+    engine: str, facts: ModelFacts, verified: VerifiedFamilies, *, unverified: str = "warn"
+) -> None:
+    """Warn about a model of a family that was not verified, or refuse it.
+
+    A family is an architecture with the mechanisms that the config puts to use: that a plain
+    Llama was verified says nothing about one with dynamic rotary embeddings. Neither dtype
+    nor quantisation is part of it.
+
+    Args:
+        engine: The engine and its version, for the message.
+        facts: Of the model.
+        verified: The families that were.
+        unverified: `"warn"` or `"refuse"`.
+
+    Raises:
+        ModelLoadError: The family was not verified, and such are to be refused.
+        ValueError: `unverified` is neither.
+
+    Warns:
+        UnverifiedModelWarning: The family was not verified.
+    """
+    if unverified not in _CHOICES:
+        choices = " or ".join(map(repr, _CHOICES))
+        raise ValueError(f"unverified={unverified!r}; expected {choices}")
+    if facts.key in verified.errors:
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in verified.versions.items())
+    found = (
+        f"{engine}: the rows of {facts.key} were not verified; {len(verified.errors)} other "
+        f"families were, with {versions}. Compare them with another engine's: "
+        f"genlm compare MODEL --backends hf,..."
+    )
+    if unverified == "refuse":
+        raise ModelLoadError(f"{found} unverified='warn' serves them all the same")
+    warnings.warn(
+        f"{found} unverified='refuse' refuses such models", UnverifiedModelWarning, stacklevel=2
+    )

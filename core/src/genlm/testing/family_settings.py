@@ -1,0 +1,355 @@
+"""The configs of `families`: plain data, for one width of head at a time.
+
+Longer than other modules because it is one table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from genlm.testing.tiny_model import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
+
+__all__ = ["Settings", "Sizes", "attention", "experts", "positions", "recurrent"]
+
+Settings = dict[str, tuple[str, dict[str, Any]]]
+"""By the family's name: transformers' name of the architecture, and its settings."""
+
+_TWO_OF_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Sizes(NamedTuple):
+    """Widths of a model of four heads, and the settings that all models of a kind share."""
+
+    head: int
+
+    @property
+    def hidden(self) -> int:
+        """Width of the model."""
+        return 4 * self.head
+
+    @property
+    def inner(self) -> int:
+        """Width of a feed-forward layer or of an expert; SGLang wants a multiple of 64."""
+        return 8 * self.head
+
+    def llama(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+        """Settings named as Llama's; a change to None leaves one out."""
+        widths = {"hidden_size": self.hidden, "intermediate_size": self.inner}
+        settings = {**TINY_LLAMA, **widths, **changes}
+        return model_type, {
+            name: value for name, value in settings.items() if value is not None
+        }
+
+    def gpt(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+        """Settings named as GPT-2's."""
+        settings = {"vocab_size": TINY_LOGITS, "n_embd": self.hidden, "n_layer": 2, "n_head": 4}
+        return model_type, settings | {"bos_token_id": 1, "eos_token_id": 2} | changes
+
+    def bare(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+        """Settings of its own, beside the sizes of vocabulary and model."""
+        return model_type, {
+            "vocab_size": TINY_LOGITS,
+            "hidden_size": self.hidden,
+            **_IDS,
+            **changes,
+        }
+
+
+def attention(sizes: Sizes) -> Settings:
+    """Dense models: kinds of attention, of layers, of windows."""
+    d, llama, gpt, bare = sizes.head, sizes.llama, sizes.gpt, sizes.bare
+    falcon = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    gemma = {"head_dim": d, "query_pre_attn_scalar": d}
+    return {
+        "gpt2": gpt("gpt2", n_positions=64),
+        "gpt_bigcode": gpt("gpt_bigcode", n_positions=64),
+        "gptj": gpt("gptj", n_positions=64, rotary_dim=d // 2),
+        "codegen": gpt("codegen", n_positions=64, rotary_dim=d // 2),
+        "openai-gpt": gpt("openai-gpt", n_positions=64),
+        "gpt_neo": bare(
+            "gpt_neo",
+            num_layers=2,
+            attention_types=[[["global", "local"], 1]],
+            num_heads=4,
+            window_size=4,
+            max_position_embeddings=64,
+        ),
+        "gpt_neox": llama("gpt_neox", num_key_value_heads=None),
+        "gpt_neox with sequential layers": llama(
+            "gpt_neox", num_key_value_heads=None, use_parallel_residual=False
+        ),
+        "gpt_neox_japanese": llama("gpt_neox_japanese", num_key_value_heads=None),
+        "opt": bare(
+            "opt",
+            ffn_dim=sizes.inner,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            word_embed_proj_dim=sizes.hidden,
+            max_position_embeddings=64,
+        ),
+        "falcon": bare("falcon", **falcon),
+        "falcon with grouped heads": bare(
+            "falcon", num_kv_heads=2, new_decoder_architecture=True, **falcon
+        ),
+        "falcon with separate heads": bare("falcon", multi_query=False, **falcon),
+        "ctrl": (
+            "ctrl",
+            {"vocab_size": TINY_LOGITS, "n_embd": sizes.hidden, "n_layer": 2, "n_head": 4}
+            | {"dff": sizes.inner},
+        ),
+        "xglm": bare(
+            "xglm",
+            d_model=sizes.hidden,
+            ffn_dim=sizes.inner,
+            num_layers=2,
+            attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "xlnet": (
+            "xlnet",
+            {"vocab_size": TINY_LOGITS, "d_model": sizes.hidden, "n_layer": 2, "n_head": 4}
+            | {"d_inner": sizes.inner, **_IDS},
+        ),
+        "biogpt": llama("biogpt", num_key_value_heads=None),
+        "bert as a decoder": llama("bert", num_key_value_heads=None, is_decoder=True),
+        "roberta as a decoder": llama("roberta", num_key_value_heads=None, is_decoder=True),
+        "modernbert-decoder": llama(
+            "modernbert-decoder", num_key_value_heads=None, local_attention=4
+        ),
+        "llama": llama("llama"),
+        "llama with the tokenizer's vocabulary": llama("llama", vocab_size=TINY_VOCABULARY),
+        "llama with tied embeddings": llama("llama", tie_word_embeddings=True),
+        "llama with biases": llama("llama", attention_bias=True, mlp_bias=True),
+        "llama with narrow heads": llama("llama", hidden_size=2 * sizes.hidden, head_dim=d),
+        "llama with a long context": llama("llama", max_position_embeddings=4096),
+        "diffllama": llama("diffllama"),
+        "mistral with a short window": llama("mistral", sliding_window=4),
+        "mistral with a window of 16": llama("mistral", sliding_window=16),
+        "ministral3": llama("ministral3", head_dim=d),
+        "qwen2": llama("qwen2"),
+        "qwen2 with a window of 16": llama(
+            "qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
+        ),
+        "qwen3": llama("qwen3", head_dim=d),
+        "gemma": llama("gemma", head_dim=d),
+        "gemma2": llama("gemma2", sliding_window=4, **gemma),
+        "gemma2 with a window of 16": llama("gemma2", sliding_window=16, **gemma),
+        "gemma2 with capped scores": llama(
+            "gemma2", sliding_window=4, attn_logit_softcapping=0.5, **gemma
+        ),
+        "gemma3_text": llama("gemma3_text", sliding_window=4, num_hidden_layers=6, **gemma),
+        "gemma3_text with a window of 16": llama(
+            "gemma3_text", sliding_window=16, num_hidden_layers=6, **gemma
+        ),
+        "gemma3n_text": llama(
+            "gemma3n_text",
+            head_dim=d,
+            sliding_window=4,
+            num_hidden_layers=5,
+            num_kv_shared_layers=0,
+            vocab_size_per_layer_input=TINY_LOGITS,
+            hidden_size_per_layer_input=d,
+            laurel_rank=8,
+            altup_num_inputs=2,
+        ),
+        "phi": llama("phi"),
+        "phi3": llama("phi3"),
+        "phi3 with a window of 16": llama("phi3", sliding_window=16),
+        "olmo": llama("olmo"),
+        "olmo2": llama("olmo2"),
+        "olmo3": llama("olmo3", sliding_window=4, num_hidden_layers=4),
+        "stablelm": llama("stablelm"),
+        "stablelm with parallel layers": llama(
+            "stablelm", use_parallel_residual=True, qk_layernorm=True
+        ),
+        "starcoder2": llama("starcoder2", sliding_window=4),
+        "cohere": llama("cohere", logit_scale=0.5),
+        "cohere2": llama("cohere2", sliding_window=4, num_hidden_layers=4, logit_scale=0.5),
+        "granite": llama("granite", logits_scaling=3.0),
+        "granite_swa": llama("granite_swa", sliding_window=4),
+        "glm4": llama("glm4", head_dim=d),
+        "smollm3": llama("smollm3"),
+        "exaone4": llama("exaone4", sliding_window=4),
+        "nemotron": llama("nemotron"),
+        "apertus": llama("apertus"),
+        "persimmon": llama("persimmon", num_key_value_heads=None),
+        "ernie4_5": llama("ernie4_5", head_dim=d),
+        "hunyuan_v1_dense": llama("hunyuan_v1_dense", head_dim=d),
+        "nanochat": llama("nanochat"),
+        "bitnet": llama("bitnet"),
+        "seed_oss": llama("seed_oss", head_dim=d),
+        "doge": llama("doge"),
+    }
+
+
+def positions(sizes: Sizes) -> Settings:
+    """Position encodings that depend on lengths: biases and scaled rotary embeddings."""
+    llama, bare = sizes.llama, sizes.bare
+    pairs = sizes.head // 2
+    plain = {"rope_theta": 10000.0}
+    original = {"original_max_position_embeddings": 16, "factor": 4.0, **plain}
+    longrope = original | {
+        "rope_type": "longrope",
+        "short_factor": [1 + i / (2 * pairs) for i in range(pairs)],
+        "long_factor": [2 + 4 * i / pairs for i in range(pairs)],
+    }
+    linear = {"rope_type": "linear", "factor": 4.0, **plain}
+    yarn = {"rope_type": "yarn", **original}
+    return {
+        "bloom": bare("bloom", n_layer=2, n_head=4),
+        "falcon with ALiBi": bare(
+            "falcon", num_hidden_layers=2, num_attention_heads=4, alibi=True
+        ),
+        "mpt": (
+            "mpt",
+            {"vocab_size": TINY_LOGITS, "d_model": sizes.hidden, "n_layers": 2, "n_heads": 4}
+            | {"max_seq_len": 64},
+        ),
+        "llama with llama3 rope": llama(
+            "llama",
+            rope_parameters={
+                "rope_type": "llama3",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                **original,
+            },
+        ),
+        "llama with linear rope": llama("llama", rope_parameters=linear),
+        "llama with dynamic rope": llama(
+            "llama",
+            max_position_embeddings=16,
+            rope_parameters={"rope_type": "dynamic", "factor": 4.0, **plain},
+        ),
+        "llama with yarn rope": llama("llama", rope_parameters=yarn),
+        "qwen3 with yarn rope": llama("qwen3", head_dim=sizes.head, rope_parameters=yarn),
+        "phi3 with longrope": llama(
+            "phi3", original_max_position_embeddings=16, rope_parameters=longrope
+        ),
+        "gemma3_text with linear rope": llama(
+            "gemma3_text",
+            head_dim=sizes.head,
+            query_pre_attn_scalar=sizes.head,
+            sliding_window=16,
+            num_hidden_layers=6,
+            rope_parameters={
+                "full_attention": linear,
+                "sliding_attention": {"rope_type": "default", **plain},
+            },
+        ),
+    }
+
+
+def experts(sizes: Sizes) -> Settings:
+    """Mixtures of experts, and latent attention."""
+    d, llama = sizes.head, sizes.llama
+    four = {"num_experts": 4, "num_experts_per_tok": 2}
+    moe = {**four, "moe_intermediate_size": sizes.inner}
+    shared = {**moe, "shared_expert_intermediate_size": sizes.inner}
+    latent = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 2 * d,
+        "q_lora_rank": 2 * d,
+        "qk_rope_head_dim": d,
+        "qk_nope_head_dim": d,
+        "v_head_dim": d,
+    }
+    deepseek = {
+        "moe_intermediate_size": sizes.inner,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        **latent,
+    }
+    llama4 = {
+        "head_dim": d,
+        "num_hidden_layers": 4,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": sizes.inner,
+    }
+    return {
+        "mixtral": llama("mixtral", **_TWO_OF_FOUR),
+        "mixtral with a window of 16": llama("mixtral", sliding_window=16, **_TWO_OF_FOUR),
+        "qwen2_moe": llama("qwen2_moe", **shared),
+        "qwen3_moe": llama("qwen3_moe", head_dim=d, **moe),
+        "olmoe": llama("olmoe", **four),
+        "granitemoe": llama("granitemoe", **_TWO_OF_FOUR),
+        "afmoe": llama("afmoe", head_dim=d, sliding_window=4, num_shared_experts=1, **moe),
+        "jetmoe": llama(
+            "jetmoe",
+            kv_channels=d,
+            num_key_value_heads=4,
+            num_attention_heads=None,
+            **_TWO_OF_FOUR,
+        ),
+        "gpt_oss": llama("gpt_oss", head_dim=d, sliding_window=4, **_TWO_OF_FOUR),
+        "gpt_oss with a window of 16": llama(
+            "gpt_oss", head_dim=d, sliding_window=16, **_TWO_OF_FOUR
+        ),
+        "llama4_text": llama("llama4_text", attention_chunk_size=4, **llama4),
+        "llama4_text with chunks of 16": llama(
+            "llama4_text", attention_chunk_size=16, **llama4
+        ),
+        "minicpm3": llama("minicpm3", dim_model_base=sizes.hidden, **latent),
+        "deepseek_v2": llama("deepseek_v2", topk_method="greedy", **deepseek),
+        "deepseek_v3": llama("deepseek_v3", **deepseek),
+        "deepseek_v32": llama(
+            "deepseek_v32", index_topk=4, index_n_heads=2, index_head_dim=2 * d, **deepseek
+        ),
+        "qwen3_next": llama(
+            "qwen3_next",
+            head_dim=d,
+            num_hidden_layers=4,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=d,
+            linear_value_head_dim=d,
+            **shared,
+        ),
+    }
+
+
+def recurrent(sizes: Sizes) -> Settings:
+    """Models with a recurrent state, alone or beside attention."""
+    d, llama, bare = sizes.head, sizes.llama, sizes.bare
+    return {
+        "lfm2": llama("lfm2", layer_types=["conv", "full_attention"]),
+        "recurrent_gemma": bare(
+            "recurrent_gemma",
+            intermediate_size=sizes.inner,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=d,
+            lru_width=sizes.hidden,
+            attention_window_size=4,
+        ),
+        "mamba": bare("mamba", num_hidden_layers=2, state_size=8),
+        "falcon_mamba": bare("falcon_mamba", num_hidden_layers=2, state_size=8),
+        "mamba2": bare(
+            "mamba2",
+            num_hidden_layers=2,
+            state_size=8,
+            num_heads=8,
+            head_dim=d,
+            n_groups=1,
+            chunk_size=8,
+        ),
+        "rwkv": bare(
+            "rwkv", num_hidden_layers=2, attention_hidden_size=sizes.hidden, context_length=64
+        ),
+        "jamba": llama(
+            "jamba",
+            num_hidden_layers=4,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+        ),
+    }

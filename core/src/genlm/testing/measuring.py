@@ -1,0 +1,192 @@
+"""`measure_family`: whether an engine's rows of a model are right, wrong, refused or missing.
+
+Drives an `AsyncLM` as particle programs do and compares every row with the oracle's. For one
+engine per process: the caller sees to that, and to a time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from genlm import AsyncLM, Capability, ModelLoadError
+from genlm.testing.tiny_model import TINY_VOCABULARY
+
+if TYPE_CHECKING:
+    import torch
+
+    from genlm.testing.tiny_model import TinyModel
+
+__all__ = ["FamilyResult", "measure_family"]
+
+_LONGEST = 60
+_FIRST_ID = 3  # the special tokens come before
+# On both sides of windows and chunks of 4 and 16, of blocks of 32, one length twice.
+_LENGTHS = (9, 1, 3, 4, 5, 23, 13, 23, 2, 15, 16, 17, 31, 32, 33, 47, 60)
+_GROWING_FROM = (1, 11, 11, 27)
+_STEPS = 12
+
+_Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """What a run found about one model on one engine.
+
+    Attributes:
+        status: `"right"`: every row is within the bound. `"wrong"`: a row is not.
+            `"refused"`: loading raised `ModelLoadError`. `"fails"`: loading raised something
+            else, or a request raised.
+        error: The largest difference in log-probability to the oracle, NaN if a row has one;
+            None if there were no rows.
+        reason: Of a refusal or failure; where the largest error of wrong rows is.
+        rows: How many rows were compared.
+        statistics: The engine's own figures at the end.
+    """
+
+    status: Literal["right", "wrong", "refused", "fails"]
+    error: float | None = None
+    reason: str = ""
+    rows: int = 0
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+def measure_family(
+    load: Callable[[Path], AsyncLM],
+    model: TinyModel,
+    *,
+    bound: float = 1e-4,
+    seed: int = 0,
+) -> FamilyResult:
+    """Compare an engine's rows of a model with an unbatched forward pass.
+
+    Up to 60 tokens, so beyond every window of `families`: lengths mixed in one batch, forks,
+    duplicates, cancellations; particles that grow by one token a step across each window and
+    are resampled; all again from the output cache, from the engine's own prefixes and, where
+    it can forget them, without.
+
+    Args:
+        load: Loads the folder with the engine.
+        model: The model and its oracle.
+        bound: The largest difference in log-probability that counts as right.
+        seed: Decides the tokens.
+
+    Returns:
+        What was found; errors of the engine are in it, not raised.
+    """
+    try:
+        llm = load(model.path)
+    except ModelLoadError as error:
+        return FamilyResult("refused", reason=str(error))
+    except Exception as error:  # noqa: BLE001 - a row of the table
+        return FamilyResult("fails", reason=f"at load: {_described(error)}")
+    run = _Run(llm, random.Random(seed))
+    try:
+        with llm:
+            asyncio.run(run.everything())
+            statistics = dict(llm.statistics().engine)
+    except Exception as error:  # noqa: BLE001 - a row of the table
+        return FamilyResult("fails", reason=_described(error), rows=len(run.answers))
+    return _compared(run.answers, model, bound, statistics)
+
+
+class _Run:
+    """The requests of one measurement, and the rows that came back."""
+
+    def __init__(self, llm: AsyncLM, rng: random.Random) -> None:
+        self._llm = llm
+        self._rng = rng
+        self._longest = min(_LONGEST, llm.max_context or _LONGEST)
+        self.answers: list[tuple[_Ids, torch.Tensor]] = []
+
+    async def everything(self) -> None:
+        """Ask in all ways; every row goes to `answers`."""
+        sequences = self._sequences()
+        await self._ask(sequences, abandon=True)
+        await self._grow()
+        await self._ask(self._shuffled(sequences), cached=False)
+        await self._ask(sequences)  # from the output cache
+        if Capability.PREFIX_CACHE in self._llm.capabilities:
+            self._llm.clear_kv_cache()
+        self._llm.clear_cache()
+        await self._ask(self._shuffled(sequences))
+        for ids in sequences[:3]:
+            await self._ask([ids], cached=False)
+
+    def _sequences(self) -> list[_Ids]:
+        """Sequences of all lengths, forks of the longest at and around windows, duplicates."""
+        mixed = [self._ids(min(n, self._longest)) for n in _LENGTHS]
+        trunk = max(mixed, key=len)
+        forks = [
+            (*trunk[:n], *self._ids(more))
+            for n in (3, 15, 16, 30)
+            for more in (1, 2, 20)
+            if n + more <= self._longest
+        ]
+        prefixes = [trunk[:n] for n in range(1, len(trunk), 7)]
+        return [*mixed, *forks, *prefixes, *mixed[:4]]
+
+    async def _grow(self) -> None:
+        """Grow particles token by token across the windows, and fork some on the way."""
+        particles = [self._ids(n) for n in _GROWING_FROM]
+        for step in range(_STEPS):
+            if step % 4 == 3:
+                particles = [self._rng.choice(particles) for _ in particles]
+            grown = [(*ids, *self._ids(1)) for ids in particles]
+            particles = [ids[: self._longest] for ids in grown]
+            await self._ask(particles, abandon=step % 3 == 1)
+
+    async def _ask(
+        self, sequences: Sequence[_Ids], *, cached: bool = True, abandon: bool = False
+    ) -> None:
+        """Ask concurrently; with `abandon`, for more that nobody waits for."""
+        ask = self._llm.next_token_logprobs
+        if not cached:
+            ask = self._llm.next_token_logprobs_uncached
+        dropped = [self._ids(min(20, self._longest)), *sequences[:1]] if abandon else []
+        cancelled = [asyncio.ensure_future(ask(ids)) for ids in dropped]
+        wanted = [asyncio.ensure_future(ask(ids)) for ids in sequences]
+        await asyncio.sleep(0)  # so that they have begun
+        for task in cancelled:
+            task.cancel()
+        rows = await asyncio.gather(*wanted)
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        self.answers += zip(sequences, rows, strict=True)
+
+    def _ids(self, count: int) -> _Ids:
+        return tuple(self._rng.randrange(_FIRST_ID, TINY_VOCABULARY) for _ in range(count))
+
+    def _shuffled(self, sequences: Iterable[_Ids]) -> list[_Ids]:
+        return sorted(sequences, key=lambda _: self._rng.random())
+
+
+def _compared(
+    answers: Sequence[tuple[_Ids, torch.Tensor]],
+    model: TinyModel,
+    bound: float,
+    statistics: dict[str, Any],
+) -> FamilyResult:
+    expected = {ids: model.logprobs(ids) for ids in dict.fromkeys(ids for ids, _ in answers)}
+    largest, where = 0.0, ""
+    for ids, row in answers:
+        if row.shape != (model.vocab_size,):
+            why = f"a row of shape {tuple(row.shape)}; the tokenizer has {model.vocab_size} ids"
+            return FamilyResult("wrong", math.inf, why, len(answers), statistics)
+        difference = float((row.cpu().double() - expected[ids]).abs().max())
+        if math.isnan(difference) or difference > largest:
+            largest, where = difference, f"largest after {len(ids)} tokens"
+            if math.isnan(difference):
+                break
+    if largest <= bound:  # false for NaN
+        return FamilyResult("right", largest, "", len(answers), statistics)
+    return FamilyResult("wrong", largest, where, len(answers), statistics)
+
+
+def _described(error: BaseException) -> str:
+    cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
+    return f"{type(error).__name__}: {error}{cause}"

@@ -1,0 +1,329 @@
+"""Draws, normalizers and entries of log-weight rows, concurrent calls in one reduction.
+
+Rows stay on their device, and one copy to the host brings the answers of all rows of a
+device and length. Computed in float64 (on Apple's GPUs, which lack it, in float32), on the
+thread of the event loop that asks. Draws take their randomness from torch's global generator
+in the order of the calls, so `torch.manual_seed` makes them reproducible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import genlm
+
+__all__ = [
+    "DRAW_METHODS",
+    "draw_from",
+    "gumbel_max",
+    "inverse_cdf",
+    "logp_at",
+    "logsumexp_from",
+    "multinomial",
+    "set_draw_method",
+]
+
+Row = torch.Tensor | npt.NDArray[Any] | Sequence[float]
+"""Log-weights of one vocabulary, `(vocab,)`, not necessarily normalised."""
+
+Picker = Callable[[torch.Tensor], torch.Tensor]
+"""From rows of log-probabilities `(n, vocab)` to the index drawn from each, `(n,)`."""
+
+MOST_TURNS = 8
+"""Most turns of an event loop that calls wait for further calls."""
+
+MOST_VALUES = 2**22
+"""Most entries of rows in one reduction: 32 MiB in float64, 32 rows of 128,000 tokens."""
+
+
+# -- methods of drawing -------------------------------------------------------------------
+
+
+def gumbel_max(logps: torch.Tensor) -> torch.Tensor:
+    """Draw the index of the largest sum of log-probability and Gumbel noise.
+
+    Args:
+        logps: Log-probabilities, `(vocab,)` or `(n, vocab)`; they need not be normalised. An
+            arbitrary index is drawn from a row in which all are -inf.
+
+    Returns:
+        The index of each row, `()` or `(n,)`, int64.
+    """
+    logps = _with_support(logps)
+    uniform = torch.rand(logps.shape, dtype=logps.dtype, device=logps.device)
+    # 0 has noise of -inf, which would make the only possible index as bad as the others.
+    noise = -uniform.clamp_(min=torch.finfo(uniform.dtype).tiny).log_().neg_().log_()
+    return (logps + noise).argmax(-1)
+
+
+def multinomial(logps: torch.Tensor) -> torch.Tensor:
+    """Draw an index by `torch.multinomial`; as `gumbel_max`."""
+    return torch.multinomial(_with_support(logps).softmax(-1), 1).squeeze(-1)
+
+
+def inverse_cdf(logps: torch.Tensor) -> torch.Tensor:
+    """Draw an index by inverting the cumulative distribution; as `gumbel_max`.
+
+    Takes one uniform number for each row.
+    """
+    cumulative = _with_support(logps).softmax(-1).cumsum(-1)
+    uniform = torch.rand(
+        (*cumulative.shape[:-1], 1), dtype=cumulative.dtype, device=cumulative.device
+    )
+    # Below the last entry, which need not be 1, and so never at an index of weight 0.
+    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(
+        -1
+    )
+
+
+DRAW_METHODS: dict[str, Picker] = {
+    "gumbel_max": gumbel_max,
+    "multinomial": multinomial,
+    "inverse_cdf": inverse_cdf,
+}
+"""What `set_draw_method` takes by name."""
+
+_chosen: dict[str, Picker] = {"picker": gumbel_max}
+
+
+def set_draw_method(method: str | Picker) -> None:
+    """Choose how `draw_from` draws, for this process; by default `"gumbel_max"`.
+
+    Args:
+        method: A name in `DRAW_METHODS`, or a function from log-probabilities `(n, vocab)`
+            to indices `(n,)`.
+
+    Raises:
+        ValueError: There is no method of this name.
+        TypeError: It is neither a name nor callable.
+    """
+    if isinstance(method, str):
+        if method not in DRAW_METHODS:
+            raise ValueError(
+                f"method={method!r}: expected one of {', '.join(DRAW_METHODS)}, or a callable"
+            )
+        method = DRAW_METHODS[method]
+    if not callable(method):
+        raise TypeError(f"method={method!r}: expected a name in DRAW_METHODS or a callable")
+    _chosen["picker"] = method
+
+
+def _with_support(logps: torch.Tensor) -> torch.Tensor:
+    """The rows in float64, those without any support replaced by zeros."""
+    logps = _wide(logps)
+    return logps.masked_fill(logps.amax(-1, keepdim=True).isneginf(), 0.0)
+
+
+# -- calls --------------------------------------------------------------------------------
+
+
+async def draw_from(weights: Row, target: Row | None = None) -> tuple[int, float, float]:
+    """Draw an index from a row of log-weights, and weigh it.
+
+    Args:
+        weights: Log-weights to draw from, `(vocab,)`.
+        target: Log-weights of the same indices, which makes this a step of importance
+            sampling: `weights` is the proposal.
+
+    Returns:
+        The index; the log of the row's sum, or with a target `target[index] - logp`; and
+        `logp`, the log-probability with which the index was drawn. From a row in which all
+        are -inf an arbitrary index, -inf and -inf.
+
+    Raises:
+        ValueError: A row that is not one-dimensional, holds no real numbers or NaN, or sums
+            to infinity, or a target of another length.
+        EvaluationError: The method given to `set_draw_method` raised.
+    """
+    row = _checked(weights)
+    other = None if target is None else _checked(target).to(row.device)
+    if other is not None and len(other) != len(row):
+        raise ValueError(
+            f"a target of {len(other)} log-weights for a proposal of {len(row)}; both are over "
+            f"the same vocabulary"
+        )
+    drawn: tuple[int, float, float] = await _answer("draw", row, other)
+    return drawn
+
+
+async def logsumexp_from(weights: Row) -> float:
+    """Return the log of the sum of a row of log-weights.
+
+    Raises:
+        ValueError: As `draw_from`.
+    """
+    total: float = await _answer("logsumexp", _checked(weights))
+    return total
+
+
+async def logp_at(weights: Row, index: int) -> float:
+    """Return one entry of a row of log-weights.
+
+    Args:
+        weights: Log-weights, `(vocab,)`.
+        index: Of the entry; negative ones count from the end.
+
+    Raises:
+        IndexError: There is no such entry.
+        ValueError: The row is not one-dimensional or holds no real numbers.
+    """
+    row = _checked(weights)
+    index = operator.index(index)
+    if not -len(row) <= index < len(row):
+        raise IndexError(f"index {index} of a row of {len(row)} log-weights")
+    value: float = await _answer("entry", row, index)
+    return value
+
+
+def _checked(weights: Row) -> torch.Tensor:
+    if not isinstance(weights, torch.Tensor):
+        try:
+            weights = torch.as_tensor(np.asarray(weights))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"expected a row of log-weights; {error}") from error
+    if weights.ndim != 1 or not len(weights) or weights.is_complex():
+        raise ValueError(
+            f"expected a row of log-weights, real numbers of shape (vocab,); found shape "
+            f"{tuple(weights.shape)} of {weights.dtype}"
+        )
+    return weights.detach()
+
+
+# -- concurrent calls ---------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that waits for its answer; `detail` is the target or the index."""
+
+    kind: str
+    row: torch.Tensor
+    detail: Any
+    future: asyncio.Future[Any]
+
+
+class _Window:
+    """The calls of one event loop that will be answered together."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Call] = []
+
+    def add(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
+        """Answer a call once the event loop has run whoever is about to call as well."""
+        self._waiting.append(call)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._turn, loop, 0, MOST_TURNS)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop, before: int, turns: int) -> None:
+        if len(self._waiting) > before and turns:
+            loop.call_soon(self._turn, loop, len(self._waiting), turns - 1)
+            return
+        calls, self._waiting = self._waiting, []
+        for batch in _batches(calls):
+            _settle(batch)
+
+
+_windows: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Window] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+async def _answer(kind: str, row: torch.Tensor, detail: Any = None) -> Any:
+    loop = asyncio.get_running_loop()
+    call = _Call(kind, row, detail, loop.create_future())
+    _windows.setdefault(loop, _Window()).add(call, loop)
+    return await call.future
+
+
+def _batches(calls: list[_Call]) -> Iterator[list[_Call]]:
+    """Split calls into those of one kind, device and length, cancelled ones left out."""
+    alike: dict[tuple[str, torch.device, int], list[_Call]] = {}
+    for call in calls:
+        if not call.future.done():
+            alike.setdefault((call.kind, call.row.device, len(call.row)), []).append(call)
+    for group in alike.values():
+        size = max(1, MOST_VALUES // len(group[0].row))
+        for begin in range(0, len(group), size):
+            yield group[begin : begin + size]
+
+
+def _settle(batch: list[_Call]) -> None:
+    """Finish the futures of a batch, each with its answer or an error."""
+    try:
+        answers = _REDUCE[batch[0].kind](batch)
+    except Exception as error:  # noqa: BLE001 - it is the callers'
+        answers = [_failure(error) for _ in batch]
+    for call, answer in zip(batch, answers, strict=True):
+        if call.future.done():
+            continue
+        if isinstance(answer, Exception):
+            call.future.set_exception(answer)
+        else:
+            call.future.set_result(answer)
+
+
+def _failure(cause: Exception) -> genlm.EvaluationError:
+    failure = genlm.EvaluationError(f"drawing failed: {type(cause).__name__}: {cause}")
+    failure.__cause__ = cause
+    return failure
+
+
+def _draws(batch: list[_Call]) -> list[Any]:
+    rows = _stacked(batch)
+    totals = rows.logsumexp(-1)
+    empty = totals.isneginf()
+    logps = rows.sub_(totals.masked_fill(empty, 0.0).unsqueeze(-1))
+    index = torch.as_tensor(_chosen["picker"](logps), device=rows.device).reshape(len(batch))
+    logp = logps.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    logw = totals.clone()
+    for place, call in enumerate(batch):
+        if call.detail is not None:
+            logw[place] = call.detail[index[place : place + 1]][0] - logp[place]
+    found = torch.stack(
+        [totals, index.to(rows.dtype), logw.masked_fill(empty, -math.inf), logp]
+    )
+    return [
+        _checked_total(total, (int(drawn), weight, logprob))
+        for total, drawn, weight, logprob in zip(*found.tolist(), strict=True)
+    ]
+
+
+def _totals(batch: list[_Call]) -> list[Any]:
+    return [_checked_total(total, total) for total in _stacked(batch).logsumexp(-1).tolist()]
+
+
+def _entries(batch: list[_Call]) -> list[Any]:
+    entries: list[Any] = torch.stack([_wide(call.row[call.detail]) for call in batch]).tolist()
+    return entries
+
+
+_REDUCE: dict[str, Callable[[list[_Call]], list[Any]]] = {
+    "draw": _draws,
+    "logsumexp": _totals,
+    "entry": _entries,
+}
+
+
+def _checked_total(total: float, answer: Any) -> Any:
+    """The answer, or an error if the log-weights that it is about make no distribution."""
+    if total < math.inf:
+        return answer
+    return ValueError(f"log-weights whose sum is e^{total}; expected a finite sum, without NaN")
+
+
+def _stacked(batch: list[_Call]) -> torch.Tensor:
+    return torch.stack([_wide(call.row) for call in batch])
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)

@@ -1,0 +1,146 @@
+"""What mlx-lm computes otherwise than transformers: corrected, or the model is refused."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from genlm import ModelLoadError
+from genlm_mlx.layers import ACTIVATIONS, correct_layers, corrects_activation
+from genlm_mlx.rotary import PublishedRoPE, correct_rotary
+from genlm_mlx.windows import correct_windows, own_windows
+
+__all__ = ["correct"]
+
+# Settings by which the same weights give other rows.
+_TELLING = (
+    "activation_function",
+    "attn_logit_softcapping",
+    "attention_multiplier",
+    "clip_qkv",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "logit_scale",
+    "logits_scaling",
+    "mlp_hidden_act",
+    "norm_topk_prob",
+    "residual_multiplier",
+    "routed_scaling_factor",
+    "scale_attn_by_inverse_layer_idx",
+    "scale_attn_weights",
+    "use_parallel_residual",
+)
+
+
+# What configs call the number of tokens that a token sees.
+_WINDOWS = ("sliding_window", "attention_window_size")
+
+
+# With so many heads that score tokens, a score of exactly zero is rare.
+_INDEX_HEADS = 16
+
+
+def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedRoPE]:
+    """Let a model of mlx-lm compute what transformers computes of the same config.
+
+    Args:
+        model: Changed in place.
+        config: transformers' config of the language model.
+        max_context: The most tokens of a context, None for no limit.
+
+    Returns:
+        Rotary embeddings that must be told the length of each context.
+
+    Raises:
+        ModelLoadError: Rows would be wrong; the message says why, from which length on, and
+            with which versions.
+    """
+    text = getattr(model, "language_model", model)
+    reason = _experts(text, config) or _ignored(text, config) or _indexer(config, max_context)
+    if reason is not None:
+        raise _wrong(model, reason)
+    _correct_windows(model, config, max_context)
+    correct_layers(text, config)
+    rotary = correct_rotary(model, config)
+    return [
+        rope
+        for rope in rotary
+        if rope.longest is not None and (max_context is None or rope.longest < max_context)
+    ]
+
+
+def _wrong(model: Any, reason: str) -> ModelLoadError:
+    name = type(model).__module__.rpartition(".")[2]
+    return ModelLoadError(
+        f"mlx-lm {version('mlx-lm')} would compute wrong rows of this model with its "
+        f"{name!r}: {reason}"
+    )
+
+
+def _correct_windows(model: Any, config: Any, max_context: int | None) -> None:
+    def effective(window: int | None) -> int | None:
+        return None if window is None or (max_context and window >= max_context) else window
+
+    found = {place: effective(window) for place, window in own_windows(model).items()}
+    stated = [effective(window) for window in _windows(config, len(model.layers))]
+    differing = [place for place, window in found.items() if window != stated[place]]
+    problem = correct_windows(model, stated) if differing else None
+    if problem is not None:
+        place = differing[0]
+        sizes = [w for p in differing for w in (found[p], stated[p]) if w is not None]
+        raise _wrong(
+            model,
+            f"its layer {place} sees {_named(found[place])}, that of the config "
+            f"{_named(stated[place])}, which cannot be corrected, as {problem}. Rows of up to "
+            f"{min(sizes)} tokens would be right: max_context={min(sizes)}",
+        )
+
+
+def _windows(config: Any, layers: int) -> list[int | None]:
+    """Of each layer, how many tokens a token sees by the config; None for all."""
+    name = next((name for name in _WINDOWS if hasattr(type(config)(), name)), None)
+    window = None if name is None else getattr(config, name)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind in {"sliding_attention", "attention"} else None for kind in kinds]
+
+
+def _named(window: int | None) -> str:
+    return "all tokens" if window is None else f"{window} tokens"
+
+
+def _ignored(model: Any, config: Any) -> str | None:
+    """A setting that is not the architecture's usual one, and that mlx-lm does not read."""
+    read, usual = vars(model.args), type(config)()
+    for name in _TELLING:
+        if name in ACTIVATIONS and corrects_activation(model, config):
+            continue
+        value = getattr(config, name, None)
+        if name not in read and value != getattr(usual, name, None):
+            return f"it does not read the setting {name}={value!r}"
+        if "softcapping" in name and name in read and value != read[name]:
+            return f"it takes {name}={read[name]!r} for {value!r}"
+    return None
+
+
+def _experts(model: Any, config: Any) -> str | None:
+    name = type(model).__module__.rpartition(".")[2]
+    if name == "jamba" and config.num_experts > 1:
+        return (
+            "it normalises the weights of the experts chosen for a token, which transformers "
+            "does not"
+        )
+    return None
+
+
+def _indexer(config: Any, max_context: int | None) -> str | None:
+    """Attention to chosen tokens: which ones, if many scores are zero, is left to chance."""
+    chosen, heads = getattr(config, "index_topk", None), getattr(config, "index_n_heads", 0)
+    if chosen is None or heads >= _INDEX_HEADS or (max_context or chosen + 1) <= chosen:
+        return None
+    return (
+        f"beyond {chosen} tokens its attention chooses other tokens than transformers where "
+        f"scores are equal, as many are with index_n_heads={heads}. Rows of up to {chosen} "
+        f"tokens would be right: max_context={chosen}"
+    )

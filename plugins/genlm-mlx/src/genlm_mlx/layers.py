@@ -1,0 +1,110 @@
+"""Layers in which mlx-lm rounds or approximates otherwise than transformers.
+
+Differences of 1e-4 to 1e-3 in float32, of no consequence in half precision: an exact GELU in
+place of its approximation by a hyperbolic tangent, or the reverse, and the root of the hidden
+size, by which Gemma's embeddings are scaled, in bfloat16 or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.activations import gelu, gelu_approx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.deepseek_v32 import Indexer
+
+__all__ = ["ACTIVATIONS", "correct_layers", "corrects_activation", "with_call"]
+
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
+"""What configs call the activation function of feed-forward layers."""
+
+_GELUS = {
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_approx,
+    "gelu_new": gelu_approx,
+    "gelu_fast": gelu_approx,
+}
+
+# Models of mlx-lm whose feed-forward layers have one of them, whatever the config states.
+_FIXED = {"gemma", "gpt_bigcode", "gpt_neox", "starcoder2"}
+
+# Of the norm of the keys by which DeepSeek 3.2 chooses tokens.
+_INDEX_EPS = 1e-6
+
+# By the name of the first projection, that of the last.
+_PLAIN = {"c_fc": "c_proj", "dense_h_to_4h": "dense_4h_to_h"}
+
+
+def correct_layers(model: Any, config: Any) -> None:
+    """Let a model compute as transformers does.
+
+    Args:
+        model: An mlx-lm model; it is changed in place.
+        config: transformers' config of its language model.
+    """
+    name = _name(model)
+    if corrects_activation(model, config):
+        wanted = _GELUS[_activation(config)]
+        for layer in model.layers:
+            layer.mlp.__class__ = with_call(type(layer.mlp), _feed_forward(wanted))
+    if name in {"gemma3_text", "recurrent_gemma"}:
+        _scale_embeddings(model.model.embed_tokens, config.hidden_size, name)
+    for part in model.modules():
+        if isinstance(part, Indexer):
+            part.k_norm.eps = _INDEX_EPS
+
+
+def with_call(kind: type[Any], call: Callable[..., mx.array]) -> type[Any]:
+    """Return a class of modules like another that computes something else."""
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def corrects_activation(model: Any, config: Any) -> bool:
+    """Whether the kind of GELU in feed-forward layers is made that of the config."""
+    return _name(model) in _FIXED and _activation(config) in _GELUS
+
+
+def _name(model: Any) -> str:
+    return type(model).__module__.rpartition(".")[2]
+
+
+def _activation(config: Any) -> str:
+    found = (getattr(config, name, None) for name in ACTIVATIONS)
+    return next((str(name) for name in found if name), "")
+
+
+def _feed_forward(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
+    def call(mlp: Any, x: mx.array) -> mx.array:
+        result: mx.array
+        if "gate_proj" in mlp:
+            result = mlp.down_proj(activation(mlp.gate_proj(x)) * mlp.up_proj(x))
+        else:
+            first, last = next(names for names in _PLAIN.items() if names[0] in mlp)
+            result = mlp[last](activation(mlp[first](x)))
+        return result
+
+    return call
+
+
+def _scale_embeddings(embeddings: Module, hidden_size: int, name: str) -> None:
+    """Make up for the precision in which a model rounds the root of its hidden size.
+
+    transformers rounds it to the weights' type in Gemma 3, and to bfloat16 in RecurrentGemma;
+    mlx-lm rounds it to bfloat16 in Gemma 3, and does not round it in RecurrentGemma.
+    """
+    kind = type(embeddings)
+
+    def call(module: Any, ids: mx.array) -> mx.array:
+        found: mx.array = kind.__call__(module, ids)
+        root, coarse = (
+            math.sqrt(hidden_size),
+            float(mx.array(math.sqrt(hidden_size), mx.bfloat16)),
+        )
+        if name == "gemma3_text":
+            return found * (float(mx.array(root, found.dtype)) / coarse)
+        return found * (coarse / float(mx.array(root, found.dtype)))
+
+    embeddings.__class__ = with_call(kind, call)

@@ -1,0 +1,119 @@
+"""A model's config as transformers reads it, in the names by which mlx-lm reads it.
+
+mlx-lm reads the names of older configs and falls back on defaults of its own. transformers 5
+writes others: `rope_parameters` in place of `rope_theta`, `rope_scaling` and the rest. What
+mlx-lm does not find, it leaves out without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["as_mlx_reads", "published_config", "read_config"]
+
+
+def published_config(
+    source: str | os.PathLike[str],
+    changes: Mapping[str, Any],
+    *,
+    revision: str | None = None,
+) -> tuple[Mapping[str, Any], Any]:
+    """Return a config as it is written, changes included, and as transformers reads it.
+
+    Args:
+        source: A folder or a hub id.
+        changes: To settings, as in `mlx_lm.load`'s `model_config`.
+        revision: Of a hub id.
+
+    Returns:
+        The settings, and the part of the `transformers.PretrainedConfig` that describes the
+        language model; None for an architecture that transformers does not know.
+
+    Raises:
+        OSError: There is no such model.
+    """
+    from transformers import PretrainedConfig
+
+    written, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+    written = {**written, **changes}
+    return written, read_config(written)
+
+
+def read_config(written: Mapping[str, Any]) -> Any:
+    """Return transformers' config of the language model that settings describe, or None."""
+    from transformers import CONFIG_MAPPING
+
+    kind = written.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return None
+    return CONFIG_MAPPING[kind].from_dict(dict(written)).get_text_config()
+
+
+def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the settings to add to a config, for mlx-lm to see what transformers sees.
+
+    Args:
+        written: The config's file.
+        config: As `published_config` returns it.
+    """
+    nested = written.get("text_config")
+    inner = nested if isinstance(nested, Mapping) else written
+    settings = config.to_dict()
+    names = {alias: name for alias, name in config.attribute_map.items() if name in settings}
+    settings |= {alias: settings[name] for alias, name in names.items()}
+    added = {
+        name: value
+        for name, value in settings.items()
+        if value is not None and inner.get(name) is None
+    }
+    added |= _rotary(settings.get("rope_parameters") or {})
+    added |= _derived(settings)
+    return {"text_config": {**inner, **added}} if inner is nested else added
+
+
+def _rotary(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of rotary embeddings by their older names."""
+    added: dict[str, Any] = {}
+    if any(isinstance(value, Mapping) for value in parameters.values()):  # by kind of layer
+        local = parameters.get("sliding_attention") or {}
+        if "rope_theta" in local:
+            added["rope_local_base_freq"] = local["rope_theta"]
+        parameters = parameters.get("full_attention") or {}
+    if "rope_theta" in parameters:
+        added["rope_theta"] = added["rotary_emb_base"] = parameters["rope_theta"]
+    share = parameters.get("partial_rotary_factor")
+    if share is not None:
+        added["partial_rotary_factor"] = added["rotary_pct"] = share
+    kind = parameters.get("rope_type", "default")
+    if parameters:
+        scaling = {"type": kind, **parameters}
+        added["rope_scaling"] = None if kind == "default" else scaling
+    return added
+
+
+def _derived(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that mlx-lm wants and transformers has under no name."""
+    added: dict[str, Any] = {}
+    if settings.get("n_positions"):
+        added["n_ctx"] = settings["n_positions"]
+    if settings.get("n_embd") and not settings.get("n_inner"):
+        added["n_inner"] = 4 * settings["n_embd"]
+    heads = settings.get("num_attention_heads")
+    if settings.get("head_dim") is None and isinstance(heads, int):
+        added["head_dim"] = settings["hidden_size"] // heads
+    return added | _pattern(settings["model_type"], settings.get("layer_types") or ())
+
+
+def _pattern(model_type: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """The distance between layers that see everything, if all others have windows."""
+    full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
+    if model_type == "exaone4":  # a letter for each layer
+        letters = "".join("G" if kind == "full_attention" else "L" for kind in kinds)
+        return {"sliding_window_pattern": letters if "L" in letters else None}
+    if not full or set(kinds) != {"full_attention", "sliding_attention"}:
+        return {}
+    every = full[0] + 1
+    regular = full == list(range(full[0], len(kinds), every))
+    return {"sliding_window_pattern": every} if regular else {}

@@ -1,0 +1,72 @@
+"""Attention windows that mlx-lm's models leave out.
+
+Several of its models (Mistral, Gemma 2, Phi-3, Qwen 2 and others) let every token see all
+tokens before it, whatever window the config states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from genlm_mlx.layers import with_call
+
+__all__ = ["correct_windows", "own_windows"]
+
+
+def own_windows(model: Any) -> dict[int, int | None]:
+    """Return how many tokens the caches of a model let a token see, None for all.
+
+    By their places; without those of layers that keep no keys and values.
+    """
+    return {
+        place: int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
+        for place, cache in enumerate(make_prompt_cache(model))
+        if isinstance(cache, (KVCache, RotatingKVCache))
+    }
+
+
+def correct_windows(model: Any, windows: Sequence[int | None]) -> str | None:
+    """Let each layer of a model see as many tokens as stated.
+
+    Args:
+        model: An mlx-lm model; it is changed in place.
+        windows: Of each layer, how many tokens a token sees; None for all.
+
+    Returns:
+        Why that cannot be done, None if it is done.
+    """
+    caches = make_prompt_cache(model)
+    if any(type(cache) is not KVCache for cache in caches) or len(caches) != len(model.layers):
+        return "its layers have windows or caches of another kind"
+    if not all(_takes_mask(type(layer)) for layer in model.layers):
+        return "its layers take no mask"
+    for layer in model.layers:
+        layer.__class__ = _with_own_mask(type(layer))
+    model.make_cache = lambda: [
+        KVCache() if window is None else RotatingKVCache(max_size=window) for window in windows
+    ]
+    return None
+
+
+def _takes_mask(layer: type[Module]) -> bool:
+    return list(inspect.signature(layer.__call__).parameters)[1:4] == ["x", "mask", "cache"]
+
+
+@cache
+def _with_own_mask(layer: type[Any]) -> type[Any]:
+    """Return a class of layers that mask what their own cache says."""
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if cache is not None:
+            as_array = isinstance(mask, mx.array)
+            mask = cache.make_mask(x.shape[1], return_array=as_array, window_size=None)
+        return layer.__call__(self, x, mask, cache)
+
+    return with_call(layer, call)

@@ -58,7 +58,8 @@ bench: $(READY) $(SGL_READY)  ## run the benchmarks and append to benchmarks/res
 
 docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and from runs
 	$(BIN)/python scripts/generate_plugin_docs.py --run
-	$(BIN)/python scripts/hf_architectures.py
+	for backend in hf mlx vllm; do $(BIN)/python scripts/architectures.py --backend $$backend || exit 1; done
+	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_particles.py
 
 clean:

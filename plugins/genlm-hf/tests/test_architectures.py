@@ -1,6 +1,7 @@
 """Every family of decoder-only models, in every tier, against each sequence alone.
 
-`scripts/hf_architectures.py` makes the table in docs/ from the same models.
+`scripts/architectures.py --backend hf` makes the table in docs/ from the same models; a
+family that changes its tier fails here.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from genlm_hf.engine import HFEngine
 from genlm_hf.packed import layout
 from genlm_hf.tiers import choice
 
-from .families import FAMILIES, GATHERED, PADDED, UNPADDED
+from .families import FAMILIES, SERVED, TABLE
 from .tiny import alone, answers, build_model, ids_of_lengths
 
 # Longer and shorter than the windows and chunks of 4 below, one length twice.
 LENGTHS = (9, 1, 23, 4, 13, 23, 2)
+
+# Served in one pass for each length: neither padding nor a batch of lengths is safe.
+UNPADDED = {"deepseek_v32", "llama with dynamic rope", "phi3 with longrope"}
 
 
 def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
@@ -33,7 +37,7 @@ def unbatched(name: str) -> tuple[Any, list[list[int]], torch.Tensor]:
 
 # GPTBigCode still compiles its activation functions with TorchScript.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SERVED)
 def test_batches_give_the_rows_of_each_sequence_alone(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,12 +54,22 @@ def test_batches_give_the_rows_of_each_sequence_alone(
     assert torch.pdist(rows).min() > 1e-2
 
     engine = HFEngine.from_model(model, tokenizer, prepack=True)
-    slow = name in PADDED | UNPADDED
-    tier = "padded" if slow else "gathered" if name in GATHERED else "packed"
-    assert engine.statistics()["tier"] == tier
+    assert engine.statistics()["tier"] == TABLE[name].path, "make docs writes the table again"
     for _ in range(2):
         rows = torch.stack(answers(engine, sequences))
         assert (rows - expected).abs().max() <= 1e-4
+
+
+def test_the_table_lists_every_family_and_no_other() -> None:
+    assert list(TABLE) == list(FAMILIES)
+    assert {row.status for row in TABLE.values()} == {"right", "refused"}
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {*SERVED}))
+def test_what_is_no_causal_model_is_refused(name: str, tokenizer: Any) -> None:
+    model_type, settings = FAMILIES[name]
+    with pytest.raises(ModelLoadError, match="no causal language model"):
+        HFEngine.from_model(build_model(model_type, **settings), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "lfm2", "recurrent_gemma", "jamba"])

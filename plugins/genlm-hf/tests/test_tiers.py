@@ -14,13 +14,13 @@ from genlm_hf.engine import HFEngine
 from genlm_hf.packed.windows import UnknownMaskError, window_of
 from genlm_hf.tiers.cached import CachedTier
 
-from .families import bare
+from .families import FAMILIES
 from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 
 @pytest.fixture(scope="module")
 def mamba() -> Any:
-    model_type, settings = bare("mamba", num_hidden_layers=2, state_size=8)
+    model_type, settings = FAMILIES["mamba"]
     return build_model(model_type, **settings)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 from genlm import Completion, Query
-from genlm.testing import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
+from genlm.testing import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY, random_model
 from genlm_hf.engine import HFEngine
 
 VOCAB_SIZE = TINY_VOCABULARY
@@ -19,17 +18,7 @@ WIDTH = TINY_LOGITS
 
 def build_model(model_type: str, **settings: Any) -> Any:
     """A model with weights large enough that every token matters to every row."""
-    config = transformers.AutoConfig.for_model(model_type, **settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0, 0.15)
-                elif name.endswith("sinks"):
-                    parameter.normal_(0, 2)
-    return model
+    return random_model(model_type, settings)
 
 
 def llama_settings(**changes: Any) -> dict[str, Any]:

@@ -45,6 +45,8 @@ _STRUCTURES = (
     "is_decoder",
 )
 
+_ROPE_ALIASES = {"su": "longrope"}
+
 # Architectures without a setting that says so.
 _ALIBI_TYPES = {"bloom", "mpt"}
 _SINK_TYPES = {"gpt_oss"}
@@ -219,11 +221,12 @@ def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Kinds of scaling; the mapping of a form by layer types has none itself."""
     kinds = {
         str(settings.get("rope_type", settings.get("type")) or "default")
         for settings in rope_settings(config)
     }
-    return tuple(sorted(kinds - {"default"}))
+    return tuple(sorted({_ROPE_ALIASES.get(kind, kind) for kind in kinds} - {"default"}))
 
 
 def _sliding_windows(

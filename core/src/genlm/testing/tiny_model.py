@@ -172,7 +172,8 @@ def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float =
     config = transformers.AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        build = transformers.AutoModelForCausalLM.from_config
+        model = build(config, attn_implementation=_attention(config)).eval()
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, scale)
@@ -206,16 +207,20 @@ def _loaded(folder: Path) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    # Attention in plain PyTorch for capped scores: torch's own kernels do not cap them.
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
     load = transformers.AutoModelForCausalLM.from_pretrained
     with _no_bars():
         return load(
             folder,
             config=config,
             dtype=torch.float32,
-            attn_implementation="eager" if capped else None,
+            attn_implementation=_attention(config),
         ).eval()
+
+
+def _attention(config: Any) -> str | None:
+    """Choose attention in plain PyTorch for capped scores: torch's kernels do not cap them."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped else None
 
 
 @contextmanager

@@ -71,6 +71,9 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     tokenizer = _read(transformers.AutoTokenizer, source, where)
     if getattr(config, "quantization_config", None) is not None and device is not None:
         arguments["device_map"], device = {"": device}, None
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # torch's own attention, transformers' default, does not cap scores.
+        arguments.setdefault("attn_implementation", "eager")
     arguments |= {**where, "output_loading_info": True}
     with without_bars():
         loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)

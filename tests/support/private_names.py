@@ -9,9 +9,10 @@ one is listed that the source does not use. A line of the list is one of
     WHERE *.EXPRESSION    every attribute that the source reads or sets of what it calls
                           EXPRESSION: a variable, or an attribute of that name
 
-WHERE is a module, or a class in one. What the source uses is found by these rules: whatever
-is imported from a submodule that is not in `DOCUMENTED`; each attribute, and each string used
-as one, that begins with one underscore and that the package does not define itself.
+WHERE is a module, or a class in one; "-" stands before names in files, which no library has.
+What the source uses is found by these rules: whatever is imported from a submodule that is not
+in `DOCUMENTED`; each attribute, and each string used as one, that begins with one underscore
+and that the package does not define itself.
 """
 
 from __future__ import annotations
@@ -77,7 +78,17 @@ def uses(root: Path) -> Uses:
     """Read what the Python files below `root` use."""
     found, own = Uses(), set[str]()
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text("utf-8"))
+        # Parts of f-strings are no names.
+        parts_of_text = {
+            id(part)
+            for n in ast.walk(tree)
+            if isinstance(n, ast.JoinedStr)
+            for part in n.values
+        }
+        for node in ast.walk(tree):
+            if id(node) in parts_of_text:
+                continue
             own.update(_defined(node))
             found.imported.update(_imported(node))
             if isinstance(node, ast.Attribute):
@@ -155,6 +166,8 @@ def _unused(found: Uses, listed: list[tuple[str, str]]) -> Iterator[str]:
 
 def _gone(found: Uses, listed: list[tuple[str, str]]) -> Iterator[str]:
     for where, name in listed:
+        if where == "-":
+            continue
         try:
             place = _resolved(where)
         except (ImportError, AttributeError) as error:
@@ -162,8 +175,7 @@ def _gone(found: Uses, listed: list[tuple[str, str]]) -> Iterator[str]:
             continue
         names = found.attributes.get(name[2:], set()) if name.startswith("*.") else {name}
         for each in sorted(names - {""}):
-            imported = (where, each) in found.imported and not isinstance(place, ModuleType)
-            if imported or not _has(place, each):
+            if not _has(place, each, imported=(where, each) in found.imported):
                 yield f"{where} has no {each} any longer"
 
 
@@ -184,15 +196,23 @@ def _resolved(where: str) -> Any:
     raise ModuleNotFoundError(f"No module named {parts[0]!r}", name=parts[0])
 
 
-def _has(place: Any, name: str) -> bool:
-    """Whether a module, class or object has a name, or its source sets or reads it."""
+def _has(place: Any, name: str, *, imported: bool) -> bool:
+    """Whether a module, class or object has a name.
+
+    Args:
+        place: The module, class or object.
+        name: If it is not imported, it is enough that the source sets or reads it, as classes
+            do with attributes of their objects.
+        imported: Whether `place` is a module that the name is imported from.
+    """
     if hasattr(place, name):
         return True
-    if isinstance(place, ModuleType):
-        kinds: list[Any] = [place]
-        if hasattr(place, "__path__"):
-            return importlib.util.find_spec(f"{place.__name__}.{name}") is not None
-    else:
-        kinds = [k for k in getattr(place, "__mro__", ()) if k.__module__ != "builtins"]
+    if hasattr(place, "__path__") and importlib.util.find_spec(f"{place.__name__}.{name}"):
+        return True
+    kinds = place.__mro__ if isinstance(place, type) else [place]
     word = re.compile(rf"\b{re.escape(name)}\b")
-    return any(word.search(inspect.getsource(kind)) for kind in kinds)
+    return not imported and any(
+        word.search(inspect.getsource(kind))
+        for kind in kinds
+        if isinstance(kind, type | ModuleType) and getattr(kind, "__module__", "") != "builtins"
+    )

@@ -18,7 +18,7 @@ VLLM_OLDEST := .venv-vllm-oldest
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants bench docs clean
+.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants chaos bench docs clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -51,6 +51,15 @@ check: $(READY)  ## format, lint, types, import contracts
 
 mutants: $(READY)  ## break engines and tries one by one: which check sees it
 	$(BIN)/python -m tests.mutants
+
+chaos: $(READY) $(SGL_READY)  ## requests of every kind from all sides, for hours; append to benchmarks/results/
+	$(BIN)/python -m tests.chaos reference --requests 1000000 --save
+	$(BIN)/python -m tests.chaos hf --requests 100000 --save
+	$(BIN)/python -m tests.chaos hf --requests 100000 --seed 1 --options '{"kv_budget_bytes": 20000}' --save
+	$(BIN)/python -m tests.chaos mlx --requests 100000 --save
+	$(BIN)/python -m tests.chaos vllm --requests 100000 --save
+	$(BIN)/python -m tests.chaos vllm --model "own processes" --requests 20000 --kill-worker --save
+	$(SGL)/bin/python -m tests.chaos sgl --requests 100000 --save
 
 bench: $(READY) $(SGL_READY)  ## run the benchmarks and append to benchmarks/results/
 	for bench in $(filter-out %_sgl.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done

@@ -51,7 +51,11 @@ class Bench:
 
     def __init__(self, vocab_size: int, folder: Path) -> None:
         self.vocab_size = vocab_size
-        options = {"max_num_seqs": 256, "max_logprobs": -1}
+        options = {
+            "max_num_seqs": 256,
+            "max_logprobs": -1,
+            "kv_cache_memory_bytes": 2**30,
+        }
         self.engine: Any = None
         save_model(folder, vocab_size)
 

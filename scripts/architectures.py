@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BOUND = 1e-4
 HEADER = """# Architectures on {title}
 
-Made by `python scripts/architectures.py --backend {backend}` with {versions}; do not edit.
+Made by `python scripts/architectures.py --backend {backend}` with
+{versions}; do not edit.
 Tiny models with large random weights, heads of {head_dim}, float32, on the CPU. *Error* is the
 largest difference in log-probability between served rows and an unbatched forward pass of
 transformers, over mixed lengths of up to 60 tokens, forks, duplicates, cancellations, particles
@@ -53,6 +54,7 @@ class Engine:
         path: Title of the column that says how a model was served.
         path_of: Reads that from the engine's figures.
         note_of: Reads from them what is to be said about rows that are right.
+        reason_of: Reads from the reason of a refusal or failure what is to be said.
         bounds: By family: a bound above the usual one, and why.
         more: A last sentence above the table.
         reads_list: Whether it reads `verified.json`; hf, which tests each model itself,
@@ -67,9 +69,14 @@ class Engine:
     path: str = "Path"
     path_of: Callable[[Mapping[str, Any]], str] = lambda figures: str(figures.get("path", ""))
     note_of: Callable[[Mapping[str, Any]], str] = lambda figures: str(figures.get("note", ""))
+    reason_of: Callable[[str], str] = lambda reason: reason
     bounds: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     more: str = ""
     reads_list: bool = True
+
+
+def _set_right(corrections: str) -> str:
+    return f"set right: {corrections}" if corrections else ""
 
 
 ENGINES = {
@@ -105,9 +112,33 @@ ENGINES = {
         "SGLang",
         ("sglang", "transformers", "torch"),
         {"engine_opts": {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}},
-        per_process=1,
+        per_process=10,
+        path="Model class",
+        path_of=lambda figures: str(figures.get("model_class", "")),
+        note_of=lambda figures: _set_right(str(figures.get("corrections", ""))),
+        # Of what SGLang raised, what it raised.
+        reason_of=lambda reason: (
+            reason.partition("it raised ")[2].partition(" (options")[0]
+            or reason.partition("first row failed: ")[2]
+            or reason
+        ),
+        more=(
+            "`Transformers...`\nclasses are SGLang's fallback, which warns. What is set right, "
+            "and what is refused, is explained\nin [sglang-engine.md](sglang-engine.md)."
+        ),
     ),
-    "mlx": Engine("MLX", ("mlx-lm", "mlx", "transformers"), {"dtype": "float32"}),
+    "mlx": Engine(
+        "MLX",
+        ("mlx-lm", "mlx", "transformers"),
+        {"dtype": "float32"},
+        path="Tier",
+        path_of=lambda figures: str(figures.get("tier", "")),
+        note_of=lambda figures: str(figures.get("tier_reason", "")).replace("the fastest", ""),
+        more=(
+            "The tiers are\nexplained in [genlm-mlx](../plugins/genlm-mlx/README.md); the note "
+            "says why the prefix tree\ndoes not serve a model."
+        ),
+    ),
 }
 
 
@@ -135,7 +166,9 @@ def measure(backend: str, names: Sequence[str], results: Path) -> None:
                 model,
                 bound=bound,
             )
-        write_line(results, asdict(result) | row_of(name, genlm.ModelFacts.of(config).key))
+            row = asdict(result) | row_of(name, genlm.ModelFacts.of(config).key)
+            row["reason"] = result.reason.replace(folder, "MODEL")
+        write_line(results, row)
 
 
 def row_of(name: str, key: str) -> dict[str, str]:
@@ -203,7 +236,7 @@ def table(backend: str, listed: Mapping[str, Family], rows: Mapping[str, Any]) -
     text = HEADER.format(
         title=engine.title,
         backend=backend,
-        versions=" and ".join(f"{k} {v}" for k, v in versions(engine).items()),
+        versions=", ".join(f"{k} {v}" for k, v in versions(engine).items()),
         head_dim=engine.head_dim,
         more=engine.more,
         path=engine.path,
@@ -214,7 +247,10 @@ def table(backend: str, listed: Mapping[str, Family], rows: Mapping[str, Any]) -
         figures = row["statistics"]
         right = row["status"] == "right"
         note = "; ".join(
-            filter(None, [engine.note_of(figures) if right else row["reason"], why])
+            filter(
+                None,
+                [engine.note_of(figures) if right else engine.reason_of(row["reason"]), why],
+            )
         )
         note = " ".join(note.split()).replace("|", "\\|")
         error = "" if row["error"] is None else f"{row['error']:.1e}"

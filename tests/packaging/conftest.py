@@ -7,7 +7,6 @@ of this project are not.
 
 import functools
 import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 # What a build frontend does, each hook in a process of its own.
 BUILD = """
@@ -42,16 +42,8 @@ class Environment:
             for key, value in os.environ.items()
             if not key.startswith(("GENLM_", "PYTHON", "PIP_"))
         }
-        done = subprocess.run(
-            list(map(str, command)),
-            cwd=self.folder,
-            env=outer | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        inner = outer | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | variables
+        return run_program(*command, cwd=self.folder, env=inner).stdout
 
     def run_code(self, code: str, *arguments: str) -> str:
         return self.run(self.python, "-c", code, *arguments)
@@ -103,8 +95,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         folder = tmp_path_factory.mktemp("wheel")
         hook = "build_editable" if editable else "build_wheel"
         command = [sys.executable, "-c", BUILD, backend, hook, str(folder)]
-        done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_program(*command, cwd=project)
         (wheel,) = folder.glob("*.whl")
         return wheel
 

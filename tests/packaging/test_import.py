@@ -1,22 +1,18 @@
 """`import genlm` is light, and its list of public names is true."""
 
 import ast
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from programs import run_code
 
 import genlm
 from genlm.core import errors
 
 
 def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_code(code).stderr == ""
 
 
 def test_importing_genlm_loads_nothing_but_itself_and_the_standard_library():

@@ -41,7 +41,8 @@ def test_a_model_of_the_plugin_answers_with_its_closed_form(environment):
     for age, byte in enumerate(reversed(b"banana"), start=1):
         weights[byte] += 1 / age
     expected = [math.log(weight / sum(weights)) for weight in weights]
-    assert row == pytest.approx(expected, abs=1e-5)
+    assert len(row) == len(expected)
+    assert max(abs(a - b) for a, b in zip(row, expected, strict=True)) <= 1e-5
 
 
 def test_the_plugin_is_what_a_call_means_when_it_is_the_only_one(environment):

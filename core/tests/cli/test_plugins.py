@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from programs import run_code
 
 PLUGINS = {
     "broken": "raise OSError('no disk')",
@@ -38,19 +37,13 @@ def environment(tmp_path):
     }
 
 
-def run(environment, *arguments, code="from genlm.cli import main; main()"):
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(environment, *arguments, code="from genlm.cli import main; main()", status=0):
+    return run_code(code, *arguments, env=environment, status=status)
 
 
 def test_the_json_list_has_every_field_of_every_backend(environment):
     done = run(environment, "plugins", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     infos = {info["provider"]: info for info in json.loads(done.stdout)}
     fine = infos["their-fine:fine"]
     assert fine["status"] == "ok"
@@ -65,7 +58,7 @@ def test_the_json_list_has_every_field_of_every_backend(environment):
 
 def test_the_table_has_one_unwrapped_line_per_backend(environment):
     done = run(environment, "plugins")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     heading, *rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     assert heading[0] == "name"
     rows = dict(rows)
@@ -92,12 +85,12 @@ def test_torch_and_targets_are_not_imported(environment):
         "assert not heavy, heavy"
     )
     done = run(environment, code=code)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
 
 
 def test_an_error_of_genlms_own_is_one_line_and_exit_code_one(environment):
-    done = run(environment | {"GENLM_STRICT": "1"}, "plugins")
-    assert (done.returncode, done.stdout) == (1, "")
+    done = run(environment | {"GENLM_STRICT": "1"}, "plugins", status=1)
+    assert done.stdout == ""
     assert done.stderr == "genlm: the plugin their-broken:broken is broken: OSError: no disk\n"
 
 
@@ -105,4 +98,4 @@ def test_the_version_is_that_of_the_core(environment):
     from importlib.metadata import version
 
     done = run(environment, "--version")
-    assert (done.returncode, done.stdout) == (0, f"genlm {version('genlm-core')}\n")
+    assert done.stdout == f"genlm {version('genlm-core')}\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_program
 
 import genlm
 from genlm.cli import smc
@@ -281,10 +281,7 @@ def test_the_example_is_the_same_file_and_short() -> None:
 
 def test_the_example_runs_as_a_script() -> None:
     script = REPOSITORY / "examples" / "smc.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], check=True, capture_output=True, text=True
-    )
-    lines = done.stdout.splitlines()
+    lines = run_program(sys.executable, script).stdout.splitlines()
     assert len(lines) == 50
     for line in lines:
         weight, text = line.split(" ", 1)

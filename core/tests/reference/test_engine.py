@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import run_code
 
 from genlm.core.engine import Capability, LoraEngine
 from genlm.core.errors import AdapterError, ModelLoadError, UnknownAdapterError
@@ -155,4 +154,4 @@ def test_importing_the_package_loads_neither_numpy_nor_torch() -> None:
         "import sys, genlm.core.reference.plugin; "
         "assert not {'numpy', 'torch'} & set(sys.modules), 'heavy import'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)

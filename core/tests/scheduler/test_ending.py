@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from programs import run_code, run_program
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm import AsyncLM, EngineClosedError, OutputCache, QueryResetError
@@ -204,14 +204,9 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
 
         asyncio.run(main())
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", program + ending, str(pytestconfig.rootpath / "tests/support")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == (3 if ending else 0), done.stderr
+    support = str(pytestconfig.rootpath / "tests/support")
+    status = 3 if ending else 0
+    done = run_code(program + ending, support, status=status, timeout=TIMEOUT_S)
     assert done.stderr == ""
     assert done.stdout.split() == ["told", "closed"]
 
@@ -242,17 +237,12 @@ def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
         with AsyncLM(ScriptedEngine, name="loaded-here") as own:
             print(len(own.next_token_logprobs_sync([3])) == len(own.byte_vocab))
     """)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore::DeprecationWarning"),  # Python 3.12's, of the fork
-            *("-c", program, str(pytestconfig.rootpath / "tests/support")),
-        ],
-        capture_output=True,
-        text=True,
+    done = run_program(
+        *(sys.executable, "-W", "ignore::DeprecationWarning"),  # Python 3.12's, of the fork
+        *("-c", program, pytestconfig.rootpath / "tests/support"),
         timeout=TIMEOUT_S,
-        check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     assert done.stdout.split() == ["True"] * 3
 
 
@@ -283,14 +273,9 @@ def test_no_lock_that_was_held_at_a_fork_stops_the_forked_process(pytestconfig):
         print(bool(genlm.list_backends()))
         print(llm)
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(pytestconfig.rootpath / "tests/support")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    support = str(pytestconfig.rootpath / "tests/support")
+    done = run_code(program, support, timeout=TIMEOUT_S)
+    assert done.stderr == ""
     requests, nodes, listed, shown = done.stdout.splitlines()
     assert (requests, nodes, listed) == ("2", "5", "True")
     assert shown.endswith("; closed>")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from programs import run_code
 
 import genlm.testing
 
@@ -18,8 +17,7 @@ def test_importing_targets_loads_neither_torch_nor_a_test_library():
         "import sys; from genlm.testing import EngineTarget\n"
         "assert not {'torch', 'hypothesis', 'pytest'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_code(code)
 
 
 @pytest.mark.parametrize("name", genlm.testing.__all__)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
+
+from programs import run_program
 
 ONLY = ["rows-are-right", "declared-sampling-is-native"]
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, *arguments: str, status: int = 0) -> CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "pytest", "-rA", "-p", "no:cacheprovider"]
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = os.environ | {"PYTHONPATH": str(folder)}
+    return run_program(*command, *arguments, status=status, cwd=folder, env=variables)
 
 
 def test_the_packaged_suite_runs_a_backend_by_its_name(tmp_path):
@@ -29,15 +25,14 @@ def test_the_packaged_suite_runs_a_backend_by_its_name(tmp_path):
         *("-p", "genlm.testing.plugin", "--pyargs", "genlm.testing.suite"),
         *("--genlm-backend=reference", "--genlm-seed=4", *options),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "test_conformance[rows-are-right[6-gram]]" in done.stdout
     assert "not applicable: sample is not declared" in done.stdout
     assert "1 passed, 1 skipped" in done.stdout
 
 
 def test_the_packaged_suite_asks_which_backend(tmp_path):
-    done = run_pytest(tmp_path, "-p", "genlm.testing.plugin", "--pyargs", "genlm.testing.suite")
-    assert done.returncode != 0
+    suite = ["-p", "genlm.testing.plugin", "--pyargs", "genlm.testing.suite"]
+    done = run_pytest(tmp_path, *suite, status=2)  # the collection is interrupted
     assert "--genlm-backend=NAME" in done.stdout + done.stderr
 
 
@@ -48,8 +43,7 @@ def test_three_lines_in_the_tests_of_a_plugin_do_the_same(tmp_path):
         f"test_ours = conformance_tests('reference', only={ONLY})\n"
         f"test_wrong = conformance_tests('reference', only={ONLY}, xfail='xfail.txt')\n"
     )
-    done = run_pytest(tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = run_pytest(tmp_path, status=1)
     assert "1 failed, 1 passed, 2 skipped" in done.stdout
     assert "PASSED test_ours.py::test_ours[rows-are-right[6-gram]]" in done.stdout
     assert "UNEXPECTED PASS rows-are-right[6-gram]" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_code
 from trie_oracle import vocabularies
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, VocabularyError
@@ -128,4 +128,4 @@ def test_numba_is_not_imported_for_a_few_weights() -> None:
         "TokenCharacterTrie([b'a', b'b']).weight_sum([1.0, 2.0]);"
         "assert 'numba' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_code(program)

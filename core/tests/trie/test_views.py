@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 import tracemalloc
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from hypothesis import given
+from programs import run_program
 from trie_oracle import EOS, spelt, tokens_below, vocabularies
 
 from genlm import (
@@ -221,12 +221,7 @@ def test_a_view_that_a_thread_derives_during_a_fork_can_be_read_in_the_forked_pr
         Slow.waits = False
         print(len(trie.word2leaf), len(TokenCharacterTrie(["x"]).word2leaf))
     """)
-    done = subprocess.run(
-        # Python 3.12 warns of forks in a program with threads.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2 1\n", "")
+    # Python 3.12 warns of forks in a program with threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    done = run_program(*command, timeout=240)
+    assert (done.stdout, done.stderr) == ("2 1\n", "")

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import tokenizers
+from programs import run_code
 from tokenizers import decoders, models
 
 from genlm.core.errors import VocabularyError
@@ -78,7 +77,4 @@ def test_importing_the_package_loads_no_tokenizer_library_and_no_torch():
         "print(*{'torch', 'transformers', 'tokenizers', 'sentencepiece', 'tiktoken'} "
         "& set(sys.modules))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == []
+    assert run_code(code).stdout.split() == []

@@ -34,7 +34,8 @@ def gathered(*calls, **options):
     """What concurrent calls return, on a loop of their own."""
 
     async def main():
-        return await asyncio.gather(*(call() for call in calls), **options)
+        async with asyncio.timeout(60):  # a call that is never answered fails the test
+            return await asyncio.gather(*(call() for call in calls), **options)
 
     return asyncio.run(main())
 
@@ -360,7 +361,7 @@ def test_event_loops_of_several_threads_draw_at_once():
 # -- temperature, and programs ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.1, 0.7, 2, 50.0, 1e-300])
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 2, 50.0, 5e-324])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_row_is_tempered_as_in_float64(temperature, dtype):
     row = rows(1)[0].to(dtype).log_softmax(-1)
@@ -370,7 +371,8 @@ def test_a_row_is_tempered_as_in_float64(temperature, dtype):
     assert found.dtype == dtype
     assert torch.equal(row, before)
     weights = row.double().numpy()
-    logits = np.array([w and (w - weights.max()) / temperature for w in weights])
+    with np.errstate(over="ignore"):
+        logits = (weights - weights.max()) / temperature
     expected = torch.from_numpy(logits - log_sum(logits)).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_program
 
 import genlm
 from genlm.backend import AsyncVirtualLM, load_model_by_name
@@ -78,15 +78,11 @@ def test_an_object_that_is_no_engine_is_refused(model_class, monkeypatch):
         model_class({})
 
 
-@pytest.mark.timeout(900)  # vLLM is started twice
 def test_a_vllm_model_gives_the_unbatched_rows_by_name_and_by_object(tokenizer, tmp_path):
     model = make_model(head_dim=32)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, VIRTUAL_LM, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_program(sys.executable, VIRTUAL_LM, tmp_path)
     by_name, by_object = map(
         json.loads, (line for line in done.stdout.splitlines() if line.startswith("{"))
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_code
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -48,7 +48,4 @@ def test_importing_it_loads_no_engine():
         "import sys, genlm.backend, genlm.backend.llm\n"
         "print([m for m in ('transformers', 'vllm', 'sglang', 'peft') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+    assert run_code(code).stdout == "[]\n"

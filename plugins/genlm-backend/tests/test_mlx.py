@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import huggingface_hub
 import mlx_lm
 import pytest
 import torch
 
+import genlm
 from genlm.backend import load_model_by_name
 from genlm.backend.llm import AsyncLM, AsyncMlxLM
 from genlm.testing import TinyModel
@@ -53,6 +55,17 @@ def test_a_model_by_object_keeps_its_adapters_apart(tiny):
         llm.remove_lora("second")
         with pytest.raises(ValueError, match="second"):
             llm.next_token_logprobs_sync(RED, lora_name="second")
+
+
+def test_an_adapter_is_found_by_its_hub_id(tiny, monkeypatch):
+    hub = {"org/poet": tiny.adapters["first"]}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.__getitem__)
+    with AsyncMlxLM.from_name(str(tiny.path)) as llm:
+        llm.add_new_lora("org/poet", "poet")
+        row = llm.next_token_logprobs_sync(RED, lora_name="poet")
+        assert_right(row[None], tiny, RED, adapter="first")
+        with pytest.raises(genlm.AdapterError, match="'org/none'; there is no such folder"):
+            llm.add_new_lora("org/none", "none")
 
 
 def test_it_samples_from_its_rows(tiny):

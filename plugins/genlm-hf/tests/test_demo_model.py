@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_program
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -192,9 +192,7 @@ def test_the_script_scores_each_token_once(corpus, model, tokenizer):
 def test_the_corpus_does_not_depend_on_hash_seeds(corpus):
     command = [sys.executable, "-c", "import demo_corpus as d; print(d.load_corpus().sha256)"]
     environment = os.environ | {"PYTHONHASHSEED": "1"}
-    done = subprocess.run(
-        command, cwd=SCRIPTS, env=environment, check=True, capture_output=True, text=True
-    )
+    done = run_program(*command, cwd=SCRIPTS, env=environment)
     assert done.stdout.strip() == corpus.sha256
 
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import random
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from programs import run_code
 
 import genlm
 from genlm_sgl.conformance import TinyLlama
@@ -44,11 +44,14 @@ def test_engines_follow_one_another_and_leave_little_behind(
         engine.close()
         gc.collect()
         names = {each.name for each in threading.enumerate()}
-        found.append((process.num_threads(), process.num_fds(), names, process.memory_info()))
+        memory = process.memory_info()
+        # Pages of files come and go with what else the machine reads.
+        own_bytes = memory.rss - memory.shared
+        found.append((process.num_threads(), process.num_fds(), names, own_bytes))
     assert found[-1][0] <= found[1][0]
     assert found[-1][1] - found[1][1] <= 2 * 4  # measured: one file descriptor each
     assert found[-1][2] <= found[1][2]
-    assert found[-1][3].rss - found[1][3].rss <= 4 * 20 * 2**20  # measured: 2 MB each
+    assert found[-1][3] - found[1][3] <= 4 * 20 * 2**20  # measured: 2 MB each
 
 
 def test_no_thread_watches_the_engine(build: Any) -> None:
@@ -129,7 +132,7 @@ def test_importing_the_plugin_sets_nothing_and_imports_no_sglang() -> None:
         "assert dict(os.environ) == before\n"
         "assert 'sglang' not in sys.modules and 'sgl_kernel' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+    run_code(code, timeout=200)
 
 
 def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:

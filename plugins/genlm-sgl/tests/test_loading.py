@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+import traceback
 from typing import Any
 
+import psutil
 import pytest
 
 from genlm import MissingRequirementError, ModelLoadError
+from genlm.core import memory
 from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capacity
 from genlm_sgl.versions import check_version
 
@@ -84,8 +89,54 @@ def test_pages_of_several_tokens_are_refused_where_they_need_a_gpu() -> None:
         check_cpu_pages({"page_size": 16}, (0, 5, 21))
 
 
-def test_the_kv_cache_on_a_cpu_has_a_bound_of_its_own(build: Any, tiny: Any) -> None:
-    capacity = cpu_token_capacity(str(tiny.path), {})
-    assert 1024 <= capacity <= 2**17
-    engine = build(max_total_tokens=None)
-    assert engine.statistics()["kv_tokens"] == capacity
+def measuring(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(memory, "_free", lambda *_: memory._Bound(free_bytes, "a test"))
+
+
+def bytes_per_token(tiny: Any) -> int:
+    config = json.loads((tiny.path / "config.json").read_text())
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    return 2 * math.prod(config[name] for name in names) * 4
+
+
+def test_the_kv_cache_on_a_cpu_takes_a_quarter_of_the_free_memory(
+    build: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = bytes_per_token(tiny)
+    for free_tokens, expected in ((8_000, 2_000), (2**30, 2**17), (2**12, 2**10)):
+        measuring(monkeypatch, free_tokens * each)
+        assert cpu_token_capacity(str(tiny.path), {}) == expected
+    measuring(monkeypatch, 8_000 * each)
+    assert build(max_total_tokens=None).statistics()["kv_tokens"] == 2_000
+
+
+def test_too_little_memory_is_an_error_that_says_what_to_do(
+    build: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring(monkeypatch, 2**12 * bytes_per_token(tiny) - 1)
+    with pytest.raises(ModelLoadError) as refused:
+        build(max_total_tokens=None)
+    assert str(refused.value).startswith("asked for a KV cache of the default size, 0.25 of")
+    assert "choose a size with engine_opts['max_total_tokens']" in str(refused.value)
+    assert build(max_total_tokens=64).statistics()["kv_tokens"] == 64
+
+
+def test_a_size_that_users_choose_stands_whatever_other_processes_take(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang looks twice how much memory is free, and is told less the second time."""
+    system = psutil.virtual_memory()
+    looks = []
+
+    def less_and_less() -> Any:
+        names = {frame.name for frame in traceback.extract_stack()}
+        looks.append("measure_pre_model_load_memory" in names)
+        return system._replace(total=2**34, available=2**34 if looks[-1] else 2**29)
+
+    monkeypatch.setattr(psutil, "virtual_memory", less_and_less)
+    engine = build(max_total_tokens=4096)
+    assert engine.statistics()["kv_tokens"] == 4096
+    engine.close()
+    assert set(looks) == {True, False}
+    with pytest.raises(ModelLoadError, match="no GPU memory for the KV cache"):
+        build(max_total_tokens=4096, mem_fraction_static=0.8)

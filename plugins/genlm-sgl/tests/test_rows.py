@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from genlm import Engine, PrefixCacheEngine, Query, SamplingParams
+from genlm import Engine, EvaluationError, PrefixCacheEngine, Query, SamplingParams
 from genlm.testing import TINY_LOGITS, TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 
-from .driving import TOLERANCE, answers, collected, largest_error, prompts_of
+from .driving import TOLERANCE, answers, collected, continuation, largest_error, prompts_of
 
 # Alone, of length 1, a shared prefix, duplicates, one that is another's beginning.
 [SHARED] = prompts_of(40)
@@ -170,4 +170,33 @@ def test_a_pass_that_raises_fails_its_queries_and_no_later_ones(
         engine.step()
     monkeypatch.undo()
     assert engine.free_tokens == engine.statistics()["kv_tokens"]
+    assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logits_that_are_no_numbers_fail_their_own_request_alone(
+    build: Any, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    engine = build(disable_overlap_schedule=not overlap)
+    prompts = prompts_of(5, 6, 7)
+    drawing = SamplingParams(4, seed=1)
+    forward = type(engine.model).forward
+
+    def poisoned(self: Any, input_ids: Any, positions: Any, batch: Any, *more: Any) -> Any:
+        output = forward(self, input_ids, positions, batch, *more)
+        # The second of two prompts of each length; the first token after a prompt.
+        for j, length in enumerate(batch.seq_lens.tolist()):
+            if length == 6:
+                output.next_token_logits[j, 3:5] = float("nan")
+        return output
+
+    monkeypatch.setattr(type(engine.model), "forward", poisoned)
+    asked = [*prompts, (prompts[0], drawing), (prompts[1], drawing), (prompts[2], drawing)]
+    first, row, last, *draws = answers(engine, asked)
+    assert largest_error(tiny, [prompts[0], prompts[2]], [first, last]) <= TOLERANCE
+    assert row.isnan().all()  # the core refuses it
+    assert [isinstance(each, EvaluationError) for each in draws] == [True, True, False]
+    assert "not a distribution" in str(draws[0])
+    assert draws[2] == continuation(tiny, prompts[2], drawing)
+    monkeypatch.undo()
     assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE

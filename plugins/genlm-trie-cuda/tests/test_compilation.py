@@ -6,10 +6,10 @@ on NVIDIA's GPUs a thread of every float32 kernel keeps its values in registers.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 triton = pytest.importorskip("triton")
 
@@ -74,5 +74,5 @@ def stack_bytes(binary: bytes, folder: Path) -> int:
     """Memory of a thread for what does not fit into its registers."""
     (folder / "kernel.cubin").write_bytes(binary)
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = run_program(*command).stdout
     return int(usage.split("STACK:")[1].split()[0])

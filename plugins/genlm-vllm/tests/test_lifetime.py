@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 
 from genlm import ModelLoadError, VocabularyError
 from genlm_vllm.conformance import TinyLlama
@@ -157,13 +157,7 @@ def test_the_log_is_quiet_unless_asked_for(tiny: Any, level: str | None, heard: 
     variables = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_LOGGING")}
     if level is not None:
         variables["VLLM_LOGGING_LEVEL"] = level
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program(sys.executable, "-W", "ignore", "-c", script, env=variables)
     torch_warns = re.compile(r"\[?W\d")
     said = [x for x in (done.stdout + done.stderr).splitlines() if not torch_warns.match(x)]
     assert bool(said) == heard, said

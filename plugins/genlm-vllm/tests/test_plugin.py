@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
+from programs import run_code
 
 import genlm
 from genlm_vllm import install_cpu, versions
@@ -29,10 +28,7 @@ print("torch" in sys.modules, "vllm" in sys.modules)
 
 
 def test_without_vllm_the_message_has_both_commands() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LISTED], capture_output=True, text=True, check=True
-    )
-    status, error, imported = done.stdout.splitlines()
+    status, error, imported = run_code(LISTED).stdout.splitlines()
     assert status.startswith("missing ('vllm',)")
     for said in (status, error):
         assert "pip install 'genlm-vllm[gpu]'" in said

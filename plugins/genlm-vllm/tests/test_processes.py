@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,23 +114,6 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
         engine.close()
 
 
-def test_every_request_ends_when_a_worker_dies(tiny: Any) -> None:
-    options = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 1}
-    lm = genlm.load_model(tiny.path, "vllm", engine_opts=options, multiprocess=True)
-
-    async def ask() -> list[Any]:
-        asked = [asyncio.ensure_future(lm.sample(p, 200)) for p in prompts(5, 6, 7)]
-        await asyncio.sleep(0)
-        for process in _processes(lm):
-            os.kill(process, signal.SIGKILL)
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    with lm:
-        assert all(isinstance(found, genlm.EngineError) for found in asyncio.run(ask()))
-        with pytest.raises(genlm.EngineError):
-            lm.next_token_logprobs_sync([5])
-
-
 ORPHAN = """
 import sys
 import psutil
@@ -157,8 +137,3 @@ def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Pa
         client.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
-
-
-def _processes(lm: Any) -> list[int]:
-    manager = lm._scheduler.engine._vllm.engine_core.resources.engine_manager
-    return [process.pid for process in manager.processes]

@@ -46,6 +46,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # and by Ray's
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    # Or Ray kills workers when other processes have taken 95 % of the machine's memory.
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     ray.init(
         address="local",
         num_cpus=2,

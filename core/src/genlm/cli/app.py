@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from genlm.cli.check import check
+from genlm.cli.compare import compare
 from genlm.cli.demo import demo
 from genlm.cli.plugins import plugins
 from genlm.cli.trie import trie
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(check)
+app.command()(compare)
 app.command()(demo)
 app.command()(plugins)
 app.command()(trie)

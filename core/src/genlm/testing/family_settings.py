@@ -60,6 +60,7 @@ def attention(sizes: Sizes) -> Settings:
     """Dense models: kinds of attention, of layers, of windows."""
     d, llama, gpt, bare = sizes.head, sizes.llama, sizes.gpt, sizes.bare
     falcon = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    neox = {"num_key_value_heads": None, "intermediate_size": 4 * sizes.hidden}
     gemma = {"head_dim": d, "query_pre_attn_scalar": d}
     return {
         "gpt2": gpt("gpt2", n_positions=64),
@@ -75,9 +76,9 @@ def attention(sizes: Sizes) -> Settings:
             window_size=4,
             max_position_embeddings=64,
         ),
-        "gpt_neox": llama("gpt_neox", num_key_value_heads=None),
+        "gpt_neox": llama("gpt_neox", **neox),
         "gpt_neox with sequential layers": llama(
-            "gpt_neox", num_key_value_heads=None, use_parallel_residual=False
+            "gpt_neox", use_parallel_residual=False, **neox
         ),
         "gpt_neox_japanese": llama("gpt_neox_japanese", num_key_value_heads=None),
         "opt": bare(
@@ -124,6 +125,7 @@ def attention(sizes: Sizes) -> Settings:
         "llama with narrow heads": llama("llama", hidden_size=2 * sizes.hidden, head_dim=d),
         "llama with a long context": llama("llama", max_position_embeddings=4096),
         "diffllama": llama("diffllama"),
+        "mistral": llama("mistral", sliding_window=None),
         "mistral with a short window": llama("mistral", sliding_window=4),
         "mistral with a window of 16": llama("mistral", sliding_window=16),
         "ministral3": llama("ministral3", head_dim=d),
@@ -136,7 +138,11 @@ def attention(sizes: Sizes) -> Settings:
         "gemma2": llama("gemma2", sliding_window=4, **gemma),
         "gemma2 with a window of 16": llama("gemma2", sliding_window=16, **gemma),
         "gemma2 with capped scores": llama(
-            "gemma2", sliding_window=4, attn_logit_softcapping=0.5, **gemma
+            "gemma2",
+            sliding_window=4,
+            attn_logit_softcapping=0.5,
+            final_logit_softcapping=2.0,
+            **gemma,
         ),
         "gemma3_text": llama("gemma3_text", sliding_window=4, num_hidden_layers=6, **gemma),
         "gemma3_text with a window of 16": llama(
@@ -170,7 +176,7 @@ def attention(sizes: Sizes) -> Settings:
         "granite_swa": llama("granite_swa", sliding_window=4),
         "glm4": llama("glm4", head_dim=d),
         "smollm3": llama("smollm3"),
-        "exaone4": llama("exaone4", sliding_window=4),
+        "exaone4": llama("exaone4", sliding_window=4, num_hidden_layers=4),
         "nemotron": llama("nemotron"),
         "apertus": llama("apertus"),
         "persimmon": llama("persimmon", num_key_value_heads=None),
@@ -277,7 +283,14 @@ def experts(sizes: Sizes) -> Settings:
         "qwen3_moe": llama("qwen3_moe", head_dim=d, **moe),
         "olmoe": llama("olmoe", **four),
         "granitemoe": llama("granitemoe", **_TWO_OF_FOUR),
-        "afmoe": llama("afmoe", head_dim=d, sliding_window=4, num_shared_experts=1, **moe),
+        "afmoe": llama(
+            "afmoe",
+            head_dim=d,
+            sliding_window=4,
+            num_hidden_layers=4,
+            num_shared_experts=1,
+            **moe,
+        ),
         "jetmoe": llama(
             "jetmoe",
             kv_channels=d,

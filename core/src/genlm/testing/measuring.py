@@ -132,11 +132,11 @@ class _Run:
         return [*mixed, *forks, *prefixes, *mixed[:4]]
 
     async def _grow(self) -> None:
-        """Grow particles token by token across the windows, and fork some on the way."""
+        """Grow particles token by token across the windows, and fork one on the way."""
         particles = [self._ids(n) for n in _GROWING_FROM]
         for step in range(_STEPS):
             if step % 4 == 3:
-                particles = [self._rng.choice(particles) for _ in particles]
+                particles[1] = self._rng.choice(particles)
             grown = [(*ids, *self._ids(1)) for ids in particles]
             particles = [ids[: self._longest] for ids in grown]
             await self._ask(particles, abandon=step % 3 == 1)

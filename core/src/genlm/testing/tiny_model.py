@@ -6,6 +6,7 @@ and peft's own model for adapters. Knows no engine.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+
+from genlm import ModelFacts
 
 if TYPE_CHECKING:
     from genlm.testing.tiny_families import Family
@@ -125,10 +128,11 @@ class TinyModel:
     def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """Compute the row of one sequence alone, without a past; float64."""
         ids = torch.tensor([list(token_ids)])
+        model = self._alone(adapter)
+        if ModelFacts.of(model.config).rope_by_longest:
+            model = copy.deepcopy(model)  # such embeddings remember the longest sequence
         with torch.no_grad():
-            outputs = self._alone(adapter)(
-                ids, attention_mask=torch.ones_like(ids), use_cache=False
-            )
+            outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         row: torch.Tensor = outputs.logits[0, -1, : self.vocab_size].double().log_softmax(-1)
         return row
 

@@ -68,7 +68,7 @@ def test_clearing_prefixes_changes_no_row(llm, tiny):
     llm.cache_kv(RED)
     llm.clear_cache()
     assert_right(llm.next_token_logprobs_sync([*RED, 5])[None], tiny, [*RED, 5])
-    llm.clear_kv_cache()
+    assert llm.clear_kv_cache() is True
     llm.clear_cache()
     assert_right(llm.next_token_logprobs_sync([*RED, 5])[None], tiny, [*RED, 5])
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from genlm import ModelLoadError
-from genlm_mlx.layers import ACTIVATIONS, correct_layers, corrects_activation
+from genlm_mlx.layers import ACTIVATIONS, TANH_GELUS, correct_layers, corrects_activation
 from genlm_mlx.rotary import PublishedRoPE, correct_rotary
 from genlm_mlx.windows import correct_windows, own_windows
 
@@ -33,10 +33,8 @@ _TELLING = (
     "use_parallel_residual",
 )
 
-
 # What configs call the number of tokens that a token sees.
 _WINDOWS = ("sliding_window", "attention_window_size")
-
 
 # With so many heads that score tokens, a score of exactly zero is rare.
 _INDEX_HEADS = 16
@@ -47,7 +45,7 @@ def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedR
 
     Args:
         model: Changed in place.
-        config: transformers' config of the language model.
+        config: transformers' config of it.
         max_context: The most tokens of a context, None for no limit.
 
     Returns:
@@ -57,8 +55,13 @@ def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedR
         ModelLoadError: Rows would be wrong; the message says why, from which length on, and
             with which versions.
     """
-    text = getattr(model, "language_model", model)
-    reason = _experts(text, config) or _ignored(text, config) or _indexer(config, max_context)
+    text, config = getattr(model, "language_model", model), config.get_text_config()
+    reason = (
+        _experts(text, config)
+        or _ignored(text, config)
+        or _indexer(config, max_context)
+        or _scaled_by_length(config)
+    )
     if reason is not None:
         raise _wrong(model, reason)
     _correct_windows(model, config, max_context)
@@ -83,8 +86,9 @@ def _correct_windows(model: Any, config: Any, max_context: int | None) -> None:
     def effective(window: int | None) -> int | None:
         return None if window is None or (max_context and window >= max_context) else window
 
-    found = {place: effective(window) for place, window in own_windows(model).items()}
     stated = [effective(window) for window in _windows(config, len(model.layers))]
+    own = own_windows(model).items()
+    found = {place: effective(window) for place, window in own if place < len(stated)}
     differing = [place for place, window in found.items() if window != stated[place]]
     problem = correct_windows(model, stated) if differing else None
     if problem is not None:
@@ -116,8 +120,8 @@ def _ignored(model: Any, config: Any) -> str | None:
     for name in _TELLING:
         if name in ACTIVATIONS and corrects_activation(model, config):
             continue
-        value = getattr(config, name, None)
-        if name not in read and value != getattr(usual, name, None):
+        value, default = getattr(config, name, None), getattr(usual, name, None)
+        if name not in read and value != default and not {value, default} <= TANH_GELUS:
             return f"it does not read the setting {name}={value!r}"
         if "softcapping" in name and name in read and value != read[name]:
             return f"it takes {name}={read[name]!r} for {value!r}"
@@ -132,6 +136,13 @@ def _experts(model: Any, config: Any) -> str | None:
             "does not"
         )
     return None
+
+
+def _scaled_by_length(config: Any) -> str | None:
+    settings = getattr(config, "rope_parameters", None) or {}
+    if "short_mscale" not in settings:
+        return None
+    return "its rotary embeddings are not scaled by short_mscale in short contexts"
 
 
 def _indexer(config: Any, max_context: int | None) -> str | None:

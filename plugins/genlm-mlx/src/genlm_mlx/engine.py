@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Self
 
 import mlx.core as mx
@@ -12,12 +13,15 @@ import torch
 from genlm import (
     BatchEngine,
     Capability,
+    ModelFacts,
     ModelLoadError,
     Query,
     TokenIdError,
     UnknownAdapterError,
     UnsupportedCapability,
+    VerifiedFamilies,
     Vocabulary,
+    check_verified,
 )
 from genlm_mlx.adapters import Adapters
 from genlm_mlx.choice import choose_tier
@@ -63,6 +67,8 @@ class MLXEngine(BatchEngine):
             that gives the right rows.
         self_test: Whether to compare the gathered tier with mlx-lm's own cache, on a few
             short sequences, when the model is loaded.
+        unverified: What happens to models of families that were not compared with
+            transformers: `"warn"` or `"refuse"`.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -84,9 +90,10 @@ class MLXEngine(BatchEngine):
         max_context: int | None = None,
         tier: str | None = None,
         self_test: bool = True,
+        unverified: str = "warn",
     ) -> None:
         options = ServeOptions(
-            max_tokens_per_batch, kv_budget_bytes, tier, self_test, max_context
+            max_tokens_per_batch, kv_budget_bytes, tier, self_test, max_context, unverified
         )
         wanted = None if dtype is None else as_dtype(dtype)
         loaded, tokenizer, settings, config = load_model(
@@ -108,6 +115,7 @@ class MLXEngine(BatchEngine):
         max_context: int | None = None,
         tier: str | None = None,
         self_test: bool = True,
+        unverified: str = "warn",
     ) -> Self:
         """Serve a model and tokenizer that the caller has loaded with mlx-lm.
 
@@ -124,13 +132,14 @@ class MLXEngine(BatchEngine):
             max_context: As there.
             tier: As there.
             self_test: As there.
+            unverified: As there; a model without its config counts as such.
 
         Raises:
             ModelLoadError: It is no model of mlx-lm's, or cannot be served.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
         options = ServeOptions(
-            max_tokens_per_batch, kv_budget_bytes, tier, self_test, max_context
+            max_tokens_per_batch, kv_budget_bytes, tier, self_test, max_context, unverified
         )
         engine = cls.__new__(cls)
         settings = config or dict(vars(model.args) if hasattr(model, "args") else {})
@@ -152,6 +161,12 @@ class MLXEngine(BatchEngine):
         self.max_context = limited(context_window(settings), options.max_context)
         self._known_ids = embedding_rows(settings, self.vocabulary.size)
         rotary = [] if config is None else correct(model, config, self.max_context)
+        check_verified(
+            f"mlx-lm {version('mlx-lm')}",
+            ModelFacts.of(settings if config is None else config),
+            VerifiedFamilies.of_package("genlm_mlx"),
+            unverified=options.unverified,
+        )
         self._adapters = Adapters(model)
         try:
             self._tier, self._error = choose_tier(

@@ -16,17 +16,21 @@ from mlx.nn.layers.activations import gelu, gelu_approx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.deepseek_v32 import Indexer
 
-__all__ = ["ACTIVATIONS", "correct_layers", "corrects_activation", "with_call"]
+__all__ = [
+    "ACTIVATIONS",
+    "TANH_GELUS",
+    "correct_layers",
+    "corrects_activation",
+    "with_call",
+]
 
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
 """What configs call the activation function of feed-forward layers."""
 
-_GELUS = {
-    "gelu": gelu,
-    "gelu_pytorch_tanh": gelu_approx,
-    "gelu_new": gelu_approx,
-    "gelu_fast": gelu_approx,
-}
+TANH_GELUS = {"gelu_pytorch_tanh", "gelu_new", "gelu_fast"}
+"""Names of the approximate GELU, up to rounding."""
+
+_GELUS = {"gelu": gelu} | dict.fromkeys(TANH_GELUS, gelu_approx)
 
 # Models of mlx-lm whose feed-forward layers have one of them, whatever the config states.
 _FIXED = {"gemma", "gpt_bigcode", "gpt_neox", "starcoder2"}

@@ -47,7 +47,7 @@ def load_model(
 
     Returns:
         The model, its tokenizer, its settings as mlx-lm has read them, and transformers'
-        config of the language model, None for an architecture that it does not know.
+        config, None for an architecture that it does not know.
 
     Raises:
         ModelLoadError: There is no such model, or mlx-lm cannot load it.

@@ -28,8 +28,8 @@ def published_config(
         revision: Of a hub id.
 
     Returns:
-        The settings, and the part of the `transformers.PretrainedConfig` that describes the
-        language model; None for an architecture that transformers does not know.
+        The settings, and the `transformers.PretrainedConfig`; None for an architecture that
+        transformers does not know.
 
     Raises:
         OSError: There is no such model.
@@ -42,13 +42,13 @@ def published_config(
 
 
 def read_config(written: Mapping[str, Any]) -> Any:
-    """Return transformers' config of the language model that settings describe, or None."""
+    """Return transformers' config of settings, None if it does not know the architecture."""
     from transformers import CONFIG_MAPPING
 
     kind = written.get("model_type")
     if kind not in CONFIG_MAPPING:
         return None
-    return CONFIG_MAPPING[kind].from_dict(dict(written)).get_text_config()
+    return CONFIG_MAPPING[kind].from_dict(dict(written))
 
 
 def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -60,8 +60,9 @@ def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """
     nested = written.get("text_config")
     inner = nested if isinstance(nested, Mapping) else written
-    settings = config.to_dict()
-    names = {alias: name for alias, name in config.attribute_map.items() if name in settings}
+    text = config.get_text_config()
+    settings = text.to_dict()
+    names = {alias: name for alias, name in text.attribute_map.items() if name in settings}
     settings |= {alias: settings[name] for alias, name in names.items()}
     added = {
         name: value

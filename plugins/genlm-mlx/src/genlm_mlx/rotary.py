@@ -21,12 +21,13 @@ from mlx_lm.models.rope_utils import (
     SuScaledRoPE,
     YarnRoPE,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 __all__ = ["PublishedRoPE", "correct_rotary"]
 
 _KINDS = (RoPE, DynamicNTKScalingRoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 
-# A frequency differs by more than rounding.
+# Larger relative differences are more than rounding.
 _TOLERANCE = 1e-5
 
 
@@ -34,31 +35,23 @@ class PublishedRoPE(Module):
     """Rotates by the frequencies that transformers computes for contexts of one length.
 
     Args:
-        config: transformers' config of the language model.
-        layer_type: The kind of layer, if its kinds have settings of their own.
-        dims: How many numbers of a head are rotated.
+        published: Those frequencies.
         traditional: Whether neighbours are rotated, rather than the halves of a head.
 
     Attributes:
         longest: The longest context that has the frequencies of short ones; None if all have.
     """
 
-    def __init__(
-        self, config: Any, layer_type: str | None, dims: int, *, traditional: bool
-    ) -> None:
-        super().__init__()
-        self._config, self._layer_type = config, layer_type
-        self._dims, self._traditional = dims, traditional
-        parameters = _parameters(config, layer_type)
-        self.longest = _longest(parameters, config)
+    def __init__(self, published: _Published, *, traditional: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._published, self._traditional = published, traditional
+        self.longest = published.longest
         self.set_length(1)
 
     def set_length(self, tokens: int) -> None:
         """Rotate as in contexts of so many tokens from now on."""
-        frequencies, self._scale = _published(
-            self._config, self._layer_type, self._dims, tokens
-        )
-        self._periods = mx.array(1 / frequencies)
+        frequencies, self._scale = self._published.frequencies(tokens)
+        self._dims, self._periods = 2 * len(frequencies), mx.array(1 / frequencies)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """Rotate `(..., tokens, width)`, of which the first token is at place `offset`."""
@@ -88,44 +81,84 @@ def correct_rotary(model: Any, config: Any) -> list[PublishedRoPE]:
     made: dict[tuple[str | None, int, bool], PublishedRoPE] = {}
     placed: list[tuple[str, Module]] = []
     for path, module in model.named_modules():
-        if not isinstance(module, _KINDS):
+        layer_type = _layer_type(config, path)
+        if not isinstance(module, _KINDS) or not _parameters(config, layer_type):
             continue
-        kind = _layer_type(config, path)
-        if not _parameters(config, kind):
-            continue
-        dims = module.dim if isinstance(module, SuScaledRoPE) else module.dims
-        if _agrees(module, config, kind, dims):
+        own = module.dim if isinstance(module, SuScaledRoPE) else module.dims
+        published = _Published(config, layer_type, own)
+        if not published.known or _agrees(module, published):
             continue
         traditional = bool(getattr(module, "traditional", False))
-        key = kind, dims, traditional
+        key = layer_type, own, traditional
         if key not in made:
-            made[key] = PublishedRoPE(config, kind, dims, traditional=traditional)
+            made[key] = PublishedRoPE(published, traditional=traditional)
         placed.append((path, made[key]))
     model.update_modules(tree_unflatten(placed))
     return list(made.values())
 
 
-def _agrees(module: Any, config: Any, layer_type: str | None, dims: int) -> bool:
+def _agrees(module: Any, published: _Published) -> bool:
     """Whether a module rotates as transformers does, whatever the length."""
-    if isinstance(module, (DynamicNTKScalingRoPE, SuScaledRoPE)):
+    if published.longest is not None:
         return False
-    expected, scale = _published(config, layer_type, dims, 1)
+    expected, scale = published.frequencies(1)
     if isinstance(module, RoPE):
-        found = module.scale * module.base ** -(np.arange(0, dims, 2) / dims)
+        found = module.scale * module.base ** -(np.arange(0, module.dims, 2) / module.dims)
     else:
         found = 1 / np.array(module._freqs)  # noqa: SLF001 - kept nowhere else
-    kept = float(getattr(module, "mscale", 1.0))
-    longest = _longest(_parameters(config, layer_type), config)
-    close = np.allclose(found, expected, rtol=_TOLERANCE, atol=0)
-    return longest is None and close and abs(kept - scale) < _TOLERANCE
+    close = found.shape == expected.shape and np.allclose(
+        found, expected, rtol=_TOLERANCE, atol=0
+    )
+    return bool(close) and abs(getattr(module, "mscale", 1.0) - scale) < _TOLERANCE
+
+
+class _Published:
+    """Frequencies by transformers' config.
+
+    Args:
+        config: Of the language model.
+        layer_type: The kind of layer, if its kinds have settings of their own.
+        dims: How many numbers of a head mlx-lm rotates.
+
+    Attributes:
+        known: Whether transformers computes such frequencies for any architecture.
+        longest: The longest context that has the frequencies of short ones; None if all have.
+    """
+
+    def __init__(self, config: Any, layer_type: str | None, dims: int) -> None:
+        self._config, self._layer_type, self._dims = config, layer_type, dims
+        self._parameters = parameters = _parameters(config, layer_type)
+        self._kind = parameters.get("rope_type", "default")
+        self.known = self._kind == "default" or self._kind in ROPE_INIT_FUNCTIONS
+        self.longest: int | None = None
+        if self._kind == "longrope":
+            self.longest = int(parameters["original_max_position_embeddings"])
+        elif self._kind == "dynamic":
+            self.longest = int(config.max_position_embeddings)
+        share = parameters.get("partial_rotary_factor")
+        if share is not None and getattr(config, "kv_lora_rank", None) is None:
+            heads = config.num_attention_heads
+            self._dims = int(
+                (getattr(config, "head_dim", None) or config.hidden_size // heads) * share
+            )
+
+    def frequencies(self, tokens: int) -> tuple[np.ndarray[Any, Any], float]:
+        """Return those for contexts of some tokens, and the factor of what is rotated."""
+        if self._kind == "default":
+            exponents = np.arange(0, self._dims, 2, dtype=np.float32) / self._dims
+            return self._parameters["rope_theta"] ** -exponents, 1.0
+        options = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        compute = ROPE_INIT_FUNCTIONS[self._kind]
+        found, factor = compute(self._config, "cpu", seq_len=tokens, **options)
+        return found.numpy(), float(factor)
 
 
 def _layer_type(config: Any, path: str) -> str | None:
     """The kind of the layer that a module at a path belongs to, if kinds rotate differently."""
     if not any(isinstance(value, Mapping) for value in _all(config).values()):
         return None
-    place = next(int(name) for name in path.split(".") if name.isdigit())
-    return str(config.layer_types[place])
+    place = next((int(name) for name in path.split(".") if name.isdigit()), None)
+    return None if place is None else str(config.layer_types[place])
 
 
 def _all(config: Any) -> Mapping[str, Any]:
@@ -135,26 +168,3 @@ def _all(config: Any) -> Mapping[str, Any]:
 def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     everything = _all(config)
     return everything if layer_type is None else everything.get(layer_type) or {}
-
-
-def _longest(parameters: Mapping[str, Any], config: Any) -> int | None:
-    kind = parameters.get("rope_type", "default")
-    if kind == "longrope":
-        return int(parameters["original_max_position_embeddings"])
-    return int(config.max_position_embeddings) if kind == "dynamic" else None
-
-
-def _published(
-    config: Any, layer_type: str | None, dims: int, tokens: int
-) -> tuple[np.ndarray[Any, Any], float]:
-    """Return frequencies, shape `(dims / 2,)`, and the factor of what is rotated."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = _parameters(config, layer_type)
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        exponents = np.arange(0, dims, 2, dtype=np.float32) / dims
-        return parameters["rope_theta"] ** -exponents, 1.0
-    options = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=tokens, **options)
-    return frequencies.numpy(), float(factor)

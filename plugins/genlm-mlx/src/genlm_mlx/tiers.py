@@ -35,6 +35,7 @@ class ServeOptions:
     tier: str | None = None
     self_test: bool = True
     max_context: int | None = None
+    unverified: str = "warn"
 
     def __post_init__(self) -> None:
         most = self.max_tokens_per_batch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -59,7 +58,6 @@ def _takes_mask(layer: type[Module]) -> bool:
     return list(inspect.signature(layer.__call__).parameters)[1:4] == ["x", "mask", "cache"]
 
 
-@cache
 def _with_own_mask(layer: type[Any]) -> type[Any]:
     """Return a class of layers that mask what their own cache says."""
 
@@ -67,6 +65,7 @@ def _with_own_mask(layer: type[Any]) -> type[Any]:
         if cache is not None:
             as_array = isinstance(mask, mx.array)
             mask = cache.make_mask(x.shape[1], return_array=as_array, window_size=None)
-        return layer.__call__(self, x, mask, cache)
+        seen: mx.array = layer.__call__(self, x, mask, cache)
+        return seen
 
     return with_call(layer, call)

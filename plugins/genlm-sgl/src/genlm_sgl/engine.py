@@ -46,6 +46,7 @@ from genlm_sgl.loading import (
 )
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.requests import Requests
+from genlm_sgl.review import ModelReview
 from genlm_sgl.scheduler_api import Ended, SchedulerApi
 from genlm_sgl.starting import server_options
 from genlm_sgl.versions import check_version, installed_version
@@ -80,13 +81,19 @@ class SGLEngine:
         model: A folder or a hub id.
         engine_opts: Arguments of SGLang's `ServerArgs`.
         gpu_id: Which GPU, where there are any.
+        unverified: What happens to a model of a family whose rows were never compared with an
+            unbatched forward pass: `"warn"` or `"refuse"`.
 
     Raises:
-        ModelLoadError: SGLang cannot load the model, or an engine is alive already.
+        ModelLoadError: SGLang cannot load the model or would compute wrong rows, the family
+            is unverified and such are to be refused, or an engine is alive already.
         MissingRequirementError: The installed SGLang is none of the supported versions.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
         TypeError: SGLang takes no such option.
         ValueError: An option that the engine sets itself, or that needs other processes.
+
+    Warns:
+        UnverifiedModelWarning: The family is unverified.
 
     Attributes:
         vocabulary: The tokenizer's ids.
@@ -104,6 +111,7 @@ class SGLEngine:
         *,
         engine_opts: Mapping[str, Any] | None = None,
         gpu_id: int = 0,
+        unverified: str = "warn",
     ) -> None:
         wanted = mapping_of(engine_opts)
         self._version = installed_version()
@@ -116,13 +124,17 @@ class SGLEngine:
             )
         self._log = QuietLogger("sglang")
         try:
-            self._build(model, wanted, gpu_id)
+            self._build(model, wanted, gpu_id, unverified)
         except BaseException:
             self._let_go()
             raise
 
     def _build(
-        self, model: str | os.PathLike[str], wanted: Mapping[str, Any], gpu_id: int
+        self,
+        model: str | os.PathLike[str],
+        wanted: Mapping[str, Any],
+        gpu_id: int,
+        unverified: str,
     ) -> None:
         source = model_source(model)
         cpu = wanted.get("device") == "cpu" or not torch.cuda.is_available()
@@ -136,13 +148,18 @@ class SGLEngine:
             try:
                 if cpu and options.get("max_total_tokens") is None:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
-                self._api = SchedulerApi(options | {"model_path": source}, gpu_id)
+                review = ModelReview(source, options)
+                options = review.options | {"model_path": source}
+                self._api = SchedulerApi(options, gpu_id, review.watch_weights)
             except ModelLoadError:
                 raise
             except Exception as error:
                 raise load_error(self._version, source, wanted, error) from error
         try:
-            self.max_context: int | None = self._longest_prompt(wanted)
+            longest = self._longest_prompt(wanted)
+            review.finish(self._api, longest, unverified=unverified)
+            self._corrections = ", ".join(review.corrections)
+            self.max_context: int | None = longest
             self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
         except BaseException:
             self._api.close()
@@ -322,12 +339,17 @@ class SGLEngine:
     # -- figures and the end ----------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """SGLang's version and device, and what was computed so far."""
+        """SGLang's version, device and model class, and what was computed so far.
+
+        `corrections` names what SGLang's model left out of the config and was set right.
+        """
         if self._final_statistics is not None:
             return self._final_statistics
         return {
             "sglang": self._version,
             "device": self._api.device,
+            "model_class": type(self._api.model).__name__,
+            "corrections": self._corrections,
             "batches": self._api.batches,
             "tokens_computed": self._api.tokens_computed,
             "tokens_drawn": self._requests.tokens_drawn,

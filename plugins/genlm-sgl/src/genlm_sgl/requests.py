@@ -25,12 +25,15 @@ class Request:
         most_tokens: How many tokens to draw, unless it stops before.
         row: Its row, once the pass over its last token was seen.
         uniforms: The randomness of its continuation.
+        invalid: For each token drawn, whether its row was not a distribution; scalars on the
+            engine's device, which are read when the continuation ends.
     """
 
     query: Query
     most_tokens: int
     row: torch.Tensor | None = None
     uniforms: UniformStream = field(init=False)
+    invalid: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.query.sampling is not None:
@@ -117,12 +120,18 @@ class Requests:
             position = length - len(request.query.token_ids)
             if position >= 0:  # else a chunk of its prompt
                 uniform = request.uniforms[position]
-                drawing.append((j, request.query.sampling.temperature, uniform))
+                drawing.append((j, request, request.query.sampling.temperature, uniform))
         drawn = torch.zeros(len(rids), dtype=torch.int64, device=logits.device)
         if drawing:
-            places, temperatures, uniforms = zip(*drawing, strict=True)
+            places, requests, temperatures, uniforms = zip(*drawing, strict=True)
             rows = rows_from_logits(logits[list(places)], self._vocabulary)
-            drawn[list(places)] = draw_tokens(rows, temperatures, uniforms)
+            tokens = draw_tokens(rows, temperatures, uniforms)
+            # NaN is what a row that is not a distribution has everywhere. Its draw is no id,
+            # over which the next pass would fail, with all that is in it.
+            invalid = rows[:, 0].isnan()
+            drawn[list(places)] = tokens.masked_fill(invalid, 0)
+            for request, flag in zip(requests, invalid.unbind(), strict=True):
+                request.invalid.append(flag)
         self.tokens_drawn += len(drawing)
         return drawn
 
@@ -143,6 +152,12 @@ def _answer(request: Request, end: Ended) -> Completion:
     query = request.query
     if end.aborted is not None:
         message = f"SGLang gave up a request of {len(query.token_ids)} tokens: {end.aborted}"
+        return Completion(query.query_id, error=EvaluationError(message))
+    if request.invalid and bool(torch.stack(request.invalid).any()):
+        message = (
+            f"SGLang computed a row that is not a distribution in the continuation of a prompt "
+            f"of {len(query.token_ids)} tokens: NaN or infinite logits. Try dtype='float32'"
+        )
         return Completion(query.query_id, error=EvaluationError(message))
     if query.sampling is not None:
         drawn, stops = end.output_ids[: request.most_tokens], query.sampling.stop_token_ids

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from genlm_sgl.cpu_shim import Unpinned
-from genlm_sgl.starting import close_sockets, leave_groups, senders, started
+from genlm_sgl.starting import WatchWeights, close_sockets, leave_groups, senders, started
 
 __all__ = ["Ended", "Hooks", "SchedulerApi"]
 
@@ -61,26 +61,31 @@ class SchedulerApi:
     Args:
         options: Arguments of `ServerArgs`.
         gpu_id: Which GPU.
+        watch_weights: Is called when the model is built and before it has its weights.
 
     Attributes:
         tokenizer: Of the model, as SGLang loads it.
         batches: Forward passes so far.
         tokens_computed: Tokens that went through the model so far.
+        output_bias: What is added to the logits of each pass; None for nothing.
 
     Raises:
         ModelLoadError: This version's scheduler takes something unknown.
         Exception: Whatever else SGLang raises.
     """
 
-    def __init__(self, options: Mapping[str, Any], gpu_id: int) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], gpu_id: int, watch_weights: WatchWeights
+    ) -> None:
         self._unpinned = bool(options.get("enable_lora")) and options.get("device") == "cpu"
         with Unpinned() if self._unpinned else contextlib.nullcontext():
-            scheduler = self._scheduler = started(options, gpu_id)
+            scheduler = self._scheduler = started(options, gpu_id, watch_weights)
         self.tokenizer = scheduler.tokenizer
         # Only ids that a request names may end it, not those that the model calls ends.
         scheduler.tokenizer = None
         scheduler.model_config.hf_eos_token_id = None
         self.batches = self.tokens_computed = 0
+        self.output_bias: torch.Tensor | None = None
         self._overlaps = bool(scheduler.enable_overlap)
         self._reqs: list[Any] = []  # of the batch that is running
         self._pending: deque[list[Any]] = deque()  # of the batches in `result_queue`
@@ -110,6 +115,30 @@ class SchedulerApi:
     def model(self) -> Any:
         """The torch module that runs."""
         return self._scheduler.tp_worker.model_runner.model
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the text model, as SGLang has changed it."""
+        return self._scheduler.model_config.hf_text_config
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether SGLang, having no model class of its own, runs that of transformers."""
+        return type(self.model).__module__ == "sglang.srt.models.transformers"
+
+    @property
+    def attention_backends(self) -> frozenset[str]:
+        """What SGLang calls the attention that it computes prompts and single tokens with."""
+        runner = self._scheduler.tp_worker.model_runner
+        return frozenset(
+            {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        found: torch.dtype = self._scheduler.model_config.dtype
+        return found
 
     @property
     def device(self) -> str:
@@ -369,15 +398,18 @@ class SchedulerApi:
             output = forward(forward_batch, *args, **kwargs)
             self.batches += 1
             self.tokens_computed += len(forward_batch.input_ids)
-            logits = output.logits_output.next_token_logits
+            logits = self._biased(output.logits_output.next_token_logits)
             hooks.saw_logits(*self._rows(forward_batch), logits)
             return output
 
         def draw(logits_output: Any, forward_batch: Any) -> torch.Tensor:
-            logits = logits_output.next_token_logits
+            logits = self._biased(logits_output.next_token_logits)
             return hooks.draw(*self._rows(forward_batch), logits)
 
         runner.forward, runner.sample = seen_forward, draw
+
+    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.output_bias is None else logits + self.output_bias
 
     def _rows(self, forward_batch: Any) -> tuple[list[str], list[int]]:
         lengths = forward_batch.seq_lens_cpu

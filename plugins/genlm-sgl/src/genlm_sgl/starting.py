@@ -9,12 +9,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from genlm import ModelLoadError
 
-__all__ = ["close_sockets", "leave_groups", "senders", "server_options", "started"]
+__all__ = [
+    "WatchWeights",
+    "close_sockets",
+    "leave_groups",
+    "senders",
+    "server_options",
+    "started",
+]
+
+Weights = Iterator[tuple[str, Any]]
+
+WatchWeights = Callable[[Any, Weights], Weights]
+"""Given a model that is built and the weights of its checkpoint, returns these weights."""
 
 _ONLY_RANK = ("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
 
@@ -26,12 +38,13 @@ def server_options() -> frozenset[str]:
     return frozenset(inspect.signature(ServerArgs).parameters)
 
 
-def started(options: Mapping[str, Any], gpu_id: int) -> Any:
+def started(options: Mapping[str, Any], gpu_id: int, watch_weights: WatchWeights) -> Any:
     """Build a scheduler that is the only rank there is.
 
     Args:
         options: Arguments of `ServerArgs`.
         gpu_id: Which GPU.
+        watch_weights: Is called when the model is built and before it has its weights.
 
     Raises:
         ModelLoadError: This version's scheduler takes something unknown.
@@ -46,7 +59,7 @@ def started(options: Mapping[str, Any], gpu_id: int) -> Any:
     scheduler: Any = Scheduler.__new__(Scheduler)
     try:
         _publish(arguments, gpu_id)
-        with _no_watchdog():
+        with _no_watchdog(), _weights_watched(watch_weights):
             scheduler.__init__(arguments, ports, **place)
     except BaseException:
         # One that was never whole holds sockets; collected with their zmq context, they
@@ -97,6 +110,23 @@ def _no_watchdog() -> Iterator[None]:
         yield
     finally:
         scheduler.create_scheduler_watchdog = original
+
+
+@contextlib.contextmanager
+def _weights_watched(watch: WatchWeights) -> Iterator[None]:
+    """Have `watch` see each model that is built and the weights that it loads."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    original = DefaultModelLoader._get_all_weights  # noqa: SLF001
+
+    def watched(self: Any, model_config: Any, model: Any) -> Weights:
+        return watch(model, original(self, model_config, model))
+
+    DefaultModelLoader._get_all_weights = watched  # noqa: SLF001
+    try:
+        yield
+    finally:
+        DefaultModelLoader._get_all_weights = original  # noqa: SLF001
 
 
 def senders(scheduler: Any) -> list[Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import genlm
 from genlm_sgl import install_cpu
@@ -15,12 +15,7 @@ from genlm_sgl import install_cpu
 def test_the_plugin_is_listed_with_what_is_missing_and_how_to_install_it() -> None:
     [info] = [each for each in genlm.list_backends("engine") if each.name == "sgl"]
     assert info.status == "missing"
-    shown = subprocess.run(
-        [Path(sys.executable).parent / "genlm", "plugins"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    shown = run_program(Path(sys.executable).parent / "genlm", "plugins").stdout
     assert "missing: sglang" in shown
     assert "python -m genlm_sgl.install_cpu" in shown
 

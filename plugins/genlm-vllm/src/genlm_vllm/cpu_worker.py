@@ -14,12 +14,17 @@ from typing import Any
 from vllm.v1.worker import cpu_worker
 
 from genlm import free_memory_bytes
+from genlm_vllm.worker import RowWorker
 
 __all__ = ["CPUWorker"]
 
 
-class CPUWorker(cpu_worker.CPUWorker):  # type: ignore[misc]
-    """vLLM's worker with the core's measure of free memory."""
+class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
+    """vLLM's worker with the core's measure of free memory.
+
+    Derives from `RowWorker`, which vLLM would otherwise refuse to mix in if it has mixed it
+    into its own class before.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         with _measured_by_the_core():

@@ -8,6 +8,7 @@ engine protocol in one place, a third of it docstrings.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -136,7 +137,8 @@ class VLLMEngine:
             TokenIdError: The tokenizer has the id, but the model has no embedding for it.
             ContextLengthError: It leaves no room for a token.
         """
-        self._ids[query.query_id] = self._add(query)
+        with self._guarding():
+            self._ids[query.query_id] = self._add(query)
 
     def _add(self, query: Query) -> str:
         """Give a query to vLLM; returns the id that it has there."""
@@ -184,14 +186,12 @@ class VLLMEngine:
     def _advance(self) -> list[Completion]:
         if not self._requests:
             return []
-        if self._watch is None:
+        with self._guarding():
             return self._advance_vllm()
-        self._watch.check()
-        try:
-            return self._advance_vllm()
-        except Exception as error:
-            self._watch.check(error)
-            raise
+
+    def _guarding(self) -> contextlib.AbstractContextManager[None]:
+        """Raise `EngineDiedError` for whatever vLLM raises because a process has ended."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.guarding()
 
     def _advance_vllm(self) -> list[Completion]:
         if not self._vllm.has_unfinished_requests():
@@ -252,7 +252,8 @@ class VLLMEngine:
         """
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapability(Capability.PREFIX_CACHE, "vllm")
-        name = self._add(Query(_PREFIX_ID, tuple(token_ids), adapter))
+        with self._guarding():
+            name = self._add(Query(_PREFIX_ID, tuple(token_ids), adapter))
         try:
             while name in self._requests:
                 # Others finish meanwhile; they are handed over by the next step.
@@ -269,7 +270,8 @@ class VLLMEngine:
         """Free all cached prefixes. Answers do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapability(Capability.PREFIX_CACHE, "vllm")
-        self._vllm.reset_prefix_cache()
+        with self._guarding():
+            self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load the LoRA adapter in folder `path`, to be asked for as `name`.
@@ -283,7 +285,7 @@ class VLLMEngine:
                 f"asked for adapter {name!r}, which this model was loaded without room for; "
                 f"{_LORA_HINT}"
             )
-        with preserve_process_state():
+        with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
 
     # -- statistics, end --------------------------------------------------------------

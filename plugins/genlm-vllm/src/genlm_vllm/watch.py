@@ -6,8 +6,10 @@ calls to workers unanswered when it fails.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -34,18 +36,34 @@ class Watch:
         )
         self._thread.start()
 
-    def check(self, cause: BaseException | None = None) -> None:
-        """Raise `EngineDiedError` if a process has ended.
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Guard calls of vLLM.
 
-        Args:
-            cause: What was noticed of it.
+        Raises:
+            EngineDiedError: One of vLLM's processes has ended, before or meanwhile.
+            Exception: Whatever else the calls raise.
         """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         if self._dead:
-            codes = ", ".join(str(process.exitcode) for process in self._processes)
-            raise EngineDiedError(
-                f"vLLM's engine process ended (exit code {codes}); its log says more. Load "
-                f"the model again"
-            ) from cause
+            raise self._died()
+        try:
+            yield
+        except EngineDeadError as error:  # vLLM may notice it first
+            self._dead = True
+            raise self._died() from error
+        except Exception as error:
+            if self._dead:
+                raise self._died() from error
+            raise
+
+    def _died(self) -> EngineDiedError:
+        codes = {process.exitcode for process in self._processes} - {None}
+        which = f" (exit code {', '.join(map(str, codes))})" if codes else ""
+        return EngineDiedError(
+            f"vLLM's engine process ended{which}; its log says more. Load the model again"
+        )
 
     def stop(self) -> None:
         """Stop watching; the processes are about to be ended."""

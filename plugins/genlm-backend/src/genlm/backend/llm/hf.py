@@ -123,22 +123,6 @@ class AsyncTransformer(ServedLM):
         super().clear_cache()
         self.clear_kv_cache()
 
-    def add_new_lora(
-        self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1"
-    ) -> None:
-        """Load a LoRA adapter from a folder or the hub; see `ServedLM.add_new_lora`."""
-        if not os.path.isdir(lora_path):  # noqa: PTH112 - may be a hub id
-            import huggingface_hub
-
-            try:
-                lora_path = huggingface_hub.snapshot_download(os.fspath(lora_path))
-            except Exception as error:
-                raise genlm.AdapterError(
-                    f"asked for adapter {os.fspath(lora_path)!r}; there is no such folder, and "
-                    f"the hub gave {type(error).__name__}: {' '.join(str(error).split())}"
-                ) from error
-        super().add_new_lora(lora_path, lora_name)
-
     # -- the queue and the tree that the published class was made of ------------------
 
     def add_query(

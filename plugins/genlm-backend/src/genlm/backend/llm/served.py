@@ -137,12 +137,16 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         Requests under way finish with the adapter that they were asked for. What a name
         stood for before stays in the engine until the model is closed.
 
+        Args:
+            lora_path: Folder of the adapter, or its hub id.
+            lora_name: How requests ask for it.
+
         Raises:
             UnsupportedCapability: The engine serves no adapters.
-            AdapterError: It cannot be loaded.
+            AdapterError: It cannot be found or loaded.
         """
         inner = f"{lora_name}@{next(self._numbers)}"
-        super().add_new_lora(lora_path, inner)
+        super().add_new_lora(_adapter_folder(lora_path), inner)
         if lora_name in self._names:
             self.remove_lora(lora_name)
         self._names[lora_name] = inner
@@ -225,6 +229,21 @@ def output_cache(cache_size: int, cache_opts: dict[str, Any] | None) -> Any:
     from genlm.backend.cache import OutputCache
 
     return OutputCache(cache_size, **(cache_opts or {}))
+
+
+def _adapter_folder(lora_path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The folder of an adapter that may be given by its hub id."""
+    if os.path.isdir(lora_path):  # noqa: PTH112 - may be a hub id
+        return lora_path
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(os.fspath(lora_path))
+    except Exception as error:
+        raise genlm.AdapterError(
+            f"asked for adapter {os.fspath(lora_path)!r}; there is no such folder, and the hub "
+            f"gave {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _warn_of_state(name: str) -> None:

@@ -67,6 +67,11 @@ class AsyncSGLTransformer(ServedLM):
         """
         return cls(Recipe(model_id, dict(engine_opts or {}), gpu_id), **kwargs)
 
+    def clear_kv_cache(self) -> bool:  # type: ignore[override]
+        """Free the prefixes that SGLang keeps. Returns True; a failure raises."""
+        super().clear_kv_cache()
+        return True
+
 
 def _with_rows_on_cpu(engine: Any) -> Any:
     step = engine.step

@@ -1,0 +1,193 @@
+"""`genlm compare`: do engines give the same rows of a model, and at what cost?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from genlm.cli.comparison.runs import Outcome, answer_of, asked_of, judged
+from genlm.core.errors import UnknownBackendError
+from genlm.core.plugins import find_backend
+
+__all__ = ["compare"]
+
+BOUNDS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1.5e-1}
+"""Largest difference of a log-probability, by the dtype that the engines compute in: the
+tolerances of `genlm check`."""
+
+_PIPE_WIDTH = 10_000
+
+
+def compare(
+    model: Annotated[str, typer.Argument(help="What all engines call the model.")],
+    *,
+    backends: Annotated[
+        str, typer.Option(help="Two or more engines, separated by commas; the first is right.")
+    ],
+    dtype: Annotated[str, typer.Option(help="What they compute in.")] = "float32",
+    texts: Annotated[
+        Path | None, typer.Option(help="A file of texts, one a line, to ask about.")
+    ] = None,
+    bound: Annotated[
+        float | None,
+        typer.Option(help="Largest difference of a log-probability; by default by dtype."),
+    ] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a context.")
+    ] = None,
+    options: Annotated[
+        str, typer.Option(help='Of load_model, as JSON: {"vllm": {"engine_opts": {}}}.')
+    ] = "{}",
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for an engine; by default no limit.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Ask several engines for the same rows of one model, one engine after the other.
+
+    Contexts are short, fork, and go beyond the windows that the model's config states. Each
+    engine runs in a process of its own.
+
+    Exit code 0: all agree within the bound. 1: one does not, or failed. 2: what was asked for
+    does not exist.
+    """
+    names = _backends(backends)
+    limit = _bound(bound, dtype)
+    request = {
+        "model": model,
+        "dtype": dtype,
+        "longest": longest,
+        "texts": _texts(texts),
+    }
+    chosen = _options(options, names)
+    with tempfile.TemporaryDirectory(prefix="genlm-compare-") as folder:
+        answers = []
+        for number, name in enumerate(names):
+            if not as_json:
+                typer.echo(f"{name} ...", err=True)
+            asked = {**request, "backend": name, "number": number, "options": chosen[name]}
+            answers.append(answer_of(asked, Path(folder), timeout))
+        outcomes = judged(names, answers, Path(folder), limit, seed)
+        summary = asked_of(Path(folder))
+    report = {"model": model, "dtype": dtype, "bound": limit, "seed": seed, **summary}
+    if as_json:
+        engines = [_as_json(dataclasses.asdict(outcome)) for outcome in outcomes]
+        typer.echo(json.dumps({**report, "engines": engines}, indent=2))
+    else:
+        _print(report, outcomes)
+    good = {"reference", "within the bound"}
+    raise typer.Exit(code=any(outcome.status not in good for outcome in outcomes))
+
+
+# -- what was asked for ---------------------------------------------------------------------
+
+
+def _backends(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) < 2 or len({*names}) < len(names):
+        raise typer.BadParameter(
+            f"--backends {text!r}: name two or more different engines, such as hf,vllm"
+        )
+    for name in names:
+        try:
+            find_backend(name)
+        except UnknownBackendError as error:
+            raise typer.BadParameter(str(error)) from error
+    return names
+
+
+def _bound(bound: float | None, dtype: str) -> float:
+    if dtype not in BOUNDS:
+        raise typer.BadParameter(f"--dtype {dtype!r}: expected one of {', '.join(BOUNDS)}")
+    limit = BOUNDS[dtype] if bound is None else bound
+    if not (math.isfinite(limit) and limit > 0):
+        raise typer.BadParameter(f"--bound {limit}: expected a positive number")
+    return limit
+
+
+def _texts(path: Path | None) -> list[str] | None:
+    if path is None:
+        return None
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--texts {str(path)!r}: {error}") from error
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise typer.BadParameter(f"--texts {str(path)!r}: the file has no text")
+    return texts
+
+
+def _options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"--options: {error}") from error
+    if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
+        raise typer.BadParameter("--options: expected an object of options for each engine")
+    if unknown := [name for name in given if name not in names]:
+        raise typer.BadParameter(f"--options: {unknown[0]!r} is not among the --backends")
+    return {name: given.get(name, {}) for name in names}
+
+
+# -- output ---------------------------------------------------------------------------------
+
+
+def _as_json(value: Any) -> Any:
+    """Replace infinities, which JSON does not have, by their names."""
+    if isinstance(value, dict):
+        return {name: _as_json(item) for name, item in value.items()}
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
+    family = report["family"] or "of an unknown architecture"
+    console.print(
+        f"{report['model']} ({family}), {report['dtype']}: {report['contexts']} contexts of up "
+        f"to {report['longest']} tokens, asked twice; bound {report['bound']:g}"
+    )
+    for name in report["not_reached"]:
+        console.print(f"not reached: the {name}; use a larger --longest")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = ("engine", "result", "largest", "at", "total variation", "greedy", "drawn")
+    for column in (*columns, "repeats", "memory", "GPU", "load", "rows/s"):
+        table.add_column(column, no_wrap=column != "at")
+    for outcome in outcomes:
+        table.add_row(*map(Text, _cells(outcome)))
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.reason:
+            console.print(Text(f"{outcome.backend}: {outcome.reason}"))
+        if outcome.skipped:
+            console.print(f"{outcome.backend}: {outcome.skipped} contexts were not compared")
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    apart, figures = outcome.differences, outcome.figures
+    cells = [outcome.backend, outcome.status]
+    if apart is None:
+        cells += [""] * 6
+    else:
+        variation = f"{apart.total_variation:.1e} (mean {apart.mean_total_variation:.1e})"
+        cells += [f"{apart.largest:.1e}", apart.where, variation]
+        cells += [f"{apart.same_greedy:.1%}", f"{apart.same_draw:.1%}", f"{apart.repeats:.1e}"]
+    if not figures:
+        return [*cells, "", "", "", ""]
+    gpu = figures["device_memory_bytes"]
+    cells += [f"{figures['peak_memory_bytes'] / 2**20:,.0f} MiB"]
+    cells += ["" if gpu is None else f"{gpu / 2**20:,.0f} MiB"]
+    return [*cells, f"{figures['load_s']:.1f} s", f"{figures['rows_per_s']:,.1f}"]

@@ -1,0 +1,126 @@
+"""The catalogue of tiny families: what it covers, and that its mechanisms matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from genlm import ModelFacts
+from genlm.testing import Family, TinyModel, families
+
+LONGEST = 60
+FAMILIES = families()
+
+# Of heads of several widths, or of none.
+ODD_HEADS = {"mamba", "falcon_mamba", "rwkv", "llama with narrow heads"}
+
+
+def facts_of(family: Family) -> ModelFacts:
+    return ModelFacts.of(
+        transformers.AutoConfig.for_model(family.model_type, **family.settings)
+    )
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 64])
+def test_heads_are_as_wide_as_asked_for(head_dim: int) -> None:
+    listed = families(head_dim)
+    assert list(listed) == list(FAMILIES)
+    for name in {*listed} - ODD_HEADS:
+        assert facts_of(listed[name]).head_dims in ((head_dim,), ()), name
+
+
+@pytest.mark.parametrize("head_dim", [0, 4, 20, -8])
+def test_other_widths_are_refused(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"head_dim={head_dim}; use a positive multiple of 8"):
+        families(head_dim)
+
+
+def test_a_third_represents_every_mechanism() -> None:
+    assert len(FAMILIES) >= 90
+    chosen = [family for family in FAMILIES.values() if family.representative]
+    assert len(FAMILIES) / 4 < len(chosen) < len(FAMILIES) / 2
+    everything = {m for family in FAMILIES.values() for m in facts_of(family).mechanisms}
+    represented = {m for family in chosen for m in facts_of(family).mechanisms}
+    structures = {"is_decoder", "multi_query", "parallel_attn", "use_qk_norm", "qk_layernorm"}
+    assert everything - represented <= structures | {"sparse_attention"}
+
+
+def test_sequences_are_longer_than_windows_and_unscaled_contexts() -> None:
+    for family in FAMILIES.values():
+        facts = facts_of(family)
+        assert all(window <= 16 for window in facts.sliding_windows), family.name
+        assert (facts.attention_chunk_size or 0) <= 16, family.name
+        if family.settings.get("rope_parameters") and facts.original_positions:
+            assert facts.original_positions == 16, family.name
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+WITHOUT: list[tuple[str, dict[str, Any]]] = [
+    ("mistral with a window of 16", {"sliding_window": None}),
+    ("qwen2 with a window of 16", {"use_sliding_window": False}),
+    ("gemma2 with a window of 16", {"sliding_window": 64}),
+    ("gemma3_text with a window of 16", {"sliding_window": 64}),
+    ("gpt_oss with a window of 16", {"sliding_window": 64}),
+    ("gpt_neo", {"window_size": 64}),
+    ("llama4_text with chunks of 16", {"attention_chunk_size": 64}),
+    ("recurrent_gemma", {"attention_window_size": 64}),
+    ("gemma2 with capped scores", {"attn_logit_softcapping": 50.0}),
+    ("gemma2 with capped scores", {"final_logit_softcapping": None}),
+    ("llama with dynamic rope", {"rope_parameters": PLAIN}),
+    ("llama with linear rope", {"rope_parameters": PLAIN}),
+    ("llama with llama3 rope", {"rope_parameters": PLAIN}),
+    ("llama with yarn rope", {"rope_parameters": PLAIN}),
+    ("phi3 with longrope", {"rope_parameters": PLAIN}),
+    ("falcon with ALiBi", {"alibi": False}),
+    ("stablelm with parallel layers", {"use_parallel_residual": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), WITHOUT, ids=[name for name, _ in WITHOUT])
+def test_a_model_without_the_mechanism_has_other_rows(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    without = Family(name, family.model_type, {**family.settings, **changes}, 64, False)
+    ids = [5 + 7 * place % 290 for place in range(LONGEST)]
+    row = TinyModel.of(tmp_path / "with", family).logprobs(ids)
+    other = TinyModel.of(tmp_path / "without", without).logprobs(ids)
+    assert float((row - other).abs().max()) > 1e-2
+
+
+# "falcon with ALiBi" is not among them: transformers' plain attention adds its biases twice.
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.representative])
+def test_the_oracle_does_not_depend_on_the_implementation_of_attention(
+    name: str, tmp_path: Path
+) -> None:
+    import torch
+
+    model = TinyModel.of(tmp_path, FAMILIES[name])
+    ids = [5 + 7 * place % 290 for place in range(LONGEST)]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    eager = load(model.path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = eager(torch.tensor([ids]), use_cache=False).logits
+    row = logits[0, -1, : model.vocab_size].double().log_softmax(-1)
+    assert float((row - model.logprobs(ids)).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama with dynamic rope", "phi3 with longrope", "mamba"])
+def test_the_oracle_remembers_no_other_sequence(name: str, tmp_path: Path) -> None:
+    short, longer = range(5, 30), range(5, 5 + LONGEST)
+    fresh = TinyModel.of(tmp_path / "fresh", FAMILIES[name]).logprobs(short)
+    model = TinyModel.of(tmp_path / "used", FAMILIES[name])
+    model.logprobs(longer)
+    assert float((model.logprobs(short) - fresh).abs().max()) == 0
+
+
+def test_every_parameter_is_random(tmp_path: Path) -> None:
+    import torch
+
+    model = TinyModel.of(tmp_path, FAMILIES["qwen2"])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+    for name, parameter in loaded.named_parameters():
+        assert parameter.unique().numel() > 0.9 * parameter.numel(), name

@@ -1,0 +1,40 @@
+"""Families served as users load them, asked as particle programs ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genlm import AsyncLM, load_model
+from genlm.testing import TinyModel, families, measure_family
+
+from .families import TABLE
+
+REPRESENTATIVE = {
+    name: family for name, family in families(head_dim=8).items() if family.representative
+}
+
+
+def load(folder: Path) -> AsyncLM:
+    return load_model(folder, "hf", device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_rows_are_right_and_served_as_the_table_says(name: str, tmp_path: Path) -> None:
+    model = TinyModel.of(tmp_path, REPRESENTATIVE[name])
+    result = measure_family(load, model, bound=TABLE[name].bound)
+    assert (result.status, result.reason) == (TABLE[name].status, "")
+    assert result.statistics["tier"] == TABLE[name].path
+
+
+def test_capped_scores_are_capped_unless_another_attention_is_asked_for(tmp_path: Path) -> None:
+    model = TinyModel.of(tmp_path, REPRESENTATIVE["gemma2 with capped scores"])
+    ids = [*range(5, 45)]
+    with load_model(model.path, "hf", device="cpu", dtype="float32") as llm:
+        row = llm.next_token_logprobs_sync(ids)
+    assert (row - model.logprobs(ids)).abs().max() <= 1e-5
+    options = {"attn_implementation": "sdpa"}
+    with load_model(model.path, "hf", device="cpu", dtype="float32", hf_opts=options) as llm:
+        row = llm.next_token_logprobs_sync(ids)
+    assert (row - model.logprobs(ids)).abs().max() > 0.1

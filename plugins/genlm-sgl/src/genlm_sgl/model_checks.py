@@ -1,0 +1,296 @@
+"""Where the model that SGLang built departs from its config: set right, or refused.
+
+SGLang's model classes read a config in their own way, and some leave out a part of it: a
+window, an activation, the base of the rotary embeddings. None of that raises; rows are wrong.
+What is compared here is what the config says with what the built modules hold, so that a
+class that nobody has tried is judged as well. `docs/sglang-engine.md` lists the defects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from genlm import ModelFacts, ModelLoadError, rope_settings
+from genlm_sgl.versions import installed_version
+
+__all__ = ["BuiltModel", "check_model", "correct_model", "rope_overrides"]
+
+_TORCH_NATIVE = "torch_native"
+
+_APPROXIMATIONS = {
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu": "none",
+}
+"""What transformers calls an activation, and the approximation of GELU that it is."""
+
+_OTHER_TOWERS = re.compile("vision|visual|audio")
+"""In the names of modules that are not the text model."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What SGLang made of a model.
+
+    Attributes:
+        module: The torch module that runs.
+        config: Of the text model, as transformers reads it, with the user's overrides.
+        facts: Of this config.
+        backends: SGLang's names of the attention backends in use.
+        max_context: The longest prompt that will be asked.
+        is_fallback: Whether SGLang, having no model of its own, runs transformers'.
+    """
+
+    module: torch.nn.Module
+    config: Any
+    facts: ModelFacts
+    backends: frozenset[str]
+    max_context: int
+    is_fallback: bool
+
+
+def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
+    """Set right what the modules that SGLang built leave out of the config.
+
+    To be called before anything ran. Only what a module reads anew in each pass: the
+    approximation of GELU and, under attention in plain torch, the window of each layer, which
+    masks keys there and nothing else.
+
+    Args:
+        module: What SGLang built.
+        config: Of the text model, as transformers reads it.
+        backend: SGLang's name of the attention backend; None if it is to choose.
+
+    Returns:
+        What was changed, in words.
+    """
+    changed = {}
+    approximation = _APPROXIMATIONS.get(_activation(config))
+    for activation in _gelu_modules(module) if approximation else ():
+        if activation.approximate != approximation:
+            activation.approximate = approximation
+            changed["GELU"] = True
+    if backend == _TORCH_NATIVE and _masks_windows():
+        for layer, window in _layer_windows(module, config):
+            size = -1 if window is None else window - 1
+            if layer.sliding_window_size != size:
+                layer.sliding_window_size = size
+                changed["windows"] = True
+    return list(changed)
+
+
+def check_model(built: BuiltModel) -> None:
+    """Refuse a model whose rows would be wrong.
+
+    Raises:
+        ModelLoadError: With the reason, and with what to do where something can be done.
+    """
+    for check in (_check_fallback, _check_caps, _check_windows, _check_rope, _check_activation):
+        reason = check(built)
+        if reason is not None:
+            raise ModelLoadError(f"SGLang {installed_version()} {reason}")
+
+
+def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
+    """Return settings by which a config has plain rotary embeddings instead of dynamic ones.
+
+    Up to the positions that the config states they are the same, and SGLang, which scales
+    them for all lengths alike, computes only the plain ones rightly.
+
+    Args:
+        config: Of the text model.
+        context_length: What the user asked for.
+
+    Returns:
+        Settings of the config; empty if it has other embeddings or a longer context.
+    """
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict) or not _is_dynamic(settings) or context_length is None:
+        return {}
+    if context_length > config.max_position_embeddings:
+        return {}
+    return {"rope_parameters": {**settings, "rope_type": "default"}}
+
+
+# -- the checks: each returns why the rows would be wrong, or None --------------------
+
+
+def _check_fallback(built: BuiltModel) -> str | None:
+    facts, chunk = built.facts, built.facts.attention_chunk_size
+    left_out = {
+        "recurrent state": facts.recurrent,
+        "chunks of attention": chunk is not None and chunk < built.max_context,
+        "attention sinks": facts.attention_sinks,
+        "position biases": facts.alibi,
+        "sparse attention": facts.sparse_attention,
+    }
+    names = [name for name, used in left_out.items() if used]
+    if not built.is_fallback or not names:
+        return None
+    return (
+        f"has no model of its own for {facts.architecture} and would run that of transformers "
+        f"without its {' and '.join(names)}: rows would be wrong"
+    )
+
+
+def _check_caps(built: BuiltModel) -> str | None:
+    capped = any(layer.logit_cap > 0 for layer in _attention_layers(built.module))
+    if not capped and built.facts.attention_softcap is None:
+        return None
+    if capped and _TORCH_NATIVE not in built.backends:
+        return None
+    who = f"its attention backend {_TORCH_NATIVE!r}" if capped else "its model"
+    return (
+        f"does not cap the attention scores of {built.facts.architecture}: {who} leaves it "
+        f"out; rows would be wrong"
+    )
+
+
+def _check_windows(built: BuiltModel) -> str | None:
+    limit = built.max_context
+    for layer, window in _layer_windows(built.module, built.config):
+        size = layer.sliding_window_size
+        found = limit if size is None or size < 0 else min(size + 1, limit)
+        wanted = limit if window is None else min(window, limit)
+        if found == wanted:
+            continue
+        most, stated = min(found, wanted), window or "no window"
+        fault = "ignores the sliding window" if found == limit else f"attends to {found} tokens"
+        return (
+            f"{fault} in layer {layer.layer_id} of {built.facts.architecture} under "
+            f"{_listed(built.backends)} attention, where the config has {stated}; rows beyond "
+            f"{most} tokens would be wrong. Pass engine_opts={{'context_length': {most}}}"
+        )
+    return None
+
+
+def _check_rope(built: BuiltModel) -> str | None:
+    for settings in rope_settings(built.config):
+        dynamic = _is_dynamic(settings)
+        if dynamic or settings.get("rope_type") == "longrope":
+            facts = built.facts
+            most = facts.max_positions if dynamic else facts.original_positions
+            if dynamic or most is None or built.max_context > most:
+                return (
+                    f"scales the {settings['rope_type']} rotary embeddings of "
+                    f"{facts.architecture} by other lengths than each sequence's own; rows "
+                    f"would be wrong. Pass engine_opts={{'context_length': {most}}}, up to "
+                    f"which nothing is scaled"
+                )
+    wanted = _rope_bases(built.config)
+    modules = _rotary_modules(built.module)
+    kinds = {type(each).__name__ for each in modules}
+    if kinds == {"RotaryEmbedding"} and built.facts.rope_types:
+        return (
+            f"ignores the {_listed(built.facts.rope_types)} scaling of the rotary embeddings "
+            f"of {built.facts.architecture}: rows would be wrong"
+        )
+    found = {float(each.base) for each in modules}
+    if found and not wanted <= found:
+        return (
+            f"computes the rotary embeddings of {built.facts.architecture} with base "
+            f"{_listed(found)}, where the config has {_listed(wanted)}: rows would be wrong"
+        )
+    return None
+
+
+def _check_activation(built: BuiltModel) -> str | None:
+    wanted = _APPROXIMATIONS.get(_activation(built.config))
+    found = {each.approximate for each in _gelu_modules(built.module)}
+    if wanted is None or found <= {wanted}:
+        return None
+    return (
+        f"computes another GELU (approximation {_listed(found)}) in "
+        f"{built.facts.architecture} than {_activation(built.config)!r}: rows would be wrong"
+    )
+
+
+# -- what SGLang built ----------------------------------------------------------------
+
+
+def _attention_layers(module: torch.nn.Module) -> list[Any]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = [each for each in module.modules() if isinstance(each, RadixAttention)]
+    # The fallback keeps them in a dict, which torch does not look into.
+    return found or [*getattr(module, "attention_instances", {}).values()]
+
+
+def _layer_windows(module: torch.nn.Module, config: Any) -> Iterator[tuple[Any, int | None]]:
+    """Yield attention layers and how many tokens each is to attend to, None for all.
+
+    None is yielded of configs whose class knows no window.
+    """
+    if "sliding_window" not in inspect.signature(type(config)).parameters:
+        return
+    used = getattr(config, "use_sliding_window", True) is not False
+    window = config.sliding_window if used else None
+    kinds = getattr(config, "layer_types", None)
+    for layer in _attention_layers(module):
+        kind = kinds[layer.layer_id] if kinds else "sliding_attention"
+        if kind == "sliding_attention":
+            yield layer, window
+        elif kind == "full_attention":
+            yield layer, None
+
+
+def _masks_windows() -> bool:
+    """Whether attention in plain torch masks keys by the window of a layer, as we know it."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    mask = getattr(TorchNativeAttnBackend, "_make_sliding_window_mask", None)
+    if mask is None:
+        return False
+    sizes = {"q_len": 4, "kv_len": 4, "sliding_window_size": 1}
+    found = mask(**sizes, device=torch.device("cpu"))
+    return torch.equal(found, torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
+
+
+def _gelu_modules(module: torch.nn.Module) -> list[Any]:
+    from sglang.srt.layers.activation import GeluAndMul
+
+    return [
+        each
+        for name, each in module.named_modules()
+        if isinstance(each, GeluAndMul) and not _OTHER_TOWERS.search(name)
+    ]
+
+
+def _rotary_modules(module: torch.nn.Module) -> list[Any]:
+    return [
+        each
+        for each in module.modules()
+        if hasattr(each, "rotary_dim") and isinstance(getattr(each, "base", None), int | float)
+    ]
+
+
+# -- what the config says -------------------------------------------------------------
+
+
+def _activation(config: Any) -> str:
+    names = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act"))
+    return str(next((name for name in names if name is not None), ""))
+
+
+def _is_dynamic(settings: Mapping[str, Any]) -> bool:
+    # With `alpha`, they are scaled once and for all.
+    return settings.get("rope_type") == "dynamic" and "alpha" not in settings
+
+
+def _rope_bases(config: Any) -> set[float]:
+    """The bases of the rotary embeddings that some layer has."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    each = [settings, *(settings[kind] for kind in kinds & settings.keys())]
+    return {float(one["rope_theta"]) for one in each if (one or {}).get("rope_theta")}
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return " and ".join(sorted(map(str, values)))

@@ -1,0 +1,299 @@
+"""Models whose config SGLang follows in part: their rows are right, or they are refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import genlm
+from genlm import ModelLoadError, SamplingParams, UnverifiedModelWarning
+from genlm.testing import Family, TinyModel, families
+from genlm_sgl import review
+from genlm_sgl.checkpoint import CheckpointVectors
+from genlm_sgl.engine import SGLEngine
+
+from .driving import answers, prompts_of
+
+BOUND = 1e-5
+
+WINDOW = "mistral with a window of 16"
+EXPERTS = "mixtral with a window of 16"
+
+Serve = Callable[..., tuple[Any, TinyModel]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Load a family, its settings changed as told; closed when the test ends."""
+    built: list[Any] = []
+
+    def served(
+        name: str,
+        options: dict[str, Any] | None = None,
+        unverified: str = "warn",
+        **changes: Any,
+    ) -> tuple[Any, TinyModel]:
+        found = families()[name]
+        settings = {**found.settings, **changes}
+        family = Family(name, found.model_type, settings, found.hidden_size, False)
+        model = TinyModel.of(tmp_path / f"{len(list(tmp_path.iterdir()))}", family)
+        opts = {"device": "cpu", "max_total_tokens": 2048, **(options or {})}
+        built.append(SGLEngine(model.path, engine_opts=opts, unverified=unverified))
+        return built[-1], model
+
+    yield served
+    for each in built:
+        each.close()
+
+
+@pytest.fixture
+def uncorrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models as SGLang builds them, as on a device where nothing can be set right."""
+    monkeypatch.setattr(review, "correct_model", lambda *_: [])
+
+
+def error_of(engine: Any, model: TinyModel, *lengths: int) -> float:
+    """Largest difference of rows of these lengths to the oracle's."""
+    prompts = prompts_of(*lengths)
+    rows = answers(engine, prompts)
+    return max(
+        float((row - model.logprobs(prompt)).abs().max())
+        for prompt, row in zip(prompts, rows, strict=True)
+    )
+
+
+# -- windows --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncorrected")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (WINDOW, "ignores the sliding window in layer 0 of MistralForCausalLM"),
+        (EXPERTS, "ignores the sliding window in layer 0 of MixtralForCausalLM"),
+        ("phi3 with a window of 16", "ignores the sliding window in layer 0 of Phi3"),
+        ("cohere2", "attends to 5 tokens in layer 0 of Cohere2ForCausalLM"),
+    ],
+)
+def test_a_window_that_is_left_out_is_refused_with_the_reason(
+    serve: Serve, name: str, words: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=words) as refused:
+        serve(name)
+    found = str(refused.value)
+    window = 4 if name == "cohere2" else 16
+    assert found.startswith("SGLang 0.5.")
+    assert f"rows beyond {window} tokens would be wrong" in found
+    assert f"engine_opts={{'context_length': {window}}}" in found
+
+
+@pytest.mark.usefixtures("uncorrected")
+def test_a_context_within_the_window_is_served_after_a_refusal(serve: Serve) -> None:
+    with pytest.raises(ModelLoadError, match="ignores the sliding window"):
+        serve(WINDOW)
+    engine, model = serve(WINDOW, {"context_length": 16})
+    assert error_of(engine, model, 1, 5, engine.max_context) <= BOUND
+
+
+@pytest.mark.usefixtures("uncorrected")
+@pytest.mark.parametrize("window", [57, 64, None])
+def test_a_window_as_long_as_the_longest_prompt_changes_nothing(
+    serve: Serve, window: int | None
+) -> None:
+    engine, model = serve(WINDOW, sliding_window=window)
+    assert engine.max_context == 57
+    assert error_of(engine, model, 57, 30) <= BOUND
+
+
+def test_a_window_is_set_in_the_layers_that_have_one(serve: Serve) -> None:
+    engine, model = serve("qwen2 with a window of 16")
+    assert error_of(engine, model, 9, 17, 40, 57) <= BOUND
+    sizes = [layer.self_attn.attn.sliding_window_size for layer in engine.model.model.layers]
+    assert sizes == [-1, 15]
+
+
+def test_a_window_that_torch_would_mask_otherwise_is_not_set(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.attention import torch_native_backend
+
+    backend = torch_native_backend.TorchNativeAttnBackend
+    monkeypatch.delattr(backend, "_make_sliding_window_mask")
+    with pytest.raises(ModelLoadError, match="ignores the sliding window"):
+        serve(WINDOW)
+
+
+# -- rotary embeddings ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama with dynamic rope", "dynamic"), ("phi3 with longrope", "longrope")],
+)
+def test_rope_by_length_is_served_up_to_its_original_positions(
+    serve: Serve, name: str, kind: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=f"scales the {kind} rotary") as refused:
+        serve(name)
+    assert "engine_opts={'context_length': 16}" in str(refused.value)
+    engine, model = serve(name, {"context_length": 16})
+    assert error_of(engine, model, 1, 5, engine.max_context) <= BOUND
+
+
+def test_settings_of_the_user_stay_beside_those_that_make_a_model_right(serve: Serve) -> None:
+    mine = json.dumps({"rms_norm_eps": 0.5})
+    name = "llama with dynamic rope"
+    engine, model = serve(name, {"context_length": 16, "json_model_override_args": mine})
+    assert error_of(engine, model, 1, 5) > 1e-2
+
+
+def test_a_scaling_that_a_model_class_does_not_know_is_refused(serve: Serve) -> None:
+    rope = families()["llama with linear rope"].settings["rope_parameters"]
+    with pytest.raises(ModelLoadError, match="ignores the linear scaling"):
+        serve("stablelm", rope_parameters={**rope, "partial_rotary_factor": 0.25})
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_another_base_of_rotary_embeddings_is_refused(serve: Serve, again: bool) -> None:
+    """The second time, SGLang is imported and has put classes of its own beside."""
+    if again:
+        with pytest.raises(ModelLoadError):
+            serve("olmo3")
+    with pytest.raises(ModelLoadError, match=r"with base 10000\.0, where the config has 5"):
+        serve("olmo3")
+
+
+# -- scores, activations, biases ------------------------------------------------------
+
+
+def test_capped_scores_are_refused_where_attention_is_plain_torch(serve: Serve) -> None:
+    # SGLang asks for a setting of Gemma 2 that transformers calls something else.
+    known = json.dumps({"hidden_act": "gelu_pytorch_tanh"})
+    with pytest.raises(ModelLoadError, match="does not cap the attention scores of Gemma2"):
+        serve("gemma2 with capped scores", {"json_model_override_args": known})
+
+
+@pytest.mark.usefixtures("uncorrected")
+def test_another_gelu_is_refused_where_it_is_not_set(serve: Serve) -> None:
+    with pytest.raises(ModelLoadError, match=r"another GELU .*'gelu_pytorch_tanh'"):
+        serve("gemma")
+
+
+def test_biases_that_the_model_has_no_place_for_are_refused(serve: Serve) -> None:
+    words = r"drops 6 tensors .* model\.layers\.0\.mlp\.down_proj\.bias, .*Rows would be wrong"
+    with pytest.raises(ModelLoadError, match=words):
+        serve("llama with biases")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("gptj", {}), ("phi", {"num_key_value_heads": 4})]
+)
+def test_the_bias_of_the_logits_is_added(
+    serve: Serve, name: str, changes: dict[str, Any]
+) -> None:
+    engine, model = serve(name, **changes)
+    assert error_of(engine, model, 1, 9, 40) <= BOUND
+    [prompt] = prompts_of(12)
+    [drawn] = answers(engine, [(prompt, SamplingParams(5, temperature=0.0, seed=1))])
+    greedy: list[int] = []
+    while len(greedy) < 5:
+        greedy.append(int(model.logprobs((*prompt, *greedy)).argmax()))
+    assert drawn == greedy
+
+
+@pytest.mark.filterwarnings("ignore:.*xIELU")
+def test_parameters_that_the_model_rounds_are_refused_unless_nothing_is_lost(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """SGLang keeps those of xIELU in bfloat16, whatever the model's dtype."""
+    with pytest.raises(ModelLoadError, match=r"drops .*act_fn\.alpha_p"):
+        serve("apertus")
+    model = TinyModel.of(tmp_path / "apertus", families()["apertus"])
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.bfloat16)
+    whole.save_pretrained(model.path)
+    engine = SGLEngine(model.path, engine_opts={"device": "cpu", "dtype": "float32"})
+    try:
+        assert error_of(engine, model, 1, 9, 40) <= BOUND
+    finally:
+        engine.close()
+
+
+def test_a_bias_of_logits_that_are_scaled_afterwards_is_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(review, "_AFTER_THE_HEAD", ("rotary_dim",))
+    with pytest.raises(ModelLoadError, match=r"drops 1 tensors .* lm_head\.bias"):
+        serve("gptj")
+
+
+def test_what_a_checkpoint_brings_is_looked_for_in_its_layer_in_any_order() -> None:
+    module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 6)] * 2)})
+    del module["layers"][1]
+    whole = torch.tensor([1.0, 2.0, 3.0, 4.0, 4.0, 6.0])
+    module["layers"][0].bias.data = whole
+    weights = {
+        "layers.0.q.bias": whole[[4, 0]],
+        "layers.0.twice.bias": torch.tensor([4.0, 4.0]),
+        "layers.0.zero.bias": torch.zeros(2),
+        "layers.0.thrice.bias": torch.tensor([4.0, 4.0, 4.0]),
+        "layers.0.other.bias": torch.tensor([1.0, 2.5]),
+        "layers.0.weight": torch.randn(2, 2),
+        "layers.0.alpha": torch.tensor([0.3]),
+        "layers.1.draft.bias": torch.tensor([9.0]),
+        "layers.0.mask.bias": torch.ones(1, 1, 2, 2),
+    }
+    vectors = CheckpointVectors()
+    assert dict(vectors.watching(weights.items())) == weights
+    lost = vectors.lost(module, layers=1, dtype=torch.float32)
+    assert lost == ["layers.0.thrice.bias", "layers.0.other.bias", "layers.0.alpha"]
+
+
+# -- models that SGLang runs with transformers' code ----------------------------------
+
+
+def test_a_model_of_transformers_warns_and_is_right(serve: Serve) -> None:
+    with pytest.warns(UnverifiedModelWarning, match=r"GPTNeoX.* by SGLang's Transformers"):
+        engine, model = serve("gpt_neox")
+    assert error_of(engine, model, 1, 9, 40) <= BOUND
+
+
+def test_an_unverified_model_is_refused_if_asked_and_the_next_is_served(serve: Serve) -> None:
+    with pytest.raises(ModelLoadError, match=r"GPTNeoX.* were not verified"):
+        serve("gpt_neox", unverified="refuse")
+    engine, model = serve("llama", unverified="refuse")
+    assert error_of(engine, model, 9) <= BOUND
+
+
+def test_a_recurrent_model_of_transformers_is_refused(serve: Serve) -> None:
+    with pytest.raises(ModelLoadError, match=r"RecurrentGemma.* without its recurrent state"):
+        serve("recurrent_gemma")
+
+
+def test_other_words_for_unverified_models_are_refused(serve: Serve) -> None:
+    with pytest.raises(ValueError, match="unverified='never'"):
+        serve("llama", unverified="never")
+    engine, model = serve("llama")
+    assert error_of(engine, model, 9) <= BOUND
+
+
+# -- models that load and fail --------------------------------------------------------
+
+
+def test_a_model_that_fails_its_first_row_is_closed_and_the_next_is_served(
+    serve: Serve, tmp_path: Path
+) -> None:
+    model = TinyModel.of(tmp_path / "phi", families()["phi"])
+    options = {"device": "cpu", "max_total_tokens": 2048}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnverifiedModelWarning)
+        with pytest.raises(ModelLoadError, match=r"first row failed: .*shape mismatch"):
+            genlm.load_model(model.path, "sgl", engine_opts=options)
+    engine, model = serve("llama")
+    assert error_of(engine, model, 9) <= BOUND

@@ -1,0 +1,257 @@
+"""Those who ask: event loops, each in a thread, and threads without an event loop.
+
+Each carries out its plan and counts how its requests end. An answer is judged as soon as it
+is there, before its caller overwrites it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from genlm import AsyncLM, EngineDiedError, QueryError, QueryResetError
+from genlm.testing.failure import CheckFailure, expect
+
+from .judging import Judge, answered
+from .meeting import Meeting
+from .plan import Ask, Plan, Round, Setting
+
+SCRIBBLE = 7.0
+
+
+class Caller:
+    """One thread that asks.
+
+    Args:
+        name: Names it in the plan and in messages.
+        lm: The model.
+        setting: What the plan is about.
+        judge: Sees every answer.
+        at_most: Most calls in a round.
+
+    Attributes:
+        ended: How many requests ended in which way.
+        requests: Requests made; a batch is as many as it has sequences.
+        counted: Requests that the model must have counted: rows, neither wrong nor drawn.
+        draws: Continuations that were answered.
+        may_die: Whether `EngineDiedError` is an end to expect, from now on.
+        midway: Called once in the middle of a round, when half of the requests are made.
+        open: Requests without an end.
+    """
+
+    def __init__(
+        self, name: str, lm: AsyncLM, setting: Setting, judge: Judge, at_most: int
+    ) -> None:
+        self.name = name
+        self.lm = lm
+        self.ended: Counter[str] = Counter()
+        self.requests = self.counted = self.draws = 0
+        self.may_die: Callable[[], bool] = lambda: False
+        self.midway: Callable[[], None] | None = None
+        self.open: dict[object, Ask] = {}
+        self.adapters = dict.fromkeys(setting.adapters, "")
+        self._setting = setting
+        self._judge = judge
+        self._plan = Plan(setting, name, at_most)
+        self._random = setting.random("caller", name)
+        self._stop = setting.token_ids[0]
+        self._half = 0
+
+    def run(self, requests: int, marks: int, meeting: Meeting) -> None:
+        """Make so many requests, with a rest after each of `marks` parts of them."""
+        self._half = requests // 2
+        try:
+            for mark in range(1, marks + 1):
+                while self.requests < requests * mark // marks:
+                    self.play(self._plan.next_round())
+                    if meeting.failure is not None:
+                        return
+                if not meeting.rest():
+                    return
+        except BaseException as failure:  # noqa: BLE001 - the host raises it
+            meeting.fail(failure)
+        finally:
+            self.end()
+
+    def play(self, plan: Round) -> None:
+        """Carry out one round."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Free what the caller holds."""
+
+    def disturb(self, plan: Round) -> None:
+        """What happens beside the requests."""
+        late = self.requests >= self._half  # before, it would end lost requests too
+        if self.midway is not None and late:
+            midway, self.midway = self.midway, None
+            midway()
+        lm, prefixes = self.lm, self._setting.keeps_prefixes
+        with contextlib.suppress(*self._deadly()):
+            match plan.disturbance:
+                case "reset_async_queries" if late:
+                    lm.reset_async_queries()
+                case "clear_cache":
+                    lm.clear_cache()
+                case "clear_kv_cache" if prefixes:
+                    lm.clear_kv_cache()
+                case "cache_kv" if prefixes:
+                    lm.cache_kv(plan.context)
+                case "add_new_lora":
+                    for name, path in self.adapters.items():
+                        lm.add_new_lora(path, name)
+                case "statistics":
+                    lm.statistics()
+
+    def judge_rows(self, rows: Any, ask: Ask) -> None:
+        """Look at each row, then overwrite them if the plan says so."""
+        several = ask.kind in {"batch", "sync"}
+        expect(not several or len(rows) == len(ask.contexts), "a row each", len(rows))
+        for row, context in zip(rows if several else [rows], ask.contexts, strict=True):
+            self._judge.look(row, context, ask, self._random)
+        if ask.scribbles:
+            rows.fill_(SCRIBBLE)
+        self.ended["answered"] += len(ask.contexts)
+
+    def judge_draws(self, drawn: Any, ask: Ask) -> None:
+        """Look at a continuation."""
+        self._judge.look_at_draws(drawn, ask, self._stop, self._random)
+        self.draws += 1
+        self.ended["answered"] += 1
+
+    @contextlib.contextmanager
+    def asking(self, ask: Ask) -> Iterator[list[Any]]:
+        """Count how a request ends; gives its sequences in the form of the plan."""
+        size, request = len(ask.contexts), object()
+        self.open[request] = ask
+        self.counted += 0 if ask.kind in {"sample", "wrong"} else size
+        try:
+            with answered(str(ask), unless=lambda: self._right_errors(ask)):
+                yield [ask.form(context) for context in ask.contexts]
+            expect(ask.kind != "wrong", "QueryError", "an answer", asked=str(ask))
+        except QueryError:
+            self.ended["refused"] += size
+        except QueryResetError:
+            self.ended["reset"] += size
+        except self._deadly():
+            self.ended["died"] += size
+        except asyncio.CancelledError:
+            self.ended["cancelled"] += size
+            raise
+        finally:
+            del self.open[request]
+
+    def _right_errors(self, ask: Ask) -> tuple[type[Exception], ...]:
+        refusal = (QueryError,) if ask.kind == "wrong" else ()
+        return (QueryResetError, *refusal, *self._deadly())
+
+    def _deadly(self) -> tuple[type[Exception], ...]:
+        return (EngineDiedError,) if self.may_die() else ()
+
+    def sampling(self, ask: Ask) -> dict[str, Any]:
+        """Arguments of `sample`."""
+        return {
+            "max_tokens": ask.max_tokens,
+            "eos_token_ids": [self._stop],
+            "temperature": ask.temperature,
+            "seed": ask.max_tokens,
+            "lora_name": ask.adapter,
+        }
+
+
+class LoopCaller(Caller):
+    """Asks concurrently on an event loop, now and then on a new one."""
+
+    _runner: asyncio.Runner | None = None
+
+    def play(self, plan: Round) -> None:
+        """Carry out one round; what is left behind ends with the loop."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            self._runner.get_loop().set_exception_handler(self._complain)
+        self.requests += sum(len(ask.contexts) for ask in plan.asks)
+        self._runner.run(self._round(plan))
+        if self._complaint is not None:
+            raise CheckFailure("an event loop without complaints", self._complaint, {})
+        if plan.new_loop:
+            self.end()
+
+    def end(self) -> None:
+        """Close the event loop."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    async def _round(self, plan: Round) -> None:
+        tasks = [asyncio.ensure_future(self._ended(ask)) for ask in plan.asks]
+        for _ in range(plan.turns):
+            await asyncio.sleep(0)
+        self.disturb(plan)
+        for task, ask in zip(tasks, plan.asks, strict=True):
+            if ask.ending == "cancel":
+                for _ in range(int(ask.after)):
+                    await asyncio.sleep(0)
+                task.cancel()
+        awaited = zip(tasks, plan.asks, strict=True)
+        ends = [task for task, ask in awaited if ask.ending != "leave"]
+        for end in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(end, Exception):
+                raise end
+
+    async def _ended(self, ask: Ask) -> None:
+        if ask.ending != "time out":
+            await self._asked(ask)
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._asked(ask), ask.after)
+
+    async def _asked(self, ask: Ask) -> None:
+        with self.asking(ask) as ids:
+            lm, lora = self.lm, {"lora_name": ask.adapter}
+            match ask.kind:
+                case "sample":
+                    self.judge_draws(await lm.sample(ids[0], **self.sampling(ask)), ask)
+                case "batch":
+                    self.judge_rows(await lm.batch_next_token_logprobs(ids, **lora), ask)
+                case "sync":  # blocks this loop
+                    self.judge_rows(lm.batch_next_token_logprobs_sync(ids, **lora), ask)
+                case "uncached":
+                    row = await lm.next_token_logprobs_uncached(ids[0], **lora)
+                    self.judge_rows(row, ask)
+                case _:
+                    adapted = lm.with_lora(ask.adapter)
+                    self.judge_rows(await adapted.next_token_logprobs(ids[0]), ask)
+
+    _complaint: str | None = None
+
+    def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._complaint = f"{context['message']}: {_words(context.get('exception'))}"
+
+
+class ThreadCaller(Caller):
+    """Asks one call after another and waits for each."""
+
+    def play(self, plan: Round) -> None:
+        """Carry out one round."""
+        for position, ask in enumerate(plan.asks):
+            if position == plan.turns:
+                self.disturb(plan)
+            self.requests += len(ask.contexts)
+            with self.asking(ask) as ids:
+                self._ask(ask, ids)
+
+    def _ask(self, ask: Ask, ids: list[Any]) -> None:
+        lora = {"lora_name": ask.adapter}
+        if ask.kind == "sample":
+            self.judge_draws(asyncio.run(self.lm.sample(ids[0], **self.sampling(ask))), ask)
+        elif ask.kind in {"batch", "sync"}:
+            self.judge_rows(self.lm.batch_next_token_logprobs_sync(ids, **lora), ask)
+        else:
+            self.judge_rows(self.lm.next_token_logprobs_sync(ids[0], **lora), ask)
+
+
+def _words(error: BaseException | None) -> str:
+    return "nothing" if error is None else f"{type(error).__name__}: {error}"

@@ -1,0 +1,156 @@
+"""What an answer must be: a row at first sight, and, of a random sample, the right one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from genlm import AsyncLM
+from genlm.testing import EngineTarget
+from genlm.testing.failure import CheckFailure, expect
+from genlm.testing.rows import describe_difference, row_error
+from genlm.testing.sequences import TokenTuple
+
+from .plan import Ask
+
+ASKED_AGAIN = 8
+"""Contexts that are asked alone when the callers rest."""
+
+
+class Sampled(NamedTuple):
+    """A row, as it was before its caller could change it."""
+
+    row: torch.Tensor
+    context: TokenTuple
+    adapter: str | None
+    asked: str
+
+
+class Judge:
+    """Looks at every answer; compares a random share of them with the true rows.
+
+    Args:
+        lm: The model under test.
+        target: Brings the oracle. Without one the model itself is asked, alone.
+        share: Of the rows, to be compared.
+        draw: Picks the contexts that are asked again.
+    """
+
+    def __init__(
+        self, lm: AsyncLM, target: EngineTarget, share: float, draw: random.Random
+    ) -> None:
+        self._lm = lm
+        self._target = target
+        self._share = share
+        self._draw = draw
+        self._lock = threading.Lock()
+        self._rows: list[Sampled] = []
+        self._last: list[Sampled] = []
+        self._draws: list[tuple[Ask, list[int]]] = []
+        self._true_rows: dict[tuple[TokenTuple, str | None], torch.Tensor] = {}
+        self.compared = 0
+
+    def look(self, row: object, context: TokenTuple, ask: Ask, draw: random.Random) -> None:
+        """Raise `CheckFailure` unless this is a row, and perhaps keep it for `compare`."""
+        expected = f"a row of {self._lm.vocab_size} float32, logsumexp 0"
+        good = (
+            isinstance(row, torch.Tensor)
+            and tuple(row.shape) == (self._lm.vocab_size,)
+            and row.dtype == torch.float32
+        )
+        expect(good, expected, _words(row), asked=str(ask))
+        total = float(row.logsumexp(0))
+        expect(abs(total) < 1e-3, expected, f"logsumexp {total:.6g}", asked=str(ask))
+        if draw.random() < self._share:
+            with self._lock:
+                self._rows.append(Sampled(row.clone(), context, ask.adapter, str(ask)))
+
+    def look_at_draws(self, drawn: object, ask: Ask, stop: int, draw: random.Random) -> None:
+        """Raise `CheckFailure` unless these are drawn tokens, and perhaps keep them."""
+        good = isinstance(drawn, list) and len(drawn) <= ask.max_tokens
+        good = good and all(0 <= i < self._lm.vocab_size and i != stop for i in drawn)
+        expected = f"at most {ask.max_tokens} ids, none of them {stop}"
+        expect(good, expected, str(drawn), asked=str(ask))
+        if ask.temperature == 0 and draw.random() < self._share:
+            with self._lock:
+                self._draws.append((ask, drawn))
+
+    def compare(self) -> None:
+        """Compare what was kept with the true rows, while nobody asks."""
+        self._true_rows.clear()
+        self._last, self._rows = self._rows, []
+        draws, self._draws = self._draws, []
+        for found in self._last:
+            self._compare(found.row, found, "at that time")
+        for ask, drawn in draws:
+            self._compare_draws(ask, drawn)
+
+    def ask_again(self) -> None:
+        """Ask for some rows of the last comparison again, one after another, and forget it."""
+        for found in self._draw.sample(self._last, min(ASKED_AGAIN, len(self._last))):
+            with answered(found.asked):
+                row = self._lm.next_token_logprobs_sync(found.context, lora_name=found.adapter)
+            self._compare(row, found, "asked alone afterwards")
+        self._last = []
+        self._true_rows.clear()
+
+    def _compare(self, row: torch.Tensor, found: Sampled, when: str) -> None:
+        expected = self._true_row(found.context, found.adapter)
+        limit = self._target.largest_error
+        whose = f"the row of {list(found.context)}"
+        whose += f" with adapter {found.adapter!r}" if found.adapter else ""
+        self.compared += 1
+        if row_error(row, expected) > limit:
+            description = f"{describe_difference(row, expected)}; {when}"
+            expect(False, f"{whose} within {limit:g}", description, asked=found.asked)
+
+    def _compare_draws(self, ask: Ask, drawn: Sequence[int]) -> None:
+        """Each token is a most likely one, up to rounding."""
+        (context,) = ask.contexts
+        for position, token in enumerate(drawn):
+            row = self._true_row((*context, *drawn[:position]), ask.adapter)
+            self.compared += 1
+            expect(
+                float(row.max() - row[token]) <= 2 * self._target.largest_error,
+                f"the most likely token, {int(row.argmax())}, at position {position}",
+                f"{token}, less likely by {float(row.max() - row[token]):.6g}",
+                asked=str(ask),
+            )
+
+    def _true_row(self, context: TokenTuple, adapter: str | None) -> torch.Tensor:
+        if (context, adapter) not in self._true_rows:
+            self._true_rows[context, adapter] = self._asked_oracle(context, adapter)
+        return self._true_rows[context, adapter]
+
+    def _asked_oracle(self, context: TokenTuple, adapter: str | None) -> torch.Tensor:
+        oracle = self._target.oracle
+        if oracle is None:
+            row = self._lm.next_token_logprobs_sync(context, lora_name=adapter)
+        else:
+            row = torch.as_tensor(oracle(context, adapter))
+        return row.detach().cpu().double()
+
+
+@contextlib.contextmanager
+def answered(
+    asked: str, *, unless: Callable[[], tuple[type[Exception], ...]] = tuple
+) -> Iterator[None]:
+    """Raise `CheckFailure` for an error of a request, unless it is a right way to end."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (CheckFailure, *unless())):
+            raise
+        cause = "" if error.__cause__ is None else f", caused by {error.__cause__!r}"
+        raise CheckFailure("an answer", f"{error!r}{cause}", {"asked": asked}) from error
+
+
+def _words(row: object) -> str:
+    if isinstance(row, torch.Tensor):
+        return f"{row.dtype}, shape {tuple(row.shape)}"
+    return repr(row)

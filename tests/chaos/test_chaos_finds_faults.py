@@ -1,0 +1,184 @@
+"""Broken engines and fronts are seen by a run of a few hundred requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import AsyncLM, Completion, OutputCache, Query
+from genlm.core.reference import ReferenceEngine
+from genlm.core.scheduler.request_table import RequestTable
+from genlm.testing import EngineTarget
+from genlm.testing.failure import CheckFailure, NeverEnded
+from genlm.testing.selection import find, targets_of
+
+from .chaos import Report, Settings, run_chaos
+
+REQUESTS = 600
+PATIENCE_S = 1.5  # a request that is lost; the others take a thousandth of it
+
+
+def run(
+    folder: Path,
+    broken: Callable[..., Any] | None = None,
+    *,
+    requests: int = REQUESTS,
+    patience_s: float | None = None,
+) -> Report:
+    """A run of the reference engine, or of one derived from it."""
+    target = targets_of(find("reference"), folder)[0]
+    assert isinstance(target, EngineTarget)
+    assert isinstance(target.build, functools.partial)
+    right = target.build()
+    for name, path in target.adapters.items():
+        right.add_adapter(name, path)
+
+    def oracle(token_ids: tuple[int, ...], adapter: str | None) -> Any:
+        return right.evaluate([Query(0, token_ids, adapter)])[0]  # faster than the formula
+
+    target = dataclasses.replace(target, oracle=oracle)
+    if broken is not None:
+        build = functools.partial(broken, **target.build.keywords)
+        target = dataclasses.replace(target, build=build)
+    return run_chaos(target, Settings(requests=requests, patience_s=patience_s))
+
+
+class SwapsRows(ReferenceEngine):
+    def evaluate(self, queries):
+        rows = super().evaluate(queries)
+        if len(rows) > 3:
+            rows[[0, 1]] = rows[[1, 0]]
+        return rows
+
+
+class ForgetsAdapters(ReferenceEngine):
+    def evaluate(self, queries):
+        return super().evaluate([query._replace(adapter=None) for query in queries])
+
+
+class LosesARequest(ReferenceEngine):
+    def step(self):
+        found = super().step()
+        return found[len(found) > 3 :]
+
+
+class FailsARequest(ReferenceEngine):
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        found = super().step()
+        if found and self.steps > 20:
+            found[0] = Completion(found[0].query_id, error=MemoryError("no room"))
+        return found
+
+
+class LeaksRows(ReferenceEngine):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.leak: list[torch.Tensor] = []
+
+    def evaluate(self, queries):
+        rows = super().evaluate(queries)
+        self.leak += [row.clone() for row in rows]
+        return rows
+
+
+def test_rows_of_a_batch_that_are_swapped(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailure, match=r"(?s)the row of \[.*asked"):
+        run(tmp_path, SwapsRows)
+
+
+def test_adapters_that_are_forgotten(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailure, match="with adapter"):
+        run(tmp_path, ForgetsAdapters)
+
+
+def test_a_request_that_is_lost(tmp_path: Path) -> None:
+    with pytest.raises(NeverEnded, match=r"requests, such as event loop .*did not end"):
+        run(tmp_path, LosesARequest, patience_s=PATIENCE_S)
+
+
+def test_a_request_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailure, match=r"EvaluationError.*caused by MemoryError"):
+        run(tmp_path, FailsARequest)
+
+
+def test_rows_that_are_kept_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailure, match="more tensors after"):
+        run(tmp_path, LeaksRows)
+
+
+def test_a_cached_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> None:
+    def get(self: OutputCache, key: Any) -> Any:
+        with self._lock:
+            return self._entries[key][0] if key in self._entries else None
+
+    monkeypatch.setattr(OutputCache, "get", get)
+    with pytest.raises(CheckFailure, match="logsumexp"):
+        run(tmp_path)
+
+
+def test_a_joined_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("genlm.core.lm.torch.clone", lambda row: row)
+    with pytest.raises(CheckFailure, match="logsumexp"):
+        run(tmp_path)
+
+
+def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
+    kept: list[Any] = []
+    asked = AsyncLM._asked
+
+    def keeping(*arguments: Any) -> Any:
+        kept.append([list(arguments[1]), asked(*arguments)])
+        return kept[-1][1]
+
+    monkeypatch.setattr(AsyncLM, "_asked", keeping)
+    with pytest.raises(CheckFailure, match="more blocks after"):
+        run(tmp_path, requests=3000)
+
+
+def test_requests_that_are_not_counted(tmp_path: Path, monkeypatch: Any) -> None:
+    leave = RequestTable.leave
+
+    def uncounted(self: RequestTable, *arguments: Any) -> bool:
+        abandoned = self._abandoned
+        aborts = leave(self, *arguments)
+        self._abandoned = abandoned
+        return aborts
+
+    monkeypatch.setattr(RequestTable, "leave", uncounted)
+    with pytest.raises(CheckFailure, match=r"requests = cache_hits \+ joined"):
+        run(tmp_path)
+
+
+def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch: Any) -> None:
+    leave = RequestTable.leave
+
+    def all_leave(self: RequestTable, request: Any, waiter: Any) -> bool:
+        for other in [each for each in request.waiters if each is not waiter]:
+            leave(self, request, other)
+        return leave(self, request, waiter)
+
+    monkeypatch.setattr(RequestTable, "leave", all_leave)
+    with pytest.raises(NeverEnded):
+        run(tmp_path, patience_s=PATIENCE_S)
+
+
+def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("genlm.core.sampling.torch.argmax", torch.argmin, raising=False)
+    with pytest.raises(CheckFailure, match="the most likely token"):
+        run(tmp_path)
+
+
+def test_what_a_failure_says_is_short(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(CheckFailure) as failure:
+        run(tmp_path, SwapsRows)
+    assert len(str(failure.value).splitlines()) <= 4
+    assert len(str(failure.value)) < 1000

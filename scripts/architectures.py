@@ -79,6 +79,17 @@ def _set_right(corrections: str) -> str:
     return f"set right: {corrections}" if corrections else ""
 
 
+_LONGEST = 60
+
+
+def _shortened(figures: Mapping[str, Any]) -> str:
+    """Say how long contexts may be where that is less than was to be asked."""
+    longest = figures.get("max_context")
+    if not isinstance(longest, int) or longest >= _LONGEST:
+        return ""
+    return f"contexts of at most {longest} tokens"
+
+
 ENGINES = {
     "hf": Engine(
         "Hugging Face transformers",
@@ -106,7 +117,11 @@ ENGINES = {
             }
         },
         head_dim=64,
-        per_process=1,
+        per_process=12,
+        path="Implementation",
+        path_of=lambda figures: str(figures.get("implementation", "")),
+        note_of=_shortened,
+        more="[vllm-engine.md](vllm-engine.md)\nexplains refusals.",
     ),
     "sgl": Engine(
         "SGLang",

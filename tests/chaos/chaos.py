@@ -45,7 +45,8 @@ class Settings:
     Attributes:
         requests: How many to make, at least.
         seed: Decides what is asked, by whom, and the limits of the scheduler.
-        kill_worker: Whether to kill one of the engine's processes midway.
+        kill_worker: Whether to kill one of the engine's processes midway; the seed decides
+            which.
         engine_options: Passed to the target's `build`.
         patience_s: How long nothing may be answered; by default the target's.
     """
@@ -231,7 +232,8 @@ class _Chaos:
             each for each in psutil.Process().children(recursive=True) if _computes(each)
         ]
         expect(bool(processes), "an engine with processes of its own", "none")
-        process = self._random.choice(sorted(processes, key=lambda each: each.pid))
+        processes.sort(key=lambda each: each.pid)  # the first ones have started the others
+        process = processes[self._settings.seed % len(processes)]
         self._killed.set()
         os.kill(process.pid, signal.SIGKILL)
 

@@ -13,23 +13,18 @@ from genlm_vllm.conformance import targets
 
 def chaos(folder: Path, model: str, **settings: Any) -> Report:
     (target,) = (each for each in targets(folder) if each.model == model)
-    return run_chaos(target, Settings(seed=3, **settings))
+    return run_chaos(target, Settings(**settings))
 
 
 def test_one_process_withstands_chaos(tmp_path: Path) -> None:
-    report = chaos(tmp_path, "one process", requests=1000)
+    report = chaos(tmp_path, "one process", requests=800, seed=3)
     assert report.compared >= 200
     for what in ("cache_hits", "joined", "answered", "failed", "abandoned"):
         assert report.statistics[what] > 0, what
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_every_request_ends_when_a_process_is_killed_midway(
-    tmp_path: Path, workers: int
-) -> None:
-    options = {"tensor_parallel_size": workers}
-    report = chaos(
-        tmp_path, "own processes", requests=600, kill_worker=True, engine_options=options
-    )
+def test_every_request_ends_when_a_worker_is_killed_midway(tmp_path: Path) -> None:
+    # This seed kills the worker; `make chaos` kills the engine's process.
+    report = chaos(tmp_path, "own processes", requests=400, seed=1, kill_worker=True)
     assert report.ended["answered"] > 0
     assert report.ended["died"] > 0

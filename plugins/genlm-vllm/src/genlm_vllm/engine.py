@@ -21,6 +21,7 @@ from genlm import (
     Completion,
     ContextLengthError,
     EvaluationError,
+    ModelFacts,
     Query,
     TokenIdError,
     UnknownAdapterError,
@@ -29,21 +30,19 @@ from genlm import (
     preserve_process_state,
 )
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.loading import (
-    adapter_capacity,
-    checked_options,
-    load_vllm,
-    needs_processes,
-    shut_down,
-)
+from genlm_vllm.failures import FailureLog
+from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
+from genlm_vllm.model_checks import check_served
 from genlm_vllm.requests import Request, params_of
 from genlm_vllm.rows import LocalRows, RemoteRows
+from genlm_vllm.starting import load_vllm, shut_down
 from genlm_vllm.surroundings import (
     Accelerator,
     claim_process,
     release_process,
 )
 from genlm_vllm.watch import Watch
+from genlm_vllm.worker import ask_workers
 
 __all__ = ["VLLMEngine"]
 
@@ -61,14 +60,19 @@ class VLLMEngine:
         engine_opts: Arguments of `vllm.EngineArgs`, under vLLM's names.
         multiprocess: Whether vLLM computes in processes of its own. By default it does
             if `engine_opts` ask for several workers or for an executor such as Ray.
+        unverified: What happens to a model of a family whose rows were never compared with an
+            unbatched forward pass: `"warn"` or `"refuse"`.
 
     Raises:
         MissingRequirementError: vLLM is not installed or its version not supported.
-        ModelLoadError: vLLM cannot serve the model, or another engine computes in this
-            process.
+        ModelLoadError: vLLM cannot serve the model or would compute wrong rows, the family is
+            unverified and such are to be refused, or another engine computes in this process.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        ValueError: An option that would make rows wrong.
+        ValueError: An option that would make rows wrong, or `unverified` is neither.
         TypeError: An option that vLLM does not have, or one of another type than it must be.
+
+    Warns:
+        UnverifiedModelWarning: The family is unverified.
     """
 
     capability_hints: Mapping[Capability, str] = {Capability.LORA: _LORA_HINT}
@@ -80,6 +84,7 @@ class VLLMEngine:
         *,
         engine_opts: Mapping[str, Any] | None = None,
         multiprocess: bool | None = None,
+        unverified: str = "warn",
     ) -> None:
         options = checked_options(engine_opts)
         if multiprocess not in {None, True, False}:
@@ -93,10 +98,11 @@ class VLLMEngine:
                 )
             claim_process(self)
         self._accelerator = None if self._multiprocess else Accelerator()
+        self._failures = FailureLog() if self._multiprocess else None
         try:
-            self._vllm = load_vllm(model, options, multiprocess=self._multiprocess)
+            self._vllm, facts = load_vllm(model, options, failures=self._failures)
             try:
-                self._begin()
+                self._begin(facts, unverified)
             except BaseException:
                 shut_down(self._vllm, multiprocess=self._multiprocess)
                 raise
@@ -104,8 +110,11 @@ class VLLMEngine:
             self._let_go()
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, facts: ModelFacts, unverified: str) -> None:
         engine, config = self._vllm, self._vllm.vllm_config
+        built = ask_workers(engine, "genlm_describe")
+        check_served(config, facts, built, unverified=unverified)
+        self._implementation = built[0]["model"]
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
         # One token must be generated.
         self.max_context: int | None = config.model_config.max_model_len - 1
@@ -118,7 +127,7 @@ class VLLMEngine:
             | ({Capability.LORA} if capacity else set())
             | ({Capability.PREFIX_CACHE} if keeps else set())
         )
-        self._watch = Watch(engine) if self._multiprocess else None
+        self._watch = None if self._failures is None else Watch(engine, self._failures)
         rows = RemoteRows if self._multiprocess else LocalRows
         self._rows = rows(engine, self.vocabulary)
         self._requests: dict[str, Request] = {}  # in vLLM, by vLLM's id, oldest first
@@ -309,6 +318,8 @@ class VLLMEngine:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "device": str(config.device_config.device_type),
             "kv_block_tokens": int(config.cache_config.block_size),
+            "max_context": int(config.model_config.max_model_len) - 1,
+            "implementation": self._implementation,
         }
 
     def close(self) -> None:
@@ -326,6 +337,8 @@ class VLLMEngine:
             self._let_go()
 
     def _let_go(self) -> None:
+        if self._failures is not None:
+            self._failures.close()
         if self._accelerator is not None:
             self._accelerator.restore()
         release_process(self)

@@ -1,4 +1,4 @@
-"""From a model's name and vLLM's options to a vLLM engine that keeps rows.
+"""Options: which are passed on to vLLM, which are refused, and what the defaults are.
 
 Options keep vLLM's names. What would make rows wrong is refused; a few defaults differ
 from vLLM's own and are listed in `docs/vllm-engine.md`.
@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import gc
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from genlm import ModelLoadError, cache_budget_bytes, model_source, preserve_process_state
-from genlm_vllm.surroundings import quiet
-from genlm_vllm.versions import check_version
+from genlm import ModelLoadError, cache_budget_bytes
+from genlm_vllm.model_checks import CORRECTED
 
 __all__ = [
     "adapter_capacity",
     "checked_options",
     "engine_arguments",
-    "load_vllm",
     "needs_processes",
-    "shut_down",
+    "shown",
 ]
 
 CPU_BLOCK_SIZE = 32
@@ -43,8 +39,6 @@ DEFAULT_MAX_LORAS = 4
 
 DEFAULT_KNOWN_LORAS = 32
 """Adapters in all, where they need not all be on the device."""
-
-_SOCKET_PATIENCE_S = 5.0
 
 _OURS = {
     "logits_processors": "they would change the log-probabilities",
@@ -83,91 +77,6 @@ def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
     )
 
 
-def load_vllm(
-    model: str | os.PathLike[str], engine_opts: Mapping[str, Any], *, multiprocess: bool
-) -> Any:
-    """Build a `vllm.LLMEngine` whose workers keep rows.
-
-    Args:
-        model: A folder or a hub id.
-        engine_opts: Arguments of `vllm.EngineArgs`.
-        multiprocess: Whether it computes in processes of its own.
-
-    Raises:
-        MissingRequirementError: vLLM is not installed or its version not supported.
-        ModelLoadError: vLLM cannot serve the model with these options.
-        ValueError: An option that would make rows wrong.
-        TypeError: An option that vLLM does not have.
-    """
-    check_version()
-    source = model_source(model)
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
-    if multiprocess and "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
-        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    with preserve_process_state(**variables, **quiet()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import vllm
-
-        arguments = engine_arguments(source, engine_opts)
-        try:
-            # Its variables may be cached since an earlier engine.
-            vllm.envs.disable_envs_cache()
-            return vllm.LLMEngine.from_engine_args(
-                vllm.EngineArgs(**arguments), enable_multiprocessing=multiprocess
-            )
-        except Exception as error:
-            if not multiprocess:
-                _clean_up()
-            cause = " ".join(str(error).split()) or type(error).__name__
-            raise ModelLoadError(
-                f"asked vLLM for model {source!r} with {_shown(engine_opts)}; it raised "
-                f"{type(error).__name__}: {cause[:600]}{_memory_hint(engine_opts, cause)}"
-            ) from error
-
-
-def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or "memory" not in cause.lower():
-        return ""
-    if "gpu_memory_utilization" in engine_opts:
-        return (
-            " (on a CPU, gpu_memory_utilization is a share of a memory node for all that the "
-            "process holds; leave it out, or give kv_cache_memory_bytes instead)"
-        )
-    return " (on a CPU, kv_cache_memory_bytes is the size of the KV cache)"
-
-
-def shut_down(engine: Any, *, multiprocess: bool) -> None:
-    """End a vLLM engine and give its memory back."""
-    engine.engine_core.shutdown()
-    renderer = getattr(engine, "renderer", None)
-    if renderer is not None:
-        renderer.shutdown()
-    if multiprocess:
-        _close_sockets(engine.engine_core)
-    else:
-        _clean_up()
-
-
-def _close_sockets(client: Any) -> None:
-    """End the client's zmq context, which vLLM leaves to the garbage collector."""
-    client.output_queue_thread.join(_SOCKET_PATIENCE_S)
-    if not client.output_queue_thread.is_alive():  # else it still uses a socket
-        client.ctx.destroy(linger=0)
-
-
-def _clean_up() -> None:
-    """Free what an engine of this process leaves behind, also one that was never whole."""
-    from vllm import envs
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    gc.unfreeze()  # vLLM exempts from collection all that exists when it has started
-    cleanup_dist_env_and_memory()
-    envs.disable_envs_cache()
-    gc.collect()
-
-
 def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `vllm.EngineArgs`: options checked, defaults added.
 
@@ -194,7 +103,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
     on_cpu = current_platform.is_cpu()
     problem = _unsupported(engine_opts, current_platform)
     if problem is not None:
-        raise ModelLoadError(f"asked vLLM for {_shown(engine_opts)}; {problem}")
+        raise ModelLoadError(f"asked vLLM for {shown(engine_opts)}; {problem}")
     arguments = {
         "disable_log_stats": True,
         "enable_prefix_caching": True,
@@ -205,6 +114,9 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
         "logits_processors": ["genlm_vllm.capture:Capture"],
         "worker_extension_cls": "genlm_vllm.worker.RowWorker",
     }
+    if "model_class_overrides" in known:  # not in older versions
+        chosen = engine_opts.get("model_class_overrides") or {}
+        arguments["model_class_overrides"] = {**CORRECTED, **chosen}
     if arguments.get("enable_lora"):
         arguments |= _lora_slots(engine_opts, on_cpu=on_cpu)
     return arguments
@@ -282,5 +194,6 @@ def _cpu_kv_bytes(engine_opts: Mapping[str, Any]) -> int:
     )
 
 
-def _shown(engine_opts: Mapping[str, Any]) -> str:
+def shown(engine_opts: Mapping[str, Any]) -> str:
+    """Return options as an error's message shows them."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"

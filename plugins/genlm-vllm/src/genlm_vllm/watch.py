@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from genlm import EngineDiedError
+from genlm_vllm.failures import FailureLog
 
 __all__ = ["Watch"]
 
@@ -23,10 +24,12 @@ class Watch:
 
     Args:
         engine: A `vllm.LLMEngine` that computes in processes of its own.
+        failures: What these log.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, failures: FailureLog) -> None:
         self._client = engine.engine_core
+        self._failures = failures
         manager = self._client.resources.engine_manager
         self._processes = list(getattr(manager, "processes", ()))  # other managers have none
         self._dead = False
@@ -61,8 +64,10 @@ class Watch:
     def _died(self) -> EngineDiedError:
         codes = {process.exitcode for process in self._processes} - {None}
         which = f" (exit code {', '.join(map(str, codes))})" if codes else ""
+        first = self._failures.first()
+        why = "its log says more" if first is None else f"the first failure was {first}"
         return EngineDiedError(
-            f"vLLM's engine process ended{which}; its log says more. Load the model again"
+            f"vLLM's engine process ended{which}; {why}. Load the model again"
         )
 
     def stop(self) -> None:

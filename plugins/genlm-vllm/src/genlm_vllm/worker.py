@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from genlm import EvaluationError
+from genlm_vllm.failures import record_failures
 from genlm_vllm.kept_rows import KEPT, TokenIds
 from genlm_vllm.orphans import end_with
 
 __all__ = ["RowWorker", "ask_workers"]
+
+record_failures()  # vLLM's processes import this module before they build a worker
 
 
 def ask_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
@@ -61,6 +64,29 @@ class RowWorker:
 
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
         KEPT.begin(TokenIds(size, tuple(missing_ids)), active=first)
+
+    @_replying
+    def genlm_describe(self) -> dict[str, Any]:
+        """Say what vLLM made of the model.
+
+        Returns:
+            `model`, the class that implements it, `attention`, the names of the backends, and
+            `windows`, the sliding window of each layer that has one, by the layer's name.
+        """
+        from vllm.model_executor.layers.attention import Attention
+
+        worker: Any = self  # vLLM's own worker, once this class is mixed in
+        context = worker.vllm_config.compilation_config.static_forward_context
+        layers = {k: layer for k, layer in context.items() if isinstance(layer, Attention)}
+        return {
+            "model": type(worker.model_runner.model).__name__,
+            "attention": sorted({x.get_attn_backend().get_name() for x in layers.values()}),
+            "windows": {
+                name: int(layer.sliding_window)
+                for name, layer in layers.items()
+                if layer.sliding_window is not None
+            },
+        }
 
     @_replying
     def genlm_end_with(self, client: int) -> None:

@@ -59,11 +59,11 @@ def gumbel_max(logps: torch.Tensor) -> torch.Tensor:
     Returns:
         The index of each row, `()` or `(n,)`, int64.
     """
-    logps = _with_support(logps)
-    uniform = torch.rand(logps.shape, dtype=logps.dtype, device=logps.device)
-    # 0 has noise of -inf, which would make the only possible index as bad as the others.
-    noise = -uniform.clamp_(min=torch.finfo(uniform.dtype).tiny).log_().neg_().log_()
-    return (logps + noise).argmax(-1)
+    logps = _wide(logps)
+    noise = torch.rand(logps.shape, dtype=logps.dtype, device=logps.device)
+    # Noise of -inf, from 0, would make the only possible index as bad as the others.
+    noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().neg_().log_()
+    return torch.sub(logps, noise, out=noise).argmax(-1)
 
 
 def multinomial(logps: torch.Tensor) -> torch.Tensor:

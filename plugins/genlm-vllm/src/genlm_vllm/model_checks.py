@@ -1,0 +1,156 @@
+"""Whether vLLM's rows of a model are right.
+
+Judged by the config before the model is built, and by what vLLM made of it afterwards. What
+would be wrong is avoided by other arguments of vLLM, or refused. `docs/vllm-engine.md`
+describes the defects, `docs/vllm-architectures.md` lists the families that were compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from genlm import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
+from genlm_vllm.versions import check_version
+
+__all__ = ["CORRECTED", "check_served", "facts_of", "needed_arguments"]
+
+CORRECTED = {
+    f"{name}ForCausalLM": f"genlm_vllm.corrected_models:{name}ForCausalLM"
+    for name in ("Apertus", "Bloom", "Cohere2")
+}
+"""For vLLM's option `model_class_overrides`."""
+
+_UNSAID = (None, -1, "auto")
+"""What leaves `max_model_len` to vLLM."""
+
+
+def facts_of(config: Any) -> ModelFacts:
+    """Read the config of a model as vLLM has it, with the user's overrides.
+
+    Args:
+        config: A `vllm.VllmConfig`.
+    """
+    return ModelFacts.of(config.model_config.hf_config)
+
+
+def needed_arguments(
+    config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arguments of `vllm.EngineArgs` without which rows would be wrong.
+
+    Args:
+        config: The `vllm.VllmConfig` without them.
+        facts: Of the model.
+        engine_opts: What the user chose.
+
+    Raises:
+        ModelLoadError: The user chose otherwise.
+    """
+    return _length(config, facts, engine_opts) | _prefixes(config, facts, engine_opts)
+
+
+def _length(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+    """Bound contexts where frequencies depend on their length, which vLLM ignores."""
+    if not facts.rope_by_longest:
+        return {}
+    dynamic = any("dynamic" in kind for kind in facts.rope_types)
+    limit = facts.max_positions if dynamic else facts.original_positions
+    limit = limit or facts.max_positions
+    if limit is None or config.model_config.max_model_len <= limit:
+        return {}
+    if engine_opts.get("max_model_len") in _UNSAID:
+        return {"max_model_len": limit}
+    kinds = " and ".join(facts.rope_types)
+    raise ModelLoadError(
+        f"asked for max_model_len={engine_opts['max_model_len']!r}, but {facts.architecture} "
+        f"has {kinds} rotary embeddings: beyond {limit} tokens their frequencies depend on the "
+        f"length of the context, and vLLM {check_version()} gives all contexts the same ones. "
+        f"Rows would be wrong; leave max_model_len out, or give at most {limit}"
+    )
+
+
+def _prefixes(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+    """Cache no prefixes of recurrent models on the CPU.
+
+    Its scan returns the last state of each sequence, where the cache takes states between.
+    """
+    from vllm.platforms import current_platform
+
+    caches = config.cache_config.enable_prefix_caching
+    if not (caches and facts.recurrent and current_platform.is_cpu()):
+        return {}
+    if engine_opts.get("enable_prefix_caching"):
+        raise ModelLoadError(
+            f"asked for enable_prefix_caching=True, but {facts.architecture} has recurrent "
+            f"layers, whose states vLLM {check_version()} caches wrongly on the CPU. Rows "
+            f"would be wrong; leave it out"
+        )
+    return {"enable_prefix_caching": False}
+
+
+def check_served(
+    config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]], *, unverified: str
+) -> None:
+    """Refuse a model that vLLM built otherwise than its config says; warn of an unverified one.
+
+    Args:
+        config: The `vllm.VllmConfig`.
+        facts: Of the model.
+        built: `RowWorker.genlm_describe` of each worker.
+        unverified: `"warn"` or `"refuse"`.
+
+    Raises:
+        ModelLoadError: Rows would be wrong, or the family is unverified and to be refused.
+        ValueError: `unverified` is neither.
+
+    Warns:
+        UnverifiedModelWarning: The family is unverified.
+    """
+    windows: dict[str, int] = {}
+    for part in built:
+        windows |= part["windows"]
+    problem = _window_problem(config, facts, windows)
+    if problem is not None:
+        raise ModelLoadError(f"vLLM {check_version()} {problem}")
+    verified = VerifiedFamilies.of_package("genlm_vllm")
+    name = f"vLLM {check_version()}"
+    check_verified(name, _as_computed(config, facts, built), verified, unverified=unverified)
+
+
+def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) -> str | None:
+    """Say how the layers' windows differ from the config's; None if they do not."""
+    longest = config.model_config.max_model_len
+    stated = {window for window in facts.sliding_windows if window < longest}
+    if not stated:
+        return None
+    kinds = getattr(config.model_config.hf_text_config, "layer_types", None) or ()
+    sliding = sum("sliding" in kind for kind in kinds)
+    found = Counter(windows.values())
+    if set(found) == stated and sliding in (0, found.total()):
+        return None
+    layers = ", ".join(f"{window} in {count}" for window, count in sorted(found.items()))
+    wanted = f"{', '.join(map(str, sorted(stated)))} in {sliding or 'all'}"
+    return (
+        f"serves {facts.architecture} with other sliding windows than its config says: "
+        f"{layers or 'none in any'} layers instead of {wanted}. Rows beyond {min(stated)} "
+        f"tokens would be wrong. Give max_model_len={min(stated)} at most, or use another "
+        f"engine"
+    )
+
+
+def _as_computed(
+    config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]]
+) -> ModelFacts:
+    """Name what computes a model where it is not what was compared."""
+    from vllm.platforms import current_platform
+
+    name = facts.architecture
+    if config.model_config.model_impl not in ("auto", "vllm"):
+        name = f"{name} by {' and '.join(sorted({part['model'] for part in built}))}"
+    if not current_platform.is_cpu():
+        backends = {backend for part in built for backend in part["attention"]}
+        name = f"{name} with {' and '.join(sorted(backends)) or current_platform.device_name}"
+    return dataclasses.replace(facts, architecture=name)

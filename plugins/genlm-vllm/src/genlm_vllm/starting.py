@@ -1,0 +1,151 @@
+"""Building a vLLM engine and ending it, in this process or in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from genlm import ModelFacts, ModelLoadError, model_source, preserve_process_state
+from genlm_vllm.failures import VARIABLE, FailureLog
+from genlm_vllm.loading import engine_arguments, shown
+from genlm_vllm.model_checks import facts_of, needed_arguments
+from genlm_vllm.surroundings import quiet
+from genlm_vllm.transformers_classes import keep_transformers_classes
+from genlm_vllm.versions import check_version
+
+__all__ = ["load_vllm", "shut_down"]
+
+_SOCKET_PATIENCE_S = 5.0
+
+_LONGEST_CAUSE = 600
+"""Characters of vLLM's message that are shown: some list all that vLLM has."""
+
+
+def load_vllm(
+    model: str | os.PathLike[str],
+    engine_opts: Mapping[str, Any],
+    *,
+    failures: FailureLog | None = None,
+) -> tuple[Any, ModelFacts]:
+    """Build a `vllm.LLMEngine` whose workers keep rows.
+
+    Args:
+        model: A folder or a hub id.
+        engine_opts: Arguments of `vllm.EngineArgs`.
+        failures: Of the processes in which it computes; None if it computes in this one.
+
+    Returns:
+        The engine, and what the model's config says.
+
+    Raises:
+        MissingRequirementError: vLLM is not installed or its version not supported.
+        ModelLoadError: vLLM cannot serve the model with these options.
+        ValueError: An option that would make rows wrong.
+        TypeError: An option that vLLM does not have.
+    """
+    check_version()
+    source = model_source(model)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(failures is not None))}
+    if failures is not None:
+        variables[VARIABLE] = str(failures.path)
+        if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
+            variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    with preserve_process_state(**variables, **quiet()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm
+
+        arguments = engine_arguments(source, engine_opts)
+        try:
+            # Its variables may be cached since an earlier engine.
+            vllm.envs.disable_envs_cache()
+            return _built(arguments, engine_opts, multiprocess=failures is not None)
+        except Exception as error:
+            if failures is None:
+                _clean_up()
+            if isinstance(error, ModelLoadError):
+                raise
+            cause = " ".join(str(error).split()) or "no message"
+            text = f"{type(error).__name__}: {cause[:_LONGEST_CAUSE]}"
+            first = None if failures is None else failures.first()
+            text += "" if first is None else f" ({first[:_LONGEST_CAUSE]})"
+            raise ModelLoadError(
+                f"asked vLLM for model {source!r} with {shown(engine_opts)}; it raised "
+                f"{text}{_memory_hint(engine_opts, text)}"
+            ) from error
+
+
+def _built(
+    arguments: Mapping[str, Any], engine_opts: Mapping[str, Any], *, multiprocess: bool
+) -> tuple[Any, ModelFacts]:
+    import vllm
+    from vllm.usage.usage_lib import UsageContext
+
+    def configured(**needed: Any) -> Any:
+        wanted = vllm.EngineArgs(**{**arguments, **needed})
+        return wanted.create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+    config = configured()
+    facts = facts_of(config)
+    needed = needed_arguments(config, facts, engine_opts)
+    if needed:
+        config = configured(**needed)
+    keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if not multiprocess and config.model_config.using_transformers_backend():
+        keeping = keep_transformers_classes(lambda: model_of(engine))
+    with keeping:
+        engine = vllm.LLMEngine.from_vllm_config(
+            config, disable_log_stats=arguments["disable_log_stats"]
+        )
+    return engine, facts
+
+
+def model_of(engine: Any) -> Any:
+    """Return vLLM's model of an engine that computes in this process."""
+    return engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or "memory" not in cause.lower():
+        return ""
+    if "gpu_memory_utilization" in engine_opts:
+        return (
+            " (on a CPU, gpu_memory_utilization is a share of a memory node for all that the "
+            "process holds; leave it out, or give kv_cache_memory_bytes instead)"
+        )
+    return " (on a CPU, kv_cache_memory_bytes is the size of the KV cache)"
+
+
+def shut_down(engine: Any, *, multiprocess: bool) -> None:
+    """End a vLLM engine and give its memory back."""
+    engine.engine_core.shutdown()
+    renderer = getattr(engine, "renderer", None)
+    if renderer is not None:
+        renderer.shutdown()
+    if multiprocess:
+        _close_sockets(engine.engine_core)
+    else:
+        _clean_up()
+
+
+def _close_sockets(client: Any) -> None:
+    """End the client's zmq context, which vLLM leaves to the garbage collector."""
+    client.output_queue_thread.join(_SOCKET_PATIENCE_S)
+    if not client.output_queue_thread.is_alive():  # else it still uses a socket
+        client.ctx.destroy(linger=0)
+
+
+def _clean_up() -> None:
+    """Free what an engine of this process leaves behind, also one that was never whole."""
+    from vllm import envs
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.unfreeze()  # vLLM exempts from collection all that exists when it has started
+    cleanup_dist_env_and_memory()
+    envs.disable_envs_cache()
+    gc.collect()

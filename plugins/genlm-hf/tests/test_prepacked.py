@@ -111,9 +111,13 @@ def test_a_step_that_raises_leaves_the_modules_alone(model: Any, tokenizer: Any)
     assert not [m for m in linear_layers(engine._served.model) if "forward" in vars(m)]
 
 
-def test_products_that_differ_or_do_not_exist_are_not_used(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+def test_products_that_differ_or_do_not_exist_are_not_used_and_it_is_said(
+    model: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "genlm_hf")
     reorder = torch.ops.mkldnn._reorder_linear_weight
 
     def refused(*_: Any) -> None:
@@ -123,11 +127,15 @@ def test_products_that_differ_or_do_not_exist_are_not_used(
         return reorder(weight * 1.001, tokens)
 
     sequences = ids_of_lengths(9, 1, 23)
-    for product in (refused, wrong):
+    for product, why in ((refused, "refuses a weight"), (wrong, "products differ")):
+        caplog.clear()
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", product)
         engine = HFEngine.from_model(model, tokenizer, prepack=True)
         assert engine.statistics()["prepacked_bytes"] == 0
         assert Oracle(model).largest_error(sequences, answers(engine, sequences)) <= 2e-5
+        assert why in caplog.text
+        (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+        assert "weights could be prepacked" in warning.getMessage()
 
 
 @pytest.mark.parametrize("operator", ["_linear_pointwise", "_reorder_linear_weight"])

@@ -51,7 +51,8 @@ def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> No
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    records = [r for r in caplog.records if r.name == "genlm_hf"]
+    return [r.getMessage() for r in records if r.levelno >= logging.WARNING]
 
 
 def test_a_lost_private_name_is_a_warning_that_says_what_to_do(

@@ -297,7 +297,15 @@ def tiers(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
 
 def versions(engine: Engine) -> dict[str, str]:
     """Return the versions of an engine's libraries."""
-    return {name: importlib.metadata.version(name) for name in engine.libraries}
+    return {name: version(name) for name in engine.libraries}
+
+
+def version(library: str) -> str:
+    """Return a library's version, also of its build for CPUs."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(f"{library}-cpu")
 
 
 def package_folder(backend: str) -> Path:

@@ -1,4 +1,4 @@
-"""Write docs/<backend>-architectures.md and the engine's verified.json.
+"""Write docs/<backend>-architectures.md and the engine's verified.json, or hf's tiers.json.
 
 Serves the tiny random models of `genlm.testing.families` with an engine and compares every
 row with an unbatched float32 forward pass. Engines run in processes of their own, so that a
@@ -57,7 +57,8 @@ class Engine:
         reason_of: Reads from the reason of a refusal or failure what is to be said.
         bounds: By family: a bound above the usual one, and why.
         more: A last sentence above the table.
-        reads_list: Whether it reads `verified.json`; hf tests each model itself.
+        reads_list: Whether it reads `verified.json`; hf, which tests each model itself,
+            reads `tiers.json`.
     """
 
     title: str
@@ -283,6 +284,17 @@ def verified(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
     return {"versions": versions(ENGINES[backend]), "errors": dict(sorted(errors.items()))}
 
 
+def tiers(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the path of each family; of several models of one, that of all or none."""
+    paths: dict[str, set[str]] = {}
+    for row in rows.values():
+        if row["status"] == "right":
+            path = ENGINES[backend].path_of(row["statistics"])
+            paths.setdefault(row["key"], set()).add(path)
+    found = {key: path for key, (path, *others) in sorted(paths.items()) if not others}
+    return {"versions": versions(ENGINES[backend]), "tiers": found}
+
+
 def versions(engine: Engine) -> dict[str, str]:
     """Return the versions of an engine's libraries."""
     return {name: importlib.metadata.version(name) for name in engine.libraries}
@@ -324,9 +336,11 @@ def main() -> None:
     rows = measured(results)
     page = ROOT / "docs" / f"{backend}-architectures.md"
     page.write_text(table(backend, listed, rows), "utf-8")
-    if ENGINES[backend].reads_list:
-        text = json.dumps(verified(backend, rows), indent=1)
-        (package_folder(backend) / "verified.json").write_text(text + "\n", "utf-8")
+    file, content = (
+        ("verified.json", verified) if ENGINES[backend].reads_list else ("tiers.json", tiers)
+    )
+    text = json.dumps(content(backend, rows), indent=1)
+    (package_folder(backend) / file).write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":

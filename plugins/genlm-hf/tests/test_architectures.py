@@ -16,6 +16,7 @@ from genlm_hf import prepacked
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import layout
 from genlm_hf.tiers import choice
+from genlm_hf.tiers.known import KnownTiers
 
 from .families import FAMILIES, SERVED, TABLE
 from .tiny import alone, answers, build_model, ids_of_lengths
@@ -55,6 +56,7 @@ def test_batches_give_the_rows_of_each_sequence_alone(
 
     engine = HFEngine.from_model(model, tokenizer, prepack=True)
     assert engine.statistics()["tier"] == TABLE[name].path, "make docs writes the table again"
+    assert KnownTiers.shipped().tier_of(model) == TABLE[name].path
     for _ in range(2):
         rows = torch.stack(answers(engine, sequences))
         assert (rows - expected).abs().max() <= 1e-4

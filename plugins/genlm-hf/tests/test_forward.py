@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+from genlm_hf.engine import HFEngine
 from genlm_hf.forward import next_logits
 
-from .tiny import WIDTH, alone, ids_of_lengths
+from .tiny import WIDTH, alone, answers, ids_of_lengths
 
 CPU = torch.device("cpu")
 
@@ -79,3 +81,16 @@ def test_forwards_of_older_signatures_are_called_with_what_they_take(llama: Any)
     logits = next_logits(Old(), sequences, pad_id=0, device=CPU)
     for ids, row in zip(sequences, logits):
         assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
+def test_steps_read_no_signatures(
+    llama: Any, tokenizer: Any, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+    read: list[Any] = []
+    monkeypatch.setattr(inspect, "signature", read.append)
+    rows = answers(engine, [[3, 4], [5, 6, 7]])
+    monkeypatch.undo()
+    assert all(isinstance(row, torch.Tensor) for row in rows)
+    assert not read

@@ -61,7 +61,8 @@ def test_the_copies_are_read_and_the_model_is_left_alone(model: Any, tokenizer: 
     engines = [HFEngine.from_model(model, tokenizer, prepack=p) for p in (True, False)]
     ids = ids_of_lengths(9)
     before = [answers(engine, ids)[0] for engine in engines]
-    assert not [m for m in model.modules() if "forward" in vars(m)]
+    for run in (model, engines[0]._served.model):
+        assert not [m for m in run.modules() if "forward" in vars(m)]
     with torch.no_grad():
         linear_layers(model)[-2].weight.mul_(-20)
     for engine in engines:
@@ -97,24 +98,26 @@ def test_any_number_of_tokens_gets_its_products_by_few_sizes(
     assert len(sizes) <= 24
 
 
-def test_a_step_that_raises_leaves_the_model_alone(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_raises_leaves_the_modules_alone(model: Any, tokenizer: Any) -> None:
     engine = HFEngine.from_model(model, tokenizer, prepack=True)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(model, "forward", fail)
+    handle = model.register_forward_pre_hook(fail)
     (error,) = answers(engine, [[3, 4]])
+    handle.remove()
     assert "on purpose" in str(error)
-    monkeypatch.undo()
-    assert not [m for m in linear_layers(model) if "forward" in vars(m)]
+    assert not [m for m in linear_layers(engine._served.model) if "forward" in vars(m)]
 
 
-def test_products_that_differ_or_do_not_exist_are_not_used(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+def test_products_that_differ_or_do_not_exist_are_not_used_and_it_is_said(
+    model: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "genlm_hf")
     reorder = torch.ops.mkldnn._reorder_linear_weight
 
     def refused(*_: Any) -> None:
@@ -124,11 +127,15 @@ def test_products_that_differ_or_do_not_exist_are_not_used(
         return reorder(weight * 1.001, tokens)
 
     sequences = ids_of_lengths(9, 1, 23)
-    for product in (refused, wrong):
+    for product, why in ((refused, "refuses a weight"), (wrong, "products differ")):
+        caplog.clear()
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", product)
         engine = HFEngine.from_model(model, tokenizer, prepack=True)
         assert engine.statistics()["prepacked_bytes"] == 0
         assert Oracle(model).largest_error(sequences, answers(engine, sequences)) <= 2e-5
+        assert why in caplog.text
+        (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+        assert "weights could be prepacked" in warning.getMessage()
 
 
 @pytest.mark.parametrize("operator", ["_linear_pointwise", "_reorder_linear_weight"])

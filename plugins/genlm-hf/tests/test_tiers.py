@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from genlm import AsyncLM, Capability, ModelLoadError, UnsupportedCapability
 from genlm_hf.engine import HFEngine
+from genlm_hf.packed import layout
 from genlm_hf.packed.windows import UnknownMaskError, window_of
 from genlm_hf.tiers.cached import CachedTier
 
 from .families import FAMILIES
-from .tiny import answers, build_model, ids_of_lengths, llama_settings
+from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
+
+SEQUENCES = ids_of_lengths(9, 1, 23, 4)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,56 @@ def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> No
     for budget in (-1, "1GB", float("nan")):
         with pytest.raises(ValueError, match=f"kv_budget_bytes={budget!r}; a whole number"):
             HFEngine.from_model(llama, tokenizer, kv_budget_bytes=budget)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [r for r in caplog.records if r.name == "genlm_hf"]
+    return [r.getMessage() for r in records if r.levelno >= logging.WARNING]
+
+
+def test_a_lost_private_name_is_a_warning_that_says_what_to_do(
+    llama: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    monkeypatch.setattr(layout, "_ATTRIBUTE", "_attn_implementation_of_next_year")
+    engine = HFEngine.from_model(llama, tokenizer)
+    assert engine.statistics()["tier"] == "gathered"
+    (warning,) = warnings_in(caplog)
+    assert "LlamaForCausalLM is served by tier 'gathered', much slower" in warning
+    assert f"'packed' with transformers {transformers.__version__} (installed:" in warning
+    assert "none of its configs has the attribute _attn_implementation_of_next" in warning
+    assert "Install the versions named" in warning
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    caplog.clear()
+    HFEngine.from_model(llama, tokenizer, tier="gathered")
+    assert not warnings_in(caplog)
+
+
+def test_models_that_no_version_served_faster_are_no_warning(
+    llama: Any, mamba: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    dynamic = build_model("llama", **llama_settings(rope_parameters=rope))
+    tiers = [HFEngine.from_model(m, tokenizer).statistics()["tier"] for m in (mamba, dynamic)]
+    assert tiers == ["padded", "padded"]
+    assert not warnings_in(caplog)
+
+
+def test_a_family_that_fails_its_self_test_is_a_warning_too(
+    llama: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = CachedTier.rows
+    monkeypatch.setattr(CachedTier, "rows", lambda *args: rows(*args) + 2e-4)
+    HFEngine.from_model(llama, tokenizer)
+    (warning,) = warnings_in(caplog)
+    assert "tier 'padded'" in warning
+    assert "in the self-test" in warning
 
 
 def test_a_tier_can_be_asked_for(llama: Any, mamba: Any, tokenizer: Any) -> None:

@@ -144,7 +144,7 @@ class _Run:
     async def _ask(
         self, sequences: Sequence[_Ids], *, cached: bool = True, abandon: bool = False
     ) -> None:
-        """Ask concurrently; with `abandon`, for more that nobody waits for."""
+        """Ask concurrently; with `abandon`, cancel some further requests."""
         ask = self._llm.next_token_logprobs
         if not cached:
             ask = self._llm.next_token_logprobs_uncached

@@ -16,6 +16,7 @@ import torch
 
 from genlm import AdapterError, ModelLoadError, read_adapter_config
 from genlm_hf.peft_layers import Positions, positions, put_beside_base, switches
+from genlm_hf.weight_sharing import share_weights
 
 __all__ = ["Adapters"]
 
@@ -34,6 +35,8 @@ class Adapters:
 
     Args:
         model: Of transformers' interface, or a `peft.PeftModel` of one.
+        in_place: Whether to put adapters into this model, not into one that shares its
+            weights.
 
     Attributes:
         model: The one to run, without peft's wrapper.
@@ -42,10 +45,11 @@ class Adapters:
         ModelLoadError: It has adapters that cannot be served.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, in_place: bool) -> None:
         given = dict(getattr(model, "peft_config", None) or {})
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        _refuse_unservable(given, self.model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _refuse_unservable(given, base)
+        self.model = base if in_place else share_weights(base)
         self._inner_names = {name: name for name in given}
         self._peft_model: Any = None  # of what is loaded here
         self._handed_over = _Snapshot(self.model) if given else None
@@ -91,6 +95,7 @@ class Adapters:
         self._peft_model = peft_model
         self._inner_names[name] = inner
         self._handed_over.switch_back()
+        self._handed_over.make_trainable_again()
         self._positions.clear()
 
     @contextmanager
@@ -174,6 +179,11 @@ class _Snapshot:
             layer.enable_adapters(enabled)
             layer.set_adapter(active, inference_mode=True)
 
+    def make_trainable_again(self) -> None:
+        """Let the same parameters have gradients; peft freezes all but an adapter's."""
+        for parameter, trainable in self._trainable.items():
+            parameter.requires_grad_(trainable)
+
     def put_weights_back(self) -> list[str]:
         """Undo the replacing of parameters; return the names of those that differed.
 
@@ -195,8 +205,7 @@ class _Snapshot:
         for module, children in self._children.items():
             for name, child in children.items():
                 setattr(module, name, child)
-        for parameter, trainable in self._trainable.items():
-            parameter.requires_grad_(trainable)
+        self.make_trainable_again()
         vars(self._model).pop("peft_config", None)
         if self._config is not None:
             self._model.peft_config = self._config

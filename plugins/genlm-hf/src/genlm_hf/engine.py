@@ -104,7 +104,7 @@ class HFEngine(BatchEngine):
     ) -> None:
         serving = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test, prepack)
         options = LoadOptions(device, dtype, hf_opts, bitsandbytes_opts, trust_remote_code)
-        self._serve(*load_checkpoint(model, options), serving)
+        self._serve(*load_checkpoint(model, options), serving, in_place=True)
 
     @classmethod
     def from_model(
@@ -120,13 +120,16 @@ class HFEngine(BatchEngine):
     ) -> Self:
         """Serve a model and tokenizer that the caller has made.
 
-        The model stays the caller's and on its device. Its weights are never
-        changed; adapters put layers into it, which `close` takes out. It must not
-        be changed or run elsewhere while the engine steps. One with peft adapters, or a
-        `peft.PeftModel`, is served as it is: queries without an adapter get the rows of
-        what is switched on in it, `adapters` can be asked for one by one.
+        The model stays the caller's and on its device, to be run in any thread at any time:
+        the engine runs modules of its own over the same weights. Weights must not be changed
+        while the engine steps; changed in place between steps, they are changed in rows that
+        are not cached, unless `prepack=True` (for speed on a CPU) has copied them. Hooks of
+        the model run in the engine's passes too. Modules, adapters and attention functions
+        that are put into the model later are not the engine's.
 
-        With `prepack=True`, for speed on a CPU, changes of its weights are not seen.
+        A model with peft adapters, or a `peft.PeftModel`, is served as it is handed over:
+        queries without an adapter get the rows of what is switched on in it, `adapters` can
+        be asked for one by one.
 
         Raises:
             ModelLoadError: It is an encoder-decoder, no causal language model, or
@@ -136,11 +139,13 @@ class HFEngine(BatchEngine):
         refuse_encoder_decoder(model.config, type(model).__name__)
         serving = ServeOptions(max_tokens_per_batch, kv_budget_bytes, tier, self_test, prepack)
         engine = cls.__new__(cls)
-        engine._serve(model, tokenizer, serving)  # noqa: SLF001 - its own class
+        engine._serve(model, tokenizer, serving, in_place=False)  # noqa: SLF001 - its own class
         return engine
 
-    def _serve(self, model: Any, tokenizer: Any, options: ServeOptions) -> None:
-        self._adapters = Adapters(model)
+    def _serve(
+        self, model: Any, tokenizer: Any, options: ServeOptions, *, in_place: bool
+    ) -> None:
+        self._adapters = Adapters(model, in_place=in_place)
         model = self._adapters.model
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config)

@@ -11,10 +11,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["current_device", "evaluation_mode", "head_sees", "next_logits"]
+__all__ = ["accepted", "current_device", "evaluation_mode", "head_sees", "next_logits"]
+
+_parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
 def next_logits(
@@ -58,14 +61,17 @@ def next_logits(
 
     shape = (len(sequences), longest)
     with torch.inference_mode(), evaluation_mode(model), head_sees(model, shape, take):
-        output = model(**_accepted(model, inputs))
+        output = model(**accepted(model, inputs))
         logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
         return logits[:, 0] if logits.shape[1] == 1 else _take(logits, kept)
 
 
-def _accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in parameters}
+def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `inputs` that the model's `forward` has parameters for."""
+    names = _parameters.get(model)
+    if names is None:
+        names = _parameters[model] = frozenset(inspect.signature(model.forward).parameters)
+    return {name: value for name, value in inputs.items() if name in names}
 
 
 def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -88,16 +94,23 @@ def head_sees(
         yield
         return
 
-    def keep_positions(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or tuple(args[0].shape[:-1]) != shape:
-            return None
-        return (take(args[0]), *args[1:])
+    # In the module's own attributes: its dictionary of hooks may be another model's as well.
+    attributes, whole = vars(head), head.forward
+    replaced = attributes.get("forward")
 
-    handle = head.register_forward_pre_hook(keep_positions)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if args and tuple(args[0].shape[:-1]) == shape:
+            return whole(take(args[0]), *args[1:], **kwargs)
+        return whole(*args, **kwargs)
+
+    attributes["forward"] = forward
     try:
         yield
     finally:
-        handle.remove()
+        if replaced is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = replaced
 
 
 @contextmanager

@@ -83,6 +83,12 @@ class PrepackedWeights:
                 if forward is not None:
                     self._forwards.append((vars(layer), forward))
                     self.nbytes += weight.nbytes
+        if layers and not self._forwards:
+            _logger.warning(
+                "none of %d weights could be prepacked, so forward passes on this CPU are "
+                "slower (the level INFO says why); prepack=False loads without this message",
+                len(layers),
+            )
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -155,6 +161,8 @@ def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None
     except RuntimeError as error:
         _logger.info("oneDNN refuses a weight of shape %s: %s", tuple(weight.shape), error)
         return None
+    if not agree:
+        _logger.info("oneDNN's products differ for a weight of shape %s", tuple(weight.shape))
     return forward if agree else None
 
 

@@ -7,7 +7,6 @@ whole past, which the model's own cache would copy as well.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from genlm.prefix import (
     places_of,
     waves_of,
 )
-from genlm_hf.forward import evaluation_mode, head_sees
+from genlm_hf.forward import accepted, evaluation_mode, head_sees
 from genlm_hf.gathered.cache import RecordingCache, SlotCache
 from genlm_hf.storage import KVStorage, LayerShape
 from genlm_hf.tiers.tier import ServedModel
@@ -104,8 +103,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
         UnfitModelError: It has no such cache, or puts other things into it.
     """
     model, device = served.model, served.device
-    parameters = inspect.signature(model.forward).parameters
-    missing = [name for name in _NEEDED if name not in parameters]
+    missing = [name for name in _NEEDED if not accepted(model, {name: None})]
     if missing:
         raise UnfitModelError(f"its forward takes no {missing[0]}")
     cache = RecordingCache()
@@ -130,9 +128,7 @@ def _inputs(model: Any, batch: SegmentBatch, device: torch.device) -> dict[str, 
         "input_ids": torch.from_numpy(batch.tokens).to(device),
         "attention_mask": torch.from_numpy(batch.is_token).to(device).long(),
         "use_cache": True,
+        "position_ids": torch.from_numpy(batch.positions).to(device),
         "return_dict": True,
     }
-    parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters:
-        inputs["position_ids"] = torch.from_numpy(batch.positions).to(device)
-    return {name: value for name, value in inputs.items() if name in parameters}
+    return accepted(model, inputs)

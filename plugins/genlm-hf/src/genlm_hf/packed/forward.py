@@ -5,14 +5,13 @@ For decoder-only models whose layers mix tokens by plain attention only.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from genlm.prefix import Computed, TreeBatch
-from genlm_hf.forward import evaluation_mode, head_sees
+from genlm_hf.forward import accepted, evaluation_mode, head_sees
 from genlm_hf.packed.attention import packed_step
 from genlm_hf.packed.device_plan import DevicePlan
 from genlm_hf.packed.layout import AttentionLayout
@@ -75,4 +74,4 @@ class PackedForward:
 
 def takes_positions(model: Any) -> bool:
     """Whether a model can be told the position of each token."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+    return bool(accepted(model, {"position_ids": None}))

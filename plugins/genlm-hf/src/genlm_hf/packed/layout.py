@@ -29,6 +29,10 @@ __all__ = [
 
 _RECORDING_ATTENTION = "genlm_recording"
 
+# Where a config says which attention function to use. The public setter would also reset the
+# configs inside a config.
+_ATTRIBUTE = "_attn_implementation_internal"
+
 # What may be passed to an attention function: what the packed attention heeds too, and
 # what changes nothing.
 _KNOWN_ARGUMENTS = frozenset(
@@ -101,7 +105,9 @@ def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> Attent
             the packed attention does not know.
     """
     configs = _configs(model)
-    own = {config._attn_implementation for config in configs}  # noqa: SLF001 - no public name
+    if not configs:
+        raise UnfitModelError(f"none of its configs has the attribute {_ATTRIBUTE}")
+    own = {getattr(config, _ATTRIBUTE) for config in configs}
     recorder = _active.recorder = _Recorder(eager=own != {"sdpa"})
     try:
         with _attention_function(configs, _RECORDING_ATTENTION):
@@ -225,20 +231,18 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
+        if hasattr(config, _ATTRIBUTE):
             found[id(config)] = config
     return list(found.values())
 
 
 @contextmanager
 def _attention_function(configs: Sequence[Any], name: str) -> Iterator[None]:
-    # The public setter would also reset the configs inside a config.
-    attribute = "_attn_implementation_internal"
-    before = [getattr(config, attribute) for config in configs]
+    before = [getattr(config, _ATTRIBUTE) for config in configs]
     try:
         for config in configs:
-            setattr(config, attribute, name)
+            setattr(config, _ATTRIBUTE, name)
         yield
     finally:
         for config, own in zip(configs, before, strict=True):
-            setattr(config, attribute, own)
+            setattr(config, _ATTRIBUTE, own)

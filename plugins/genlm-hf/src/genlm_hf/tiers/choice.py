@@ -17,6 +17,7 @@ from genlm_hf.packed.forward import PackedForward, takes_positions
 from genlm_hf.packed.layout import AttentionLayout, read_layout
 from genlm_hf.rope import depends_on_longest
 from genlm_hf.tiers.cached import CachedTier, StoredForward
+from genlm_hf.tiers.known import KnownTiers
 from genlm_hf.tiers.padded import PaddedTier
 from genlm_hf.tiers.self_test import SelfTest
 from genlm_hf.tiers.tier import ServedModel, Tier
@@ -111,8 +112,8 @@ def choose_tier(served: ServedModel, options: ServeOptions) -> TierChoice:
                 ) from unfit
             refusals.append(f"not {name}: {unfit}")
         else:
-            return _chosen(TierChoice(tier, _reason(options, refusals), error), served)
-    return _chosen(TierChoice(padded, _reason(options, refusals), None), served)
+            return _chosen(TierChoice(tier, _reason(options, refusals), error), served, options)
+    return _chosen(TierChoice(padded, _reason(options, refusals), None), served, options)
 
 
 def _reason(options: ServeOptions, refusals: list[str]) -> str:
@@ -121,7 +122,7 @@ def _reason(options: ServeOptions, refusals: list[str]) -> str:
     return "; ".join(refusals) or "the fastest"
 
 
-def _chosen(choice: TierChoice, served: ServedModel) -> TierChoice:
+def _chosen(choice: TierChoice, served: ServedModel, options: ServeOptions) -> TierChoice:
     measured = "not tested" if choice.error is None else f"self-test error {choice.error:.1e}"
     _logger.info(
         "%s is served by tier %r (%s; %s)",
@@ -130,6 +131,20 @@ def _chosen(choice: TierChoice, served: ServedModel) -> TierChoice:
         choice.reason,
         measured,
     )
+    known = KnownTiers.shipped().faster(served.model, choice.tier.name)
+    if options.tier is None and known is not None:
+        # Logged, not warned: programs that turn warnings into errors still get right rows,
+        # and Python prints records of this level where logging is not configured.
+        _logger.warning(
+            "%s is served by tier %r, much slower than it could be: models of its kind were "
+            "served by tier %s. Rows are right. Reason: %s. Install the versions named, or "
+            "report this; tier=%r accepts it without this message",
+            type(served.model).__name__,
+            choice.tier.name,
+            known,
+            choice.reason,
+            choice.tier.name,
+        )
     return choice
 
 

@@ -24,7 +24,7 @@ class AsyncTransformer(ServedLM):
     """Maps to `genlm.load_model(name, backend="hf")`; rows are on the CPU, as published.
 
     Args:
-        hf_model: A decoder-only transformers model; not to be run elsewhere meanwhile. A
+        hf_model: A decoder-only transformers model; any thread may run it meanwhile. A
             `peft.PeftModel` is served as it is handed over. Adapters that
             `hf_model.load_adapter` put in are switched off and asked for by name.
         hf_tokenizer: Its tokenizer.

@@ -31,6 +31,9 @@ _APPROXIMATIONS = {
 }
 """What transformers calls an activation, and the approximation of GELU that it is."""
 
+_LONGROPE = {"longrope", "su"}
+"""The first Phi-3 called it su."""
+
 _OTHER_TOWERS = re.compile("vision|visual|audio")
 """In the names of modules that are not the text model."""
 
@@ -178,12 +181,12 @@ def _check_windows(built: BuiltModel) -> str | None:
 def _check_rope(built: BuiltModel) -> str | None:
     for settings in rope_settings(built.config):
         dynamic = _is_dynamic(settings)
-        if dynamic or settings.get("rope_type") == "longrope":
+        if dynamic or _rope_kind(settings) in _LONGROPE:
             facts = built.facts
             most = facts.max_positions if dynamic else facts.original_positions
             if dynamic or most is None or built.max_context > most:
                 return (
-                    f"scales the {settings['rope_type']} rotary embeddings of "
+                    f"scales the {_rope_kind(settings)} rotary embeddings of "
                     f"{facts.architecture} by other lengths than each sequence's own; rows "
                     f"would be wrong. Pass engine_opts={{'context_length': {most}}}, up to "
                     f"which nothing is scaled"
@@ -303,7 +306,11 @@ def _activation(config: Any) -> str:
 
 def _is_dynamic(settings: Mapping[str, Any]) -> bool:
     # With `alpha`, they are scaled once and for all.
-    return settings.get("rope_type") == "dynamic" and "alpha" not in settings
+    return _rope_kind(settings) == "dynamic" and "alpha" not in settings
+
+
+def _rope_kind(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("rope_type") or settings.get("type") or "default")
 
 
 def _rope_bases(config: Any) -> set[float]:

@@ -167,6 +167,20 @@ def test_a_model_that_was_loaded_by_the_caller_is_corrected_if_its_config_is_kno
     assert error(engine, model, 30) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", DYNAMIC), ("gemma3_text", GEMMA3 | {"num_hidden_layers": 6})],
+)
+def test_a_model_is_corrected_once_if_two_engines_serve_it(
+    model_type: str, changes: dict[str, Any], make: Make
+) -> None:
+    model = make(model_type, TINY_LLAMA | changes)
+    loaded = mlx_lm.load(str(model.path), return_config=True)
+    for _ in range(2):
+        engine = MLXEngine.from_model(*loaded)
+        assert error(engine, model, 40) <= 1e-5
+
+
 def test_a_family_that_was_not_verified_is_refused_if_asked_for(make: Make) -> None:
     model = make("llama", TINY_LLAMA | {"attention_bias": True})
     config = json.loads((model.path / "config.json").read_text())

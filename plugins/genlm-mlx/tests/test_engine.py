@@ -105,11 +105,11 @@ def test_half_precision_is_close(dtype: str, tolerance: float, llama: TinyModel)
 
 def test_quantised_models_keep_their_rows_whatever_is_batched(make: Make) -> None:
     llama = make("llama", {**TINY_LLAMA, "intermediate_size": 64})
-    model, tokenizer = mlx_lm.load(str(llama.path))
+    model, tokenizer, config = mlx_lm.load(str(llama.path), return_config=True)
     nn.quantize(model, group_size=32, bits=4)
     mx.eval(model.parameters())
-    engine = MLXEngine.from_model(model, tokenizer)
-    alone = MLXEngine.from_model(model, tokenizer, tier="uncached")
+    engine = MLXEngine.from_model(model, tokenizer, config)
+    alone = MLXEngine.from_model(model, tokenizer, config, tier="uncached")
     assert engine.statistics()["tier"] == "gathered"
     for step in population(6, 9):
         expected = torch.cat([rows_of(alone, [ids]) for ids in step])
@@ -118,16 +118,16 @@ def test_quantised_models_keep_their_rows_whatever_is_batched(make: Make) -> Non
 
 
 def test_a_model_of_another_thread_is_served_once_it_is_evaluated(llama: TinyModel) -> None:
-    model, tokenizer = mlx_lm.load(str(llama.path))
-    with AsyncLM(lambda: MLXEngine.from_model(model, tokenizer), name="mlx") as llm:
+    loaded = mlx_lm.load(str(llama.path), return_config=True)
+    with AsyncLM(lambda: MLXEngine.from_model(*loaded), name="mlx") as llm:
         row = llm.next_token_logprobs_sync([5, 6, 7])
     torch.testing.assert_close(row.double(), llama.logprobs([5, 6, 7]), rtol=0, atol=1e-5)
 
 
 def test_either_kind_of_tokenizer_is_taken(llama: TinyModel) -> None:
-    model, wrapped = mlx_lm.load(str(llama.path))
+    model, wrapped, config = mlx_lm.load(str(llama.path), return_config=True)
     for tokenizer in (wrapped, AutoTokenizer.from_pretrained(llama.path)):
-        engine = MLXEngine.from_model(model, tokenizer)
+        engine = MLXEngine.from_model(model, tokenizer, config)
         assert isinstance(engine.vocabulary.tokenizer, PreTrainedTokenizerFast)
         assert engine.vocabulary.size == 300
 

@@ -62,8 +62,9 @@ def correct_layers(model: Any, config: Any) -> None:
 
 
 def with_call(kind: type[Any], call: Callable[..., mx.array]) -> type[Any]:
-    """Return a class of modules like another that computes something else."""
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    """Return a class of modules like another, marked `corrected`, that computes otherwise."""
+    members = {"__call__": call, "__module__": kind.__module__, "corrected": True}
+    return type(kind.__name__, (kind,), members)
 
 
 def corrects_activation(model: Any, config: Any) -> bool:
@@ -100,6 +101,8 @@ def _scale_embeddings(embeddings: Module, hidden_size: int, name: str) -> None:
     mlx-lm rounds it to bfloat16 in Gemma 3, and does not round it in RecurrentGemma.
     """
     kind = type(embeddings)
+    if getattr(kind, "corrected", False):  # by an engine before this one
+        return
 
     def call(module: Any, ids: mx.array) -> mx.array:
         found: mx.array = kind.__call__(module, ids)

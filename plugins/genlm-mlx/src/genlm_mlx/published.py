@@ -29,14 +29,14 @@ def published_config(
 
     Returns:
         The settings, and the `transformers.PretrainedConfig`; None for an architecture that
-        transformers does not know.
-
-    Raises:
-        OSError: There is no such model.
+        transformers does not know, and for a model whose config it cannot read.
     """
     from transformers import PretrainedConfig
 
-    written, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+    try:
+        written, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+    except OSError:  # mlx-lm looks in the same places, and says what is missing
+        return changes, None
     written = {**written, **changes}
     return written, read_config(written)
 

@@ -76,11 +76,14 @@ def correct_rotary(model: Any, config: Any) -> list[PublishedRoPE]:
         config: transformers' config of its language model.
 
     Returns:
-        What was put in, each once.
+        What was put in, now or by an engine before this one, each once.
     """
     made: dict[tuple[str | None, int, bool], PublishedRoPE] = {}
     placed: list[tuple[str, Module]] = []
+    present: dict[int, PublishedRoPE] = {}
     for path, module in model.named_modules():
+        if isinstance(module, PublishedRoPE):
+            present[id(module)] = module
         layer_type = _layer_type(config, path)
         if not isinstance(module, _KINDS) or not _parameters(config, layer_type):
             continue
@@ -94,7 +97,7 @@ def correct_rotary(model: Any, config: Any) -> list[PublishedRoPE]:
             made[key] = PublishedRoPE(published, traditional=traditional)
         placed.append((path, made[key]))
     model.update_modules(tree_unflatten(placed))
-    return list(made.values())
+    return [*present.values(), *made.values()]
 
 
 def _agrees(module: Any, published: _Published) -> bool:

@@ -85,9 +85,16 @@ def _place(scheduler: type, gpu_id: int) -> dict[str, Any]:
 
 
 def _publish(arguments: Any, gpu_id: int) -> None:
-    """Make the arguments known to the process, and from 0.5.21 on its place."""
+    """Make the arguments known to the process, and from 0.5.21 on its place.
+
+    A model of experts whose loading failed leaves the places of its experts behind, over
+    which SGLang would refuse the next model with a bare AssertionError.
+    """
     from sglang.srt import runtime_context
 
+    resources = getattr(runtime_context, "get_resources", None)
+    if resources is not None:
+        resources().expert_location_metadata = None
     place = {}
     if "ranks" in inspect.signature(runtime_context.publish).parameters:
         place["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=gpu_id)

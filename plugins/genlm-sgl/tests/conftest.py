@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -53,3 +54,16 @@ def build(tiny: TinyLlama) -> Iterator[Callable[..., Any]]:
     for each in built:
         if not each.closed:
             each.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End with the tests' exit status: the interpreter crashes after many models of SGLang's."""
+    status = getattr(config, "exit_status", None)
+    if status is not None:
+        sys.stdout.flush()
+        os._exit(int(status))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.exit_status = exitstatus

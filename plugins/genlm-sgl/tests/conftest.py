@@ -58,7 +58,7 @@ def build(tiny: TinyLlama) -> Iterator[Callable[..., Any]]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End with the tests' exit status: the interpreter crashes after many models of SGLang's."""
+    """End with the tests' exit status: the interpreter crashes after many of SGLang's."""
     status = getattr(config, "exit_status", None)
     if status is not None:
         sys.stdout.flush()

@@ -186,16 +186,22 @@ class LoopCaller(Caller):
             self._runner = None
 
     async def _round(self, plan: Round) -> None:
-        tasks = [asyncio.ensure_future(self._ended(ask)) for ask in plan.asks]
+        asks = list(plan.asks)
+        tasks = [asyncio.ensure_future(self._ended(ask)) for ask in asks]
         for _ in range(plan.turns):
             await asyncio.sleep(0)
+        if plan.disturbance == "reset_async_queries":  # which then ends one request at least
+            asks.append(Ask("uncached", (plan.context,)))
+            tasks.append(asyncio.ensure_future(self._ended(asks[-1])))
+            self.requests += 1
+            await asyncio.sleep(0)
         self.disturb(plan)
-        for task, ask in zip(tasks, plan.asks, strict=True):
+        for task, ask in zip(tasks, asks, strict=True):
             if ask.ending == "cancel":
                 for _ in range(int(ask.after)):
                     await asyncio.sleep(0)
                 task.cancel()
-        awaited = zip(tasks, plan.asks, strict=True)
+        awaited = zip(tasks, asks, strict=True)
         ends = [task for task, ask in awaited if ask.ending != "leave"]
         for end in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(end, Exception):

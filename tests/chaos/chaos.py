@@ -109,6 +109,12 @@ class _Chaos:
             **self._limits,
         )
         setting = self._setting(lm)
+        try:
+            return self._run(lm, setting)
+        finally:  # a broken engine that steps for ever would slow down all that follows
+            lm.close()
+
+    def _run(self, lm: AsyncLM, setting: Setting) -> Report:
         for name in setting.adapters:
             lm.add_new_lora(self._target.adapters[name], name)
         share = min(1.0, 0.01 + SURELY_COMPARED / self._settings.requests)
@@ -170,12 +176,16 @@ class _Chaos:
                 target=caller.run, args=arguments, name=f"chaos {caller.name}", daemon=True
             ).start()
         samples = []
-        for _ in range(MARKS):
-            if not meeting.gather(functools.partial(_progress, callers), self._patience_s):
-                self._report_lost(callers)
-            self._look(lm, judge)
-            samples.append(Memory.now())
-            meeting.let_go()
+        try:
+            for _ in range(MARKS):
+                if not meeting.gather(functools.partial(_progress, callers), self._patience_s):
+                    self._report_lost(callers)
+                self._look(lm, judge)
+                samples.append(Memory.now())
+                meeting.let_go()
+        except BaseException as failure:
+            meeting.fail(failure)  # callers that rest end
+            raise
         return samples
 
     def _look(self, lm: AsyncLM, judge: Judge) -> None:

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.activation import XIELU
-from vllm.model_executor.models import apertus, bloom, commandr
+from vllm.model_executor.models import apertus, bloom, commandr, gemma3n
 
-__all__ = ["ApertusForCausalLM", "BloomForCausalLM", "Cohere2ForCausalLM"]
+__all__ = [
+    "ApertusForCausalLM",
+    "BloomForCausalLM",
+    "Cohere2ForCausalLM",
+    "Gemma3nForCausalLM",
+]
 
 
 class ApertusForCausalLM(apertus.ApertusForCausalLM):  # type: ignore[misc]
@@ -46,3 +51,23 @@ class Cohere2ForCausalLM(commandr.CohereForCausalLM):  # type: ignore[misc]
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         finally:
             config.sliding_window = window
+
+
+class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):  # type: ignore[misc]
+    """Gemma 3n with its embeddings per layer, which vLLM's model of text alone leaves out.
+
+    vLLM also normalises their projection without scaling it by 1 / sqrt(hidden_size) before,
+    which is the same but for the norm's epsilon.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        norm = self.model.self_decoder.per_layer_projection_norm
+        norm.variance_epsilon *= self.config.hidden_size
+
+    def forward(self, input_ids: Any, positions: Any, **arguments: Any) -> Any:
+        if arguments.get("per_layer_inputs") is None and input_ids is not None:
+            sizes = (self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
+            embeddings = self.model.get_per_layer_input_embeddings(input_ids)
+            arguments["per_layer_inputs"] = embeddings.reshape(len(input_ids), *sizes)
+        return super().forward(input_ids, positions, **arguments)

@@ -19,13 +19,9 @@ __all__ = ["CORRECTED", "check_served", "facts_of", "needed_arguments"]
 
 CORRECTED = {
     f"{name}ForCausalLM": f"genlm_vllm.corrected_models:{name}ForCausalLM"
-    for name in ("Apertus", "Bloom", "Cohere2")
+    for name in ("Apertus", "Bloom", "Cohere2", "Gemma3n")
 }
 """For vLLM's option `model_class_overrides`."""
-
-_WRONG = {"DogeForCausalLM": 0.13, "Gemma3nForCausalLM": 0.69, "JetMoeForCausalLM": 4.5}
-"""Architectures whose rows differ from transformers' for a reason that was not found, and the
-largest difference in log-probability that was measured."""
 
 _UNSAID = (None, -1, "auto")
 """What leaves `max_model_len` to vLLM."""
@@ -113,12 +109,6 @@ def check_served(
     Warns:
         UnverifiedModelWarning: The family is unverified.
     """
-    error = _WRONG.get(facts.architecture)
-    if error is not None:
-        raise ModelLoadError(
-            f"vLLM {check_version()} computes rows of {facts.architecture} that differ from "
-            f"those of transformers by up to {error} in log-probability; use another engine"
-        )
     windows: dict[str, int] = {}
     for part in built:
         windows |= part["windows"]

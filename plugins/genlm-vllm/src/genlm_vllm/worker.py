@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 from genlm import EvaluationError
+from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.failures import record_failures
 from genlm_vllm.kept_rows import KEPT, TokenIds
 from genlm_vllm.orphans import end_with
 
 __all__ = ["RowWorker", "ask_workers"]
 
-record_failures()  # vLLM's processes import this module before they build a worker
+# vLLM's processes import this module before they build a worker.
+record_failures()
+check_fallback_attention()
 
 
 def ask_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:

@@ -102,6 +102,7 @@ def test_transformers_classes_stay_usable_while_vllm_serves_them(
     model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = transformers.GPTNeoXModel
+    cls._can_set_experts_implementation()  # which transformers caches in the class
     before = cls.__bases__, dict(vars(cls))
     with load(model) as lm:
         assert (cls.__bases__, dict(vars(cls))) == before
@@ -157,3 +158,25 @@ def test_rows_that_are_no_distributions_fail_only_their_own_requests(
                     lm.next_token_logprobs_sync(ids)
             rows = lm.batch_next_token_logprobs_sync(good)
             assert largest_error(broken, rows, good) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("doge", "DogeAttention passes an attention mask of its own, which vLLM ignores"),
+        ("jetmoe", "JetMoeAttention computes keys of 512 elements a token"),
+    ],
+    indirect=["model"],
+)
+def test_attention_that_vllm_computes_otherwise_is_refused(
+    model: TinyModel, reason: str
+) -> None:
+    with pytest.raises(genlm.ModelLoadError, match=reason):
+        load(model)
+
+
+@pytest.mark.parametrize("model", ["gemma3n_text"], indirect=True)
+def test_embeddings_per_layer_that_vllm_leaves_out_are_computed(model: TinyModel) -> None:
+    with pytest.warns(genlm.UnverifiedModelWarning):
+        lm = genlm.load_model(model.path, "vllm", engine_opts=OPTIONS)
+    assert error_of(lm, model) <= 1e-4

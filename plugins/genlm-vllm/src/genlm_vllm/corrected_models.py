@@ -66,6 +66,7 @@ class Gemma3nForCausalLM(gemma3n.Gemma3nForCausalLM):  # type: ignore[misc]
         norm.variance_epsilon *= self.config.hidden_size
 
     def forward(self, input_ids: Any, positions: Any, **arguments: Any) -> Any:
+        """Compute hidden states as vLLM's method does, of embeddings per layer too."""
         if arguments.get("per_layer_inputs") is None and input_ids is not None:
             sizes = (self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
             embeddings = self.model.get_per_layer_input_embeddings(input_ids)

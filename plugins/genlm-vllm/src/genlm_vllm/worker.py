@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from genlm import EvaluationError
-from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.failures import record_failures
+from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.kept_rows import KEPT, TokenIds
 from genlm_vllm.orphans import end_with
 

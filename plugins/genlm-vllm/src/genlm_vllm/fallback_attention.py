@@ -1,0 +1,69 @@
+"""Checks what transformers' implementations of models ask of vLLM's attention.
+
+Where vLLM has no implementation of a model it runs transformers' own, with an attention
+function that ignores masks and reshapes keys to the heads that the config states. Models with
+masks or heads of their own would get wrong rows; with these checks they fail to load.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["check_fallback_attention"]
+
+_Attention = Callable[..., tuple[torch.Tensor, None]]
+
+
+def check_fallback_attention() -> None:
+    """Replace vLLM's attention function for transformers' models by one that checks its input.
+
+    Does nothing the second time. Call it before a model is built.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from vllm.model_executor.models import transformers as fallback
+
+    attention: _Attention = ALL_ATTENTION_FUNCTIONS["vllm"]
+    if not hasattr(attention, "__wrapped__"):
+        attribute = getattr(fallback, "VLLM_ATTN_ATTR", None)  # since vLLM 0.32
+        ALL_ATTENTION_FUNCTIONS.register("vllm", _checked(attention, attribute))
+
+
+def _checked(attention: _Attention, attribute: str | None) -> _Attention:
+    @functools.wraps(attention)
+    def checked(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        name = type(module).__name__
+        layer: Any = (
+            kwargs["attention_instances"][module.layer_idx]
+            if attribute is None
+            else getattr(module, attribute)
+        )
+        if attention_mask is not None:
+            raise NotImplementedError(
+                f"{name} passes an attention mask of its own, which vLLM ignores; rows would "
+                f"be wrong. Use another engine"
+            )
+        for what, states, heads in (
+            ("queries", query, layer.num_heads),
+            ("keys", key, layer.num_kv_heads),
+        ):
+            width = states.shape[1] * states.shape[3]
+            if width != heads * layer.head_size:
+                raise NotImplementedError(
+                    f"{name} computes {what} of {width} elements a token, but vLLM attends "
+                    f"over {heads} heads of {layer.head_size}; rows would be wrong. Use "
+                    f"another engine"
+                )
+        return attention(module, query, key, value, attention_mask, **kwargs)
+
+    return checked

@@ -1,4 +1,4 @@
-"""The example plugin works from an installation, and the tutorial says what it is."""
+"""The example plugin works when installed, and the tutorial shows its source."""
 
 import json
 import math

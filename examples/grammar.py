@@ -1,9 +1,9 @@
-"""Texts of a grammar (regular expression, JSON schema), drawn by weight; short enough to copy.
+"""Weighted samples from a grammar (regular expression, JSON schema); short enough to copy.
 
-xgrammar (`pip install xgrammar`) says after every token which may follow. Drawing from
-those alone favours texts that begin likely and go on unlikely; the probability that the
-model gives to what is allowed, multiplied over the tokens, is the weight that mends it.
-The mean weight estimates without bias the probability that the model keeps to the grammar.
+xgrammar (`pip install xgrammar`) computes which tokens may follow. Sampling from these alone is
+biased towards texts that begin likely and continue unlikely. The importance weight corrects
+that: the product over all tokens of the model's probability of the allowed set. The mean
+weight is an unbiased estimate of the probability that the model follows the grammar.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import genlm
 
 
 def compiler(llm: genlm.AsyncLM) -> xgrammar.GrammarCompiler:
-    """Compile grammars for the model's vocabulary, whose bytes genlm knows exactly."""
+    """Compile grammars for the model's vocabulary, with the exact bytes."""
     tokens = [token.byte_string for token in llm.byte_vocab]
     stop = [llm.tokenizer.eos_token_id]
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(tokens, stop_token_ids=stop))
@@ -32,7 +32,7 @@ async def constrained(
     matcher = xgrammar.GrammarMatcher(grammar)
     mask = xgrammar.allocate_token_bitmask(1, llm.vocab_size)
     while not matcher.is_terminated():
-        row = (await llm.next_token_logprobs(prompt + drawn)).cpu()  # ours to change
+        row = (await llm.next_token_logprobs(prompt + drawn)).cpu()  # the caller's copy
         matcher.fill_next_token_bitmask(mask)
         xgrammar.apply_token_bitmask_inplace(row, mask[0])
         mass = torch.cumsum(row.double().exp(), 0)

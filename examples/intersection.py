@@ -1,13 +1,13 @@
-"""What two prompts would both continue with: a product of experts, short enough to copy.
+"""Continuations of two prompts at once: a product of experts, short enough to copy.
 
-The target is the product of the two models' probabilities of the whole continuation. No
-token can be drawn from it alone, so particles draw from the product of the two next-token
-rows. Its sum, which says how well the experts agree after this particle, multiplies the
-particle's weight, and particles on which they do not are lost when all are resampled.
-`exp(log_evidence)` estimates without bias the sum of the products over all continuations.
+The target is the product of the two models' probabilities of the whole continuation. It
+cannot be sampled token by token, so particles sample from the product of the two next-token
+rows. The sum of that product multiplies the particle's weight, and resampling removes particles
+on which the experts disagree. `exp(log_evidence)` is an unbiased estimate of the sum of the
+products over all continuations.
 
-Each particle is a coroutine that asks for what it needs; `genlm` makes one batch of it.
-The experts may as well be two models with one vocabulary, or an adapter and its base.
+Each particle is a coroutine; `genlm` batches their requests. The experts may also be two
+models with one vocabulary, or an adapter and its base model.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def intersect(
         if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
             particles = [particles[i] for i in rng.choice(size, size, p=weights)]
             weights = np.full(size, 1 / size)
-        uniforms = rng.random(size)  # now, so that none depends on who is answered first
+        uniforms = rng.random(size)  # before the requests, whose order of completion may vary
         steps_of_all = (
             extended(particle, experts, eos, uniform)
             for particle, uniform in zip(particles, uniforms)

@@ -1,9 +1,8 @@
-"""Probabilities of the next byte, whatever the tokens, short enough to copy.
+"""Next-byte probabilities of a token model, summed over tokenizations; short enough to copy.
 
-A text is written by many sequences of tokens, and where it ends a token may just have
-begun. A beam of these ways to write it goes forward byte by byte: a way is its complete
-tokens, their row, and a node of the token trie, the bytes of the token begun. Nothing is
-approximated until the beam is full, and a text may end anywhere, also within a token.
+Many token sequences spell the same text, and a text may end within a token. A beam of
+hypotheses advances byte by byte; each has its complete tokens, their row, and the token-trie
+node of the bytes of a partial token. The probabilities are exact until the beam is full.
 """
 
 import asyncio
@@ -16,17 +15,17 @@ import numpy as np
 import genlm
 
 STOP = 256
-"""Stands behind the 256 bytes: the text is over."""
+"""Index after the 256 bytes: the end of the text."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to write the bytes read: complete tokens and a part of the next."""
+class Hypothesis:
+    """A tokenization of the bytes read: complete tokens and a part of the next one."""
 
     token_ids: tuple[int, ...]
-    weight: float  # of the complete tokens, among all ways
-    mass: float  # of the part of the next token too
-    node: int  # of the trie: this part
+    weight: float  # of the complete tokens, normalised over the beam
+    mass: float  # including the part of the next token
+    node: int  # trie node of this part
     row: np.ndarray | None  # probabilities of the next token, once they are needed
 
 
@@ -35,61 +34,63 @@ class ByteReader:
 
     Args:
         llm: The model.
-        width: The most ways kept; the likeliest stay.
+        width: Size of the beam; the most likely hypotheses are kept.
     """
 
     def __init__(self, llm: genlm.AsyncLM, width: int) -> None:
         self.llm, self.width = llm, width
         vocabulary: list = list(llm.byte_vocab)
-        vocabulary[llm.tokenizer.eos_token_id] = (STOP,)  # one letter, not "<|endoftext|>"
+        vocabulary[llm.tokenizer.eos_token_id] = (STOP,)  # one symbol, not "<|endoftext|>"
         self.trie = genlm.get_trie()(vocabulary)
 
     async def start(self, token_ids: list[int]) -> None:
         """Begin after these tokens, such as the beginning of a text."""
         self.logprob = 0.0  # of all bytes read
-        await self._keep([Way(tuple(token_ids), 1.0, 1.0, self.trie.root, None)])
+        await self._keep([Hypothesis(tuple(token_ids), 1.0, 1.0, self.trie.root, None)])
 
     def probabilities(self) -> np.ndarray:
         """The distribution over 256 bytes and `STOP`, shape `(257,)`."""
         mass = np.zeros(257)
-        for way in self._ways:
-            below = self.trie.child_prefixes(way.node)
-            sums = self.trie.partial_sum(way.row, below)
-            mass[self.trie.child_letters(way.node)] += way.weight * sums
+        for hypothesis in self._beam:
+            below = self.trie.child_prefixes(hypothesis.node)
+            sums = self.trie.partial_sum(hypothesis.row, below)
+            mass[self.trie.child_letters(hypothesis.node)] += hypothesis.weight * sums
         return mass / mass.sum()
 
     async def read(self, text: bytes) -> None:
-        """Go on by these bytes."""
+        """Advance by these bytes."""
         for byte in text:
             self.logprob += float(np.log(self.probabilities()[byte]))
-            ways = []
-            for way in self._ways:
-                node = self.trie.child(way.node, byte)
+            beam = []
+            for hypothesis in self._beam:
+                node = self.trie.child(hypothesis.node, byte)
                 if node is not None:
-                    ways += self._at(node, way)
-            await self._keep(ways)
+                    beam += self._at(node, hypothesis)
+            await self._keep(beam)
 
-    def _at(self, node: int, way: Way) -> list[Way]:
-        """Go on to a node: within the token begun, and by each token that is complete there."""
-        begun = self.trie.partial_sum(way.row, self.trie.child_prefixes(node)).sum()
-        ways = [replace(way, node=node, mass=way.weight * begun)]
+    def _at(self, node: int, hypothesis: Hypothesis) -> list[Hypothesis]:
+        """Advance to a node: within the partial token, and by each token that ends there."""
+        begun = self.trie.partial_sum(hypothesis.row, self.trie.child_prefixes(node)).sum()
+        beam = [replace(hypothesis, node=node, mass=hypothesis.weight * begun)]
         for token in self.trie.tokens_at(node):
-            weight = way.weight * way.row[token]
-            ids = (*way.token_ids, int(token))
-            ways.append(Way(ids, weight, weight, self.trie.root, None))
-        return ways
+            weight = hypothesis.weight * hypothesis.row[token]
+            ids = (*hypothesis.token_ids, int(token))
+            beam.append(Hypothesis(ids, weight, weight, self.trie.root, None))
+        return beam
 
-    async def _keep(self, ways: list[Way]) -> None:
-        kept = heapq.nlargest(self.width, ways, key=attrgetter("mass"))
-        total = sum(way.mass for way in kept)
-        self._ways = await asyncio.gather(*(self._row(w, total) for w in kept if w.mass > 0))
+    async def _keep(self, beam: list[Hypothesis]) -> None:
+        kept = heapq.nlargest(self.width, beam, key=attrgetter("mass"))
+        total = sum(hypothesis.mass for hypothesis in kept)
+        self._beam = await asyncio.gather(*(self._row(w, total) for w in kept if w.mass > 0))
 
-    async def _row(self, way: Way, total: float) -> Way:
-        row = way.row
+    async def _row(self, hypothesis: Hypothesis, total: float) -> Hypothesis:
+        row = hypothesis.row
         if row is None:
-            logprobs = await self.llm.next_token_logprobs(way.token_ids)
+            logprobs = await self.llm.next_token_logprobs(hypothesis.token_ids)
             row = logprobs.cpu().double().exp().numpy()
-        return replace(way, row=row, weight=way.weight / total, mass=way.mass / total)
+        return replace(
+            hypothesis, row=row, weight=hypothesis.weight / total, mass=hypothesis.mass / total
+        )
 
 
 async def _main() -> None:

@@ -1,7 +1,7 @@
 """Log-probabilities of whole texts, perplexity and mutual information, short enough to copy.
 
-A row for every prefix of every text is asked for at once. `max_pending` bounds how many
-rows there are at a time: with 128,000 tokens a thousand rows are half a gibibyte.
+All prefixes of all texts are requested at once. `max_pending` bounds the number of rows in
+memory: with 128,000 tokens a thousand rows are half a gibibyte.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What `scripts/architectures.py` makes of results, crashes and hangs."""
+"""`scripts/architectures.py` records results, crashes and hangs."""
 
 from __future__ import annotations
 

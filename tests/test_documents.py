@@ -1,4 +1,4 @@
-"""What the READMEs and the pages in docs/ show runs, and what they point at exists."""
+"""Programs in READMEs and docs/ run, and links point at existing files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated pages of docs/plugins/ say what the code says."""
+"""The generated pages of docs/plugins/ are up to date."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_table_of_capabilities_has_every_certifiable_plugin() -> None:
 
 
 @pytest.mark.parametrize("kind", ["engine", "trie"])
-def test_every_law_is_one_sentence_of_one_line(kind) -> None:
+def test_every_property_is_one_sentence_of_one_line(kind) -> None:
     for check in all_checks(kind):
-        assert check.law.endswith("."), check.id
-        assert len(check.law) < 100, check.id
+        assert check.property.endswith("."), check.id
+        assert len(check.property) < 100, check.id

@@ -1,4 +1,4 @@
-"""What a test says of a program that fails is short, and its error comes last."""
+"""Failure messages of programs are short and end with the error."""
 
 from __future__ import annotations
 

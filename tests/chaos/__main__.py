@@ -1,8 +1,8 @@
-"""`make chaos`: requests of every kind, from all sides, and what they must not break.
+"""`make chaos`: random requests of every kind from concurrent callers, with their invariants.
 
 `python -m tests.chaos ENGINE` takes the conformance targets of any installed engine. A
-failure says what was asked, what was expected and what was found; the same seed asks the
-same again.
+failure shows the request, the expected and the actual result; the same seed sends the same
+requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from genlm.testing import EngineTarget
-from genlm.testing.failure import CheckFailure, NeverEnded
+from genlm.testing.failure import CheckFailure, CheckTimeout
 from genlm.testing.selection import find, targets_of
 
 from .chaos import Report, Settings, run_chaos
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.perf_counter()
         try:
             report = run_chaos(target, settings)
-        except (CheckFailure, NeverEnded) as failure:
+        except (CheckFailure, CheckTimeout) as failure:
             print(f"chaos: {options.engine}[{target.model}], {settings}\n{failure}", flush=True)
             return 1
         seconds = time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""Those who ask: event loops, each in a thread, and threads without an event loop.
+"""`Caller`: event loops on threads, and threads without an event loop, that send requests.
 
-Each carries out its plan and counts how its requests end. An answer is judged as soon as it
-is there, before its caller overwrites it.
+Each runs its plan and counts how its requests end. An answer is checked as soon as it arrives,
+before its caller overwrites it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any
 from genlm import AsyncLM, EngineDiedError, QueryError, QueryResetError
 from genlm.testing.failure import CheckFailure, expect
 
-from .judging import Judge, answered
-from .meeting import Meeting
+from .barrier import CallerBarrier
+from .comparison import Comparison, answered
 from .plan import Ask, Plan, Round, Setting
 
 SCRIBBLE = 7.0
 
 
 class Caller:
-    """One thread that asks.
+    """One thread that sends requests.
 
     Args:
         name: Names it in the plan and in messages.
         lm: The model.
-        setting: What the plan is about.
-        judge: Sees every answer.
+        setting: Parameters of the plan.
+        comparison: Checks every answer.
         at_most: Most calls in a round.
 
     Attributes:
         ended: How many requests ended in which way.
-        requests: Requests made; a batch is as many as it has sequences.
-        counted: Requests that the model must have counted: rows, neither wrong nor drawn.
+        requests: Requests sent; a batch counts once per sequence.
+        counted: Requests for rows that the model must have counted, without invalid ones.
         draws: Continuations that were answered.
-        may_die: Whether `EngineDiedError` is an end to expect, from now on.
-        midway: Called once in the middle of a round, when half of the requests are made.
-        open: Requests without an end.
+        may_die: Whether `EngineDiedError` is expected from now on.
+        midway: Called once, in the middle of the round after half of the requests.
+        open: Unanswered requests.
     """
 
     def __init__(
-        self, name: str, lm: AsyncLM, setting: Setting, judge: Judge, at_most: int
+        self, name: str, lm: AsyncLM, setting: Setting, comparison: Comparison, at_most: int
     ) -> None:
         self.name = name
         self.lm = lm
@@ -54,25 +54,25 @@ class Caller:
         self.open: dict[object, Ask] = {}
         self.adapters = dict.fromkeys(setting.adapters, "")
         self._setting = setting
-        self._judge = judge
+        self._comparison = comparison
         self._plan = Plan(setting, name, at_most)
         self._random = setting.random("caller", name)
         self._stop = setting.token_ids[0]
         self._half = 0
 
-    def run(self, requests: int, marks: int, meeting: Meeting) -> None:
+    def run(self, requests: int, marks: int, barrier: CallerBarrier) -> None:
         """Make so many requests, with a rest after each of `marks` parts of them."""
         self._half = requests // 2
         try:
             for mark in range(1, marks + 1):
                 while self.requests < requests * mark // marks:
                     self.play(self._plan.next_round())
-                    if meeting.failure is not None:
+                    if barrier.failure is not None:
                         return
-                if not meeting.rest():
+                if not barrier.rest():
                     return
         except BaseException as failure:  # noqa: BLE001 - the host raises it
-            meeting.fail(failure)
+            barrier.fail(failure)
         finally:
             self.end()
 
@@ -106,19 +106,19 @@ class Caller:
                 case "statistics":
                     lm.statistics()
 
-    def judge_rows(self, rows: Any, ask: Ask) -> None:
+    def check_rows(self, rows: Any, ask: Ask) -> None:
         """Look at each row, then overwrite them if the plan says so."""
         several = ask.kind in {"batch", "sync"}
         expect(not several or len(rows) == len(ask.contexts), "a row each", len(rows))
         for row, context in zip(rows if several else [rows], ask.contexts, strict=True):
-            self._judge.look(row, context, ask, self._random)
+            self._comparison.look(row, context, ask, self._random)
         if ask.scribbles:
             rows.fill_(SCRIBBLE)
         self.ended["answered"] += len(ask.contexts)
 
-    def judge_draws(self, drawn: Any, ask: Ask) -> None:
+    def check_draws(self, drawn: Any, ask: Ask) -> None:
         """Look at a continuation."""
-        self._judge.look_at_draws(drawn, ask, self._stop, self._random)
+        self._comparison.look_at_draws(drawn, ask, self._stop, self._random)
         self.draws += 1
         self.ended["answered"] += 1
 
@@ -163,7 +163,7 @@ class Caller:
 
 
 class LoopCaller(Caller):
-    """Asks concurrently on an event loop, now and then on a new one."""
+    """Sends concurrent requests on an event loop, which is replaced now and then."""
 
     _runner: asyncio.Runner | None = None
 
@@ -219,17 +219,17 @@ class LoopCaller(Caller):
             lm, lora = self.lm, {"lora_name": ask.adapter}
             match ask.kind:
                 case "sample":
-                    self.judge_draws(await lm.sample(ids[0], **self.sampling(ask)), ask)
+                    self.check_draws(await lm.sample(ids[0], **self.sampling(ask)), ask)
                 case "batch":
-                    self.judge_rows(await lm.batch_next_token_logprobs(ids, **lora), ask)
+                    self.check_rows(await lm.batch_next_token_logprobs(ids, **lora), ask)
                 case "sync":  # blocks this loop
-                    self.judge_rows(lm.batch_next_token_logprobs_sync(ids, **lora), ask)
+                    self.check_rows(lm.batch_next_token_logprobs_sync(ids, **lora), ask)
                 case "uncached":
                     row = await lm.next_token_logprobs_uncached(ids[0], **lora)
-                    self.judge_rows(row, ask)
+                    self.check_rows(row, ask)
                 case _:
                     adapted = lm.with_lora(ask.adapter)
-                    self.judge_rows(await adapted.next_token_logprobs(ids[0]), ask)
+                    self.check_rows(await adapted.next_token_logprobs(ids[0]), ask)
 
     _complaint: str | None = None
 
@@ -238,7 +238,7 @@ class LoopCaller(Caller):
 
 
 class ThreadCaller(Caller):
-    """Asks one call after another and waits for each."""
+    """Sends one request after another and waits for each."""
 
     def play(self, plan: Round) -> None:
         """Carry out one round."""
@@ -252,11 +252,11 @@ class ThreadCaller(Caller):
     def _ask(self, ask: Ask, ids: list[Any]) -> None:
         lora = {"lora_name": ask.adapter}
         if ask.kind == "sample":
-            self.judge_draws(asyncio.run(self.lm.sample(ids[0], **self.sampling(ask))), ask)
+            self.check_draws(asyncio.run(self.lm.sample(ids[0], **self.sampling(ask))), ask)
         elif ask.kind in {"batch", "sync"}:
-            self.judge_rows(self.lm.batch_next_token_logprobs_sync(ids, **lora), ask)
+            self.check_rows(self.lm.batch_next_token_logprobs_sync(ids, **lora), ask)
         else:
-            self.judge_rows(self.lm.next_token_logprobs_sync(ids[0], **lora), ask)
+            self.check_rows(self.lm.next_token_logprobs_sync(ids[0], **lora), ask)
 
 
 def _words(error: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""`run_chaos`: drive one engine through the public interface from all sides at once."""
+"""`run_chaos`: send random concurrent requests to one engine through the public interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import psutil
 from genlm import AsyncLM, Capability, EngineClosedError, EngineDiedError, OutputCache
 from genlm.testing import EngineTarget
 from genlm.testing.background import call_together
-from genlm.testing.failure import CheckFailure, NeverEnded, expect
+from genlm.testing.failure import CheckFailure, CheckTimeout, expect
 
+from .barrier import CallerBarrier
 from .callers import Caller, LoopCaller, ThreadCaller
-from .judging import Judge
-from .meeting import Meeting
+from .comparison import Comparison
 from .memory import Memory, expect_flat, only_new_objects
 from .plan import LARGEST_POPULATION, Setting
 
@@ -48,14 +48,14 @@ class Settings:
         kill_worker: Whether to kill one of the engine's processes midway; the seed decides
             which.
         engine_options: Passed to the target's `build`.
-        patience_s: How long nothing may be answered; by default the target's.
+        timeout_s: Time without an answer after which requests are lost; default: the target's.
     """
 
     requests: int
     seed: int = 0
     kill_worker: bool = False
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    patience_s: float | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def run_chaos(target: EngineTarget, settings: Settings) -> Report:
 
     Raises:
         CheckFailure: A property does not hold.
-        NeverEnded: Requests got no answer.
+        CheckTimeout: Requests got no answer.
     """
     return _Chaos(target, settings).run()
 
@@ -91,7 +91,7 @@ class _Chaos:
     def __init__(self, target: EngineTarget, settings: Settings) -> None:
         self._target = target
         self._settings = settings
-        self._patience_s = settings.patience_s or target.patience_s
+        self._timeout_s = settings.timeout_s or target.timeout_s
         self._killed = threading.Event()
         self._random = random.Random(repr((settings.seed, "scheduler")))
         self._limits = {
@@ -118,10 +118,10 @@ class _Chaos:
         for name in setting.adapters:
             lm.add_new_lora(self._target.adapters[name], name)
         share = min(1.0, 0.01 + SURELY_COMPARED / self._settings.requests)
-        judge = Judge(lm, self._target, share, self._random)
-        callers = self._callers(lm, setting, judge)
+        comparison = Comparison(lm, self._target, share, self._random)
+        callers = self._callers(lm, setting, comparison)
         with only_new_objects():
-            samples = self._carried_out(lm, callers, judge)
+            samples = self._carried_out(lm, callers, comparison)
         made = sum(caller.requests for caller in callers)
         ended = sum((caller.ended for caller in callers), Counter[str]())
         if self._settings.kill_worker:
@@ -131,7 +131,7 @@ class _Chaos:
         grown = expect_flat(samples[WARM_UP - 1 :], made * (MARKS - WARM_UP) // MARKS)
         statistics = asdict(lm.statistics())
         ended.update(self._close_amid_requests(lm, setting))
-        return Report(made, dict(ended), judge.compared, grown, statistics)
+        return Report(made, dict(ended), comparison.compared, grown, statistics)
 
     def _setting(self, lm: AsyncLM) -> Setting:
         target = self._target
@@ -150,12 +150,14 @@ class _Chaos:
             keeps_prefixes=Capability.PREFIX_CACHE in lm.capabilities,
         )
 
-    def _callers(self, lm: AsyncLM, setting: Setting, judge: Judge) -> list[Caller]:
+    def _callers(self, lm: AsyncLM, setting: Setting, comparison: Comparison) -> list[Caller]:
         loops = [
-            LoopCaller(f"event loop {i}", lm, setting, judge, LARGEST_POPULATION)
+            LoopCaller(f"event loop {i}", lm, setting, comparison, LARGEST_POPULATION)
             for i in range(LOOPS)
         ]
-        threads = [ThreadCaller(f"thread {i}", lm, setting, judge, 4) for i in range(THREADS)]
+        threads = [
+            ThreadCaller(f"thread {i}", lm, setting, comparison, 4) for i in range(THREADS)
+        ]
         callers: list[Caller] = [*loops, *threads]
         for caller in callers:
             caller.adapters = {name: self._target.adapters[name] for name in setting.adapters}
@@ -164,31 +166,33 @@ class _Chaos:
             loops[0].midway = self._kill_worker
         return callers
 
-    def _carried_out(self, lm: AsyncLM, callers: list[Caller], judge: Judge) -> list[Memory]:
+    def _carried_out(
+        self, lm: AsyncLM, callers: list[Caller], comparison: Comparison
+    ) -> list[Memory]:
         """Start the callers and look at the model whenever they rest."""
-        meeting = Meeting(len(callers))
+        barrier = CallerBarrier(len(callers))
         threads_share = int(self._settings.requests * THREAD_SHARE)
         loops_share = (self._settings.requests - THREADS * threads_share) // LOOPS
         for caller in callers:
             share = loops_share if isinstance(caller, LoopCaller) else threads_share
-            arguments = (max(share, MARKS), MARKS, meeting)
+            arguments = (max(share, MARKS), MARKS, barrier)
             threading.Thread(
                 target=caller.run, args=arguments, name=f"chaos {caller.name}", daemon=True
             ).start()
         samples = []
         try:
             for _ in range(MARKS):
-                if not meeting.gather(functools.partial(_progress, callers), self._patience_s):
+                if not barrier.gather(functools.partial(_progress, callers), self._timeout_s):
                     self._report_lost(callers)
-                self._look(lm, judge)
+                self._look(lm, comparison)
                 samples.append(Memory.now())
-                meeting.let_go()
+                barrier.release()
         except BaseException as failure:
-            meeting.fail(failure)  # callers that rest end
+            barrier.fail(failure)  # callers that wait end
             raise
         return samples
 
-    def _look(self, lm: AsyncLM, judge: Judge) -> None:
+    def _look(self, lm: AsyncLM, comparison: Comparison) -> None:
         """Compare rows, and empty the caches, so that what is left can be compared."""
         found = lm.statistics()
         expect(
@@ -196,17 +200,17 @@ class _Chaos:
             f"at most {CACHE_ENTRIES} rows of {CACHE_BYTES} bytes in the output cache",
             f"{found.cache_entries} rows of {found.cache_bytes} bytes",
         )
-        judge.compare()
+        comparison.compare()
         lm.clear_cache()
         if self._killed.is_set():
             return
-        self._waited_for(judge.ask_again)
+        self._waited_for(comparison.ask_again)
         lm.clear_cache()
         if Capability.PREFIX_CACHE in lm.capabilities:
             self._waited_for(lm.clear_kv_cache)
 
     def _waited_for(self, call: Callable[[], T]) -> T:
-        return call_together([call], self._patience_s)[0]
+        return call_together([call], self._timeout_s)[0]
 
     def _expect_sums(self, lm: AsyncLM, callers: list[Caller]) -> None:
         found = lm.statistics()
@@ -286,8 +290,8 @@ class _Chaos:
 
     def _report_lost(self, callers: list[Caller]) -> None:
         lost = [f"{each.name}: {ask}" for each in callers for ask in each.open.values()]
-        raise NeverEnded(
-            f"{len(lost)} requests, such as {'; '.join(lost[:3])},", self._patience_s
+        raise CheckTimeout(
+            f"{len(lost)} requests, such as {'; '.join(lost[:3])},", self._timeout_s
         )
 
 

@@ -1,8 +1,8 @@
-"""Memory at rest, and whether it has grown.
+"""Measures memory while the callers are paused, and checks that it has not grown.
 
-Python's small blocks and live tensors are exact, so that a few thousand requests show a leak.
-Resident memory also has what other languages and other processes keep; as it grows with
-every new shape of a batch, for which libraries keep a kernel, it is judged in long runs only.
+Counts of Python's small blocks and live tensors are exact, so that a few thousand requests show
+a leak. Resident memory also covers native code and other processes; it grows with every new
+batch shape, for which libraries cache a kernel, so it is checked in long runs only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ RESIDENT_FROM_REQUESTS = 50_000
 
 @dataclass(frozen=True)
 class Memory:
-    """What is allocated when the callers rest.
+    """Allocations while the callers are paused.
 
     Attributes:
-        blocks: Python's small objects.
-        tensors: Live ones of torch, made since `only_new_objects`.
-        resident_mib: Of this process and those that it started.
+        blocks: Python's small memory blocks.
+        tensors: Live torch tensors created since `only_new_objects`.
+        resident_mib: Resident memory of this process and its children.
     """
 
     blocks: int
@@ -40,7 +40,7 @@ class Memory:
 
     @classmethod
     def now(cls) -> Memory:
-        """Measure, after a collection of garbage."""
+        """Measure after a garbage collection."""
         gc.collect()
         tensors = [type(each) for each in gc.get_objects()].count(torch.Tensor)
         return cls(sys.getallocatedblocks(), tensors, _resident_bytes() / 2**20)
@@ -48,7 +48,7 @@ class Memory:
 
 @contextlib.contextmanager
 def only_new_objects() -> Iterator[None]:
-    """Have the collector look only at what is made from now on: models are many objects."""
+    """Exclude existing objects from garbage collection: models have many."""
     gc.collect()
     gc.freeze()
     try:
@@ -77,10 +77,10 @@ def expect_flat(samples: Sequence[Memory], requests: int) -> Memory:
         int(FREE_TENSORS + TENSORS_A_REQUEST * requests),
         FREE_MIB + BYTES_A_REQUEST * requests / 2**20,
     )
-    judged = ["blocks", "tensors"]
+    checked = ["blocks", "tensors"]
     if requests >= RESIDENT_FROM_REQUESTS:
-        judged.append("resident_mib")
-    for what in judged:
+        checked.append("resident_mib")
+    for what in checked:
         series = [round(getattr(each, what)) for each in samples]
         expect(
             getattr(grown, what) <= getattr(limits, what),

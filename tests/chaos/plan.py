@@ -1,4 +1,4 @@
-"""What each caller asks, decided by the seed alone: no answer changes the plan.
+"""The requests of each caller, determined by the seed alone.
 
 Contexts are those of particles: prompts that all callers share, continued token by token,
 copied to one another, and continued apart. The ids are few, so that callers meet.
@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from genlm.testing.sequences import TokenTuple, near_misses
+from genlm.testing.strategies import TokenTuple, near_misses
 
 AskKind = Literal["row", "uncached", "batch", "sync", "sample", "wrong"]
 Ending = Literal["answer", "cancel", "time out", "leave"]
@@ -54,12 +54,12 @@ _DISTURBANCES: dict[Disturbance, int] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is about.
+    """The parameters of a plan.
 
     Attributes:
         seed: Decides everything.
         token_ids: Ids to build contexts of.
-        vocab_size: The first integer that is no id.
+        vocab_size: Number of ids.
         max_length: The longest context to ask for.
         max_context: The longest that the engine takes, None for no limit.
         adapters: Names of the adapters, None of them for the base model.
@@ -75,7 +75,7 @@ class Setting:
     keeps_prefixes: bool
 
     def random(self, *salt: object) -> random.Random:
-        """A generator of its own for each purpose."""
+        """A random generator for one purpose."""
         return random.Random(repr((self.seed, *salt)))
 
 

@@ -1,4 +1,4 @@
-"""Broken engines and fronts are seen by a run of a few hundred requests."""
+"""A run of a few hundred requests detects broken engines and a broken core."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from genlm import AsyncLM, Completion, OutputCache, Query
 from genlm.core.reference import ReferenceEngine
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.testing import EngineTarget
-from genlm.testing.failure import CheckFailure, NeverEnded
+from genlm.testing.failure import CheckFailure, CheckTimeout
 from genlm.testing.selection import find, targets_of
 
 from .chaos import Report, Settings, run_chaos
 
 REQUESTS = 600
-PATIENCE_S = 1.5  # a request that is lost; the others take a thousandth of it
+TIMEOUT_S = 1.5  # a request that is lost; the others take a thousandth of it
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     broken: Callable[..., Any] | None = None,
     *,
     requests: int = REQUESTS,
-    patience_s: float | None = None,
+    timeout_s: float | None = None,
 ) -> Report:
     """A run of the reference engine, or of one derived from it."""
     target = targets_of(find("reference"), folder)[0]
@@ -46,7 +46,7 @@ def run(
     if broken is not None:
         build = functools.partial(broken, **target.build.keywords)
         target = dataclasses.replace(target, build=build)
-    return run_chaos(target, Settings(requests=requests, patience_s=patience_s))
+    return run_chaos(target, Settings(requests=requests, timeout_s=timeout_s))
 
 
 class SwapsRows(ReferenceEngine):
@@ -101,8 +101,8 @@ def test_adapters_that_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_request_that_is_lost(tmp_path: Path) -> None:
-    with pytest.raises(NeverEnded, match=r"requests, such as event loop .*did not end"):
-        run(tmp_path, LosesARequest, patience_s=PATIENCE_S)
+    with pytest.raises(CheckTimeout, match=r"requests, such as event loop .*did not end"):
+        run(tmp_path, LosesARequest, timeout_s=TIMEOUT_S)
 
 
 def test_a_request_that_fails(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch
         return leave(self, request, waiter)
 
     monkeypatch.setattr(RequestTable, "leave", all_leave)
-    with pytest.raises(NeverEnded):
-        run(tmp_path, patience_s=PATIENCE_S)
+    with pytest.raises(CheckTimeout):
+        run(tmp_path, timeout_s=TIMEOUT_S)
 
 
 def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:

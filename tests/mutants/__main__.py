@@ -1,15 +1,18 @@
-"""`make mutants`: what each mutant breaks, and on how many seeds its check sees it."""
+"""`make mutants`: each mutant's fault, and for how many seeds its check kills it."""
 
 from __future__ import annotations
 
 import logging
 import sys
 
+from genlm.testing import QUICK, Case, all_checks, run_case
+
+from .baselines import NO_FAILURE, correct_targets
 from .mutant import SEEDS, all_mutants
 
 
 def main() -> int:
-    """Print the table; 1 if a mutant survives a seed."""
+    """Print the tables; 1 if a mutant survives a seed or a correct target fails."""
     logging.disable()  # engines that die on purpose log it
     mutants, survived = all_mutants(), 0
     print(f"{'killed':6}  {'mutant':34}  {'check that must kill it':42}  what is broken")
@@ -21,7 +24,21 @@ def main() -> int:
             f"{count:6}  {mutant.name:34}  {mutant.killed_by:42}  {mutant.breaks}", flush=True
         )
     print(f"\n{len(mutants)} mutants, {survived} survived a seed")
-    return int(survived > 0)
+    return int(survived + failures_of_correct_targets() > 0)
+
+
+def failures_of_correct_targets() -> int:
+    """Print and count the checks that fail on what the mutants are derived from."""
+    failures = 0
+    for name, target in correct_targets().items():
+        for seed in SEEDS:
+            for check in all_checks(target.kind):
+                outcome = run_case(Case(check, target), QUICK, seed)
+                if outcome.status not in NO_FAILURE:
+                    failures += 1
+                    print(f"{name}, seed {seed}: {outcome}", flush=True)
+    print(f"correct targets: {failures} failed checks on {len(SEEDS)} seeds")
+    return failures
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines and fronts that mix up adapters."""
+"""Faults of engines and of the core that mix up adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genlm.core.scheduler.request_table import RequestTable
 from .attention import ADAPTER_SEEDS, base_model
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine, PrefixStore
-from .mutant import engine_mutant, front_mutant
+from .mutant import core_mutant, engine_mutant
 
 
 @engine_mutant(killed_by="switching-adapters-serves-no-stale-row")
@@ -51,7 +51,7 @@ class AdapterNotScaled(CachedEngine):
         return dataclasses.replace(model, head=2 * model.head - base_model().head)
 
 
-@engine_mutant(killed_by="loading-an-adapter-disturbs-nobody")
+@engine_mutant(killed_by="loading-an-adapter-changes-no-row")
 class MergedIntoTheBase(CachedEngine):
     """Merges an adapter into the base weights when it is loaded."""
 
@@ -60,7 +60,7 @@ class MergedIntoTheBase(CachedEngine):
         self.models[None] = self.models[name]
 
 
-@engine_mutant(killed_by="loading-an-adapter-disturbs-nobody")
+@engine_mutant(killed_by="loading-an-adapter-changes-no-row")
 class OneSlot(CachedEngine):
     """Loads every adapter into the same slot."""
 
@@ -81,7 +81,7 @@ class AbsentMeansBase(CachedEngine):
             self.models[name] = self.models[None]
 
 
-@front_mutant(
+@core_mutant(
     AsyncLM, "_check_adapter", killed_by="wrong-adapters-are-refused", on=cached_target
 )
 def unknown_means_base(check):
@@ -97,7 +97,7 @@ def unknown_means_base(check):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     AsyncLM, "_check_adapter", killed_by="undeclared-adapters-are-refused", on=plain_target
 )
 def adapters_silently_ignored(_check):
@@ -105,15 +105,15 @@ def adapters_silently_ignored(_check):
     return lambda _self, _lora_name: None
 
 
-@front_mutant(
+@core_mutant(
     AsyncLM, "add_new_lora", killed_by="undeclared-adapters-are-refused", on=plain_target
 )
 def adapters_loaded_nowhere(_load):
-    """Loads an adapter into an engine that serves none, without a word."""
+    """Accepts an adapter for an engine that serves none."""
     return lambda self, _path, lora_name: self._adapters.update({lora_name: "nowhere"})
 
 
-@front_mutant(
+@core_mutant(
     OutputCache, "get", killed_by="switching-adapters-serves-no-stale-row", on=cached_target
 )
 def cached_for_any_adapter(get):
@@ -130,7 +130,7 @@ def cached_for_any_adapter(get):
     return broken
 
 
-@front_mutant(RequestTable, "enqueue", killed_by="adapters-mix-in-a-batch", on=cached_target)
+@core_mutant(RequestTable, "enqueue", killed_by="adapters-mix-in-a-batch", on=cached_target)
 def joined_across_adapters(enqueue):
     """A request joins one for the same tokens under another adapter."""
 
@@ -140,7 +140,7 @@ def joined_across_adapters(enqueue):
     return broken
 
 
-@front_mutant(AsyncLM, "with_lora", killed_by="adapters-answer-as-themselves", on=cached_target)
+@core_mutant(AsyncLM, "with_lora", killed_by="adapters-answer-as-themselves", on=cached_target)
 def with_lora_returns_itself(_with_lora):
     """`with_lora` returns the model unchanged."""
 

@@ -1,4 +1,4 @@
-"""Fronts of tries that mix callers up, or let one of them spoil it for the others."""
+"""Faults of `AsyncTokenCharacterTrie` that mix up callers or let one affect others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from genlm.core.query import Completion
 from genlm.core.trie.async_trie import ReductionEngine
 from genlm.testing import TrieTarget
 
-from .mutant import front_mutant
+from .mutant import core_mutant
 
-trie_front_mutant = functools.partial(
-    front_mutant,
+async_trie_mutant = functools.partial(
+    core_mutant,
     kind="trie",
     on=functools.partial(TrieTarget, model="numpy", build=TokenCharacterTrie),
 )
 
 
-@trie_front_mutant(
+@async_trie_mutant(
     ReductionEngine, "_answers", killed_by="concurrent-reductions-equal-lone-ones"
 )
 def rows_given_out_backwards(answers):
@@ -34,7 +34,7 @@ def rows_given_out_backwards(answers):
     return broken
 
 
-@trie_front_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
+@async_trie_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
 def dtypes_in_one_batch(step):
     """Stacks rows of different dtypes, so that float32 comes back as float64."""
 
@@ -48,7 +48,7 @@ def dtypes_in_one_batch(step):
     return broken
 
 
-@trie_front_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
+@async_trie_mutant(ReductionEngine, "step", killed_by="concurrent-reductions-equal-lone-ones")
 def operations_in_one_batch(step):
     """Reduces a batch by the operation of its first request."""
 
@@ -62,7 +62,7 @@ def operations_in_one_batch(step):
     return broken
 
 
-@trie_front_mutant(
+@async_trie_mutant(
     AsyncTokenCharacterTrie, "mass_sum", killed_by="concurrent-reductions-equal-lone-ones"
 )
 def mass_as_maximum(_mass_sum):
@@ -70,7 +70,7 @@ def mass_as_maximum(_mass_sum):
     return AsyncTokenCharacterTrie.weight_max
 
 
-@trie_front_mutant(ReductionEngine, "_answers", killed_by="concurrent-reductions-share-a-batch")
+@async_trie_mutant(ReductionEngine, "_answers", killed_by="concurrent-reductions-share-a-batch")
 def row_by_row(answers):
     """Reduces the rows of a batch one after another."""
 
@@ -81,7 +81,7 @@ def row_by_row(answers):
     return broken
 
 
-@trie_front_mutant(ReductionEngine, "_answers", killed_by="a-failing-reduction-fails-alone")
+@async_trie_mutant(ReductionEngine, "_answers", killed_by="a-failing-reduction-fails-alone")
 def one_error_for_the_batch(answers):
     """Fails every request of a batch that fails."""
 
@@ -96,11 +96,11 @@ def one_error_for_the_batch(answers):
     return broken
 
 
-@trie_front_mutant(
-    AsyncTokenCharacterTrie, "_answer", killed_by="cancelled-reductions-disturb-nobody"
+@async_trie_mutant(
+    AsyncTokenCharacterTrie, "_answer", killed_by="cancelled-reductions-change-no-other"
 )
 def one_leaves_and_all_must(answer):
-    """Ends the front when a caller is cancelled."""
+    """Shuts the trie down when a caller is cancelled."""
 
     async def broken(self, ws, operation, returns):
         try:
@@ -114,14 +114,14 @@ def one_leaves_and_all_must(answer):
     return broken
 
 
-@trie_front_mutant(
+@async_trie_mutant(
     AsyncTokenCharacterTrie,
     "_answer",
-    killed_by="cancelled-reductions-disturb-nobody",
+    killed_by="cancelled-reductions-change-no-other",
     shows_as="lost request",
 )
-def nobody_may_leave(answer):
-    """Lets no caller go before the answer is there."""
+def cancellation_delayed(answer):
+    """Delays cancellation until the answer arrives."""
 
     async def broken(self, ws, operation, returns):
         task = asyncio.ensure_future(answer(self, ws, operation, returns))
@@ -134,14 +134,14 @@ def nobody_may_leave(answer):
     return broken
 
 
-@trie_front_mutant(
+@async_trie_mutant(
     AsyncTokenCharacterTrie,
     "shutdown",
-    killed_by="ending-a-front-ends-every-reduction",
+    killed_by="shutdown-ends-every-reduction",
     shows_as="lost request",
 )
 def forgotten_at_the_end(_shutdown):
-    """Forgets the thread instead of ending it, and with it who waits."""
+    """Drops the scheduler without ending it or its pending calls."""
 
     def broken(self):
         self._scheduler = None
@@ -149,10 +149,10 @@ def forgotten_at_the_end(_shutdown):
     return broken
 
 
-@trie_front_mutant(
+@async_trie_mutant(
     AsyncTokenCharacterTrie,
     "shutdown",
-    killed_by="ending-a-front-ends-every-reduction",
+    killed_by="shutdown-ends-every-reduction",
     shows_as="exception",
 )
 def ended_for_good(_shutdown):

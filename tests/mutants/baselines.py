@@ -1,21 +1,33 @@
-"""The correct targets that the mutants are made of; each passes every check."""
+"""The correct targets that mutants are derived from; each passes every check."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from genlm import Engine
 from genlm.testing import EngineTarget
+from genlm.testing.core_targets import numpy_targets
+from genlm.testing.target import Target
 
 from .attention import ADAPTER_SEEDS, CONTEXT, dense_row
 from .cached_engine import CachedEngine, PlainEngine
 from .vocabulary import TEXTS
 
+NO_FAILURE = {"passed", "not applicable"}
+"""Statuses of outcomes that a correct target may have."""
+
+
+def correct_targets() -> dict[str, Target]:
+    """Every correct target, by name."""
+    tries = {f"{trie.model} trie": trie for trie in numpy_targets(Path())}
+    return {"cached": cached_target(), "plain": plain_target(), **tries}
+
 
 def cached_target(
-    build: Callable[..., Engine] = CachedEngine, patience_s: float = 30.0
+    build: Callable[..., Engine] = CachedEngine, timeout_s: float = 30.0
 ) -> EngineTarget:
-    """An engine with a prefix cache, adapters and sampling of its own."""
+    """An engine with a prefix cache, adapters and native sampling."""
     return EngineTarget(
         model="cached",
         build=build,
@@ -24,12 +36,12 @@ def cached_target(
         max_length=CONTEXT,
         tight_options={"kv_budget": 3},
         texts=TEXTS,
-        patience_s=patience_s,
+        timeout_s=timeout_s,
     )
 
 
 def plain_target(
-    build: Callable[..., Engine] = PlainEngine, patience_s: float = 30.0
+    build: Callable[..., Engine] = PlainEngine, timeout_s: float = 30.0
 ) -> EngineTarget:
     """An engine that declares nothing."""
     return EngineTarget(
@@ -38,5 +50,5 @@ def plain_target(
         oracle=dense_row,
         max_length=CONTEXT,
         texts=TEXTS,
-        patience_s=patience_s,
+        timeout_s=timeout_s,
     )

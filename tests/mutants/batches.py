@@ -1,4 +1,4 @@
-"""Engines that lose track of which answer belongs to which query of a batch."""
+"""Faults of engines that assign rows to the wrong queries of a batch."""
 
 from __future__ import annotations
 

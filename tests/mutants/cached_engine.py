@@ -1,7 +1,7 @@
-"""`CachedEngine`: a correct engine with everything that engines get wrong.
+"""`CachedEngine`: a correct engine with all optional abilities.
 
-It has a prefix cache that evicts, adapters, and sampling of its own. The engine mutants
-derive from it, each with one of its methods broken.
+It has a prefix cache with eviction, adapters, and native sampling. The engine mutants are
+subclasses, each with one broken method.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PrefixStore:
         self.states.popitem(last=False)
 
     def pin(self, adapter: str | None, token_ids: Prefix, state: State) -> None:
-        """Keep a prefix, and those it begins with, whatever the budget."""
+        """Keep a prefix and all its prefixes, outside the budget."""
         for length in range(1, len(token_ids) + 1):
             self.pinned[self.key(adapter, token_ids[:length])] = state
 

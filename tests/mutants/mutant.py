@@ -1,4 +1,4 @@
-"""What a mutant is: something correct, broken in one way, and the check that must see it."""
+"""`Mutant`: a correct target or core with one fault, and the check that must detect it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from genlm.testing.target import Kind, Target, TrieTarget
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
 
-ShowsAs = Literal["broken law", "lost request", "exception", "missing case"]
+ShowsAs = Literal["violated property", "lost request", "exception", "missing case"]
 
 SEEDS = range(5)
 
 PROFILE = dataclasses.replace(QUICK, name="mutants", shrink=False)
-"""As quick runs, but content with the first failing example: the smallest takes long."""
+"""The quick profile without shrinking, which takes long."""
 
-PATIENCES_S = (0.6, 6.0, 60.0)
-"""How long a mutant that loses requests is waited for: the first with which the correct target
-passes the same check, so that a busy machine is never taken for a lost request."""
+TIMEOUTS_S = (0.6, 6.0, 60.0)
+"""Time limits for mutants that lose requests: the first with which the correct target passes
+the same check is used, so that a busy machine is never mistaken for a lost request."""
 
 _MODULES = (
     "rows",
     "prefixes",
     "batches",
-    "drawing",
+    "sampling",
     "adapters",
     "vocabularies",
     "output_caches",
     "requests",
     "schedulers",
-    "endings",
-    "fronts",
+    "closing",
+    "statistics",
     "tries",
     "nodes",
     "async_tries",
@@ -57,10 +57,10 @@ class Mutant:
         breaks: The fault, in one line.
         killed_by: Id of the check that must fail on it, whatever the seed.
         kind: What is broken.
-        target: Makes the broken target, which is waited for that many seconds.
-        correct: Makes what it was made of.
-        patched: What is replaced in the product while it is checked: owner, name, value.
-        shows_as: How that check must fail. Most faults break a law that it states; some
+        target: Makes the broken target with a time limit.
+        correct: Makes the correct target that it is derived from.
+        patched: Attribute of the core that is replaced during the check: owner, name, value.
+        shows_as: How that check must fail. Most faults violate its property; some
             can only show as a request that never ends or raises.
     """
 
@@ -71,18 +71,18 @@ class Mutant:
     target: Callable[[float], Target]
     correct: Callable[[float], Target]
     patched: tuple[Any, str, Any] | None = None
-    shows_as: ShowsAs = "broken law"
+    shows_as: ShowsAs = "violated property"
 
     def outcome(self, seed: int) -> Outcome:
         """Run the check that must kill it."""
         (check,) = (c for c in all_checks(self.kind) if c.id == self.killed_by)
-        for patience_s in PATIENCES_S if self.shows_as == "lost request" else (60.0,):
-            if patience_s < PATIENCES_S[-1]:
-                control = run_case(Case(check, self.correct(patience_s)), PROFILE, seed)
+        for timeout_s in TIMEOUTS_S if self.shows_as == "lost request" else (60.0,):
+            if timeout_s < TIMEOUTS_S[-1]:
+                control = run_case(Case(check, self.correct(timeout_s)), PROFILE, seed)
                 if control.status != "passed":
                     continue
             with self._broken():
-                outcome = run_case(Case(check, self.target(patience_s)), PROFILE, seed)
+                outcome = run_case(Case(check, self.target(timeout_s)), PROFILE, seed)
             if self.is_killed(outcome):
                 break
         return outcome
@@ -106,8 +106,8 @@ def how_it_shows(outcome: Outcome) -> ShowsAs:
     return {
         "every request to end": "lost request",
         "no exception": "exception",
-        "the check's interesting cases to occur": "missing case",
-    }.get(outcome.expected, "broken law")  # type: ignore[return-value]
+        "every case that the check must cover to occur": "missing case",
+    }.get(outcome.expected, "violated property")  # type: ignore[return-value]
 
 
 _mutants: list[Mutant] = []
@@ -121,7 +121,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def engine_mutant(
-    *, killed_by: str, shows_as: ShowsAs = "broken law"
+    *, killed_by: str, shows_as: ShowsAs = "violated property"
 ) -> Callable[[type], type]:
     """Register a class derived from `CachedEngine` or `PlainEngine`."""
 
@@ -131,8 +131,8 @@ def engine_mutant(
             engine,
             killed_by=killed_by,
             kind="engine",
-            target=lambda patience_s: made_of(engine, patience_s=patience_s),
-            correct=lambda patience_s: made_of(patience_s=patience_s),
+            target=lambda timeout_s: made_of(engine, timeout_s=timeout_s),
+            correct=lambda timeout_s: made_of(timeout_s=timeout_s),
             shows_as=shows_as,
         )
         return engine
@@ -140,22 +140,22 @@ def engine_mutant(
     return decorate
 
 
-def front_mutant(
+def core_mutant(
     owner: Any,
     attribute: str,
     *,
     killed_by: str,
     on: Callable[..., Target] = plain_target,
     kind: Kind = "engine",
-    shows_as: ShowsAs = "broken law",
+    shows_as: ShowsAs = "violated property",
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a function that makes a broken `owner.attribute` of the right one.
 
     Args:
-        owner: A class or module of the product.
+        owner: A class or module of the core.
         attribute: What is replaced in it, for all instances.
         killed_by: Id of the check.
-        on: Makes the correct target that is driven by the broken product.
+        on: Makes the correct target that the broken core runs.
         kind: Of that target.
         shows_as: See `Mutant`.
     """
@@ -165,8 +165,8 @@ def front_mutant(
             broken,
             killed_by=killed_by,
             kind=kind,
-            target=lambda patience_s: on(patience_s=patience_s),
-            correct=lambda patience_s: on(patience_s=patience_s),
+            target=lambda timeout_s: on(timeout_s=timeout_s),
+            correct=lambda timeout_s: on(timeout_s=timeout_s),
             patched=(owner, attribute, broken(getattr(owner, attribute))),
             shows_as=shows_as,
         )
@@ -183,11 +183,9 @@ def trie_mutant(*, killed_by: str) -> Callable[[type], type]:
             trie,
             killed_by=killed_by,
             kind="trie",
-            target=lambda patience_s: TrieTarget(
-                model="numpy", build=trie, patience_s=patience_s
-            ),
-            correct=lambda patience_s: TrieTarget(
-                model="numpy", build=TokenCharacterTrie, patience_s=patience_s
+            target=lambda timeout_s: TrieTarget(model="numpy", build=trie, timeout_s=timeout_s),
+            correct=lambda timeout_s: TrieTarget(
+                model="numpy", build=TokenCharacterTrie, timeout_s=timeout_s
             ),
         )
         return trie

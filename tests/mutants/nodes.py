@@ -1,4 +1,4 @@
-"""Token tries that go wrong where only some nodes are asked for."""
+"""Faults of token tries when only some nodes are requested."""
 
 from __future__ import annotations
 

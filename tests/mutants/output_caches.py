@@ -1,4 +1,4 @@
-"""Output caches that serve the wrong row, share memory, or grow beyond their bounds."""
+"""Faults of the output cache: wrong rows, shared memory, exceeded bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from array import array
 from genlm import OutputCache
 from genlm.core.scheduler.delivery import Delivery
 
-from .mutant import front_mutant
+from .mutant import core_mutant
 
 
 def _cache_keyed_by(change):
@@ -28,33 +28,33 @@ def _cache_keyed_by(change):
     return breaks
 
 
-@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+@core_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
 def sorted_key(get):
-    """Keyed by the set of tokens, whatever their order."""
+    """Keyed by the sorted tokens."""
     return _cache_keyed_by(lambda ids: tuple(sorted(ids)))(get)
 
 
-@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+@core_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
 def tail_key(get):
     """Keyed by the newest three tokens."""
     return _cache_keyed_by(lambda ids: ids[-3:])(get)
 
 
-@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+@core_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
 def head_key(get):
     """Keyed by all tokens but the last, as prefix caches are."""
     return _cache_keyed_by(lambda ids: ids[:-1] or ids)(get)
 
 
-@front_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
+@core_mutant(OutputCache, "get", killed_by="near-misses-are-told-apart")
 def padded_key(get):
     """Keyed by the tokens padded with 0 to a fixed length."""
     return _cache_keyed_by(lambda ids: (ids + (0,) * 12)[:12])(get)
 
 
-@front_mutant(OutputCache, "get", killed_by="rows-belong-to-the-caller")
+@core_mutant(OutputCache, "get", killed_by="rows-belong-to-the-caller")
 def hands_out_its_own_row(get):
-    """Hands out the tensor that it keeps."""
+    """Returns the cached tensor itself."""
 
     def broken(self, key):
         found = self._entries.get(key)
@@ -63,9 +63,9 @@ def hands_out_its_own_row(get):
     return broken
 
 
-@front_mutant(OutputCache, "put", killed_by="rows-belong-to-the-caller")
+@core_mutant(OutputCache, "put", killed_by="rows-belong-to-the-caller")
 def keeps_the_callers_row(put):
-    """Keeps the very tensor that the first caller gets."""
+    """Caches the same tensor that the first caller gets."""
 
     def broken(self, key, row):
         put(self, key, row)
@@ -75,13 +75,13 @@ def keeps_the_callers_row(put):
     return broken
 
 
-@front_mutant(OutputCache, "put", killed_by="warm-equals-cold")
+@core_mutant(OutputCache, "put", killed_by="warm-equals-cold")
 def rounded_to_half(put):
     """Keeps rows in bfloat16 to save memory."""
     return lambda self, key, row: put(self, key, row.bfloat16().float())
 
 
-@front_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+@core_mutant(OutputCache, "put", killed_by="output-cache-sizes")
 def zero_means_unlimited(put):
     """Takes size 0 for no limit."""
 
@@ -93,7 +93,7 @@ def zero_means_unlimited(put):
     return broken
 
 
-@front_mutant(OutputCache, "put", killed_by="output-cache-sizes")
+@core_mutant(OutputCache, "put", killed_by="output-cache-sizes")
 def one_too_many(put):
     """Makes room only once it is over its size by one."""
 
@@ -105,7 +105,7 @@ def one_too_many(put):
     return broken
 
 
-@front_mutant(OutputCache, "put", killed_by="output-cache-bytes")
+@core_mutant(OutputCache, "put", killed_by="output-cache-bytes")
 def bytes_not_counted(put):
     """Bounded by entries alone: the byte budget is forgotten."""
 
@@ -120,7 +120,7 @@ def bytes_not_counted(put):
     return broken
 
 
-@front_mutant(Delivery, "add_result", killed_by="one-evaluation-serves-several-loops")
+@core_mutant(Delivery, "add_result", killed_by="one-evaluation-serves-several-loops")
 def joined_callers_share_memory(add_result):
     """Gives all callers of one evaluation the same tensor."""
     return lambda self, waiters, result, _copy: add_result(self, waiters, result, lambda r: r)

@@ -1,4 +1,4 @@
-"""Engines whose prefix cache gives a sequence the keys and values of another."""
+"""Faults of prefix caches that give a sequence the keys and values of another."""
 
 from __future__ import annotations
 

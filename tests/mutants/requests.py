@@ -1,4 +1,4 @@
-"""Fronts that misread what they are asked."""
+"""Faults of the core when it validates requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import genlm.core.lm
 from genlm import AsyncLM, EvaluationError, GenlmError
 
-from .mutant import front_mutant
+from .mutant import core_mutant
 
 
-@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-hurt-nobody")
+@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-fail-alone")
 def negative_ids_count_from_the_end(checked):
     """Takes negative ids as places counted from the end, as lists do."""
 
@@ -23,7 +23,7 @@ def negative_ids_count_from_the_end(checked):
     return broken
 
 
-@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-hurt-nobody")
+@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-fail-alone")
 def too_long_is_cut(checked):
     """Cuts sequences that are longer than the context."""
 
@@ -35,9 +35,9 @@ def too_long_is_cut(checked):
     return broken
 
 
-@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-hurt-nobody")
+@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-fail-alone")
 def floats_are_rounded(checked):
-    """Rounds ids that are no integers."""
+    """Rounds ids that are not integers."""
 
     def broken(token_ids, **limits):
         if isinstance(token_ids, list) and any(isinstance(i, float) for i in token_ids):
@@ -47,9 +47,9 @@ def floats_are_rounded(checked):
     return broken
 
 
-@front_mutant(AsyncLM, "batch_next_token_logprobs", killed_by="bad-requests-hurt-nobody")
+@core_mutant(AsyncLM, "batch_next_token_logprobs", killed_by="bad-requests-fail-alone")
 def errors_of_one_class(batch):
-    """Raises EvaluationError for whatever is wrong with a batch."""
+    """Raises EvaluationError for every kind of error in a batch."""
 
     async def broken(self, token_ids_list, **options):
         try:
@@ -60,7 +60,7 @@ def errors_of_one_class(batch):
     return broken
 
 
-@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
 def bytes_of_arrays(checked):
     """Reads arrays of any width as if their integers had 64 bits."""
 
@@ -73,7 +73,7 @@ def bytes_of_arrays(checked):
     return broken
 
 
-@front_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
 def strides_ignored(checked):
     """Reads a strided view of an array as if it were contiguous."""
 
@@ -85,7 +85,7 @@ def strides_ignored(checked):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind", shows_as="exception"
 )
 def lists_only(checked):
@@ -97,7 +97,7 @@ def lists_only(checked):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     genlm.core.lm,
     "checked_token_ids",
     killed_by="the-context-can-be-filled",
@@ -112,13 +112,13 @@ def context_one_short(checked):
     return broken
 
 
-@front_mutant(AsyncLM, "cache_kv", killed_by="undeclared-prefix-cache-is-refused")
+@core_mutant(AsyncLM, "cache_kv", killed_by="undeclared-prefix-cache-is-refused")
 def prefixes_kept_nowhere(_cache_kv):
     """Accepts a prefix to keep although the engine keeps none."""
     return lambda _self, _prompt: None
 
 
-@front_mutant(AsyncLM, "batch_next_token_logprobs_sync", killed_by="sync-equals-async")
+@core_mutant(AsyncLM, "batch_next_token_logprobs_sync", killed_by="sync-equals-async")
 def cached_rows_first(_batch):
     """The sync batch puts the rows from the cache before all others."""
 

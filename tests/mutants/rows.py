@@ -1,4 +1,4 @@
-"""Engines whose single rows are wrong: their form, their values, their memory."""
+"""Faults of single rows: form, values, memory."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class WindowTooShort(CachedEngine):
 
 @engine_mutant(killed_by="rows-hold-no-more-than-themselves")
 class ViewsOfTheBatch(CachedEngine):
-    """Hands out rows that are views, each of which keeps the whole batch alive."""
+    """Returns rows that are views, each of which keeps the whole batch alive."""
 
     def _checked_rows(self, batch):
         return list(self.evaluate(batch))
 
 
-@engine_mutant(killed_by="rows-belong-to-the-caller")
+@engine_mutant(killed_by="rows-belong-to-the-caller", shows_as="exception")
 class RowsKept(CachedEngine):
     """Keeps the row it returned and returns it again when asked again."""
 

@@ -1,4 +1,4 @@
-"""Schedulers that lose requests, confuse callers, or never batch."""
+"""Faults of the scheduler: lost requests, mixed-up callers, missing batching."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from genlm.core.scheduler.delivery import Delivery
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.scheduler.worker import Worker
 
-from .mutant import front_mutant
+from .mutant import core_mutant
 
 
-@front_mutant(RequestTable, "take", killed_by="concurrent-requests-share-steps")
+@core_mutant(RequestTable, "take", killed_by="concurrent-requests-share-steps")
 def one_query_a_step(take):
-    """Hands the engine one query at a time."""
+    """Submits one query at a time to the engine."""
     return lambda self, _limit, now_s: take(self, 1, now_s)
 
 
-@front_mutant(AsyncLM, "next_token_logprobs", killed_by="concurrent-requests-share-steps")
+@core_mutant(AsyncLM, "next_token_logprobs", killed_by="concurrent-requests-share-steps")
 def event_loop_blocked(_ask):
     """Waits for the engine inside the coroutine and blocks the event loop meanwhile."""
 
@@ -30,7 +30,7 @@ def event_loop_blocked(_ask):
     return broken
 
 
-@front_mutant(Worker, "flush", killed_by="rows-are-right", shows_as="lost request")
+@core_mutant(Worker, "flush", killed_by="rows-are-right", shows_as="lost request")
 def wake_up_lost(_flush):
     """Flushes the inbox without waking the engine's thread."""
 
@@ -41,11 +41,9 @@ def wake_up_lost(_flush):
     return broken
 
 
-@front_mutant(
-    delivery, "_finish", killed_by="cancelled-at-every-stage", shows_as="lost request"
-)
+@core_mutant(delivery, "_finish", killed_by="cancelled-at-every-stage", shows_as="lost request")
 def result_set_on_a_cancelled_future(_finish):
-    """Sets results without a look at whether the future was cancelled."""
+    """Sets results without checking whether the future was cancelled."""
 
     def broken(answers):
         for future, value, failed in answers:
@@ -54,11 +52,11 @@ def result_set_on_a_cancelled_future(_finish):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     RequestTable, "leave", killed_by="cancelled-at-every-stage", shows_as="lost request"
 )
 def one_leaves_for_all(leave):
-    """A caller that leaves takes the evaluation away from those who joined it."""
+    """A cancelled caller cancels the evaluation for the callers that joined it."""
 
     def broken(self, request, waiter):
         request.take_waiters()
@@ -68,8 +66,8 @@ def one_leaves_for_all(leave):
     return broken
 
 
-@front_mutant(RequestTable, "leave", killed_by="cancelled-at-every-stage")
-def nobody_leaves(_leave):
+@core_mutant(RequestTable, "leave", killed_by="cancelled-at-every-stage")
+def cancelled_caller_kept(_leave):
     """Keeps the place of a cancelled caller among those that `max_pending` holds back."""
 
     def broken(self, request, waiter):
@@ -79,7 +77,7 @@ def nobody_leaves(_leave):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     Delivery, "_add", killed_by="one-evaluation-serves-several-loops", shows_as="lost request"
 )
 def one_loop_woken(add):
@@ -94,7 +92,7 @@ def one_loop_woken(add):
     return broken
 
 
-@front_mutant(Scheduler, "answer_sync", killed_by="sync-equals-async", shows_as="lost request")
+@core_mutant(Scheduler, "answer_sync", killed_by="sync-equals-async", shows_as="lost request")
 def sync_callers_do_not_flush(_answer):
     """Leaves the requests of threads in the inbox until some event loop asks."""
 
@@ -108,7 +106,7 @@ def sync_callers_do_not_flush(_answer):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     Delivery, "send", killed_by="threads-and-event-loops-share", shows_as="lost request"
 )
 def one_loop_a_step(send):
@@ -122,9 +120,7 @@ def one_loop_a_step(send):
     return broken
 
 
-@front_mutant(
-    AsyncLM, "_asked", killed_by="threads-and-event-loops-share", shows_as="exception"
-)
+@core_mutant(AsyncLM, "_asked", killed_by="threads-and-event-loops-share", shows_as="exception")
 def ids_of_each_thread(asked):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
     counters = threading.local()
@@ -137,7 +133,7 @@ def ids_of_each_thread(asked):
     return broken
 
 
-@front_mutant(Worker, "_submit", killed_by="a-refused-query-fails-alone")
+@core_mutant(Worker, "_submit", killed_by="a-refused-query-fails-alone")
 def refusal_fails_the_batch(submit):
     """Fails every query that arrived together with one that the engine refuses."""
 
@@ -150,13 +146,13 @@ def refusal_fails_the_batch(submit):
     return broken
 
 
-@front_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
+@core_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
 def broken_step_ends_the_thread(_step):
     """Lets an exception of a step end the engine's thread."""
     return lambda _self, engine: list(engine.step())
 
 
-@front_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
+@core_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
 def broken_step_is_tried_again(step):
     """Swallows an exception of a step and steps again."""
 
@@ -169,15 +165,15 @@ def broken_step_is_tried_again(step):
     return broken
 
 
-@front_mutant(
-    Worker, "_die", killed_by="a-dead-engine-leaves-nobody-waiting", shows_as="lost request"
+@core_mutant(
+    Worker, "_die", killed_by="a-dead-engine-ends-every-request", shows_as="lost request"
 )
 def death_unannounced(_die):
-    """Lets the engine's thread end without telling those who wait."""
+    """Lets the engine's thread end without completing pending requests."""
     return lambda _self, _cause: None
 
 
-@front_mutant(Worker, "_die", killed_by="a-dead-engine-leaves-nobody-waiting")
+@core_mutant(Worker, "_die", killed_by="a-dead-engine-ends-every-request")
 def death_called_closing(die):
     """Reports the death of the engine's thread as if the model had been closed."""
 

@@ -1,4 +1,4 @@
-"""Token tries that lose digits, tokens or the caller's weights."""
+"""Faults of token tries: lost precision, lost tokens, modified weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .mutant import trie_mutant
 
 
 class Intervals(TokenCharacterTrie):
-    """The core's trie, with the reduction of a row in the mutant's hands."""
+    """The core's trie, with an overridable reduction of a row."""
 
     def reduce(self, ws, operation, *, batch, returns):
         right = super().reduce(ws, operation, batch=batch, returns="numpy")
@@ -136,7 +136,7 @@ class EqualTokensLost(Intervals):
 
 @trie_mutant(killed_by="special-vocabularies-are-exact")
 class EmptyTokensLost(Intervals):
-    """Leaves tokens without letters out of the root."""
+    """Leaves tokens without symbols out of the root."""
 
     def row(self, weights, operation, right):
         empty = [
@@ -241,9 +241,9 @@ class BufferKept(TokenCharacterTrie):
         return kept
 
 
-@trie_mutant(killed_by="results-come-as-asked")
+@trie_mutant(killed_by="results-have-the-requested-type")
 class AlwaysNumpy(TokenCharacterTrie):
-    """Returns numpy arrays where tensors were asked for."""
+    """Returns numpy arrays where tensors were requested."""
 
     def reduce(self, ws, operation, *, batch, returns):
         return super().reduce(ws, operation, batch=batch, returns="numpy")

@@ -1,4 +1,4 @@
-"""Engines whose vocabulary is not that of their rows."""
+"""Faults of engines whose vocabulary does not match their rows."""
 
 from __future__ import annotations
 

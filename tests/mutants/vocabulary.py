@@ -1,4 +1,4 @@
-"""Ten tokens: prefixes of one another, half of a character, one id that no token has."""
+"""Ten tokens: prefixes of one another, half of a character, one id without a token."""
 
 from __future__ import annotations
 

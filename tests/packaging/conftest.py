@@ -1,8 +1,7 @@
 """Fresh virtual environments, and the wheels that are installed into them.
 
-Nothing is downloaded: wheels are built with the tools of the environment that
-runs the tests, and its third-party packages are visible in the fresh ones, those
-of this project are not.
+Nothing is downloaded: wheels are built with the tools of the environment that runs the tests.
+The fresh environments see its third-party packages, but not those of this project.
 """
 
 import functools
@@ -27,7 +26,7 @@ getattr(importlib.import_module(backend), hook)(folder)
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment of its own."""
+    """A virtual environment."""
 
     folder: Path
 

@@ -1,8 +1,8 @@
 """genlm-control and genlm-bytes, from the package index, on this project's genlm-backend.
 
-They are installed beside our distributions with pip's usual resolution, which must keep
-ours in place of the published genlm-backend, and run programs of their own whose numbers
-are compared with unbatched forward passes.
+They are installed next to this project's distributions with pip's usual resolution, which
+must keep this genlm-backend instead of the published one. Programs that use them compare their
+results with unbatched forward passes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CLIENTS = ["genlm-control==0.4.1", "genlm-bytes==0.2.0", "genlm-grammar==0.2.0"]
 
 @pytest.fixture(scope="module")
 def environment(build, new_environment):
-    """Ours, then theirs with everything that they need and torch's environment has not."""
+    """This project's wheels, then the clients with their missing dependencies."""
     environment = new_environment(*(build(REPOSITORY / path) for path in OURS))
     pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
     options = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
     options |= {"PYTHONWARNINGS": "default", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    environment.run(*pip, "install", "--quiet", *CLIENTS, **options)
+    environment.run(*pip, "install", "--quiet", "--no-compile", *CLIENTS, **options)
     return environment
 
 

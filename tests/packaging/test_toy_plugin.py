@@ -1,4 +1,4 @@
-"""The example plugin works from an installation, and the tutorial says what it is."""
+"""The example plugin works when installed, and the tutorial shows its source."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_the_plugin_is_certified_as_a_third_party_would_do_it(environment):
 
 
 def test_three_lines_in_the_plugins_own_tests_certify_it_too(environment):
-    (three_lines,) = blocks(TUTORIAL, "py")
+    three_lines = blocks(TUTORIAL, "py")[0]
     folder = environment.folder / "tests"
     folder.mkdir()
     (folder / "test_toy.py").write_text(three_lines)

@@ -8,7 +8,7 @@ from documents import REPOSITORY
 
 
 class Row(NamedTuple):
-    """What a run found about a family on an engine."""
+    """The result of a family on an engine."""
 
     status: str
     path: str

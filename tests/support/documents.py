@@ -1,4 +1,4 @@
-"""The programs that pages of the repository show, and how to run them."""
+"""Extracts and runs the programs shown in the repository's pages."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def uses(root: Path) -> Uses:
     found, own = Uses(), set[str]()
     for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
-        # Parts of f-strings are no names.
+        # Parts of f-strings are not names.
         parts_of_text = {
             id(part)
             for n in ast.walk(tree)
@@ -176,7 +176,7 @@ def _gone(found: Uses, listed: list[tuple[str, str]]) -> Iterator[str]:
         names = found.attributes.get(name[2:], set()) if name.startswith("*.") else {name}
         for each in sorted(names - {""}):
             if not _has(place, each, imported=(where, each) in found.imported):
-                yield f"{where} has no {each} any longer"
+                yield f"{where} no longer has {each}"
 
 
 def _resolved(where: str) -> Any:

@@ -1,6 +1,6 @@
-"""`run_program`: run a program for a test, which shows its error last and short if it fails.
+"""`run_program`: run a program for a test; a failure message is short and ends with the error.
 
-Programs may print whole rows, and libraries log; neither may bury the cause of a failure.
+Programs may print whole rows, and libraries log; neither must hide the cause of a failure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_code(code: str, *arguments: str, **options: Any) -> subprocess.Completed
 
 
 def error_of(stdout: str, stderr: str) -> list[str]:
-    """The end of what was said of a failure, then the line that names the error."""
+    """The last lines of the output, then the line that names the error."""
     said = [line for line in (stderr.strip() or stdout.strip()).splitlines() if line.strip()]
     named = [line for line in said if ERROR.match(line)]
     return [_cut(line) for line in said[-LINES:]] + [_cut(line) for line in named[-1:]]

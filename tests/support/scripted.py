@@ -1,4 +1,4 @@
-"""An engine whose answers are a closed form and whose every move a test controls.
+"""`ScriptedEngine`: an engine with closed-form rows whose steps a test controls.
 
 A row depends on the adapter and on every token id with its position, so an answer for
 another sequence, another order or another adapter is never right by chance.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from genlm import BatchEngine, Capability, Query, Token, Vocabulary
-from genlm.testing.turnstile import Turnstile
+from genlm.testing.probes import StepGate
 
 TIMEOUT_S = 120.0
 """How long a test waits for a condition before it fails; never reached when all is well."""
@@ -25,7 +25,7 @@ def oracle_row(token_ids: Sequence[int], adapter: str | None, vocab_size: int) -
     return torch.log_softmax(torch.from_numpy(logits), dim=-1).float()
 
 
-class ScriptedEngine(BatchEngine, Turnstile):
+class ScriptedEngine(BatchEngine, StepGate):
     """Answers with `oracle_row`; its `evaluate` can be held, made to fail, and watched.
 
     Args:
@@ -39,7 +39,7 @@ class ScriptedEngine(BatchEngine, Turnstile):
     def __init__(
         self, vocab_size: int = 16, max_context: int | None = None, poison: Sequence[int] = ()
     ) -> None:
-        Turnstile.__init__(self, TIMEOUT_S)
+        StepGate.__init__(self, TIMEOUT_S)
         tokens = [Token(i, bytes([i])) for i in range(vocab_size)]
         self.vocabulary = Vocabulary(
             None, tokens, [repr(token.byte_string) for token in tokens]

@@ -1,6 +1,6 @@
 """The conformance target of the scripted engine, for tests of the checks themselves.
 
-Its rows depend on every token, its place and the adapter, so no fault can hide.
+Its rows depend on every token, its position and the adapter, so that every fault shows.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def scripted_target(**changes: Any) -> EngineTarget:
         "max_length": MAX_CONTEXT,
         "texts": (),
         "tight_options": {},
-        "patience_s": 60.0,
+        "timeout_s": 60.0,
     }
     return EngineTarget(**(settings | changes))

@@ -1,6 +1,6 @@
-"""What a token trie must say, by enumeration: every prefix, every token below it.
+"""Expected values of a token trie by brute force over every prefix and token.
 
-Slow, exact and without arrays: sums by `math.fsum` over the very tokens.
+Slow, exact and without arrays: sums use `math.fsum`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Prefix = tuple[Any, ...]
 
 
 class EndOfSequence:
-    """An item that is no bytes: its own only letter, as clients define it."""
+    """A vocabulary item that is not bytes and is its own only symbol, as clients define it."""
 
     def __iter__(self):
         return iter([self])
@@ -29,8 +29,8 @@ class EndOfSequence:
 EOS = EndOfSequence()
 
 
-def spelt(item: Any) -> Prefix:
-    """The letters of an item."""
+def symbols_of(item: Any) -> Prefix:
+    """The symbols of an item."""
     return tuple(bytes(item)) if isinstance(item, bytes) else tuple(item)
 
 
@@ -38,9 +38,9 @@ def tokens_below(items: Sequence[Any]) -> dict[Prefix, list[int]]:
     """For every prefix, the positions of the items that begin with it."""
     below: dict[Prefix, list[int]] = {(): []}
     for position, item in enumerate(items):
-        letters = spelt(item)
-        for length in range(len(letters) + 1):
-            below.setdefault(letters[:length], []).append(position)
+        symbols = symbols_of(item)
+        for length in range(len(symbols) + 1):
+            below.setdefault(symbols[:length], []).append(position)
     return below
 
 
@@ -77,8 +77,8 @@ EXACT: dict[str, Callable[[Sequence[float]], float]] = {
 
 def words(alphabet: bytes = b"ab\x00\xff") -> st.SearchStrategy[bytes]:
     """Byte strings that share many prefixes, some longer than a sorting key."""
-    letters = st.sampled_from([bytes([letter]) for letter in alphabet])
-    return st.lists(letters, max_size=18).map(b"".join)
+    symbols = st.sampled_from([bytes([symbol]) for symbol in alphabet])
+    return st.lists(symbols, max_size=18).map(b"".join)
 
 
 def vocabularies(max_size: int = 24) -> st.SearchStrategy[list[Any]]:

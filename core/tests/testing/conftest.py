@@ -1,4 +1,4 @@
-"""A way to run one check."""
+"""The fixture `run_check`, which runs one check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks pass a right engine, and say what is wrong with a broken one."""
+"""The checks pass a correct engine and describe the fault of a broken one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_check_that_raises_is_reported_with_its_traceback(run_check: RunCheck)
     assert "evaluate" in outcome.details
 
 
-def test_a_request_that_never_ends_is_a_failure_within_the_patience(
+def test_a_request_that_never_ends_is_a_failure_within_the_time_limit(
     run_check: RunCheck,
 ) -> None:
     class Silent(CertifiedEngine):
@@ -49,7 +49,7 @@ def test_a_request_that_never_ends_is_a_failure_within_the_patience(
             self._pending.clear()
             return []
 
-    target = scripted_target(build=Silent, patience_s=0.5)
+    target = scripted_target(build=Silent, timeout_s=0.5)
     outcome = run_check("rows-are-right", target)
     assert (outcome.status, outcome.expected) == ("failed", "every request to end")
     assert "did not end within 0.5 s" in outcome.found
@@ -58,7 +58,7 @@ def test_a_request_that_never_ends_is_a_failure_within_the_patience(
 def test_a_check_fails_if_its_interesting_case_never_occurred(run_check: RunCheck) -> None:
     outcome = run_check("batch-equals-map", scripted_target(token_ids=[3], max_length=1))
     assert outcome.status == "failed"
-    assert outcome.expected == "the check's interesting cases to occur"
+    assert outcome.expected == "every case that the check must cover to occur"
     assert outcome.found == "none of: ragged batch, another order"
 
 
@@ -72,7 +72,9 @@ def test_the_same_seed_finds_the_same_example(run_check: RunCheck) -> None:
     assert first.example == second.example
 
 
-def test_a_fault_that_comes_and_goes_is_reported_as_the_broken_law(run_check: RunCheck) -> None:
+def test_a_fault_that_comes_and_goes_is_reported_as_the_violated_property(
+    run_check: RunCheck,
+) -> None:
     class WrongOnce(CertifiedEngine):
         calls = 0
 

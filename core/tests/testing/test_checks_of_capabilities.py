@@ -1,4 +1,4 @@
-"""Checks follow what an engine declares: what is declared must work, the rest be refused."""
+"""Declared capabilities must work and undeclared ones must be refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genlm.testing import QUICK, all_checks
 
 from .conftest import RunCheck
 
-# The scripted engine has no tokenizer.
+# The scripted engine lacks a tokenizer.
 CHECKS = [c.id for c in all_checks("engine") if c.id != "text-survives-the-vocabulary"]
 
 
@@ -121,14 +121,14 @@ def test_an_error_that_only_the_event_loop_sees_is_a_failure(run_check: RunCheck
     class Careless(AsyncLM):
         async def next_token_logprobs(self, token_ids, **options):
             def raise_later():
-                raise ArithmeticError("nobody hears")
+                raise ArithmeticError("unhandled")
 
             asyncio.get_running_loop().call_soon(raise_later)
             return await super().next_token_logprobs(token_ids, **options)
 
     outcome = run_check("rows-are-right", scripted_target(front=Careless))
     assert outcome.status == "failed"
-    assert "ArithmeticError: nobody hears" in outcome.found
+    assert "ArithmeticError: unhandled" in outcome.found
 
 
 def test_a_failing_program_is_shown_as_the_calls_that_lead_to_it(run_check: RunCheck) -> None:

@@ -1,4 +1,4 @@
-"""The reference engine keeps every law."""
+"""The reference engine passes every check."""
 
 from genlm.testing import conformance_tests
 

@@ -1,4 +1,4 @@
-"""What a run says, to people and as JSON, and what its exit code is."""
+"""Reports as text and as JSON, and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(monkeypatch):
 
     def run(*arguments, **changes):
         target = scripted_target(**changes)
-        monkeypatch.setattr("genlm.testing.reference.targets", target)
+        monkeypatch.setattr("genlm.testing.core_targets.reference_targets", target)
         return CliRunner().invoke(app, ["check", "reference", *map(str, arguments)])
 
     return run
@@ -49,7 +49,7 @@ def test_a_run_in_which_all_pass_exits_with_0_and_names_everything(check):
         "device   cpu",
         "profile quick, seed 3",
         "2 passed",
-        "only a whole run",
+        "only a complete run",
     ):
         assert text in done.output
 
@@ -81,7 +81,7 @@ def test_the_seed_and_the_profile_reach_the_check(check, monkeypatch):
 
     def run_case(case, profile, seed):
         asked.append((profile.name, seed))
-        return Outcome(id=case.id, law=case.check.law, status="passed")
+        return Outcome(id=case.id, property=case.check.property, status="passed")
 
     monkeypatch.setattr("genlm.testing.run.run_case", run_case)
     check("--only", "rows-are-right", "--seed", 3, "--profile", "full")
@@ -92,7 +92,7 @@ def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check
     done = check(*FEW, build=LastRowFirst)
     assert done.exit_code == 1
     assert "FAILED batch-equals-map[scripted]" in done.output
-    assert "law       Row i of a batch is that of sequence i" in done.output
+    assert "property  Row i of a batch is that of sequence i" in done.output
     assert "expected  the row of (" in done.output
     assert "with      batch = [(" in done.output
     assert "1 passed, 1 failed" in done.output
@@ -169,4 +169,4 @@ def test_the_list_has_every_check_with_its_law_and_runs_none(check):
     done = check("--list", build=None)
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert lines == [f"{c.id}[scripted]: {c.law}" for c in all_checks("engine")]
+    assert lines == [f"{c.id}[scripted]: {c.property}" for c in all_checks("engine")]

@@ -1,4 +1,4 @@
-"""Which cases a name and options mean."""
+"""Which cases a backend's name and the options select."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_misspelt_check_or_model_is_an_error_with_a_suggestion(cases):
         chosen(cases, [], ["bleu"])
 
 
-def test_every_check_has_an_id_of_its_own_and_states_its_law_in_a_sentence():
+def test_every_check_has_an_id_of_its_own_and_states_its_property_in_a_sentence():
     for kind in ("engine", "trie"):
         checks = all_checks(kind)
         assert len({check.id for check in checks}) == len(checks)
         for check in checks:
-            assert check.law.endswith("."), check.id
-            assert len(check.law) > 20
+            assert check.property.endswith("."), check.id
+            assert len(check.property) > 20
             assert check.cases
 
 
@@ -85,14 +85,14 @@ def test_a_model_without_a_target_is_loaded_once_for_all_checks(monkeypatch):
     [scripted_target(), [scripted_target()], lambda _folder: iter([scripted_target()])],
 )
 def test_a_target_may_be_one_several_or_made_by_a_function(tmp_path, monkeypatch, brought):
-    monkeypatch.setattr("genlm.testing.reference.targets", brought)
+    monkeypatch.setattr("genlm.testing.core_targets.reference_targets", brought)
     (target,) = targets_of(find_backend("reference"), tmp_path)
     assert target.model == "scripted"
 
 
 @pytest.mark.parametrize("brought", [42, TrieTarget(model="numpy", build=len)])
 def test_something_else_is_no_target_of_an_engine(tmp_path, monkeypatch, brought):
-    monkeypatch.setattr("genlm.testing.reference.targets", [brought])
+    monkeypatch.setattr("genlm.testing.core_targets.reference_targets", [brought])
     with pytest.raises(TypeError, match=r"gave .*; expected a target of an engine"):
         targets_of(find_backend("reference"), tmp_path)
 

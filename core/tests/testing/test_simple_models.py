@@ -1,4 +1,4 @@
-"""A model may look at little of a sequence; one that looks at nothing certifies nothing."""
+"""A model may depend on few tokens; a constant model cannot be certified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue of tiny families: what it covers, and that its mechanisms matter."""
+"""The tiny families cover every mechanism, and each mechanism changes rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny model that plugins are certified with: reproducible, and hard to get right."""
+"""`TinyModel` is reproducible, and its rows depend on every token and adapter."""
 
 from __future__ import annotations
 

@@ -10,19 +10,19 @@ import torch
 
 import genlm
 from genlm import AsyncTokenCharacterTrie, EngineClosedError, Token, TokenCharacterTrie
-from genlm.testing.turnstile import Turnstile
+from genlm.testing.probes import StepGate
 
 TIMEOUT_S = 120.0
 VOCAB = [Token(0, b"a"), Token(1, b"ab"), Token(2, b"b")]
 OPERATIONS = ["sum", "max", "logsumexp"]
 
 
-class HeldTrie(TokenCharacterTrie, Turnstile):
+class HeldTrie(TokenCharacterTrie, StepGate):
     """Records its batches; its reductions can be held."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
-        Turnstile.__init__(self, TIMEOUT_S)
+        StepGate.__init__(self, TIMEOUT_S)
         self.batches: list[tuple[str, int]] = []
 
     def reduce(self, ws, operation, *, batch, returns):

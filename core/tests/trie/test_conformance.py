@@ -1,4 +1,4 @@
-"""The core's token trie keeps every law."""
+"""The core's token trie passes every check."""
 
 from genlm.testing import conformance_tests
 

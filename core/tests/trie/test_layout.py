@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import example, given
-from trie_oracle import EOS, spelt, tokens_below, vocabularies
+from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 from genlm import Token, VocabularyError
 from genlm.core.trie.layout import TrieLayout
@@ -44,7 +44,7 @@ def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> N
         assert sorted(below) == expected[prefix]
     for token in range(layout.n_tokens):
         assert layout.order[layout.lo[token] : layout.hi[token]].tolist() == [token]
-        assert found[layout.parent[token]] == spelt(items[token])
+        assert found[layout.parent[token]] == symbols_of(items[token])
 
 
 @given(vocabularies())

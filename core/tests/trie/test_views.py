@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from programs import run_program
-from trie_oracle import EOS, spelt, tokens_below, vocabularies
+from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 from genlm import (
     AsyncTokenCharacterTrie,
@@ -34,7 +34,7 @@ def test_walking_children_from_the_root_meets_every_prefix_and_token(items) -> N
             assert child < node
             if isinstance(letter, tuple) and letter[0] is None:
                 leaves[letter[1]] = child
-                assert spelt(items[letter[1]]) == prefix
+                assert symbols_of(items[letter[1]]) == prefix
                 assert trie.children[child] == {}
             else:
                 waiting.append(((*prefix, letter), child))
@@ -78,7 +78,7 @@ def test_navigation_needs_no_views(items) -> None:
         assert sorted(trie.tokens_below(node)) == ids
         lo, hi = trie.interval(node)
         assert hi - lo == len(ids)
-        here = [i for i in ids if spelt(items[i]) == prefix]
+        here = [i for i in ids if symbols_of(items[i]) == prefix]
         assert sorted(trie.tokens_at(node)) == here
         assert all(trie.parent(leaf) == node for leaf in here)
         letters = trie.child_letters(node)

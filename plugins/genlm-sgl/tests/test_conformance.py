@@ -1,4 +1,4 @@
-"""The engine keeps every law, served plainly and in tight quarters; no stand-in was called."""
+"""The engine passes every check, with plain and with tight options; no stand-in was called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trie keeps every law that the conformance suite knows, on each path of the machine."""
+"""The trie passes every check of the conformance suite, on each available path."""
 
 from genlm.testing import conformance_tests
 

@@ -1,5 +1,5 @@
-"""What only a GPU can show; the reductions themselves are in `test_reductions.py`, the laws in
-`test_conformance.py`."""
+"""What only a GPU can show; `test_reductions.py` tests reductions, `test_conformance.py` runs
+the checks."""
 
 from __future__ import annotations
 

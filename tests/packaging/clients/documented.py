@@ -1,4 +1,4 @@
-"""What the two packages' own documentation shows, on the packaged model, with its numbers."""
+"""The examples of the two packages' documentation, on the packaged model."""
 
 import asyncio
 import json

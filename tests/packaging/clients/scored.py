@@ -1,4 +1,4 @@
-"""What the programs here share: the packaged model, and its rows one sequence at a time."""
+"""Shared by the programs here: the packaged model and its unbatched rows."""
 
 import torch
 from genlm.control import PromptedLLM

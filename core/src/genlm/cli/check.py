@@ -1,4 +1,4 @@
-"""`genlm check`: does an engine or a trie keep every law?"""
+"""`genlm check`: run the conformance suite against an engine or a trie."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
         str | None, typer.Option(help="A model to check without an oracle.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="In which that model computes; sets the tolerance.")
+        str, typer.Option(help="Dtype in which that model computes; sets the tolerance.")
     ] = "float32",
     only: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="A check; may be repeated.")
@@ -35,15 +35,15 @@ def check(
     xfail: Annotated[Path | None, typer.Option(help="File of expected failures.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides every example.")] = 0,
     no_skips: Annotated[
-        bool, typer.Option("--no-skips", help="A check that cannot run is a failure.")
+        bool, typer.Option("--no-skips", help="Count a skipped check as a failure.")
     ] = False,
     as_list: Annotated[bool, typer.Option("--list", help="List the checks; run none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run the conformance suite against a backend.
 
-    Exit code 0: nothing speaks against it. 1: a check failed, or the backend cannot be
-    used. 2: what was asked for does not exist.
+    Exit code 0: no check failed. 1: a check failed, or the backend cannot be used. 2: an
+    argument is invalid or names something unknown.
     """
     _require_hypothesis()
     from genlm.testing.run import Settings, prepared
@@ -67,7 +67,7 @@ def check(
             raise typer.BadParameter(str(error)) from error
         if as_list:
             for case in run.cases:
-                typer.echo(f"{case.id}: {case.check.law}")
+                typer.echo(f"{case.id}: {case.check.property}")
             return
         report = _reported(run, quiet=as_json)
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())

@@ -1,7 +1,7 @@
-"""`Check`: a law, the function that tries to break it, and what it needs to run.
+"""`Check`: a function that tests one property of engines or tries, and when it applies.
 
-A check is a plain function of a trial, made a `Check` by `engine_check` or
-`trie_check`. The first sentence of its docstring is the law.
+A check is a plain function of a fixture, decorated with `engine_check` or `trie_check`. The
+first sentence of its docstring states the property.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from genlm import Capability
+from genlm.testing.deprecation import renamed
 from genlm.testing.target import Kind
 
 if TYPE_CHECKING:
-    from genlm.testing.engine_trial import EngineTrial
-    from genlm.testing.trie_trial import TrieTrial
+    from genlm.testing.engine_fixture import EngineFixture
+    from genlm.testing.trie_fixture import TrieFixture
 
 __all__ = ["Check", "engine_check", "trie_check"]
 
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 
 
+@renamed(law="property")
 @dataclass(frozen=True)
 class Check:
-    """One law about engines or tries and the function that tries to break it.
+    """A function that tests one property of engines or tries.
 
     Attributes:
-        function: Takes a trial; raises where the law is broken.
-        kind: What it is about.
+        function: Takes a fixture; raises if the property is violated.
+        kind: `"engine"` or `"trie"`.
         needs: A capability without which it does not apply.
         unless: A capability with which it does not apply.
-        member: A member without which it does not apply to a trie.
-        oracle: Whether it means nothing without an oracle independent of the engine.
-        cases: What must have occurred during the check for it to mean anything; the
-            function reports each with `trial.saw`. It fails if one never occurred.
+        member: A method of the trie without which it does not apply.
+        oracle: Whether it needs an oracle that is independent of the engine.
+        cases: What the check must cover. The function reports each with `fixture.saw`; the
+            check fails if one never occurred.
     """
 
     function: Callable[[Any], None]
@@ -53,8 +55,8 @@ class Check:
         return self.function.__name__.replace("_", "-")
 
     @property
-    def law(self) -> str:
-        """What it guards: the first sentence of the function's docstring."""
+    def property(self) -> str:
+        """What it tests: the first sentence of the function's docstring."""
         text = " ".join((inspect.getdoc(self.function) or "").split())
         return _SENTENCE_END.split(text, maxsplit=1)[0]
 
@@ -65,10 +67,10 @@ def engine_check(
     unless: Capability | None = None,
     oracle: bool = False,
     cases: tuple[str, ...] = (),
-) -> Callable[[Callable[[EngineTrial], None]], Check]:
-    """Make a function of an `EngineTrial` a check; see `Check` for the arguments."""
+) -> Callable[[Callable[[EngineFixture], None]], Check]:
+    """Make a check of a function of an `EngineFixture`; `Check` describes the arguments."""
 
-    def decorate(function: Callable[[EngineTrial], None]) -> Check:
+    def decorate(function: Callable[[EngineFixture], None]) -> Check:
         return Check(function, "engine", needs, unless, oracle, cases)
 
     return decorate
@@ -76,10 +78,10 @@ def engine_check(
 
 def trie_check(
     *, member: str | None = None, cases: tuple[str, ...] = ()
-) -> Callable[[Callable[[TrieTrial], None]], Check]:
-    """Make a function of a `TrieTrial` a check; see `Check` for the arguments."""
+) -> Callable[[Callable[[TrieFixture], None]], Check]:
+    """Make a check of a function of a `TrieFixture`; `Check` describes the arguments."""
 
-    def decorate(function: Callable[[TrieTrial], None]) -> Check:
+    def decorate(function: Callable[[TrieFixture], None]) -> Check:
         return Check(function, "trie", cases=cases, member=member)
 
     return decorate

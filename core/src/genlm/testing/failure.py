@@ -1,17 +1,19 @@
-"""How a check says that a law was broken."""
+"""The exceptions by which a check fails, times out, is skipped or does not apply."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckFailure", "NeverEnded", "NotApplicable", "Skipped", "expect"]
+from genlm.testing.deprecation import renamed
+
+__all__ = ["CheckFailure", "CheckTimeout", "NotApplicable", "Skipped", "expect"]
 
 
 class CheckFailure(AssertionError):
-    """A law seen broken: what was expected, what was found, and with which example.
+    """A property was violated.
 
     Attributes:
-        expected: What the law demands, in words.
+        expected: What the property requires, in words.
         found: What happened instead.
         example: The values with which it happened, by name.
     """
@@ -28,40 +30,40 @@ class CheckFailure(AssertionError):
         return "\n".join(lines)
 
 
-class NeverEnded(BaseException):
-    """A call that did not return in time.
+@renamed(patience_s="timeout_s")
+class CheckTimeout(BaseException):
+    """A call did not return within its time limit.
 
-    Not an `Exception`, because Hypothesis would run into the same wait again and again
-    to shrink the example.
+    Not an `Exception`: Hypothesis would repeat the same wait many times to shrink the example.
 
     Attributes:
         what: The call, in words.
-        patience_s: How long it was waited for.
+        timeout_s: The time limit.
     """
 
-    def __init__(self, what: str, patience_s: float) -> None:
-        super().__init__(what, patience_s)
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(what, timeout_s)
         self.what = what
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
 
     def __str__(self) -> str:
-        return f"{self.what} did not end within {self.patience_s:g} s"
+        return f"{self.what} did not end within {self.timeout_s:g} s"
 
 
 class NotApplicable(Exception):
-    """Raised by a check of something that this backend does not have; its text says what."""
+    """Raised by a check of an ability that this backend lacks; the message names it."""
 
 
 class Skipped(Exception):
-    """Raised by a check for which the target lacks something; its text says what."""
+    """Raised by a check for which the target lacks something; the message names it."""
 
 
 def expect(holds: bool, expected: str, found: object, **example: Any) -> None:
-    """Raise `CheckFailure` unless the law holds.
+    """Raise `CheckFailure` unless a property holds.
 
     Args:
         holds: Whether it does.
-        expected: What the law demands, in words.
+        expected: What the property requires, in words.
         found: What happened.
         **example: The values with which it happened.
     """

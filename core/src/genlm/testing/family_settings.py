@@ -1,4 +1,4 @@
-"""The configs of `families`: plain data, for one width of head at a time.
+"""The configs of `families` as functions of the head width.
 
 Longer than other modules because it is one table.
 """
@@ -12,14 +12,14 @@ from genlm.testing.tiny_model import TINY_LLAMA, TINY_LOGITS, TINY_VOCABULARY
 __all__ = ["Settings", "Sizes", "attention", "experts", "positions", "recurrent"]
 
 Settings = dict[str, tuple[str, dict[str, Any]]]
-"""By the family's name: transformers' name of the architecture, and its settings."""
+"""transformers' name of the architecture and its settings, by the family's name."""
 
 _TWO_OF_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Sizes(NamedTuple):
-    """Widths of a model of four heads, and the settings that all models of a kind share."""
+    """Widths of a model with four heads, and settings shared by many models."""
 
     head: int
 
@@ -30,11 +30,11 @@ class Sizes(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """Width of a feed-forward layer or of an expert; SGLang wants a multiple of 64."""
+        """Width of a feed-forward layer or an expert; SGLang requires a multiple of 64."""
         return 8 * self.head
 
     def llama(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-        """Settings named as Llama's; a change to None leaves one out."""
+        """Settings with Llama's names; None removes a setting."""
         widths = {"hidden_size": self.hidden, "intermediate_size": self.inner}
         settings = {**TINY_LLAMA, **widths, **changes}
         return model_type, {
@@ -42,12 +42,12 @@ class Sizes(NamedTuple):
         }
 
     def gpt(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-        """Settings named as GPT-2's."""
+        """Settings with GPT-2's names."""
         settings = {"vocab_size": TINY_LOGITS, "n_embd": self.hidden, "n_layer": 2, "n_head": 4}
         return model_type, settings | {"bos_token_id": 1, "eos_token_id": 2} | changes
 
     def bare(self, model_type: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-        """Settings of its own, beside the sizes of vocabulary and model."""
+        """Only the sizes of vocabulary and model, and the given settings."""
         return model_type, {
             "vocab_size": TINY_LOGITS,
             "hidden_size": self.hidden,
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 
 
 def attention(sizes: Sizes) -> Settings:
-    """Dense models: kinds of attention, of layers, of windows."""
+    """Dense models: kinds of attention, layers and windows."""
     d, llama, gpt, bare = sizes.head, sizes.llama, sizes.gpt, sizes.bare
     falcon = {"num_hidden_layers": 2, "num_attention_heads": 4}
     neox = {"num_key_value_heads": None, "intermediate_size": 4 * sizes.hidden}
@@ -190,7 +190,7 @@ def attention(sizes: Sizes) -> Settings:
 
 
 def positions(sizes: Sizes) -> Settings:
-    """Position encodings that depend on lengths: biases and scaled rotary embeddings."""
+    """Length-dependent position encodings: attention biases and scaled rotary embeddings."""
     llama, bare = sizes.llama, sizes.bare
     pairs = sizes.head // 2
     plain = {"rope_theta": 10000.0}
@@ -247,7 +247,7 @@ def positions(sizes: Sizes) -> Settings:
 
 
 def experts(sizes: Sizes) -> Settings:
-    """Mixtures of experts, and latent attention."""
+    """Mixtures of experts and latent attention."""
     d, llama = sizes.head, sizes.llama
     four = {"num_experts": 4, "num_experts_per_tok": 2}
     moe = {**four, "moe_intermediate_size": sizes.inner}
@@ -326,7 +326,7 @@ def experts(sizes: Sizes) -> Settings:
 
 
 def recurrent(sizes: Sizes) -> Settings:
-    """Models with a recurrent state, alone or beside attention."""
+    """Models with recurrent state, with or without attention."""
     d, llama, bare = sizes.head, sizes.llama, sizes.bare
     return {
         "lfm2": llama("lfm2", layer_types=["conv", "full_attention"]),

@@ -1,40 +1,52 @@
-"""What became of a case, and whether that is what was expected."""
+"""`Outcome`: the result of one case; `ExpectedFailures`: which failures are expected, and why.
+
+Expected failures are listed in a file in the backend's repository, one per line, each with
+its reason; `#` begins a comment:
+
+    batch-equals-map[mamba]: the scan rounds differently in batches, issue 12
+    temperature-zero-is-greedy: ties are broken at random
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["Outcome", "Status"]
+from genlm.testing.checks import current_id
+from genlm.testing.deprecation import renamed
+
+__all__ = ["ExpectationError", "ExpectedFailures", "Outcome", "Status"]
 
 Status = Literal[
     "passed", "failed", "skipped", "not applicable", "expected failure", "unexpected pass"
 ]
 
 
+@renamed(law="property")
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of one check of one target.
 
     Attributes:
-        id: Of the case.
-        law: What the check guards.
-        status: `"skipped"`: it applies but cannot run here. `"not applicable"`: it is
-            about an ability that the engine does not declare; another check sees that
-            the ability is refused.
+        id: Id of the case.
+        property: What the check tests, in one sentence.
+        status: `"skipped"`: the check applies but cannot run with this target. `"not
+            applicable"`: it tests an ability that the engine does not declare; another check
+            tests that the ability is refused.
         reason: Why it was skipped, does not apply, or was expected to fail.
-        expected: What the law demands, if it failed.
+        expected: What the property requires, if it was violated.
         found: What happened instead.
         example: The smallest example with which it happened: `repr` of each value.
-        details: Hypothesis' notes and the traceback, where the failure was no
-            `CheckFailure`.
-        cases: How often each interesting case occurred.
-        devices: On which rows were seen.
-        seconds: How long it took.
+        details: Hypothesis' notes and the traceback, if the failure was not a `CheckFailure`.
+        cases: How often each case that the check must cover occurred.
+        devices: Devices of the rows that were checked.
+        seconds: Duration.
     """
 
     id: str
-    law: str
+    property: str
     status: Status
     reason: str = ""
     expected: str = ""
@@ -44,3 +56,66 @@ class Outcome:
     cases: dict[str, int] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     seconds: float = 0.0
+
+
+class ExpectationError(ValueError):
+    """A file of expected failures is malformed or names a check that does not exist."""
+
+
+@dataclass(frozen=True)
+class ExpectedFailures:
+    """Reasons by id of a check, or of a case: `check[model]`."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path | None) -> ExpectedFailures:
+        """Read a file; None expects no failure.
+
+        Raises:
+            ExpectationError: It cannot be read, a line has no reason, or an id is repeated.
+        """
+        if path is None:
+            return cls()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ExpectationError(f"no expected failures in {path}: {error}") from error
+        reasons: dict[str, str] = {}
+        for number, line in enumerate(lines, start=1):
+            text = line.partition("#")[0].strip()
+            if not text:
+                continue
+            name, _, reason = (part.strip() for part in text.partition(":"))
+            if not reason:
+                raise ExpectationError(
+                    f"{path}:{number}: expected 'id: reason', found {text!r}"
+                )
+            name = current_id(name)
+            if name in reasons:
+                raise ExpectationError(f"{path}:{number}: {name!r} is listed twice")
+            reasons[name] = reason
+        return cls(reasons)
+
+    def refuse_unmatched(self, ids: Iterable[str]) -> None:
+        """Raise `ExpectationError` if an entry is none of these ids."""
+        known = set(ids)
+        unmatched = [name for name in self.reasons if name not in known]
+        if unmatched:
+            raise ExpectationError(
+                f"expected to fail, but there is no such check: {', '.join(unmatched)}. "
+                f"Remove the line, or use an id that `genlm check BACKEND --list` prints"
+            )
+
+    def applied_to(self, outcome: Outcome) -> Outcome:
+        """Mark a failure that is expected, and a pass that is not."""
+        check_id = outcome.id.partition("[")[0]
+        reason = self.reasons.get(outcome.id, self.reasons.get(check_id))
+        if reason is None:
+            return outcome
+        if outcome.status == "failed":
+            return replace(outcome, status="expected failure", reason=reason)
+        if outcome.status == "passed":
+            reason = f"it passes; remove it from the expected failures ({reason})"
+            return replace(outcome, status="unexpected pass", reason=reason)
+        return outcome

@@ -1,4 +1,4 @@
-"""The report of a run: for people, and as JSON."""
+"""The report of a run, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIBRARIES = ("torch", "numpy", "hypothesis")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a run found, and with what.
+    """The outcomes of a run and the environment.
 
     Attributes:
-        run: What was run.
+        run: The run.
         outcomes: One per case.
     """
 
@@ -31,18 +31,18 @@ class Report:
 
     @property
     def failures(self) -> list[Outcome]:
-        """The outcomes that speak against the backend."""
+        """The outcomes that count as failures of the backend."""
         return [outcome for outcome in self.outcomes if self.run.fails(outcome)]
 
     @property
     def certified(self) -> bool:
-        """Whether every check that applies to the backend's own targets ran and passed."""
+        """Whether every applicable check of all the backend's own targets ran and passed."""
         settings = self.run.settings
         whole = not settings.only and not settings.models and settings.model is None
         return whole and all(o.status in {"passed", "not applicable"} for o in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The whole report as plain values."""
         settings = dataclasses.asdict(self.run.settings)
         return {
             **_environment(self.run),
@@ -51,11 +51,17 @@ class Report:
             "certified": self.certified,
             "counts": dict(Counter(outcome.status for outcome in self.outcomes)),
             "seconds": sum(outcome.seconds for outcome in self.outcomes),
-            "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
+            "outcomes": [
+                {
+                    **dataclasses.asdict(outcome),
+                    "law": outcome.property,
+                }  # its former name, until 1.1
+                for outcome in self.outcomes
+            ],
         }
 
     def as_text(self) -> str:
-        """The failures and the sum."""
+        """The failures and a summary."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -65,7 +71,7 @@ class Report:
         versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items())
         yield ""
         yield f"backend  {environment['backend']} ({versions}; Python {environment['python']})"
-        yield f"device   {', '.join(sorted(_devices(self.outcomes))) or 'none seen'}"
+        yield f"device   {', '.join(sorted(_devices(self.outcomes))) or 'unknown'}"
         yield f"run      profile {settings.profile}, seed {settings.seed}"
         counts = Counter(outcome.status for outcome in self.outcomes)
         seconds = sum(outcome.seconds for outcome in self.outcomes)
@@ -73,7 +79,7 @@ class Report:
         yield f"checks   {summed} in {seconds:.1f} s"
         if settings.model is not None:
             yield (
-                "oracle   none: answers were compared with the engine's own, alone and uncached"
+                "oracle   none: compared with the engine's own rows, one at a time, uncached"
             )
         yield f"result   {self._verdict()}"
 
@@ -82,18 +88,18 @@ class Report:
             return f"{len(self.failures)} failed"
         if self.certified:
             return f"{self.run.settings.backend} is certified"
-        return "nothing failed; only a whole run that passes every check certifies"
+        return "no failures; only a complete run that passes every check certifies"
 
 
 def one_line(outcome: Outcome) -> str:
-    """An outcome while the run goes on."""
+    """An outcome in one line, printed during the run."""
     reason = f": {outcome.reason}" if outcome.reason else ""
     return f"{outcome.status:<16} {outcome.seconds:6.2f} s  {outcome.id}{reason}"
 
 
 def describe(outcome: Outcome) -> list[str]:
-    """A failure with the law, what was expected and found, and the smallest example."""
-    lines = [f"{outcome.status.upper()} {outcome.id}", f"  law       {outcome.law}"]
+    """A failure: the property, what was expected and found, and the smallest example."""
+    lines = [f"{outcome.status.upper()} {outcome.id}", f"  property  {outcome.property}"]
     if outcome.reason:
         lines.append(f"  reason    {outcome.reason}")
     if outcome.expected:

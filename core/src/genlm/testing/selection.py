@@ -1,4 +1,4 @@
-"""From a backend's name to the cases to run: each check with each target."""
+"""Collects the cases of a backend: each check with each of its targets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 from genlm import BackendInfo, find_backend, get_backend, list_backends
 from genlm.testing.check import Check
-from genlm.testing.checks import all_checks
+from genlm.testing.checks import all_checks, current_id
 from genlm.testing.target import EngineTarget, Target, TrieTarget
 
 __all__ = ["Case", "cases_of", "chosen", "find", "targets_of"]
 
-MODEL_PATIENCE_S = 600.0
-"""How long a model of the user's own may take to load, or to answer."""
+MODEL_TIMEOUT_S = 600.0
+"""Time limit for loading a user's own model and for each answer."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One check of one target; of which backend, if it is an installed one's."""
+    """One check of one target, and the installed backend that the target belongs to."""
 
     check: Check
     target: Target
@@ -35,10 +35,10 @@ class Case:
 
 
 def find(backend: str) -> BackendInfo:
-    """Describe an installed engine or trie, whichever has the name.
+    """Describe the installed engine or trie of this name.
 
     Raises:
-        PluginError: There is none, or it cannot be used.
+        PluginError: It is not installed or cannot be used.
     """
     tries = {name for info in list_backends("trie") for name in (info.name, info.provider)}
     engines = {name for info in list_backends("engine") for name in (info.name, info.provider)}
@@ -48,32 +48,32 @@ def find(backend: str) -> BackendInfo:
 def targets_of(
     info: BackendInfo, folder: Path, model: str | None = None, dtype: str = "float32"
 ) -> list[Target]:
-    """The targets that a backend brings, or one made of `model`.
+    """The targets of a backend, or one made of `model`.
 
     Args:
         info: An installed backend.
-        folder: Empty; outlives the run.
-        model: What the engine calls a model, to be checked without an oracle.
-        dtype: In which that model computes.
+        folder: An empty folder that is kept until the run ends.
+        model: A model for the engine to load, to be checked without an oracle.
+        dtype: Dtype in which that model computes.
 
     Raises:
-        LookupError: It brings none, and no model is given.
-        TypeError: What `BackendSpec.conformance` names is no target.
-        ValueError: No tolerance is known for `dtype`.
+        LookupError: It has none, and `model` is None.
+        TypeError: `BackendSpec.conformance` names something other than a target.
+        ValueError: `dtype` has no tolerance.
     """
     if model is not None:
         return [_without_oracle(info, model, dtype)]
     if info.conformance is None:
         raise LookupError(
-            f"{info.provider} brings no conformance target. Name one in its BackendSpec "
+            f"{info.provider} has no conformance target. Name one in its BackendSpec "
             f"(conformance='package.module:target'), or check it without an oracle: "
             f"genlm check {info.name} --model MODEL"
         )
     module, _, attribute = info.conformance.partition(":")
-    brought: Any = getattr(importlib.import_module(module), attribute)
-    if callable(brought):
-        brought = brought(folder)
-    targets = list(brought) if isinstance(brought, Iterable) else [brought]
+    found: Any = getattr(importlib.import_module(module), attribute)
+    if callable(found):
+        found = found(folder)
+    targets = list(found) if isinstance(found, Iterable) else [found]
     for target in targets:
         if not isinstance(target, (EngineTarget, TrieTarget)) or target.kind != info.kind:
             raise TypeError(
@@ -86,7 +86,7 @@ def cases_of(targets: Sequence[Target], info: BackendInfo | None = None) -> list
     """Every check with every target, target by target.
 
     Args:
-        targets: Of one backend.
+        targets: Targets of one backend.
         info: That backend, if it is installed.
     """
     return [
@@ -95,16 +95,17 @@ def cases_of(targets: Sequence[Target], info: BackendInfo | None = None) -> list
 
 
 def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) -> list[Case]:
-    """The cases of these checks and models; of all, where none are named.
+    """The cases of these checks and models.
 
     Args:
-        cases: All there are.
-        only: Ids of checks, or of cases.
-        models: Names of targets.
+        cases: All cases.
+        only: Ids of checks or of cases; all if empty.
+        models: Names of targets; all if empty.
 
     Raises:
-        LookupError: A name that nothing has.
+        LookupError: A name is unknown.
     """
+    only = [current_id(name) for name in only]
     known = {case.check.id for case in cases} | {case.id for case in cases}
     _refuse_unknown("check", only, known)
     _refuse_unknown("model", models, {case.target.model for case in cases})
@@ -121,9 +122,7 @@ def _refuse_unknown(what: str, names: Sequence[str], known: set[str]) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise LookupError(
-                f"no {what} {name!r}.{hint} There are: {', '.join(sorted(known))}"
-            )
+            raise LookupError(f"no {what} {name!r}.{hint} Known: {', '.join(sorted(known))}")
 
 
 def _without_oracle(info: BackendInfo, model: str, dtype: str) -> EngineTarget:
@@ -133,6 +132,6 @@ def _without_oracle(info: BackendInfo, model: str, dtype: str) -> EngineTarget:
         build=lambda **options: build(model, **options),
         oracle=None,
         dtype=dtype,
-        patience_s=MODEL_PATIENCE_S,
-        shared=True,  # it may be large: there is room for it once, and time
+        timeout_s=MODEL_TIMEOUT_S,
+        shared=True,  # a large model fits into memory once and loads slowly
     )

@@ -1,7 +1,7 @@
-"""What a backend brings to be certified: tiny models and what their answers must be.
+"""Targets of the conformance suite: tiny models or tries of a backend, with their oracles.
 
-`BackendSpec.conformance` names a target, a sequence of targets, or a function that
-takes an empty folder, which outlives the run, and returns either.
+`BackendSpec.conformance` names a target, a sequence of targets, or a function that takes an
+empty folder, kept until the run ends, and returns either.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from genlm.testing.deprecation import renamed
+
 if TYPE_CHECKING:
     from genlm import AsyncLM, Engine, Token
-    from genlm.testing.sharing import SharedEngine
+    from genlm.testing.shared_engine import SharedEngine
 
 __all__ = ["TOLERANCE_CAPS", "EngineTarget", "Kind", "Oracle", "Target", "TrieTarget"]
 
@@ -22,8 +24,7 @@ Oracle = Callable[[tuple[int, ...], str | None], Any]
 """`oracle(token_ids, adapter)`: the natural-log row as an array, float64 or float32."""
 
 TOLERANCE_CAPS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1.5e-1}
-"""Largest difference of a log-probability that any target may allow, by the dtype in
-which the engine computes."""
+"""Largest tolerance for log-probabilities, by the dtype in which the engine computes."""
 
 DEFAULT_TEXTS = (
     "hello world",
@@ -32,35 +33,36 @@ DEFAULT_TEXTS = (
 )
 
 
+@renamed(patience_s="timeout_s")
 @dataclass(frozen=True, kw_only=True)
 class EngineTarget:
-    """One tiny model of an engine, with an oracle for its rows.
+    """A tiny model of an engine, with an oracle for its rows.
 
     Attributes:
         model: Names the model in reports.
-        build: Makes an engine, on the thread that will own it. Takes the engine
-            options of `tight_options`, if there are any.
-        oracle: The true row of a sequence: a closed form, or an unbatched float32
-            forward. None, only for models without one, has the engine's own answers
-            to lone requests stand in; checks of correctness are then skipped.
-        adapters: Folder of each adapter, by name; at least two where the engine
-            declares `Capability.LORA`. Their rows must differ.
-        dtype: In which the engine computes; sets the tolerance.
-        tolerance: Largest difference of a log-probability from the oracle's; at
-            most, and by default, the cap for `dtype`.
-        token_ids: Ids to build sequences of, 0 among them; by default the vocabulary.
-        max_length: The longest sequence to ask for.
-        tight_options: Engine options that leave its own caches room for next to nothing,
-            or several such, from nothing at all to a few tokens.
+        build: Builds the engine on the thread that will own it. Takes the engine options
+            in `tight_options` as keyword arguments.
+        oracle: Computes the expected row of a sequence: a closed form, or an unbatched
+            float32 forward pass. None, only for models without an oracle, compares with the
+            engine's own answers to single requests; checks of correctness are then skipped.
+        adapters: Folder of each adapter, by name; at least two if the engine declares
+            `Capability.LORA`. Their rows must differ.
+        dtype: Dtype in which the engine computes; sets the tolerance.
+        tolerance: Largest difference of a log-probability from the oracle's; at most, and by
+            default, the cap for `dtype`.
+        token_ids: Ids that sequences are made of, including 0; by default the vocabulary.
+        max_length: Length of the longest sequence.
+        tight_options: Engine options that limit its own caches to almost nothing, or several
+            such options, from no room at all to a few tokens.
         texts: Texts that the tokenizer encodes without loss, for the round trip.
-        patience_s: How long any one answer may take before it counts as lost.
-        shared: Whether one engine serves all checks, because it takes long to build; its
-            caches then stay warm from one check to the next.
-        front: What stands between callers and the engine: `AsyncLM`, or a class to be
-            checked in its place.
+        timeout_s: Time after which an unanswered request counts as lost.
+        shared: Whether all checks use one engine, because building it is slow; its caches
+            then stay warm from one check to the next.
+        front: The class between callers and the engine: `AsyncLM`, or one to be checked in
+            its place.
 
     Raises:
-        ValueError: A dtype without a cap, or a tolerance above it.
+        ValueError: `dtype` has no cap, or `tolerance` is above it.
     """
 
     model: str
@@ -73,7 +75,7 @@ class EngineTarget:
     max_length: int = 24
     tight_options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     texts: Sequence[str] = DEFAULT_TEXTS
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     shared: bool = False
     front: Callable[..., AsyncLM] | None = None
     _engines: dict[str, SharedEngine] = field(
@@ -96,7 +98,7 @@ class EngineTarget:
 
     @property
     def largest_error(self) -> float:
-        """Largest difference of a log-probability that passes."""
+        """Largest difference of a log-probability that a check accepts."""
         return TOLERANCE_CAPS[self.dtype] if self.tolerance is None else self.tolerance
 
     @property
@@ -117,9 +119,9 @@ class EngineTarget:
         """Load the model.
 
         Args:
-            watch: Puts something around the engine, on the engine's thread.
+            watch: Wraps the engine, on the engine's thread.
             engine_options: Passed to `build`.
-            **options: Of `AsyncLM`, such as `output_cache`.
+            **options: Options of `AsyncLM`, such as `output_cache`.
         """
         from genlm import AsyncLM
 
@@ -129,38 +131,39 @@ class EngineTarget:
         )
 
     def close(self) -> None:
-        """Close the shared engines; those of models close with their models."""
+        """Close the shared engines; other engines close with their models."""
         while self._engines:
             self._engines.popitem()[1].close()
 
     def _engine(self, options: Mapping[str, Any]) -> Engine:
         if not self.shared:
             return self.build(**options)
-        from genlm.testing.sharing import Lease, SharedEngine
+        from genlm.testing.shared_engine import EngineHandle, SharedEngine
 
         key = repr(sorted(options.items()))
         if key not in self._engines:
             self._engines[key] = SharedEngine(lambda: self.build(**options))
-        return Lease(self._engines[key])
+        return EngineHandle(self._engines[key])
 
 
+@renamed(patience_s="timeout_s")
 @dataclass(frozen=True, kw_only=True)
 class TrieTarget:
-    """One way of building a token trie.
+    """A way to build a token trie.
 
     Attributes:
-        model: Names it in reports: a device, for example.
-        build: Makes a trie of a vocabulary's tokens.
-        dtypes: Names of the torch dtypes of the weights to try.
-        devices: torch devices on which weights are given and results stay.
-        patience_s: How long any one call may take before it counts as lost.
+        model: Names it in reports, for example a device.
+        build: Builds a trie of a vocabulary's tokens.
+        dtypes: Names of the torch dtypes of weights.
+        devices: torch devices of weights; results stay there.
+        timeout_s: Time after which an unfinished call counts as lost.
     """
 
     model: str
     build: Callable[[Sequence[Token]], Any]
     dtypes: Sequence[str] = ("float32", "float64", "bfloat16")
     devices: Sequence[str] = ("cpu",)
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
 
     kind: ClassVar[Kind] = "trie"
 

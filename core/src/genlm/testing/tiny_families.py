@@ -1,8 +1,8 @@
-"""`families`: tiny random models of every family of decoder-only models that engines serve.
+"""`families`: tiny random models of the families of decoder-only models that engines serve.
 
-A family is an architecture in one of its variants: a kind of position encoding, of attention
-window, of expert layers, of recurrent state. Windows are of 4 or 16 tokens and scaled rotary
-embeddings start from 16 positions, so that a sequence of 60 tokens is beyond all of them.
+A family is an architecture in one variant: a kind of position encoding, attention window,
+expert layer or recurrent state. Windows have 4 or 16 tokens and rotary embeddings are scaled
+beyond 16 positions, so that a sequence of 60 tokens exceeds all of them.
 `genlm.testing.family_settings` lists the configs.
 """
 
@@ -17,7 +17,7 @@ from genlm.testing.family_settings import Sizes, attention, experts, positions, 
 
 __all__ = ["Family", "families"]
 
-# One or two for each mechanism; what `make test` runs on every engine.
+# One or two for each mechanism; `make test` runs them on every engine.
 _REPRESENTATIVE = frozenset(
     {
         "bloom",
@@ -64,11 +64,11 @@ class Family:
     """A tiny model of an architecture in one of its variants.
 
     Attributes:
-        name: The architecture, and what is special about this variant.
+        name: The architecture and the variant.
         model_type: transformers' name of the architecture.
         settings: All settings of the config; read-only.
-        hidden_size: Width of the model, by which the size of its random weights is chosen.
-        representative: Whether it is one of the third that covers every mechanism.
+        hidden_size: Width of the model; it determines the scale of its random weights.
+        representative: Whether it belongs to the third that covers every mechanism.
     """
 
     name: str
@@ -82,14 +82,14 @@ def families(head_dim: int = 16) -> dict[str, Family]:
     """List the families, by name.
 
     Args:
-        head_dim: Width of an attention head, a multiple of 8; kernels serve some widths only.
-            A model has four heads and is four heads wide.
+        head_dim: Width of an attention head, a multiple of 8; kernels support some widths only.
+            A model has four heads, so its width is `4 * head_dim`.
 
     Returns:
-        The families, the same ones for every `head_dim`. Build one with `TinyModel.of`.
+        The same families for every `head_dim`. `TinyModel.of` builds the model of one.
 
     Raises:
-        ValueError: `head_dim` is no positive multiple of 8.
+        ValueError: `head_dim` is not a positive multiple of 8.
     """
     if head_dim < 8 or head_dim % 8:
         raise ValueError(f"head_dim={head_dim!r}; use a positive multiple of 8")

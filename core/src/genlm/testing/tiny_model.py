@@ -1,7 +1,7 @@
-"""`TinyModel`: a small random model on disk, for engines that load transformers' folders.
+"""`TinyModel`: a small random model on disk, for engines that load transformers checkpoints.
 
-Its oracle is transformers' own forward pass of one sequence, in float32 and without a past,
-and peft's own model for adapters. Knows no engine.
+Its oracle is transformers' forward pass of one sequence, in float32 and without a KV cache,
+through peft for adapters.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 TINY_VOCABULARY = 300
-"""How many ids the tokenizer has."""
+"""Number of ids of the tokenizer."""
 
 TINY_LOGITS = 320
-"""More than the tokenizer has ids, as in models with embeddings padded to a round number."""
+"""Number of logits: more than ids, as in models with padded embeddings."""
 
 TINY_LLAMA: Mapping[str, Any] = {
     "vocab_size": TINY_LOGITS,
@@ -51,10 +51,10 @@ TINY_LLAMA: Mapping[str, Any] = {
 """The config of a Llama with grouped-query attention and a window of 64 tokens."""
 
 _SCALE = 0.15
-"""Of random weights, in a model that is as wide as `TINY_LLAMA`."""
+"""Standard deviation of random weights in a model as wide as `TINY_LLAMA`."""
 
 _NOISE = 0.1
-"""Added to biases and to the weights of norms."""
+"""Standard deviation of the noise added to biases and norm weights."""
 
 _TEXT = "Once upon a time there was a fox who ran through the woods and the windy hills. "
 _SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -63,15 +63,15 @@ _SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"
 class TinyModel:
     """A causal language model with random weights in a folder, and its oracle.
 
-    The weights are so large that every token matters to every row. Needs transformers, and
-    peft for adapters.
+    The weights are so large that every token affects every row. Needs transformers, and peft
+    for adapters.
 
     Args:
-        folder: Where model, tokenizer and adapters are put, on first use of `path`.
-        settings: Of the config, all of them; by default those of `TINY_LLAMA`.
+        folder: Folder of model, tokenizer and adapters, written on first use of `path`.
+        settings: All settings of the config; by default `TINY_LLAMA`.
         model_type: transformers' name of the architecture.
-        adapters: Names of LoRA adapters to make.
-        lora: Arguments of `peft.LoraConfig`, `target_modules` among them.
+        adapters: Names of random LoRA adapters to create.
+        lora: Arguments of `peft.LoraConfig`, including `target_modules`.
         scale: Standard deviation of the weights.
 
     Attributes:
@@ -99,14 +99,14 @@ class TinyModel:
 
     @classmethod
     def of(cls, folder: Path, family: Family) -> Self:
-        """Make the model of a family; a wider one has smaller weights, so similar scores."""
+        """Create the model of a family; the wider it is, the smaller are the weights."""
         scale = _SCALE * (TINY_LLAMA["hidden_size"] / family.hidden_size) ** 0.5
         return cls(folder, family.settings, model_type=family.model_type, scale=scale)
 
     @functools.cached_property
     def path(self) -> Path:
-        """The folder, once it holds the model, its tokenizer and its adapters."""
-        with torch.random.fork_rng(devices=()), _no_bars():
+        """The folder with the model, its tokenizer and its adapters, written on first use."""
+        with torch.random.fork_rng(devices=()), _no_progress_bars():
             model = random_model(self._model_type, self._settings, scale=self._scale)
             model.save_pretrained(self._folder)
             for seed, path in enumerate(self.adapters.values()):
@@ -117,20 +117,19 @@ class TinyModel:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """How many ids a row has: more than `TINY_VOCABULARY` where transformers adds some.
-
-        It gives tokenizers of some architectures special tokens of its own.
-        """
+        """Width of a row: more than `TINY_VOCABULARY` if transformers adds special tokens."""
         import transformers
 
         return len(transformers.AutoTokenizer.from_pretrained(self.path))
 
     def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        """Compute the row of one sequence alone, without a past; float64."""
+        """Compute the row of one sequence without batching or KV cache; float64."""
         ids = torch.tensor([list(token_ids)])
-        model = self._alone(adapter)
+        model = self._model_of(adapter)
         if ModelFacts.of(model.config).rope_by_longest:
-            model = copy.deepcopy(model)  # such embeddings remember the longest sequence
+            model = copy.deepcopy(
+                model
+            )  # these embeddings depend on the longest sequence so far
         with torch.no_grad():
             outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         row: torch.Tensor = outputs.logits[0, -1, : self.vocab_size].double().log_softmax(-1)
@@ -147,8 +146,8 @@ class TinyModel:
                     parameter.normal_(0, 0.3)
         adapted.save_pretrained(path)
 
-    @functools.cache  # noqa: B019 - lives as long as its target
-    def _alone(self, adapter: str | None) -> Any:
+    @functools.cache  # noqa: B019 - the model lives as long as its target
+    def _model_of(self, adapter: str | None) -> Any:
         model = _loaded(self.path)
         if adapter is None:
             return model
@@ -158,14 +157,14 @@ class TinyModel:
 
 
 def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float = _SCALE) -> Any:
-    """Build a transformers model with random weights, the same ones each time.
+    """Build a transformers model with random weights from a fixed seed.
 
-    The weights are so large that every token matters to every row, and every parameter does:
-    biases, the weights of norms and of attention sinks are random too.
+    The weights are so large that every token and every parameter affects every row: biases,
+    norm weights and attention sinks are random too.
 
     Args:
         model_type: transformers' name of the architecture.
-        settings: All settings of its config.
+        settings: All settings of the config.
         scale: Standard deviation of matrices.
 
     Returns:
@@ -189,7 +188,7 @@ def random_model(model_type: str, settings: Mapping[str, Any], *, scale: float =
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of exactly `TINY_VOCABULARY` ids."""
+    """A byte-level BPE tokenizer with exactly `TINY_VOCABULARY` ids."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -212,7 +211,7 @@ def _loaded(folder: Path) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    with _no_bars():
+    with _no_progress_bars():
         return load(
             folder,
             config=config,
@@ -222,14 +221,14 @@ def _loaded(folder: Path) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """Choose attention in plain PyTorch for capped scores: torch's kernels do not cap them."""
+    """Choose eager attention for soft-capped scores, which torch's kernels do not support."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped else None
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars: one for each model of each check."""
+def _no_progress_bars() -> Iterator[None]:
+    """Disable transformers' progress bars, which appear once per model."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

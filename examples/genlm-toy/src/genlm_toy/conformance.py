@@ -1,4 +1,4 @@
-"""What `genlm check toy` needs: a model to load and the rows that it must give."""
+"""The target of `genlm check toy`: a model to load and its expected rows."""
 
 from math import log
 

@@ -55,7 +55,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             build=functools.partial(_alternating, model, _fitting(options, paged=paged)),
             oracle=model.logprobs,
             adapters=model.adapters,
-            patience_s=240.0,  # the first engine imports SGLang
+            timeout_s=240.0,  # the first engine imports SGLang
             tight_options=[_fitting(options, paged=paged) for options in _TIGHT],
             shared=True,
         )

@@ -38,7 +38,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             max_length=40,  # more than a KV block
             # In processes of its own: only one engine may compute in this one.
             tight_options={"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True},
-            patience_s=300,  # importing vLLM and starting its processes counts too
+            timeout_s=300,  # importing vLLM and starting its processes counts too
             shared=True,
         )
 

@@ -16,5 +16,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
         target="genlm.core.reference:ReferenceEngine",
         capabilities=("lora",),
         summary="Exact byte n-gram model in closed form; small, for tests and trials",
-        conformance="genlm.testing.reference:targets",
+        conformance="genlm.testing.core_targets:reference_targets",
     )

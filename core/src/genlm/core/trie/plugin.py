@@ -16,5 +16,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
             kind="trie",
             target="genlm.core.trie:TokenCharacterTrie",
             summary="Token trie on the CPU; arrays only, no recursion",
-            conformance="genlm.testing.numpy_trie:targets",
+            conformance="genlm.testing.core_targets:numpy_targets",
         )

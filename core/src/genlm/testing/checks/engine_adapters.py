@@ -1,4 +1,4 @@
-"""Checks of LoRA adapters: whose row it is, and that it is never another adapter's."""
+"""Checks of LoRA adapters: every row is that of the requested adapter."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from genlm import AdapterError, AsyncLM, Capability, UnknownAdapterError, UnsupportedCapability
 from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture, row_error
 from genlm.testing.failure import expect
-from genlm.testing.rows import row_error
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.strategies import TokenTuple
 
 Asked = tuple[TokenTuple, str | None]
 
@@ -24,50 +23,52 @@ Asked = tuple[TokenTuple, str | None]
 @engine_check(
     needs=Capability.LORA, cases=("lora_name", "with_lora", "set_lora", "differs from the base")
 )
-def adapters_answer_as_themselves(trial: EngineTrial) -> None:
-    """A request for an adapter gets that adapter's row, however the adapter is named."""
-    names = trial.adapter_names()
-    lm = trial.load(adapters=True)
+def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
+    """A request for an adapter returns that adapter's row, however it is selected."""
+    names = fixture.adapter_names()
+    lm = fixture.load(adapters=True)
 
-    def law(token_ids: TokenTuple, name: str) -> None:
+    def holds(token_ids: TokenTuple, name: str) -> None:
         lm.clear_cache()
         lm.set_lora(name)
-        by_state = trial.run(lm.next_token_logprobs_uncached(token_ids))
+        by_state = fixture.run(lm.next_token_logprobs_uncached(token_ids))
         lm.clear_lora()
         rows = {
-            "lora_name": trial.run(lm.next_token_logprobs(token_ids, lora_name=name)),
-            "with_lora": trial.run(lm.with_lora(name).next_token_logprobs_uncached(token_ids)),
+            "lora_name": fixture.run(lm.next_token_logprobs(token_ids, lora_name=name)),
+            "with_lora": fixture.run(
+                lm.with_lora(name).next_token_logprobs_uncached(token_ids)
+            ),
             "set_lora": by_state,
             "sync": lm.next_token_logprobs_sync(token_ids, lora_name=name),
-            "batch": trial.run(lm.batch_next_token_logprobs([token_ids], lora_name=name))[0],
+            "batch": fixture.run(lm.batch_next_token_logprobs([token_ids], lora_name=name))[0],
         }
         for how, row in rows.items():
-            trial.check_row(row, token_ids, name, how=how)
-            trial.saw(how)
-        base, adapted = trial.expected(token_ids), trial.expected(token_ids, name)
-        trial.saw("differs from the base", row_error(adapted, base) > 0.01)
-        trial.check_row(trial.run(lm.next_token_logprobs(token_ids)), token_ids, after=name)
+            fixture.check_row(row, token_ids, name, how=how)
+            fixture.saw(how)
+        base, adapted = fixture.expected(token_ids), fixture.expected(token_ids, name)
+        fixture.saw("differs from the base", row_error(adapted, base) > 0.01)
+        fixture.check_row(fixture.run(lm.next_token_logprobs(token_ids)), token_ids, after=name)
 
-    trial.for_all(law, token_ids=trial.sequences(), name=st.sampled_from(names))
+    fixture.for_all(holds, token_ids=fixture.sequences(), name=st.sampled_from(names))
 
 
 @engine_check(needs=Capability.LORA, cases=("several adapters in one step",))
-def adapters_mix_in_a_batch(trial: EngineTrial) -> None:
-    """Concurrent requests for the base model and for several adapters get each its own row."""
-    names = [None, *trial.adapter_names()]
-    probed, probe = trial.load_probed(adapters=True)
+def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
+    """Concurrent requests for the base model and several adapters each get the right row."""
+    names = [None, *fixture.adapter_names()]
+    lm, probe = fixture.load_probed(adapters=True)
 
-    def law(batch: list[Asked], same: TokenTuple) -> None:
-        probed.clear_cache()
+    def holds(batch: list[Asked], same: TokenTuple) -> None:
+        lm.clear_cache()
         asked = [*batch, *((same, name) for name in names)]
         before = len(probe.in_step)
-        rows = trial.run(_gathered(probed, asked))
+        rows = fixture.run(_gathered(lm, asked))
         for position, (row, (token_ids, name)) in enumerate(zip(rows, asked, strict=True)):
-            trial.check_row(row, token_ids, name, position=position, asked=asked)
-        trial.saw("several adapters in one step", probe.in_step[before] == len(set(asked)))
+            fixture.check_row(row, token_ids, name, position=position, asked=asked)
+        fixture.saw("several adapters in one step", probe.in_step[before] == len(set(asked)))
 
-    pairs = st.tuples(trial.sequences(), st.sampled_from(names))
-    trial.for_all(law, batch=st.lists(pairs, max_size=5), same=trial.sequences())
+    pairs = st.tuples(fixture.sequences(), st.sampled_from(names))
+    fixture.for_all(holds, batch=st.lists(pairs, max_size=5), same=fixture.sequences())
 
 
 async def _gathered(lm: AsyncLM, asked: Sequence[Asked]) -> list[torch.Tensor]:
@@ -76,7 +77,7 @@ async def _gathered(lm: AsyncLM, asked: Sequence[Asked]) -> list[torch.Tensor]:
 
 
 def _named(lm: AsyncLM, asked: Sequence[Asked]) -> Sequence[Asked]:
-    # `lora_name=None` means "the one set"; none is set here, so it is the base model.
+    # `lora_name=None` means the adapter that is set; none is, so it is the base model.
     lm.clear_lora()
     return asked
 
@@ -84,25 +85,25 @@ def _named(lm: AsyncLM, asked: Sequence[Asked]) -> Sequence[Asked]:
 @engine_check(
     needs=Capability.LORA, cases=("cached under another adapter", "extended after a switch")
 )
-def switching_adapters_serves_no_stale_row(trial: EngineTrial) -> None:
+def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
     """After a switch of adapters the next row is the new adapter's, cached or not."""
-    lm = trial.load(adapters=True)
-    names = [None, *trial.adapter_names()]
+    lm = fixture.load(adapters=True)
+    names = [None, *fixture.adapter_names()]
 
-    def law(token_ids: TokenTuple, order: list[str | None]) -> None:
+    def holds(token_ids: TokenTuple, order: list[str | None]) -> None:
         lm.clear_cache()
         for length in (max(1, len(token_ids) - 1), len(token_ids)):
             for name in order:
                 _set(lm, name)
                 prefix = token_ids[:length]
-                row = trial.run(lm.next_token_logprobs(prefix))
-                trial.check_row(row, prefix, name, order=order)
+                row = fixture.run(lm.next_token_logprobs(prefix))
+                fixture.check_row(row, prefix, name, order=order)
         _set(lm, None)
-        trial.saw("cached under another adapter", len(set(order)) > 1)
-        trial.saw("extended after a switch", len(set(order)) > 1 and len(token_ids) > 1)
+        fixture.saw("cached under another adapter", len(set(order)) > 1)
+        fixture.saw("extended after a switch", len(set(order)) > 1 and len(token_ids) > 1)
 
     orders = st.lists(st.sampled_from(names), min_size=2, max_size=6)
-    trial.for_all(law, token_ids=trial.sequences(), order=orders)
+    fixture.for_all(holds, token_ids=fixture.sequences(), order=orders)
 
 
 def _set(lm: AsyncLM, name: str | None) -> None:
@@ -113,69 +114,69 @@ def _set(lm: AsyncLM, name: str | None) -> None:
 
 
 @engine_check(needs=Capability.LORA, cases=("unknown", "not loadable", "loaded again"))
-def wrong_adapters_are_refused(trial: EngineTrial) -> None:
+def wrong_adapters_are_refused(fixture: EngineFixture) -> None:
     """An adapter that is unknown or cannot be loaded is an error, and nothing changes."""
-    first, second = trial.adapter_names()[:2]
-    lm = trial.load(adapters=True)
-    token_ids = trial.some_sequences(1)[0]
+    first, second = fixture.adapter_names()[:2]
+    lm = fixture.load(adapters=True)
+    token_ids = fixture.some_sequences(1)[0]
     for name, call in _calls(lm, token_ids, "no such adapter").items():
-        trial.expect_error(UnknownAdapterError, call, call=name)
-        trial.saw("unknown")
-    paths = trial.target.adapters
+        fixture.expect_error(UnknownAdapterError, call, call=name)
+        fixture.saw("unknown")
+    paths = fixture.target.adapters
     for name, path in (("absent", paths[first] + "-absent"), (first, paths[second])):
         load = functools.partial(lm.add_new_lora, path, name)
-        trial.expect_error(AdapterError, load, name=name, path=path)
-        trial.saw("not loadable")
-    trial.call(functools.partial(lm.add_new_lora, paths[first], first))
-    trial.saw("loaded again")
+        fixture.expect_error(AdapterError, load, name=name, path=path)
+        fixture.saw("not loadable")
+    fixture.call(functools.partial(lm.add_new_lora, paths[first], first))
+    fixture.saw("loaded again")
     for adapter in (None, first, second):
-        row = trial.run(lm.next_token_logprobs(token_ids, lora_name=adapter))
-        trial.check_row(row, token_ids, adapter, after="wrong adapters")
+        row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=adapter))
+        fixture.check_row(row, token_ids, adapter, after="wrong adapters")
 
 
 @engine_check(needs=Capability.LORA, cases=("loaded while a request waited", "loaded later"))
-def loading_an_adapter_disturbs_nobody(trial: EngineTrial) -> None:
+def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
     """Loading an adapter changes neither the base model's rows nor another adapter's."""
-    names = trial.adapter_names()[:2]
-    lm, probe = trial.load_probed()
-    first, second = trial.some_sequences(2)
-    trial.check_row(trial.run(lm.next_token_logprobs(first)), first)
+    names = fixture.adapter_names()[:2]
+    lm, probe = fixture.load_probed()
+    first, second = fixture.some_sequences(2)
+    fixture.check_row(fixture.run(lm.next_token_logprobs(first)), first)
 
-    async def ask_while_loading() -> torch.Tensor:
+    async def request_while_loading() -> torch.Tensor:
         probe.hold()
         row = asyncio.ensure_future(lm.next_token_logprobs(second))
         await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
-        loaded = on_thread(lm.add_new_lora, trial.target.adapters[names[0]], names[0])
+        loading = on_thread(lm.add_new_lora, fixture.target.adapters[names[0]], names[0])
         await asyncio.sleep(0)
         probe.release()
-        await loaded
+        await loading
         return await row
 
-    trial.check_row(trial.run(ask_while_loading()), second, while_loading=names[0])
-    trial.saw("loaded while a request waited")
-    load = functools.partial(lm.add_new_lora, trial.target.adapters[names[1]], names[1])
-    trial.call(load)
+    fixture.check_row(fixture.run(request_while_loading()), second, while_loading=names[0])
+    fixture.saw("loaded while a request waited")
+    load = functools.partial(lm.add_new_lora, fixture.target.adapters[names[1]], names[1])
+    fixture.call(load)
     for name in (None, *names):
         for ask in (lm.next_token_logprobs, lm.next_token_logprobs_uncached):
-            row = trial.run(ask(first, lora_name=name))
-            trial.check_row(row, first, name, after="both adapters were loaded")
-    trial.saw("loaded later")
+            row = fixture.run(ask(first, lora_name=name))
+            fixture.check_row(row, first, name, after="both adapters were loaded")
+    fixture.saw("loaded later")
 
 
 @engine_check(unless=Capability.LORA, cases=("refused",))
-def undeclared_adapters_are_refused(trial: EngineTrial) -> None:
+def undeclared_adapters_are_refused(fixture: EngineFixture) -> None:
     """Without `lora` declared, every call that names an adapter is refused as unsupported."""
-    lm = trial.lm
-    token_ids = trial.some_sequences(1)[0]
+    lm = fixture.lm
+    token_ids = fixture.some_sequences(1)[0]
     calls = _calls(lm, token_ids, "any") | {
         "add_new_lora": lambda: lm.add_new_lora("folder", "any")
     }
     for name, call in calls.items():
-        trial.expect_error(UnsupportedCapability, call, call=name)
-        trial.saw("refused")
-    row = trial.run(lm.next_token_logprobs(token_ids))
+        fixture.expect_error(UnsupportedCapability, call, call=name)
+        fixture.saw("refused")
+    row = fixture.run(lm.next_token_logprobs(token_ids))
     expect(row is not None, "a row without adapters", row)
-    trial.check_row(row, token_ids, after="refusals")
+    fixture.check_row(row, token_ids, after="refusals")
 
 
 def _calls(lm: AsyncLM, token_ids: TokenTuple, name: str) -> dict[str, Callable[[], Any]]:

@@ -1,4 +1,4 @@
-"""Checks that grouping requests never changes an answer, and that they are grouped."""
+"""Checks that concurrent requests are batched, and that batching changes no row."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from hypothesis import strategies as st
 
 from genlm import AsyncLM
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.strategies import TokenTuple
 
 
 @engine_check(cases=("ragged batch", "duplicates", "another order"))
-def batch_equals_map(trial: EngineTrial) -> None:
+def batch_equals_map(fixture: EngineFixture) -> None:
     """Row i of a batch is that of sequence i, whatever else is in the batch."""
 
-    def law(batch: list[TokenTuple], data: st.DataObject) -> None:
+    def holds(batch: list[TokenTuple], data: st.DataObject) -> None:
         shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
         for asked in (batch, shuffled):
-            trial.lm.clear_cache()
-            rows = trial.run(trial.lm.batch_next_token_logprobs(asked))
-            trial.check_rows(rows, asked, batch=asked)
-        trial.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
-        trial.saw("duplicates")
-        trial.saw("another order", shuffled[: len(batch)] != batch)
+            fixture.lm.clear_cache()
+            rows = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
+            fixture.check_rows(rows, asked, batch=asked)
+        fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
+        fixture.saw("duplicates")
+        fixture.saw("another order", shuffled[: len(batch)] != batch)
 
-    trial.for_all(law, batch=trial.batches(), data=st.data())
+    fixture.for_all(holds, batch=fixture.batches(), data=st.data())
 
 
 async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
@@ -36,26 +36,26 @@ async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
 
 
 @engine_check(cases=("ragged batch", "duplicates"))
-def concurrent_equals_alone(trial: EngineTrial) -> None:
-    """A request answered together with others has the row that it has alone."""
+def concurrent_equals_alone(fixture: EngineFixture) -> None:
+    """A request answered together with others gets the row that it gets alone."""
 
-    def law(batch: list[TokenTuple]) -> None:
-        trial.lm.clear_cache()
+    def holds(batch: list[TokenTuple]) -> None:
+        fixture.lm.clear_cache()
         asked = [*batch, batch[0]]
-        trial.check_rows(trial.run(_gathered(trial.lm, asked)), asked, asked=asked)
-        trial.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
-        trial.saw("duplicates")
+        fixture.check_rows(fixture.run(_gathered(fixture.lm, asked)), asked, asked=asked)
+        fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
+        fixture.saw("duplicates")
 
-    trial.for_all(law, batch=trial.batches())
+    fixture.for_all(holds, batch=fixture.batches())
 
 
 @engine_check(cases=("shared step",))
-def concurrent_requests_share_steps(trial: EngineTrial) -> None:
-    """Concurrent requests leave for the engine together, and it answers several a step."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(16)
-    trial.check_rows(trial.run(_gathered(lm, asked)), asked)
-    trial.saw("shared step")
+def concurrent_requests_share_steps(fixture: EngineFixture) -> None:
+    """Concurrent requests reach the engine together, and a step answers several of them."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(16)
+    fixture.check_rows(fixture.run(_gathered(lm, asked)), asked)
+    fixture.saw("shared step")
     expect(
         probe.in_step[0] == len(asked),
         f"{len(asked)} concurrent requests in the engine at its first step",

@@ -1,4 +1,4 @@
-"""Checks that no cache, in front of the engine or inside it, ever changes an answer."""
+"""Checks that no cache, in front of the engine or inside it, changes a row."""
 
 from __future__ import annotations
 
@@ -8,54 +8,53 @@ import torch
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture, row_error
 from genlm.testing.failure import NotApplicable, Skipped, expect
-from genlm.testing.rows import row_error
-from genlm.testing.sequences import TokenTuple, near_misses
+from genlm.testing.strategies import TokenTuple, near_misses
 
 SMALL = 3
-"""Rows in a small output cache: fewer than the sequences that go through it."""
+"""Rows in a small output cache: fewer than the sequences of a check."""
 
 
 @engine_check(cases=("answered from the cache", "asked again uncached"))
-def warm_equals_cold(trial: EngineTrial) -> None:
-    """A repeated request gets the row of the first time, from the cache or without it."""
+def warm_equals_cold(fixture: EngineFixture) -> None:
+    """A repeated request gets the same row as the first, from the cache or uncached."""
 
-    def law(token_ids: TokenTuple) -> None:
-        trial.lm.clear_cache()
-        before = trial.lm.statistics().cache_hits
+    def holds(token_ids: TokenTuple) -> None:
+        fixture.lm.clear_cache()
+        before = fixture.lm.statistics().cache_hits
         for time in ("first", "second", "third"):
-            row = trial.run(trial.lm.next_token_logprobs(token_ids))
-            trial.check_row(row, token_ids, time=time)
-        trial.saw("answered from the cache", trial.lm.statistics().cache_hits - before)
-        row = trial.run(trial.lm.next_token_logprobs_uncached(token_ids))
-        trial.check_row(row, token_ids, time="uncached")
-        trial.saw("asked again uncached")
+            row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
+            fixture.check_row(row, token_ids, time=time)
+        fixture.saw("answered from the cache", fixture.lm.statistics().cache_hits - before)
+        row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+        fixture.check_row(row, token_ids, time="uncached")
+        fixture.saw("asked again uncached")
 
-    trial.for_all(law, token_ids=trial.sequences())
+    fixture.for_all(holds, token_ids=fixture.sequences())
 
 
 @engine_check(cases=("size 0", "size 1", "small", "unbounded", "evicted", "hit"))
-def output_cache_sizes(trial: EngineTrial) -> None:
-    """Answers are the same with an output cache of any size, which it never exceeds."""
+def output_cache_sizes(fixture: EngineFixture) -> None:
+    """Rows are the same with an output cache of any size, which is never exceeded."""
     sizes = {"size 0": 0, "size 1": 1, "small": SMALL, "unbounded": 10**6}
     for case, size in sizes.items():
-        lm = trial.load(output_cache=OutputCache(size))
-        trial.saw(case)
-        trial.for_all(
-            functools.partial(_cached_rows, trial, lm, size),
-            examples=max(3, trial.profile.examples // 3),
-            batch=trial.batches(),
+        lm = fixture.load(output_cache=OutputCache(size))
+        fixture.saw(case)
+        fixture.for_all(
+            functools.partial(_cached_rows, fixture, lm, size),
+            examples=max(3, fixture.profile.examples // 3),
+            batch=fixture.batches(),
         )
 
 
 def _cached_rows(
-    trial: EngineTrial, lm: AsyncLM, size: int, *, batch: list[TokenTuple]
+    fixture: EngineFixture, lm: AsyncLM, size: int, *, batch: list[TokenTuple]
 ) -> None:
     for asked in (batch, batch[::-1]):
         hits = lm.statistics().cache_hits
-        rows = trial.run(lm.batch_next_token_logprobs(asked))
-        trial.check_rows(rows, asked, cache_size=size, batch=asked)
+        rows = fixture.run(lm.batch_next_token_logprobs(asked))
+        fixture.check_rows(rows, asked, cache_size=size, batch=asked)
         found = lm.statistics()
         expect(
             found.cache_entries <= size,
@@ -68,18 +67,18 @@ def _cached_rows(
             "no hit in an output cache of size 0",
             f"{found.cache_hits}",
         )
-        trial.saw("hit", found.cache_hits - hits)
-    trial.saw("evicted", 0 < size < len(set(batch)))
+        fixture.saw("hit", found.cache_hits - hits)
+    fixture.saw("evicted", 0 < size < len(set(batch)))
 
 
 @engine_check(cases=("evicted",))
-def output_cache_bytes(trial: EngineTrial) -> None:
-    """The output cache never exceeds a byte budget, however tiny, and answers stay the same."""
-    row_bytes = 4 * trial.lm.vocab_size
+def output_cache_bytes(fixture: EngineFixture) -> None:
+    """The output cache never exceeds its byte budget, and rows stay the same."""
+    row_bytes = 4 * fixture.lm.vocab_size
     for budget in (row_bytes - 1, 3 * row_bytes - 1):
-        lm = trial.load(output_cache=OutputCache(100, max_bytes=budget))
-        for asked in trial.some_sequences(5) * 2:
-            trial.check_row(trial.run(lm.next_token_logprobs(asked)), asked, budget=budget)
+        lm = fixture.load(output_cache=OutputCache(100, max_bytes=budget))
+        for asked in fixture.some_sequences(5) * 2:
+            fixture.check_row(fixture.run(lm.next_token_logprobs(asked)), asked, budget=budget)
             used = lm.statistics().cache_bytes
             expect(
                 used <= budget,
@@ -87,7 +86,7 @@ def output_cache_bytes(trial: EngineTrial) -> None:
                 used,
                 token_ids=asked,
             )
-        trial.saw("evicted")
+        fixture.saw("evicted")
 
 
 @engine_check(
@@ -100,126 +99,126 @@ def output_cache_bytes(trial: EngineTrial) -> None:
         "last dropped",
     )
 )
-def near_misses_are_told_apart(trial: EngineTrial) -> None:
-    """A sequence that resembles one asked before gets its own row."""
+def near_misses_are_told_apart(fixture: EngineFixture) -> None:
+    """A sequence that resembles an earlier one gets its own row."""
 
-    def law(token_ids: TokenTuple) -> None:
-        trial.lm.clear_cache()
-        own = trial.expected(token_ids)
+    def holds(token_ids: TokenTuple) -> None:
+        fixture.lm.clear_cache()
+        own = fixture.expected(token_ids)
         misses = {
             how: miss
             for how, miss in near_misses(token_ids).items()
-            if len(miss) <= (trial.lm.max_context or trial.target.max_length)
+            if len(miss) <= (fixture.lm.max_context or fixture.target.max_length)
         }
         for how, miss in misses.items():
-            trial.saw(how)
-            # Only then could it be seen to get the wrong one.
-            differs = row_error(trial.expected(miss), own) > trial.target.largest_error
-            trial.saw("another row", differs)
-        one_by_one = [trial.run(trial.lm.next_token_logprobs(token_ids))]
+            fixture.saw(how)
+            # A wrong row can be detected only if the two rows differ.
+            differs = row_error(fixture.expected(miss), own) > fixture.target.largest_error
+            fixture.saw("another row", differs)
+        one_by_one = [fixture.run(fixture.lm.next_token_logprobs(token_ids))]
         one_by_one += [
-            trial.run(trial.lm.next_token_logprobs(miss)) for miss in misses.values()
+            fixture.run(fixture.lm.next_token_logprobs(miss)) for miss in misses.values()
         ]
         asked = [token_ids, *misses.values()]
-        trial.check_rows(one_by_one, asked, asked="one after another", sequences=asked)
-        trial.lm.clear_cache()
-        together = trial.run(trial.lm.batch_next_token_logprobs(asked))
-        trial.check_rows(together, asked, asked="together", sequences=asked)
+        fixture.check_rows(one_by_one, asked, asked="one after another", sequences=asked)
+        fixture.lm.clear_cache()
+        together = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
+        fixture.check_rows(together, asked, asked="together", sequences=asked)
 
-    # Short ones first: to a model with a short window, long near misses are all the same.
-    for position, token_ids in enumerate(trial.some_sequences(15)):
-        law((token_ids * 3)[: min(2 + position % 5, trial.max_length)])
-    trial.for_all(law, token_ids=trial.sequences())
-    # Not of every kind: a bigram model's rows are those of the last token, whatever precedes.
+    # Short ones first: a model with a short window gives long near misses the same row.
+    for position, token_ids in enumerate(fixture.some_sequences(15)):
+        holds((token_ids * 3)[: min(2 + position % 5, fixture.max_length)])
+    fixture.for_all(holds, token_ids=fixture.sequences())
+    # Not for every kind: rows of a bigram model depend on the last token only.
     expect(
-        trial.cases["another row"] > 0,
+        fixture.cases["another row"] > 0,
         "near misses that have another row than the sequence, by the oracle",
-        "none, and so no wrong row; certify a model whose rows depend on its tokens",
+        "none; certify a model whose rows depend on its tokens",
     )
 
 
 @engine_check(cases=("extended", "forked", "back to an earlier prefix"))
-def prefixes_equal_fresh_evaluation(trial: EngineTrial) -> None:
-    """A sequence grown token by token, forked, or cut back has the row of a fresh one."""
+def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
+    """A sequence grown token by token, forked or shortened gets its uncached row."""
 
-    def law(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
-        trial.lm.clear_cache()
+    def holds(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
+        fixture.lm.clear_cache()
         grown = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
         for prefix in grown:
-            _check_alone(trial, prefix, "extended")
+            _check_alone(fixture, prefix, "extended")
         kept = token_ids[: fork % len(token_ids)]
-        forks = [(*kept, token_id) for token_id in (*other, *token_ids)][: trial.max_length]
-        rows = trial.run(trial.lm.batch_next_token_logprobs(forks))
-        trial.check_rows(rows, forks, how="forked", grown_from=token_ids)
-        trial.saw("forked", len(kept) > 0 and len(set(forks)) > 1)
-        for prefix in (kept + other)[: trial.max_length], grown[len(kept)]:
-            _check_alone(trial, prefix, "back to an earlier prefix")
+        forks = [(*kept, token_id) for token_id in (*other, *token_ids)][: fixture.max_length]
+        rows = fixture.run(fixture.lm.batch_next_token_logprobs(forks))
+        fixture.check_rows(rows, forks, how="forked", grown_from=token_ids)
+        fixture.saw("forked", len(kept) > 0 and len(set(forks)) > 1)
+        for prefix in (kept + other)[: fixture.max_length], grown[len(kept)]:
+            _check_alone(fixture, prefix, "back to an earlier prefix")
 
-    trial.for_all(
-        law,
-        token_ids=trial.sequences(),
-        other=trial.sequences(),
-        fork=trial.lengths(),
+    fixture.for_all(
+        holds,
+        token_ids=fixture.sequences(),
+        other=fixture.sequences(),
+        fork=fixture.lengths(),
     )
 
 
-def _check_alone(trial: EngineTrial, token_ids: TokenTuple, how: str) -> None:
-    row = trial.run(trial.lm.next_token_logprobs_uncached(token_ids))
-    trial.check_row(row, token_ids, how=how)
-    trial.saw(how, len(token_ids) > 1)
+def _check_alone(fixture: EngineFixture, token_ids: TokenTuple, how: str) -> None:
+    row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+    fixture.check_row(row, token_ids, how=how)
+    fixture.saw(how, len(token_ids) > 1)
 
 
 @engine_check(cases=("more prefixes than fit",))
-def tight_budgets_change_nothing(trial: EngineTrial) -> None:
-    """Answers are the same when the engine's own caches have room for next to nothing."""
-    variants = trial.target.tight_variants
+def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
+    """Rows are the same when the engine's own caches have almost no room."""
+    variants = fixture.target.tight_variants
     if not variants:
-        if Capability.PREFIX_CACHE in trial.lm.capabilities:
+        if Capability.PREFIX_CACHE in fixture.lm.capabilities:
             raise Skipped("the target names no tight_options for its prefix cache")
         raise NotApplicable("the target names no tight_options, so the engine has no caches")
-    roots = trial.some_sequences(4)
+    roots = fixture.some_sequences(4)
     for options in variants:
-        lm = trial.load(engine_options=options, output_cache=OutputCache(1))
-        for length in [*range(1, trial.max_length + 1), 1, trial.max_length]:
+        lm = fixture.load(engine_options=options, output_cache=OutputCache(1))
+        for length in [*range(1, fixture.max_length + 1), 1, fixture.max_length]:
             asked = [root[:length] for root in roots]
-            rows: torch.Tensor = trial.run(lm.batch_next_token_logprobs(asked))
-            trial.check_rows(rows, asked, engine_options=options, batch=asked)
-            # What was evaluated last is still kept in part: found again, it must be right.
+            rows: torch.Tensor = fixture.run(lm.batch_next_token_logprobs(asked))
+            fixture.check_rows(rows, asked, engine_options=options, batch=asked)
+            # The last evaluation is still cached in part; a hit must give the right row.
             for token_ids in (asked[-1], asked[0]):
-                row = trial.run(lm.next_token_logprobs_uncached(token_ids))
-                trial.check_row(row, token_ids, engine_options=options, after=asked)
-        trial.saw("more prefixes than fit")
+                row = fixture.run(lm.next_token_logprobs_uncached(token_ids))
+                fixture.check_row(row, token_ids, engine_options=options, after=asked)
+        fixture.saw("more prefixes than fit")
 
 
 @engine_check(needs=Capability.PREFIX_CACHE, cases=("asked below a kept prefix", "cleared"))
-def kept_prefixes_change_nothing(trial: EngineTrial) -> None:
-    """Keeping a prefix with `cache_kv`, keeping it twice and freeing it change no answer."""
+def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
+    """Keeping a prefix with `cache_kv`, keeping it twice and freeing it change no row."""
 
-    def law(prefix: TokenTuple, other: TokenTuple) -> None:
-        trial.lm.clear_cache()
-        asked = [prefix, (prefix + other)[: trial.max_length], prefix[:1] + other[1:], other]
-        for kept in (prefix, prefix, (prefix + other)[: trial.max_length]):
-            trial.call(functools.partial(trial.lm.cache_kv, kept))
+    def holds(prefix: TokenTuple, other: TokenTuple) -> None:
+        fixture.lm.clear_cache()
+        asked = [prefix, (prefix + other)[: fixture.max_length], prefix[:1] + other[1:], other]
+        for kept in (prefix, prefix, (prefix + other)[: fixture.max_length]):
+            fixture.call(functools.partial(fixture.lm.cache_kv, kept))
             for token_ids in asked:
-                row = trial.run(trial.lm.next_token_logprobs_uncached(token_ids))
-                trial.check_row(row, token_ids, kept=kept)
-        trial.saw("asked below a kept prefix")
-        trial.call(trial.lm.clear_kv_cache)
+                row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+                fixture.check_row(row, token_ids, kept=kept)
+        fixture.saw("asked below a kept prefix")
+        fixture.call(fixture.lm.clear_kv_cache)
         for token_ids in asked:
-            row = trial.run(trial.lm.next_token_logprobs_uncached(token_ids))
-            trial.check_row(row, token_ids, freed=prefix)
-        trial.saw("cleared")
+            row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+            fixture.check_row(row, token_ids, freed=prefix)
+        fixture.saw("cleared")
 
-    trial.for_all(law, prefix=trial.sequences(shorter_by=1), other=trial.sequences())
+    fixture.for_all(holds, prefix=fixture.sequences(shorter_by=1), other=fixture.sequences())
 
 
 @engine_check(unless=Capability.PREFIX_CACHE, cases=("refused",))
-def undeclared_prefix_cache_is_refused(trial: EngineTrial) -> None:
+def undeclared_prefix_cache_is_refused(fixture: EngineFixture) -> None:
     """Without `prefix_cache` declared, `cache_kv` and `clear_kv_cache` are refused."""
     calls = {
-        "cache_kv": lambda: trial.lm.cache_kv(trial.some_sequences(1)[0]),
-        "clear_kv_cache": trial.lm.clear_kv_cache,
+        "cache_kv": lambda: fixture.lm.cache_kv(fixture.some_sequences(1)[0]),
+        "clear_kv_cache": fixture.lm.clear_kv_cache,
     }
     for name, call in calls.items():
-        trial.expect_error(UnsupportedCapability, call, call=name)
-        trial.saw("refused")
+        fixture.expect_error(UnsupportedCapability, call, call=name)
+        fixture.saw("refused")

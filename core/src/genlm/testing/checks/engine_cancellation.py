@@ -1,4 +1,4 @@
-"""Checks that a caller may leave at any moment, and that nobody else notices."""
+"""Checks that a caller can be cancelled at any time without effect on other requests."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from genlm import AsyncLM
 from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
-from genlm.testing.probe import Probe
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.probes import EngineProbe
+from genlm.testing.strategies import TokenTuple
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """A model of its own, with a probe, and three sequences to ask for."""
+class _Scene:
+    """A new model with a probe, and three sequences."""
 
-    trial: EngineTrial
+    fixture: EngineFixture
     lm: AsyncLM
-    probe: Probe
+    probe: EngineProbe
     asked: list[TokenTuple]
 
 
-Scene = Callable[[_Stage], Coroutine[Any, Any, None]]
+Play = Callable[[_Scene], Coroutine[Any, Any, None]]
 
 
 @engine_check(
@@ -41,9 +41,9 @@ Scene = Callable[[_Stage], Coroutine[Any, Any, None]]
         "while it is answered",
     )
 )
-def cancelled_at_every_stage(trial: EngineTrial) -> None:
-    """A caller that is cancelled ends at once; all others get their rows, then and later."""
-    scenes: dict[str, tuple[Scene, int | None]] = {
+def cancelled_at_every_stage(fixture: EngineFixture) -> None:
+    """A cancelled caller ends at once; all others get their rows, then and later."""
+    scenes: dict[str, tuple[Play, int | None]] = {
         "before it leaves": (_before_it_leaves, None),
         "held back by max_pending": (_held_back, 1),
         "in the engine": (_in_the_engine, None),
@@ -52,13 +52,13 @@ def cancelled_at_every_stage(trial: EngineTrial) -> None:
         "while it is answered": (_while_answered, None),
     }
     for salt, (stage, (scene, max_pending)) in enumerate(scenes.items()):
-        lm, probe = trial.load_probed(max_pending=max_pending)
-        asked = trial.some_sequences(3, salt=salt)
-        trial.run(scene(_Stage(trial, lm, probe, asked)))
+        lm, probe = fixture.load_probed(max_pending=max_pending)
+        asked = fixture.some_sequences(3, salt=salt)
+        fixture.run(scene(_Scene(fixture, lm, probe, asked)))
         probe.release()
-        lm.clear_cache()  # so that the engine answers for the one who left as well
-        again = trial.run(lm.batch_next_token_logprobs(asked))
-        trial.check_rows(again, asked, cancelled=stage)
+        lm.clear_cache()  # so that the engine evaluates the cancelled request too
+        again = fixture.run(lm.batch_next_token_logprobs(asked))
+        fixture.check_rows(again, asked, cancelled=stage)
         left = lm.statistics()
         expect(
             left.pending == left.waiting == 0,
@@ -66,7 +66,7 @@ def cancelled_at_every_stage(trial: EngineTrial) -> None:
             f"{left.pending} pending, {left.waiting} waiting",
             cancelled=stage,
         )
-        trial.saw(stage)
+        fixture.saw(stage)
 
 
 def _task(lm: AsyncLM, token_ids: TokenTuple) -> asyncio.Task[torch.Tensor]:
@@ -80,7 +80,7 @@ async def _expect_cancelled(task: asyncio.Task[torch.Tensor], stage: str) -> Non
     )
 
 
-async def _before_it_leaves(on: _Stage) -> None:
+async def _before_it_leaves(on: _Scene) -> None:
     for turns in range(4):
         tasks = [_task(on.lm, token_ids) for token_ids in on.asked]
         for _ in range(turns):
@@ -89,13 +89,13 @@ async def _before_it_leaves(on: _Stage) -> None:
         tasks[0].cancel()
         if not arrived:
             await _expect_cancelled(tasks[0], f"after {turns} turns of the event loop")
-        on.trial.check_rows(
+        on.fixture.check_rows(
             await asyncio.gather(*tasks[1:]), on.asked[1:], cancelled=on.asked[0]
         )
         on.lm.clear_cache()
 
 
-async def _held_back(on: _Stage) -> None:
+async def _held_back(on: _Scene) -> None:
     on.probe.hold()
     first = _task(on.lm, on.asked[0])
     await on_thread(on.probe.wait_until_entered)
@@ -105,12 +105,12 @@ async def _held_back(on: _Stage) -> None:
     await _expect_cancelled(second, "held back")
     on.probe.release()
     rows = await asyncio.gather(first, third)
-    on.trial.check_rows(rows, [on.asked[0], on.asked[2]], cancelled=on.asked[1])
+    on.fixture.check_rows(rows, [on.asked[0], on.asked[2]], cancelled=on.asked[1])
     wasted = [query for query in on.probe.submitted if query.token_ids == on.asked[1]]
-    expect(not wasted, "the engine not to be asked for whom nobody waits", wasted)
+    expect(not wasted, "a cancelled request not to reach the engine", wasted)
 
 
-async def _in_the_engine(on: _Stage) -> None:
+async def _in_the_engine(on: _Scene) -> None:
     on.probe.hold()
     tasks = [_task(on.lm, token_ids) for token_ids in on.asked]
     await on_thread(on.probe.wait_until_entered)
@@ -118,58 +118,60 @@ async def _in_the_engine(on: _Stage) -> None:
     await _expect_cancelled(tasks[1], "in the engine, which is still stepping")
     on.probe.release()
     rows = await asyncio.gather(tasks[0], tasks[2])
-    on.trial.check_rows(rows, [on.asked[0], on.asked[2]], cancelled=on.asked[1])
+    on.fixture.check_rows(rows, [on.asked[0], on.asked[2]], cancelled=on.asked[1])
 
 
-async def _one_of_two(on: _Stage) -> None:
-    for leaver in (0, 1):
+async def _one_of_two(on: _Scene) -> None:
+    for leaving in (0, 1):
         on.probe.hold()
         entered = len(on.probe.in_step)
-        tasks = [_task(on.lm, on.asked[leaver]), _task(on.lm, on.asked[leaver])]
+        tasks = [_task(on.lm, on.asked[leaving]), _task(on.lm, on.asked[leaving])]
         await on_thread(on.probe.wait_until_entered, entered + 1)
-        tasks[leaver].cancel()
-        await _expect_cancelled(tasks[leaver], f"caller {leaver} of two")
+        tasks[leaving].cancel()
+        await _expect_cancelled(tasks[leaving], f"caller {leaving} of two")
         on.probe.release()
-        row = await tasks[1 - leaver]
-        on.trial.check_row(row, on.asked[leaver], cancelled=f"caller {leaver} of two")
+        row = await tasks[1 - leaving]
+        on.fixture.check_row(row, on.asked[leaving], cancelled=f"caller {leaving} of two")
 
 
-async def _both(on: _Stage) -> None:
+async def _both(on: _Scene) -> None:
     on.probe.hold()
     tasks = [_task(on.lm, on.asked[0]), _task(on.lm, on.asked[0]), _task(on.lm, on.asked[1])]
     await on_thread(on.probe.wait_until_entered)
     for task in tasks[:2]:
         task.cancel()
         await _expect_cancelled(task, "both callers")
-    again = _task(on.lm, on.asked[0])  # while the abandoned one is still in the engine
+    again = _task(on.lm, on.asked[0])  # while the abandoned request is still in the engine
     await asyncio.sleep(0)
     on.probe.release()
-    on.trial.check_rows(await asyncio.gather(tasks[2], again), [on.asked[1], on.asked[0]])
+    on.fixture.check_rows(await asyncio.gather(tasks[2], again), [on.asked[1], on.asked[0]])
 
 
-async def _while_answered(on: _Stage) -> None:
-    """Cancel when the answer is on its way: this loop is kept from taking it."""
+async def _while_answered(on: _Scene) -> None:
+    """Cancel between the answer and its delivery: this event loop is blocked meanwhile."""
     on.probe.hold()
     answered = on.lm.statistics().answered
     tasks = [_task(on.lm, token_ids) for token_ids in on.asked[:2]]
     await on_thread(on.probe.wait_until_entered)
     on.probe.release()
     on.probe.wait_until_stepped()
-    on.trial.wait_for(lambda: on.lm.statistics().answered > answered, "an answer to be counted")
+    on.fixture.wait_for(
+        lambda: on.lm.statistics().answered > answered, "an answer to be counted"
+    )
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
-    on.trial.check_row(await tasks[1], on.asked[1], cancelled=on.asked[0])
+    on.fixture.check_row(await tasks[1], on.asked[1], cancelled=on.asked[0])
 
 
 @engine_check(cases=("cancelled while it was drawn",))
-def a_cancelled_continuation_disturbs_nobody(trial: EngineTrial) -> None:
+def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
     """Cancelling one of several continuations changes none of the others."""
-    prompts = [token_ids[:2] for token_ids in trial.some_sequences(3)]
-    length = max(1, min(6, trial.max_length - 2))
-    lm, probe = trial.load_probed()
+    prompts = [token_ids[:2] for token_ids in fixture.some_sequences(3)]
+    length = max(1, min(6, fixture.max_length - 2))
+    lm, probe = fixture.load_probed()
 
     async def drawn(which: int) -> list[int]:
-        return await lm.sample(prompts[which], length, seed=trial.seed + which)
+        return await lm.sample(prompts[which], length, seed=fixture.seed + which)
 
     async def play() -> list[list[int]]:
         probe.hold()
@@ -177,11 +179,11 @@ def a_cancelled_continuation_disturbs_nobody(trial: EngineTrial) -> None:
         await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
-        trial.saw("cancelled while it was drawn", tasks[1].cancelled())
+        fixture.saw("cancelled while it was drawn", tasks[1].cancelled())
         probe.release()
         return list(await asyncio.gather(tasks[0], tasks[2]))
 
-    undisturbed = [trial.run(drawn(0)), trial.run(drawn(2))]
+    uncancelled = [fixture.run(drawn(0)), fixture.run(drawn(2))]
     lm.clear_cache()
-    found = trial.run(play())
-    expect(found == undisturbed, f"{undisturbed}, as without the third", found)
+    found = fixture.run(play())
+    expect(found == uncancelled, f"{uncancelled}, as without the third", found)

@@ -1,4 +1,4 @@
-"""Checks of `close` and `reset_async_queries`: every request ends."""
+"""Checks that `close` and `reset_async_queries` end every request."""
 
 from __future__ import annotations
 
@@ -10,72 +10,72 @@ from typing import Any
 from genlm import AsyncLM, EngineClosedError, QueryResetError
 from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
-from genlm.testing.probe import Probe
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.probes import EngineProbe
+from genlm.testing.strategies import TokenTuple
 
 
 @engine_check(cases=("in the engine", "not yet in the engine", "sync caller"))
-def closing_ends_every_request(trial: EngineTrial) -> None:
+def closing_ends_every_request(fixture: EngineFixture) -> None:
     """`close` ends unanswered requests with `EngineClosedError`, even during a step."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(3)
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(3)
 
     async def end() -> asyncio.Future[None]:
         return on_thread(lm.close)
 
-    found, closing = _ended(trial, lm, probe, asked, end)
+    found, closing = _ended(fixture, lm, probe, asked, end)
     for error in found:
-        trial.expect_raised(EngineClosedError, error)
-    trial.run(_awaited(closing))
+        fixture.expect_raised(EngineClosedError, error)
+    fixture.run(_awaited(closing))
     expect(probe.closed == 1, "the engine to be closed once", probe.closed)
 
 
 @engine_check(cases=("in the engine", "not yet in the engine", "sync caller", "asked again"))
-def resetting_ends_every_request(trial: EngineTrial) -> None:
-    """`reset_async_queries` ends unanswered requests with `QueryResetError`; others go on."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(3)
+def resetting_ends_every_request(fixture: EngineFixture) -> None:
+    """`reset_async_queries` ends unanswered requests with `QueryResetError`; later ones run."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(3)
 
     async def end() -> None:
         lm.reset_async_queries()
 
-    found, _ = _ended(trial, lm, probe, asked, end)
+    found, _ = _ended(fixture, lm, probe, asked, end)
     for error in found:
-        trial.expect_raised(QueryResetError, error)
-    rows = trial.run(lm.batch_next_token_logprobs(asked))
-    trial.check_rows(rows, asked, after="reset_async_queries")
-    trial.saw("asked again")
+        fixture.expect_raised(QueryResetError, error)
+    rows = fixture.run(lm.batch_next_token_logprobs(asked))
+    fixture.check_rows(rows, asked, after="reset_async_queries")
+    fixture.saw("asked again")
 
 
 @engine_check(cases=("closed twice", "asked after closing", "context manager"))
-def closed_means_closed(trial: EngineTrial) -> None:
+def closed_means_closed(fixture: EngineFixture) -> None:
     """`close` may be called twice, and every later request raises `EngineClosedError`."""
-    token_ids = trial.some_sequences(1)[0]
-    lm, probe = trial.load_probed()
-    trial.check_row(trial.run(lm.next_token_logprobs(token_ids)), token_ids)
+    token_ids = fixture.some_sequences(1)[0]
+    lm, probe = fixture.load_probed()
+    fixture.check_row(fixture.run(lm.next_token_logprobs(token_ids)), token_ids)
     for _ in range(2):
-        trial.call(lm.close)
-    trial.saw("closed twice")
+        fixture.call(lm.close)
+    fixture.saw("closed twice")
     expect(probe.closed == 1, "the engine to be closed once", probe.closed)
-    _check_closed(trial, lm, token_ids)
-    lm = trial.load()
+    _check_closed(fixture, lm, token_ids)
+    lm = fixture.load()
     with lm as entered:
-        trial.check_row(trial.run(entered.next_token_logprobs(token_ids)), token_ids)
-    _check_closed(trial, lm, token_ids)
+        fixture.check_row(fixture.run(entered.next_token_logprobs(token_ids)), token_ids)
+    _check_closed(fixture, lm, token_ids)
 
     async def inside(lm: AsyncLM) -> None:
         async with lm:
-            trial.check_row(await lm.next_token_logprobs(token_ids), token_ids)
+            fixture.check_row(await lm.next_token_logprobs(token_ids), token_ids)
 
-    lm = trial.load()
-    trial.run(inside(lm))
-    _check_closed(trial, lm, token_ids)
-    trial.saw("context manager")
+    lm = fixture.load()
+    fixture.run(inside(lm))
+    _check_closed(fixture, lm, token_ids)
+    fixture.saw("context manager")
 
 
-def _check_closed(trial: EngineTrial, lm: AsyncLM, token_ids: TokenTuple) -> None:
+def _check_closed(fixture: EngineFixture, lm: AsyncLM, token_ids: TokenTuple) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "next_token_logprobs": lambda: lm.next_token_logprobs(token_ids),
         "next_token_logprobs_uncached": lambda: lm.next_token_logprobs_uncached(token_ids),
@@ -84,38 +84,38 @@ def _check_closed(trial: EngineTrial, lm: AsyncLM, token_ids: TokenTuple) -> Non
         "batch_sample": lambda: lm.batch_sample([token_ids], 2),
     }
     for name, call in calls.items():
-        trial.expect_error(EngineClosedError, call, call=name)
-        trial.saw("asked after closing")
+        fixture.expect_error(EngineClosedError, call, call=name)
+        fixture.saw("asked after closing")
 
 
 def _ended(
-    trial: EngineTrial,
+    fixture: EngineFixture,
     lm: AsyncLM,
-    probe: Probe,
+    probe: EngineProbe,
     asked: list[TokenTuple],
     end: Callable[[], Any],
 ) -> tuple[list[Any], Any]:
-    """End requests of three kinds while the engine's step is held; return what they got."""
+    """End requests of three kinds while the engine's step is held; return their results."""
 
     async def play() -> tuple[list[Any], Any]:
         probe.hold()
         first = asyncio.ensure_future(lm.next_token_logprobs(asked[0]))
         await on_thread(probe.wait_until_entered)
-        trial.saw("in the engine", not first.done())
+        fixture.saw("in the engine", not first.done())
         second = asyncio.ensure_future(lm.batch_next_token_logprobs(asked[1:2]))
         sync = functools.partial(lm.next_token_logprobs_sync, asked[2])
         third = on_thread(sync)
         await on_thread(
-            trial.wait_for, lambda: lm.statistics().pending == 3, "three requests to arrive"
+            fixture.wait_for, lambda: lm.statistics().pending == 3, "three requests to arrive"
         )
-        trial.saw("not yet in the engine", len(probe.submitted) == 1)
-        trial.saw("sync caller", not third.done())
+        fixture.saw("not yet in the engine", len(probe.submitted) == 1)
+        fixture.saw("sync caller", not third.done())
         result = await end()
         found = await asyncio.gather(first, second, third, return_exceptions=True)
         probe.release()
         return list(found), result
 
-    return trial.run(play())
+    return fixture.run(play())
 
 
 async def _awaited(future: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks with exceptions put into the engine: who is told, and who is not."""
+"""Checks with faults injected into the engine: which requests get the error."""
 
 from __future__ import annotations
 
@@ -13,90 +13,90 @@ import torch
 
 from genlm import AsyncLM, EngineDiedError, EvaluationError, Query
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import NotApplicable, expect
-from genlm.testing.probe import Injected
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.probes import InjectedFault
+from genlm.testing.strategies import TokenTuple
 
 
 @engine_check(cases=("refused by submit",))
-def a_refused_query_fails_alone(trial: EngineTrial) -> None:
-    """An exception of `submit` reaches the caller of that query and nobody else."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(4)
+def a_refused_query_fails_alone(fixture: EngineFixture) -> None:
+    """An exception of `submit` reaches only the caller of that query."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(4)
     probe.refuse = _is(asked[1])
-    _check_one_fails(trial, lm, asked, bad=1)
-    trial.saw("refused by submit")
+    _check_one_fails(fixture, lm, asked, bad=1)
+    fixture.saw("refused by submit")
 
 
 @engine_check(cases=("poisoned batch",))
-def a_poisoned_sequence_fails_alone(trial: EngineTrial) -> None:
+def a_poisoned_sequence_fails_alone(fixture: EngineFixture) -> None:
     """A sequence that makes a whole batch raise fails; the rest of the batch is answered."""
-    lm, probe = trial.load_probed()
+    lm, probe = fixture.load_probed()
     if not probe.is_batch_engine:
-        raise NotApplicable("the engine has no `evaluate` to put an exception into")
-    asked = trial.some_sequences(7)
+        raise NotApplicable("the engine has no `evaluate` to inject an exception into")
+    asked = fixture.some_sequences(7)
     for bad in (0, 3, 6):
         lm.clear_cache()
         probe.poison = _is(asked[bad])
-        _check_one_fails(trial, lm, asked, bad)
-        trial.saw("poisoned batch")
+        _check_one_fails(fixture, lm, asked, bad)
+        fixture.saw("poisoned batch")
 
 
 @engine_check(cases=("NaN", "+inf", "sum of 2", "another shape", "another dtype"))
-def invalid_rows_are_refused(trial: EngineTrial) -> None:
-    """A row with NaN, with +inf or of a sum other than 1 is an error of that request alone."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(5)
+def invalid_rows_are_refused(fixture: EngineFixture) -> None:
+    """A row with NaN, with +inf or with a sum other than 1 is an error of that request only."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(5)
     for case, spoiled in _SPOILED.items():
         bad = len(case) % 5
         probe.spoil = _spoiling(asked[bad], spoiled)
         lm.clear_cache()
-        found = trial.run(_gathered(lm, asked))
-        trial.expect_raised(EvaluationError, found[bad], row_with=case)
+        found = fixture.run(_gathered(lm, asked))
+        fixture.expect_raised(EvaluationError, found[bad], row_with=case)
         good = [row for row in found if isinstance(row, torch.Tensor)]
-        trial.check_rows(good, [ids for ids in asked if ids != asked[bad]], row_with=case)
+        fixture.check_rows(good, [ids for ids in asked if ids != asked[bad]], row_with=case)
         probe.spoil = lambda _query, row: row
-        row = trial.run(lm.next_token_logprobs(asked[bad]))
-        trial.check_row(row, asked[bad], after=f"a row with {case}")
-        trial.saw(case)
+        row = fixture.run(lm.next_token_logprobs(asked[bad]))
+        fixture.check_row(row, asked[bad], after=f"a row with {case}")
+        fixture.saw(case)
 
 
 @engine_check(cases=("broken step", "asked again"))
-def a_broken_step_is_survived(trial: EngineTrial) -> None:
+def a_broken_step_is_survived(fixture: EngineFixture) -> None:
     """An exception of `step` ends the requests in the engine; later ones are answered."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(4)
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(4)
     for _ in range(2):
         lm.clear_cache()
-        probe.break_step = Injected("the step broke")
-        for found in trial.run(_gathered(lm, asked)):
-            _check_cause(trial, found)
-        trial.saw("broken step")
-        rows = trial.run(lm.batch_next_token_logprobs(asked))
-        trial.check_rows(rows, asked, after="a broken step")
-        trial.saw("asked again")
+        probe.break_step = InjectedFault("the step broke")
+        for found in fixture.run(_gathered(lm, asked)):
+            _check_cause(fixture, found)
+        fixture.saw("broken step")
+        rows = fixture.run(lm.batch_next_token_logprobs(asked))
+        fixture.check_rows(rows, asked, after="a broken step")
+        fixture.saw("asked again")
 
 
 @engine_check(cases=("in the engine", "asked later"))
-def a_dead_engine_leaves_nobody_waiting(trial: EngineTrial) -> None:
+def a_dead_engine_ends_every_request(fixture: EngineFixture) -> None:
     """When the engine's thread ends, every request, present and future, ends with an error."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(3)
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(3)
     probe.break_step = SystemExit("the thread ends")
     with _quiet_log():
-        for found in trial.run(_gathered(lm, asked)):
-            trial.expect_raised(EngineDiedError, found, when="in the engine")
-            trial.saw("in the engine")
+        for found in fixture.run(_gathered(lm, asked)):
+            fixture.expect_raised(EngineDiedError, found, when="in the engine")
+            fixture.saw("in the engine")
         calls = {
             "next_token_logprobs": lambda: lm.next_token_logprobs(asked[0]),
             "next_token_logprobs_sync": lambda: lm.next_token_logprobs_sync(asked[0]),
             "sample": lambda: lm.sample(asked[0], 2),
         }
         for name, call in calls.items():
-            trial.expect_error(EngineDiedError, call, when="asked later", call=name)
-            trial.saw("asked later")
-        trial.call(lm.close)
+            fixture.expect_error(EngineDiedError, call, when="asked later", call=name)
+            fixture.saw("asked later")
+        fixture.call(lm.close)
 
 
 def _with_one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -136,24 +136,24 @@ async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor |
 
 
 def _check_one_fails(
-    trial: EngineTrial, lm: AsyncLM, asked: list[TokenTuple], bad: int
+    fixture: EngineFixture, lm: AsyncLM, asked: list[TokenTuple], bad: int
 ) -> None:
-    found = trial.run(_gathered(lm, asked))
-    _check_cause(trial, found.pop(bad))
+    found = fixture.run(_gathered(lm, asked))
+    _check_cause(fixture, found.pop(bad))
     good = [token_ids for token_ids in asked if token_ids != asked[bad]]
-    rows = [row if isinstance(row, torch.Tensor) else _complain(row) for row in found]
-    trial.check_rows(rows, good, failing=asked[bad])
+    rows = [row if isinstance(row, torch.Tensor) else _expect_row(row) for row in found]
+    fixture.check_rows(rows, good, failing=asked[bad])
 
 
-def _complain(error: BaseException) -> torch.Tensor:
+def _expect_row(error: BaseException) -> torch.Tensor:
     expect(False, "a row for a good sequence", repr(error))
     raise error
 
 
-def _check_cause(trial: EngineTrial, found: object) -> None:
-    error = trial.expect_raised(EvaluationError, found)
+def _check_cause(fixture: EngineFixture, found: object) -> None:
+    error = fixture.expect_raised(EvaluationError, found)
     expect(
-        isinstance(error.__cause__, Injected),
+        isinstance(error.__cause__, InjectedFault),
         "an EvaluationError whose __cause__ is what the engine raised",
         repr(error.__cause__),
     )
@@ -161,7 +161,7 @@ def _check_cause(trial: EngineTrial, found: object) -> None:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Keep the traceback that the core rightly logs from looking like a fault of the run."""
+    """Hide the traceback that the core logs; it would look like a failure of the run."""
     log = logging.getLogger("genlm")
     before, log.disabled = log.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""Checks of what requests may be: which are refused, and that nobody else suffers."""
+"""Checks of valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from genlm import (
     TokenTypeError,
 )
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.strategies import TokenTuple
 
 
 def bad_requests(
     token_ids: TokenTuple, vocab_size: int, max_context: int | None
 ) -> dict[str, tuple[Any, type[Exception]]]:
-    """Requests made of a good one that must be refused, and the error of each."""
+    """Invalid requests derived from a valid one, and the error of each."""
     bad: dict[str, tuple[Any, type[Exception]]] = {
         "empty": ([], EmptySequenceError),
         "id out of range": ([*token_ids, vocab_size], TokenIdError),
@@ -46,32 +46,34 @@ def bad_requests(
 @engine_check(
     cases=("empty", "id out of range", "negative id", "float", "text", "nested", "float array")
 )
-def bad_requests_hurt_nobody(trial: EngineTrial) -> None:
-    """A wrong request raises the error that says so; those around it are answered."""
-    lm, probe = trial.load_probed()
+def bad_requests_fail_alone(fixture: EngineFixture) -> None:
+    """An invalid request raises its specific error; concurrent requests are answered."""
+    lm, probe = fixture.load_probed()
 
     async def surrounded(good: TokenTuple, bad: Any) -> list[Any]:
         asked = (lm.next_token_logprobs(ids) for ids in (good, bad, good[::-1]))
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    good = trial.some_sequences(1)[0]
+    good = fixture.some_sequences(1)[0]
     for case, (bad, error) in bad_requests(good, lm.vocab_size, lm.max_context).items():
         lm.clear_cache()
-        first, found, last = trial.run(surrounded(good, bad))
-        trial.check_rows([first, last], [good, good[::-1]], beside=bad)
-        trial.expect_raised(error, found, request=bad)
+        first, found, last = fixture.run(surrounded(good, bad))
+        fixture.check_rows([first, last], [good, good[::-1]], beside=bad)
+        fixture.expect_raised(error, found, request=bad)
         for call in (lm.batch_next_token_logprobs, lm.batch_next_token_logprobs_sync):
-            trial.expect_error(error, functools.partial(call, [good, bad]), request=bad)
-        trial.saw(case)
-    trial.check_row(trial.run(lm.next_token_logprobs_uncached(good)), good, after="bad ones")
+            fixture.expect_error(error, functools.partial(call, [good, bad]), request=bad)
+        fixture.saw(case)
+    fixture.check_row(
+        fixture.run(lm.next_token_logprobs_uncached(good)), good, after="bad ones"
+    )
     seen = [query for query in probe.submitted if query.token_ids not in {good, good[::-1]}]
     expect(not seen, "no bad request to reach the engine", seen)
 
 
 @engine_check(cases=("numpy", "torch", "tuple", "list of numpy integers"))
-def integers_of_any_kind(trial: EngineTrial) -> None:
-    """Lists, tuples, numpy and torch integers of any width ask the same question."""
-    narrow = [i for i in trial.token_ids if i < 127]
+def integers_of_any_kind(fixture: EngineFixture) -> None:
+    """Lists, tuples, numpy and torch integers of any width are the same request."""
+    narrow = [i for i in fixture.token_ids if i < 127]
 
     def kinds(token_ids: TokenTuple) -> dict[str, Sequence[int] | Any]:
         found: dict[str, Any] = {
@@ -89,28 +91,28 @@ def integers_of_any_kind(trial: EngineTrial) -> None:
             found["numpy uint8"] = np.array(token_ids, dtype=np.uint8)
         return found
 
-    for token_ids in filter(None, (*trial.some_sequences(2), tuple(narrow[:2]))):
+    for token_ids in filter(None, (*fixture.some_sequences(2), tuple(narrow[:2]))):
         for kind, spelled in kinds(token_ids).items():
-            row = trial.run(trial.lm.next_token_logprobs_uncached(spelled))
-            trial.check_row(row, token_ids, kind=kind)
-            row = trial.run(trial.lm.next_token_logprobs(spelled))
-            trial.check_row(row, token_ids, kind=kind)
-            trial.saw(kind)
+            row = fixture.run(fixture.lm.next_token_logprobs_uncached(spelled))
+            fixture.check_row(row, token_ids, kind=kind)
+            row = fixture.run(fixture.lm.next_token_logprobs(spelled))
+            fixture.check_row(row, token_ids, kind=kind)
+            fixture.saw(kind)
 
 
 @engine_check(cases=("full context",))
-def the_context_can_be_filled(trial: EngineTrial) -> None:
+def the_context_can_be_filled(fixture: EngineFixture) -> None:
     """A sequence of exactly `max_context` tokens is answered."""
-    limit = trial.lm.max_context
-    length = trial.max_length if limit is None else limit
-    (some, *_) = trial.some_sequences(1)
+    limit = fixture.lm.max_context
+    length = fixture.max_length if limit is None else limit
+    (some, *_) = fixture.some_sequences(1)
     full = (some * length)[:length]
-    trial.saw("full context")
-    row = trial.run(trial.lm.next_token_logprobs(full))
+    fixture.saw("full context")
+    row = fixture.run(fixture.lm.next_token_logprobs(full))
     expect(
-        tuple(row.shape) == (trial.lm.vocab_size,) and not bool(row.isnan().any()),
+        tuple(row.shape) == (fixture.lm.vocab_size,) and not bool(row.isnan().any()),
         f"a row for a sequence of {length} tokens",
         tuple(row.shape),
     )
-    if length <= trial.target.max_length:
-        trial.check_row(row, full)
+    if length <= fixture.target.max_length:
+        fixture.check_row(row, full)

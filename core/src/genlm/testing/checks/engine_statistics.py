@@ -1,4 +1,4 @@
-"""Checks that the figures a model reports add up."""
+"""Checks that a model's statistics are consistent."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 
 from genlm import AsyncLM, EmptySequenceError, Statistics
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.strategies import TokenTuple
 
 DISTINCT, DUPLICATES, REPEATED = 6, 3, 4
 
 
 @engine_check(cases=("joined", "cache hit", "failed", "abandoned"))
-def statistics_add_up(trial: EngineTrial) -> None:
-    """Each request is counted once: answered, joined, from the cache, failed or abandoned."""
-    lm, probe = trial.load_probed()
-    asked = trial.some_sequences(DISTINCT + 2)
+def statistics_add_up(fixture: EngineFixture) -> None:
+    """Each request is counted once: answered, joined, a cache hit, failed or abandoned."""
+    lm, probe = fixture.load_probed()
+    asked = fixture.some_sequences(DISTINCT + 2)
     poisoned, left, distinct = asked[0], asked[1], asked[2:]
     probe.refuse = lambda query: query.token_ids == poisoned
 
@@ -26,10 +26,10 @@ def statistics_add_up(trial: EngineTrial) -> None:
         await asyncio.gather(*map(lm.next_token_logprobs, requests))
         await lm.batch_next_token_logprobs(distinct[:REPEATED])
         await asyncio.gather(lm.next_token_logprobs(poisoned), return_exceptions=True)
-        await _ask_and_leave(lm, left)
+        await _request_and_cancel(lm, left)
 
-    trial.run(traffic())
-    trial.expect_error(EmptySequenceError, lambda: lm.next_token_logprobs([]))
+    fixture.run(traffic())
+    fixture.expect_error(EmptySequenceError, lambda: lm.next_token_logprobs([]))
     found = lm.statistics()
     lengths = sum(map(len, [*asked, *distinct[:DUPLICATES], *distinct[:REPEATED]]))
     cached = 4 * (DISTINCT * lm.vocab_size + sum(map(len, distinct)))  # rows and their ids
@@ -40,10 +40,10 @@ def statistics_add_up(trial: EngineTrial) -> None:
         "failed": found.failed,
         "abandoned": found.abandoned,
     }.items():
-        trial.saw(case, count)
+        fixture.saw(case, count)
 
 
-async def _ask_and_leave(lm: AsyncLM, token_ids: TokenTuple) -> None:
+async def _request_and_cancel(lm: AsyncLM, token_ids: TokenTuple) -> None:
     task = asyncio.ensure_future(lm.next_token_logprobs(token_ids))
     await asyncio.sleep(0)
     task.cancel()

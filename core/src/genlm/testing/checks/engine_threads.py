@@ -1,4 +1,4 @@
-"""Checks that callers of any thread and any event loop get the same answers."""
+"""Checks that callers on any thread and any event loop get the right rows."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ import torch
 from genlm import AsyncLM
 from genlm.testing.background import LoopThread
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
-from genlm.testing.probe import Probe
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.probes import EngineProbe
+from genlm.testing.strategies import TokenTuple
 
 ROUNDS = 4
 
 
 @engine_check(cases=("without an event loop", "inside a running event loop"))
-def sync_equals_async(trial: EngineTrial) -> None:
-    """The `_sync` methods give the same rows, also inside a running event loop."""
+def sync_equals_async(fixture: EngineFixture) -> None:
+    """The `_sync` methods return the same rows, also inside a running event loop."""
 
     async def inside(batch: list[TokenTuple]) -> tuple[torch.Tensor, torch.Tensor]:
-        return _both_sync(trial.lm, batch)
+        return _both_sync(fixture.lm, batch)
 
-    def law(batch: list[TokenTuple]) -> None:
+    def holds(batch: list[TokenTuple]) -> None:
         for case, ask in {
-            "without an event loop": lambda: _both_sync(trial.lm, batch),
-            "inside a running event loop": lambda: trial.run(inside(batch)),
+            "without an event loop": lambda: _both_sync(fixture.lm, batch),
+            "inside a running event loop": lambda: fixture.run(inside(batch)),
         }.items():
-            trial.lm.clear_cache()
-            row, rows = trial.call(ask)
-            trial.check_row(row, batch[-1], case=case)
-            trial.check_rows(rows, batch, case=case, batch=batch)
-            trial.saw(case)
+            fixture.lm.clear_cache()
+            row, rows = fixture.call(ask)
+            fixture.check_row(row, batch[-1], case=case)
+            fixture.check_rows(rows, batch, case=case, batch=batch)
+            fixture.saw(case)
         expect(
-            tuple(trial.lm.batch_next_token_logprobs_sync([]).shape) == (0, len(row)),
+            tuple(fixture.lm.batch_next_token_logprobs_sync([]).shape) == (0, len(row)),
             "an empty batch of no rows",
             "another shape",
         )
 
-    trial.for_all(law, batch=trial.batches(max_size=3))
+    fixture.for_all(holds, batch=fixture.batches(max_size=3))
 
 
 def _both_sync(lm: AsyncLM, batch: list[TokenTuple]) -> tuple[torch.Tensor, torch.Tensor]:
-    # The last one, so that the batch finds a row in the cache after rows that it lacks.
+    # The last one, so that the batch has a cache hit after cache misses.
     return lm.next_token_logprobs_sync(batch[-1]), lm.batch_next_token_logprobs_sync(batch)
 
 
 @engine_check(cases=("two event loops", "two threads", "all at once"))
-def threads_and_event_loops_share(trial: EngineTrial) -> None:
-    """Two event loops and two threads at once each get the rows that they asked for."""
-    lm, probe = trial.load_probed()
-    loops = [trial.loop, trial.new_loop()]
-    asked = [trial.some_sequences(6, salt=salt) for salt in range(4)]
-    shared = trial.some_sequences(2, salt=9)  # asked for by everybody
+def threads_and_event_loops_share(fixture: EngineFixture) -> None:
+    """Two event loops and two threads at once each get the rows that they requested."""
+    lm, probe = fixture.load_probed()
+    loops = [fixture.loop, fixture.new_loop()]
+    asked = [fixture.some_sequences(6, salt=salt) for salt in range(4)]
+    shared = fixture.some_sequences(2, salt=9)  # requested by all callers
 
     def on_loop(loop: LoopThread, batch: list[TokenTuple]) -> None:
         for _ in range(ROUNDS):
-            rows = loop.run(_gathered(lm, batch), trial.patience_s)
-            trial.check_rows(rows, batch, caller="an event loop")
+            rows = loop.run(_gathered(lm, batch), fixture.timeout_s)
+            fixture.check_rows(rows, batch, caller="an event loop")
 
     def on_thread(batch: list[TokenTuple]) -> None:
         for _ in range(ROUNDS):
             rows = lm.batch_next_token_logprobs_sync(batch)
-            trial.check_rows(rows, batch, caller="a thread")
+            fixture.check_rows(rows, batch, caller="a thread")
 
     callers = [
         functools.partial(on_loop, loop, [*batch, *shared])
@@ -80,22 +80,22 @@ def threads_and_event_loops_share(trial: EngineTrial) -> None:
     for case, together in stages.items():
         lm.clear_cache()
         count = len(together) * len([*asked[0], *shared])
-        probe.hold()  # so that one step answers callers of all kinds
+        probe.hold()  # so that one step answers all callers
         release = functools.partial(
-            _release_when_all_wait, trial, lm, probe, count, lm.statistics().joined
+            _release_when_all_wait, fixture, lm, probe, count, lm.statistics().joined
         )
-        trial.call_together([*together, release])
-        trial.saw(case)
+        fixture.call_together([*together, release])
+        fixture.saw(case)
 
 
 def _release_when_all_wait(
-    trial: EngineTrial, lm: AsyncLM, probe: Probe, count: int, joined_before: int
+    fixture: EngineFixture, lm: AsyncLM, probe: EngineProbe, count: int, joined_before: int
 ) -> None:
     def all_wait() -> bool:
         found = lm.statistics()
         return found.pending + found.joined - joined_before == count
 
-    trial.wait_for(all_wait, f"{count} requests to wait")
+    fixture.wait_for(all_wait, f"{count} requests to wait")
     probe.release()
 
 
@@ -104,28 +104,28 @@ async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
 
 
 @engine_check(cases=("shared by two event loops",))
-def one_evaluation_serves_several_loops(trial: EngineTrial) -> None:
-    """Callers on different event loops who share an evaluation each get a row of their own."""
-    lm, probe = trial.load_probed()
-    (token_ids,) = trial.some_sequences(1)
-    other_loop = trial.new_loop()
+def one_evaluation_serves_several_loops(fixture: EngineFixture) -> None:
+    """Callers on different event loops that share an evaluation each get their own copy."""
+    lm, probe = fixture.load_probed()
+    (token_ids,) = fixture.some_sequences(1)
+    other_loop = fixture.new_loop()
     probe.hold()
 
     def release_when_both_wait() -> torch.Tensor:
         probe.wait_until_entered()
-        trial.wait_for(lambda: lm.statistics().joined > 0, "the second caller to join")
+        fixture.wait_for(lambda: lm.statistics().joined > 0, "the second caller to join")
         probe.release()
         return torch.empty(0)
 
-    async def ask() -> torch.Tensor:
+    async def request() -> torch.Tensor:
         return await lm.next_token_logprobs_uncached(token_ids)
 
     callers = [
-        lambda: trial.run(ask()),
-        lambda: other_loop.run(ask(), trial.patience_s),
+        lambda: fixture.run(request()),
+        lambda: other_loop.run(request(), fixture.timeout_s),
     ]
-    rows = trial.call_together([*callers, release_when_both_wait])[:2]
-    trial.saw("shared by two event loops", lm.statistics().joined)
+    rows = fixture.call_together([*callers, release_when_both_wait])[:2]
+    fixture.saw("shared by two event loops", lm.statistics().joined)
     for position, row in enumerate(rows):
-        trial.check_row(row, token_ids, caller=position)
+        fixture.check_row(row, token_ids, caller=position)
         row.fill_(7.0)

@@ -1,18 +1,18 @@
-"""Checks of the byte vocabulary and of what the engine says about itself."""
+"""Checks of the byte vocabulary and of the declared capabilities."""
 
 from __future__ import annotations
 
 from genlm import Capability, Token
 from genlm.testing.check import engine_check
-from genlm.testing.engine_trial import EngineTrial
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import Skipped, expect
 
 
 @engine_check(cases=("token with bytes",))
-def vocabulary_matches_the_rows(trial: EngineTrial) -> None:
-    """There is one token for each place of a row, whose id is that place."""
-    lm = trial.lm
-    width = len(trial.run(lm.next_token_logprobs(trial.some_sequences(1)[0])))
+def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
+    """The vocabulary has one token per element of a row, and its id is the index."""
+    lm = fixture.lm
+    width = len(fixture.run(lm.next_token_logprobs(fixture.some_sequences(1)[0])))
     for name, size in {
         "vocab_size": lm.vocab_size,
         "len(byte_vocab)": len(lm.byte_vocab),
@@ -29,40 +29,40 @@ def vocabulary_matches_the_rows(trial: EngineTrial) -> None:
             repr(token),
         )
         expect(isinstance(text, str), f"a string at {place} of str_vocab", repr(text))
-        trial.saw("token with bytes", len(token) > 0)
+        fixture.saw("token with bytes", len(token) > 0)
     named = [token_id for token_id in missing if lm.byte_vocab[token_id].byte_string]
     expect(not named, "no bytes at the ids that no token has", named)
 
 
 @engine_check(cases=("text",))
-def text_survives_the_vocabulary(trial: EngineTrial) -> None:
-    """The bytes of a text's tokens, joined, are the bytes of the text."""
-    lm = trial.lm
-    if not trial.target.texts:
+def text_survives_the_vocabulary(fixture: EngineFixture) -> None:
+    """The bytes of a text's tokens, concatenated, are the bytes of the text."""
+    lm = fixture.lm
+    if not fixture.target.texts:
         raise Skipped("the target names no texts")
-    for text in trial.target.texts:
+    for text in fixture.target.texts:
         token_ids = list(lm.tokenizer.encode(text))
         outside = [token_id for token_id in token_ids if not 0 <= token_id < lm.vocab_size]
         expect(not outside, "ids of the vocabulary", outside, text=text)
         joined = b"".join(lm.byte_vocab[token_id].byte_string for token_id in token_ids)
-        # A tokenizer may begin with a token of its own or with a space.
+        # A tokenizer may prepend a special token or a space.
         expect(joined.endswith(text.encode()), f"{text.encode()!r}", repr(joined), text=text)
-        trial.saw("text")
+        fixture.saw("text")
 
 
 @engine_check(cases=("engine",))
-def capabilities_are_implemented(trial: EngineTrial) -> None:
-    """An engine has the methods of each capability it declares, and its plugin lists it."""
-    _, probe = trial.load_probed()
+def capabilities_are_implemented(fixture: EngineFixture) -> None:
+    """An engine has the methods of each capability it declares, and its spec lists it."""
+    _, probe = fixture.load_probed()
     declared = probe.capabilities
     unknown = [name for name in declared if not isinstance(name, Capability)]
     expect(not unknown, "a set of `Capability` values", unknown)
-    trial.saw("engine")
-    if trial.listed is not None:
+    fixture.saw("engine")
+    if fixture.listed is not None:
         expect(
-            declared <= trial.listed,
+            declared <= fixture.listed,
             "BackendSpec.capabilities to list what the engine declares",
-            f"engine: {sorted(declared)}, spec: {sorted(trial.listed)}",
+            f"engine: {sorted(declared)}, spec: {sorted(fixture.listed)}",
         )
     for capability, methods in _METHODS.items():
         absent = [name for name in methods if not callable(getattr(probe.engine, name, None))]

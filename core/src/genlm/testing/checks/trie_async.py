@@ -1,4 +1,4 @@
-"""Checks of `AsyncTokenCharacterTrie` in front of a trie: many callers, one thread."""
+"""Checks of `AsyncTokenCharacterTrie`: concurrent callers of one trie."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from genlm import AsyncTokenCharacterTrie, EngineClosedError, WeightsError
 from genlm.testing.background import on_thread
 from genlm.testing.check import trie_check
 from genlm.testing.failure import expect
-from genlm.testing.trie_probe import TrieProbe
-from genlm.testing.trie_trial import TrieTrial
-from genlm.testing.vocabularies import tokens
+from genlm.testing.probes import TrieProbe
+from genlm.testing.strategies import tokens
+from genlm.testing.trie_fixture import TrieFixture
 
 OPERATIONS = ("sum", "max", "logsumexp")
 WORDS = tokens(b"", b"a", b"ab", b"abc", b"b", b"b", b"\xff")
 
 
-class _Stage:
-    """A front, the probe behind it, and rows of weights to ask about."""
+class _Scene:
+    """An async trie, the probe that it uses, and rows of weights."""
 
-    def __init__(self, trial: TrieTrial) -> None:
-        self.trial = trial
-        self.probe = TrieProbe(trial.build(WORDS), trial.patience_s)
-        self.front = AsyncTokenCharacterTrie(self.probe)
-        self.rows = [trial.weights(len(WORDS), salt=salt) for salt in range(6)]
-        trial.at_end(self.front.shutdown)
-        trial.at_end(self.probe.release)
+    def __init__(self, fixture: TrieFixture) -> None:
+        self.fixture = fixture
+        self.probe = TrieProbe(fixture.build(WORDS), fixture.timeout_s)
+        self.trie = AsyncTokenCharacterTrie(self.probe)
+        self.rows = [fixture.weights(len(WORDS), salt=salt) for salt in range(6)]
+        fixture.at_end(self.trie.shutdown)
+        fixture.at_end(self.probe.release)
 
     def ask(self, ws: Any, operation: str = "sum", **options: Any) -> asyncio.Task[Any]:
         """Start a call."""
-        return asyncio.ensure_future(getattr(self.front, f"weight_{operation}")(ws, **options))
+        return asyncio.ensure_future(getattr(self.trie, f"weight_{operation}")(ws, **options))
 
     async def ask_held(self, ws: Any) -> asyncio.Task[Any]:
-        """Start a call that stays in the trie until the probe is released."""
+        """Start a call that waits in the trie until the probe is released."""
         self.probe.hold()
         task = self.ask(ws)
         await on_thread(self.probe.wait_until_entered, len(self.probe.reductions) + 1)
         return task
 
     def check(self, values: Any, ws: Any, operation: str = "sum", **example: Any) -> None:
-        """Raise unless these are the values of a row."""
+        """Raise `CheckFailure` unless these are the values of a row."""
         expect(not isinstance(values, BaseException), "values", repr(values), **example)
-        self.trial.check_values(self.probe, values, ws, operation, **example)
+        self.fixture.check_values(self.probe, values, ws, operation, **example)
 
 
 @trie_check(cases=(*OPERATIONS, "mass", "tensors", "float64", "another event loop"))
-def concurrent_reductions_equal_lone_ones(trial: TrieTrial) -> None:
-    """Each of many concurrent calls gets the values of its own weights, of its own kind."""
-    stage = _Stage(trial)
+def concurrent_reductions_equal_lone_ones(fixture: TrieFixture) -> None:
+    """Each of many concurrent calls gets the values of its weights, in their type."""
+    scene = _Scene(fixture)
 
     async def everything() -> None:
         calls: list[tuple[str, str, torch.Tensor, asyncio.Task[Any]]] = []
-        for row in stage.rows:
+        for row in scene.rows:
             for operation in OPERATIONS:
-                calls.append((operation, operation, row, stage.ask(row, operation)))
+                calls.append((operation, operation, row, scene.ask(row, operation)))
                 double = row.double()
-                calls.append(("float64", operation, double, stage.ask(double, operation)))
-                tensors = stage.ask(row, operation, returns="torch")
+                calls.append(("float64", operation, double, scene.ask(double, operation)))
+                tensors = scene.ask(row, operation, returns="torch")
                 calls.append(("tensors", operation, row, tensors))
-            mass = asyncio.ensure_future(stage.front.mass_sum(row))
+            mass = asyncio.ensure_future(scene.trie.mass_sum(row))
             calls.append(("mass", "sum", row, mass))
         for case, operation, row, call in calls:
             values = await call
@@ -72,108 +72,108 @@ def concurrent_reductions_equal_lone_ones(trial: TrieTrial) -> None:
             expect(
                 is_tensor == (case == "tensors"), f"the kind asked for: {case}", type(values)
             )
-            stage.check(values, row, operation, case=case)
-            trial.saw(case)
+            scene.check(values, row, operation, case=case)
+            fixture.saw(case)
 
-    trial.run(everything())
-    trial.new_loop().run(everything(), trial.patience_s)
-    trial.saw("another event loop")
+    fixture.run(everything())
+    fixture.new_loop().run(everything(), fixture.timeout_s)
+    fixture.saw("another event loop")
 
 
 @trie_check(cases=("one batch",))
-def concurrent_reductions_share_a_batch(trial: TrieTrial) -> None:
-    """Calls that arrive while the trie works reach it together, one batch an operation."""
-    stage = _Stage(trial)
+def concurrent_reductions_share_a_batch(fixture: TrieFixture) -> None:
+    """Calls that arrive while the trie works reach it together, one batch per operation."""
+    scene = _Scene(fixture)
 
     async def while_it_works() -> None:
-        first = await stage.ask_held(stage.rows[0])
-        calls = [stage.ask(row, operation) for operation in OPERATIONS for row in stage.rows]
+        first = await scene.ask_held(scene.rows[0])
+        calls = [scene.ask(row, operation) for operation in OPERATIONS for row in scene.rows]
         await asyncio.sleep(0)
-        stage.probe.release()
-        for values, row in zip(await asyncio.gather(*calls), 3 * stage.rows):
+        scene.probe.release()
+        for values, row in zip(await asyncio.gather(*calls), 3 * scene.rows):
             expect(
-                len(values) == len(stage.probe), f"{len(stage.probe)} values", values, row=row
+                len(values) == len(scene.probe), f"{len(scene.probe)} values", values, row=row
             )
-        stage.check(await first, stage.rows[0])
+        scene.check(await first, scene.rows[0])
 
-    trial.run(while_it_works())
-    wanted = sorted((f"batch_weight_{operation}", len(stage.rows)) for operation in OPERATIONS)
-    found = sorted(stage.probe.reductions[1:])
+    fixture.run(while_it_works())
+    wanted = sorted((f"batch_weight_{operation}", len(scene.rows)) for operation in OPERATIONS)
+    found = sorted(scene.probe.reductions[1:])
     expect(found == wanted, f"the batches {wanted}", found)
-    trial.saw("one batch")
+    fixture.saw("one batch")
 
 
 @trie_check(cases=("alone", "among others"))
-def a_failing_reduction_fails_alone(trial: TrieTrial) -> None:
-    """Wrong weights raise for who gave them; the calls beside them are answered."""
-    stage = _Stage(trial)
+def a_failing_reduction_fails_alone(fixture: TrieFixture) -> None:
+    """Invalid weights raise for their caller; concurrent calls are answered."""
+    scene = _Scene(fixture)
 
-    async def one_is_wrong() -> None:
-        first = await stage.ask_held(stage.rows[0])
+    async def one_is_invalid() -> None:
+        first = await scene.ask_held(scene.rows[0])
         before, wrong, after = (
-            stage.ask(ws) for ws in (stage.rows[1], stage.rows[2][:-1], stage.rows[3])
+            scene.ask(ws) for ws in (scene.rows[1], scene.rows[2][:-1], scene.rows[3])
         )
         await asyncio.sleep(0)
-        stage.probe.release()
+        scene.probe.release()
         found = await _outcomes(first, before, wrong, after)
         expect(isinstance(found[2], WeightsError), "WeightsError", repr(found[2]))
         for position in (0, 1, 3):
-            stage.check(found[position], stage.rows[position], beside="wrong weights")
-        trial.saw("among others")
-        (alone,) = await _outcomes(stage.ask(stage.rows[2][:-1]))
+            scene.check(found[position], scene.rows[position], beside="wrong weights")
+        fixture.saw("among others")
+        (alone,) = await _outcomes(scene.ask(scene.rows[2][:-1]))
         expect(isinstance(alone, WeightsError), "WeightsError", repr(alone), calls=1)
-        trial.saw("alone")
+        fixture.saw("alone")
 
-    trial.run(one_is_wrong())
+    fixture.run(one_is_invalid())
 
 
 @trie_check(cases=("in the trie", "waiting"))
-def cancelled_reductions_disturb_nobody(trial: TrieTrial) -> None:
-    """A call that is cancelled ends at once; all others get their values, then and later."""
-    stage = _Stage(trial)
+def cancelled_reductions_change_no_other(fixture: TrieFixture) -> None:
+    """A cancelled call ends at once; all others get their values, then and later."""
+    scene = _Scene(fixture)
 
-    async def some_leave() -> None:
-        inside = await stage.ask_held(stage.rows[0])
-        waiting, stays = stage.ask(stage.rows[1]), stage.ask(stage.rows[2])
+    async def some_are_cancelled() -> None:
+        inside = await scene.ask_held(scene.rows[0])
+        waiting, stays = scene.ask(scene.rows[1]), scene.ask(scene.rows[2])
         await asyncio.sleep(0)
         for case, call in (("in the trie", inside), ("waiting", waiting)):
             call.cancel()
             (found,) = await _outcomes(call)
             cancelled = isinstance(found, asyncio.CancelledError)
             expect(cancelled, "CancelledError, while the trie works", repr(found), case=case)
-            trial.saw(case)
-        stage.probe.release()
+            fixture.saw(case)
+        scene.probe.release()
         (values,) = await _outcomes(stays)
-        stage.check(values, stage.rows[2], after="others were cancelled")
-        stage.check(await stage.ask(stage.rows[1]), stage.rows[1], asked="again")
+        scene.check(values, scene.rows[2], after="others were cancelled")
+        scene.check(await scene.ask(scene.rows[1]), scene.rows[1], asked="again")
 
-    trial.run(some_leave())
+    fixture.run(some_are_cancelled())
 
 
 @trie_check(cases=("shutdown", "cleanup"))
-def ending_a_front_ends_every_reduction(trial: TrieTrial) -> None:
-    """`shutdown` and `cleanup` end calls with `EngineClosedError`; later ones start anew."""
+def shutdown_ends_every_reduction(fixture: TrieFixture) -> None:
+    """`shutdown` and `cleanup` end calls with `EngineClosedError`; later calls work."""
 
     async def ended(case: str) -> None:
-        stage = _Stage(trial)
-        calls = [await stage.ask_held(stage.rows[0]), *map(stage.ask, stage.rows[1:3])]
+        scene = _Scene(fixture)
+        calls = [await scene.ask_held(scene.rows[0]), *map(scene.ask, scene.rows[1:3])]
         await asyncio.sleep(0)
         if case == "shutdown":
-            ending = on_thread(stage.front.shutdown)
+            ending = on_thread(scene.trie.shutdown)
         else:
-            ending = asyncio.ensure_future(stage.front.cleanup())
+            ending = asyncio.ensure_future(scene.trie.cleanup())
         found = await _outcomes(*calls)
         closed = [isinstance(each, EngineClosedError) for each in found]
         expect(all(closed), "EngineClosedError for each of 3 calls", found, by=case)
-        stage.probe.release()
+        scene.probe.release()
         await ending
-        stage.check(await stage.ask(stage.rows[3]), stage.rows[3], after=case)
-        await stage.front.cleanup()
-        await stage.front.cleanup()
-        trial.saw(case)
+        scene.check(await scene.ask(scene.rows[3]), scene.rows[3], after=case)
+        await scene.trie.cleanup()
+        await scene.trie.cleanup()
+        fixture.saw(case)
 
     for case in ("shutdown", "cleanup"):
-        trial.run(ended(case))
+        fixture.run(ended(case))
 
 
 async def _outcomes(*calls: asyncio.Task[Any]) -> list[Any]:

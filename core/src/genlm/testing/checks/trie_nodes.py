@@ -1,4 +1,4 @@
-"""Checks of the weights of some nodes: children, a path, a frontier."""
+"""Checks of the values of selected nodes: children, a path, a frontier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from genlm import Token, WeightsError
 from genlm.testing.check import trie_check
 from genlm.testing.failure import expect
-from genlm.testing.trie_trial import TrieTrial, known_nodes, nodes_by_letters
-from genlm.testing.vocabularies import tokens, vocabularies
+from genlm.testing.strategies import tokens, vocabularies
+from genlm.testing.trie_fixture import TrieFixture, known_nodes, nodes_by_symbols
 
 OPERATIONS = ("sum", "max", "logsumexp")
 WORDS = tokens(b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff")
@@ -23,26 +23,26 @@ WORDS = tokens(b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff")
     member="partial_sum",
     cases=("children of a node", "a path", "a frontier", "a node twice", "no nodes"),
 )
-def some_nodes_are_exact(trial: TrieTrial) -> None:
-    """The values of some nodes, in any order and for several rows, are those below them."""
+def some_nodes_are_exact(fixture: TrieFixture) -> None:
+    """The values of selected nodes, in any order and for several rows, are exact."""
 
-    def law(vocabulary: Sequence[Token], data: st.DataObject) -> None:
-        trie = trial.build(vocabulary)
-        rows = trial.weights(3 * len(vocabulary), salt=len(vocabulary), low=-8).reshape(3, -1)
+    def holds(vocabulary: Sequence[Token], data: st.DataObject) -> None:
+        trie = fixture.build(vocabulary)
+        rows = fixture.weights(3 * len(vocabulary), salt=len(vocabulary), low=-8).reshape(3, -1)
         for case, nodes in _selections(trie, data).items():
             for operation in OPERATIONS:
                 given = rows.abs() if operation == "sum" else rows
-                _check_rows(trial, trie, given, nodes, operation)
-            trial.saw(case, bool(nodes) or case == "no nodes")
+                _check_rows(fixture, trie, given, nodes, operation)
+            fixture.saw(case, bool(nodes) or case == "no nodes")
 
-    trial.for_all(law, vocabulary=vocabularies(max_size=12), data=st.data())
-    some = trial.build(WORDS)
-    _check_rows(trial, some, torch.ones(2, len(WORDS)), [0, some.root, 0], "sum")
+    fixture.for_all(holds, vocabulary=vocabularies(max_size=12), data=st.data())
+    some = fixture.build(WORDS)
+    _check_rows(fixture, some, torch.ones(2, len(WORDS)), [0, some.root, 0], "sum")
 
 
 def _selections(trie: Any, data: st.DataObject) -> dict[str, list[int]]:
-    """Nodes of a trie, by why they are together."""
-    paths = nodes_by_letters(trie)
+    """Selections of nodes, by kind."""
+    paths = nodes_by_symbols(trie)
     node, end = (data.draw(st.sampled_from(sorted(paths, key=len))) for _ in range(2))
     frontier = data.draw(st.lists(st.integers(0, len(trie) - 1), max_size=10))
     return {
@@ -55,41 +55,44 @@ def _selections(trie: Any, data: st.DataObject) -> dict[str, list[int]]:
 
 
 def _check_rows(
-    trial: TrieTrial, trie: Any, rows: torch.Tensor, nodes: list[int], operation: str
+    fixture: TrieFixture, trie: Any, rows: torch.Tensor, nodes: list[int], operation: str
 ) -> None:
-    """Check several rows at once, and the first alone."""
-    together = trial.reduced_some(trie, rows, np.array(nodes, dtype=np.int64), operation)
+    """Check several rows together, and the first row alone."""
+    together = fixture.reduced_some(trie, rows, np.array(nodes, dtype=np.int64), operation)
     found, wanted = tuple(together.shape), (len(rows), len(nodes))
     expect(found == wanted, f"results of shape {wanted}", found, nodes=nodes)
     for values, row in zip(together, rows, strict=True):
-        trial.check_nodes(trie, nodes, values, row, operation, nodes=nodes)
-    alone = trial.reduced_some(trie, rows[0], nodes, operation)
-    trial.check_nodes(trie, nodes, alone, rows[0], operation, nodes=nodes, rows=1)
+        fixture.check_nodes(trie, nodes, values, row, operation, nodes=nodes)
+    alone = fixture.reduced_some(trie, rows[0], nodes, operation)
+    fixture.check_nodes(trie, nodes, alone, rows[0], operation, nodes=nodes, rows=1)
 
 
-@trie_check(member="partial_sum", cases=("beside a nan", "beside an infinity"))
-def weights_elsewhere_change_nothing(trial: TrieTrial) -> None:
-    """Of the weights of all tokens only those below the nodes matter, nan or not."""
-    trie = trial.build(WORDS)
+@trie_check(member="partial_sum", cases=("with NaN elsewhere", "with an infinity elsewhere"))
+def weights_elsewhere_change_nothing(fixture: TrieFixture) -> None:
+    """Only the weights of tokens below the nodes matter, even if others are NaN."""
+    trie = fixture.build(WORDS)
     nodes = known_nodes(trie)
-    for case, elsewhere in (("beside a nan", np.nan), ("beside an infinity", np.inf)):
+    for case, elsewhere in (
+        ("with NaN elsewhere", np.nan),
+        ("with an infinity elsewhere", np.inf),
+    ):
         for node, known in nodes.items():
             children = [node, *trie.children[node].values()]
             ws = np.full(len(WORDS), elsewhere, dtype=np.float32)
-            ws[known.below] = trial.weights(len(known.below), salt=node).numpy()
+            ws[known.below] = fixture.weights(len(known.below), salt=node).numpy()
             for operation in OPERATIONS:
-                values = trial.reduced_some(trie, ws, children, operation)
-                trial.check_nodes(trie, children, values, ws, operation, case=case)
-            trial.saw(case, len(known.below) < len(WORDS))
+                values = fixture.reduced_some(trie, ws, children, operation)
+                fixture.check_nodes(trie, children, values, ws, operation, case=case)
+            fixture.saw(case, len(known.below) < len(WORDS))
 
 
 @trie_check(
     member="partial_sum", cases=("before the first", "after the last", "too short", "too long")
 )
-def wrong_nodes_are_refused(trial: TrieTrial) -> None:
-    """A node that the trie does not have raises `IndexError`, wrong weights `WeightsError`."""
-    trie = trial.build(WORDS)
-    ws = trial.weights(len(WORDS)).numpy()
+def wrong_nodes_are_refused(fixture: TrieFixture) -> None:
+    """Nodes outside the trie raise `IndexError`, invalid weights `WeightsError`."""
+    trie = fixture.build(WORDS)
+    ws = fixture.weights(len(WORDS)).numpy()
     wrong: dict[str, tuple[Any, list[int], type[Exception]]] = {
         "before the first": (ws, [trie.root, -1], IndexError),
         "after the last": (ws, [len(trie), 0], IndexError),
@@ -99,8 +102,8 @@ def wrong_nodes_are_refused(trial: TrieTrial) -> None:
     for case, (given, nodes, error) in wrong.items():
         for operation in OPERATIONS:
             try:
-                found = trial.reduced_some(trie, given, nodes, operation)
+                found = fixture.reduced_some(trie, given, nodes, operation)
             except error:
-                trial.saw(case)
+                fixture.saw(case)
                 continue
             expect(False, error.__name__, f"values {found}", case=case, operation=operation)

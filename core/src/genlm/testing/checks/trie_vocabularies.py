@@ -1,4 +1,4 @@
-"""Checks of special vocabularies, and of the views that clients read."""
+"""Checks of special vocabularies and of the dict-shaped views that clients read."""
 
 from __future__ import annotations
 
@@ -6,45 +6,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genlm.testing.check import trie_check
-from genlm.testing.enumeration import spelt
 from genlm.testing.failure import expect
-from genlm.testing.trie_trial import TrieTrial, leaf_of, nodes_by_letters
-from genlm.testing.vocabularies import SPECIAL, vocabularies
+from genlm.testing.strategies import SPECIAL, vocabularies
+from genlm.testing.trie_fixture import TrieFixture, leaf_of, nodes_by_symbols, symbols_of
 
 
 @trie_check(cases=tuple(SPECIAL))
-def special_vocabularies_are_exact(trial: TrieTrial) -> None:
-    """Empty, equal, long, nested and undecodable tokens, and other items, count alike."""
+def special_vocabularies_are_exact(fixture: TrieFixture) -> None:
+    """Empty, equal, long, nested and non-UTF-8 tokens, and other items, are all counted."""
     for salt, (case, vocabulary) in enumerate(SPECIAL.items()):
-        trie = trial.build(vocabulary)
+        trie = fixture.build(vocabulary)
         for operation, low in (("sum", 0.0), ("max", -2.0), ("logsumexp", -50.0)):
-            ws = trial.weights(len(vocabulary), salt=salt, low=low, high=low + 1)
-            values = trial.reduced(trie, ws, operation)
-            trial.check_values(trie, values, ws, operation, case=case)
-        trial.saw(case)
+            ws = fixture.weights(len(vocabulary), salt=salt, low=low, high=low + 1)
+            values = fixture.reduced(trie, ws, operation)
+            fixture.check_values(trie, values, ws, operation, case=case)
+        fixture.saw(case)
 
 
 @trie_check(cases=("tokens with the same bytes", "a token within another"))
-def views_agree_with_the_arrays(trial: TrieTrial) -> None:
-    """The dict-shaped views describe one and the same tree, which has every node once."""
+def views_agree_with_the_arrays(fixture: TrieFixture) -> None:
+    """The dict-shaped views describe the same tree, and each node occurs once."""
 
-    def law(vocabulary: Sequence[Any]) -> None:
-        trie = trial.build(vocabulary)
+    def holds(vocabulary: Sequence[Any]) -> None:
+        trie = fixture.build(vocabulary)
         expect(list(trie.decode) == list(vocabulary), "`decode`, the vocabulary", trie.decode)
         _check_tree(trie)
         _check_leaves(trie)
-        words = [spelt(item) for item in vocabulary]
-        trial.saw("tokens with the same bytes", len(set(words)) < len(words))
+        words = [symbols_of(item) for item in vocabulary]
+        fixture.saw("tokens with the same bytes", len(set(words)) < len(words))
         longest = max(words, key=len)
-        trial.saw("a token within another", longest[:-1] in words and len(longest) > 1)
+        fixture.saw("a token within another", longest[:-1] in words and len(longest) > 1)
 
     for vocabulary in SPECIAL.values():
-        law(vocabulary)
-    trial.for_all(law, vocabulary=vocabularies())
+        holds(vocabulary)
+    fixture.for_all(holds, vocabulary=vocabularies())
 
 
 def _check_tree(trie: Any) -> None:
-    """Every node is the child of one parent, children before parents, and `jump` lists them."""
+    """Each node has one parent, children precede parents, and `jump` lists the children."""
     seen: dict[int, int | None] = {trie.root: None}
     for node in range(len(trie)):
         children = sorted(map(int, trie.children[node].values()))
@@ -60,24 +59,24 @@ def _check_tree(trie: Any) -> None:
         found = trie.node2prefix
         is_mapping = isinstance(found, Mapping) and list(found) == list(range(len(trie)))
         expect(is_mapping, f"node2prefix, a mapping of the nodes 0 to {trie.root}", found)
-    for letters, node in nodes_by_letters(trie).items():
+    for symbols, node in nodes_by_symbols(trie).items():
         if hasattr(trie, "node2prefix"):
             found = tuple(trie.node2prefix[node])
-            expect(found == letters, f"node2prefix[{node}] = {letters}", found)
+            expect(found == symbols, f"node2prefix[{node}] = {symbols}", found)
 
 
 def _check_leaves(trie: Any) -> None:
-    """Every token has a leaf of its own, below the node of its letters."""
-    nodes = nodes_by_letters(trie)
+    """Each token has its own leaf, below the node of its symbols."""
+    nodes = nodes_by_symbols(trie)
     leaves = [leaf_of(trie, position) for position in range(len(trie.decode))]
     expect(len(set(leaves)) == len(leaves), "a leaf for each token", leaves)
     expect(len(trie.word2leaf) == len(leaves), f"{len(leaves)} words", len(trie.word2leaf))
     for position, leaf in enumerate(leaves):
-        letters = spelt(trie.decode[position])
-        edges = trie.children[nodes[letters]]
+        symbols = symbols_of(trie.decode[position])
+        edges = trie.children[nodes[symbols]]
         expect(
             edges.get((None, position)) == leaf,
-            f"leaf {leaf} of token {position} below the node of its letters",
+            f"leaf {leaf} of token {position} below the node of its symbols",
             edges,
             vocabulary=trie.decode,
         )
@@ -87,4 +86,8 @@ def _check_leaves(trie: Any) -> None:
         expect(pairs == list(enumerate(leaves)), "idx_to_leaf, tokens and their leaves", pairs)
     if hasattr(trie, "leaf2word"):
         back = {leaf: word for word, leaf in trie.word2leaf.items()}
-        expect(dict(trie.leaf2word) == back, "leaf2word, word2leaf the other way", "another")
+        expect(
+            dict(trie.leaf2word) == back,
+            "leaf2word, the inverse of word2leaf",
+            "another mapping",
+        )

@@ -1,4 +1,4 @@
-"""Checks of what weights may be, and whose memory results are."""
+"""Checks of the kinds of weights and of the memory of results."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from genlm import WeightsError
 from genlm.testing.check import trie_check
 from genlm.testing.failure import expect
-from genlm.testing.trie_trial import TrieTrial
-from genlm.testing.vocabularies import tokens, vocabularies
+from genlm.testing.strategies import tokens, vocabularies
+from genlm.testing.trie_fixture import TrieFixture
 
 OPERATIONS = ("sum", "max", "logsumexp")
 WORDS = tokens(b"", b"a", b"ab", b"abc", b"b", b"b", b"\xff")
 
 
 @trie_check(cases=("no rows", "one row", "several rows", "rows in a list"))
-def rows_of_a_batch_are_independent(trial: TrieTrial) -> None:
-    """Each row of a batch has the result that it has alone, whatever the others are."""
+def rows_of_a_batch_are_independent(fixture: TrieFixture) -> None:
+    """Each row of a batch has the result that it has alone, whatever the other rows are."""
 
-    def law(vocabulary: Any, rows: int, data: st.DataObject) -> None:
-        trie = trial.build(vocabulary)
+    def holds(vocabulary: Any, rows: int, data: st.DataObject) -> None:
+        trie = fixture.build(vocabulary)
         shape = (rows, len(vocabulary))
         drawn = np.random.default_rng(data.draw(st.integers(0, 1000))).normal(size=shape)
         ws = drawn.astype(np.float32)
-        ws[1:2] *= 1e30  # a row that would spoil its neighbours
+        ws[1:2] *= 1e30  # a row that could affect its neighbours
         for operation in OPERATIONS:
             given = np.abs(ws) if operation == "sum" else ws
             batches: dict[str, Any] = {
@@ -35,7 +35,7 @@ def rows_of_a_batch_are_independent(trial: TrieTrial) -> None:
                 "rows in a list": list(torch.from_numpy(given)),
             }
             for case, batch in batches.items():
-                together = trial.reduced_batch(trie, batch, operation)
+                together = fixture.reduced_batch(trie, batch, operation)
                 expect(
                     tuple(together.shape) == (rows, len(trie)),
                     f"results of shape {(rows, len(trie))}",
@@ -43,16 +43,16 @@ def rows_of_a_batch_are_independent(trial: TrieTrial) -> None:
                     operation=operation,
                 )
                 for values, row in zip(together, given, strict=True):
-                    trial.check_values(trie, values, row, operation, rows=rows)
-                trial.saw(case)
-        trial.saw("no rows", rows == 0)
-        trial.saw("one row", rows == 1)
-        trial.saw("several rows", rows > 1)
+                    fixture.check_values(trie, values, row, operation, rows=rows)
+                fixture.saw(case)
+        fixture.saw("no rows", rows == 0)
+        fixture.saw("one row", rows == 1)
+        fixture.saw("several rows", rows > 1)
 
     for rows in (0, 1, 2, 5):
-        trial.for_all(
-            law,
-            examples=max(2, trial.profile.examples // 4),
+        fixture.for_all(
+            holds,
+            examples=max(2, fixture.profile.examples // 4),
             vocabulary=vocabularies(max_size=8),
             rows=st.just(rows),
             data=st.data(),
@@ -60,82 +60,84 @@ def rows_of_a_batch_are_independent(trial: TrieTrial) -> None:
 
 
 @trie_check(cases=("numpy", "torch", "list", "bfloat16", "float64"))
-def numbers_of_any_kind(trial: TrieTrial) -> None:
-    """Numpy, torch and lists, of any precision, are weights; half precision gives float32."""
-    trie = trial.build(WORDS)
-    exact = trial.weights(len(WORDS)).double() + 1e-3
-    for name in trial.target.dtypes:
+def numbers_of_any_kind(fixture: TrieFixture) -> None:
+    """Weights may be numpy, torch or lists of any precision; half precision gives float32."""
+    trie = fixture.build(WORDS)
+    exact = fixture.weights(len(WORDS)).double() + 1e-3
+    for name in fixture.target.dtypes:
         given = exact.to(getattr(torch, name))
         kinds: dict[str, Any] = {"torch": given}
         if name != "bfloat16":
             kinds["numpy"] = given.numpy()
         for kind, ws in kinds.items():
             for operation in OPERATIONS:
-                values = trial.reduced(trie, ws, operation)
+                values = fixture.reduced(trie, ws, operation)
                 wanted = "float64" if name == "float64" else "float32"
                 expect(str(values.dtype) == wanted, f"{wanted} of {name}", values.dtype)
-                trial.check_values(trie, values, given, operation, dtype=name, kind=kind)
-            trial.saw(kind)
-        trial.saw(name)
+                fixture.check_values(trie, values, given, operation, dtype=name, kind=kind)
+            fixture.saw(kind)
+        fixture.saw(name)
     ws = exact.tolist()
-    trial.check_values(trie, trial.reduced(trie, ws, "sum"), np.array(ws), "sum", kind="list")
-    trial.saw("list")
+    fixture.check_values(
+        trie, fixture.reduced(trie, ws, "sum"), np.array(ws), "sum", kind="list"
+    )
+    fixture.saw("list")
 
 
 @trie_check(cases=("weights", "batch of weights", "result"))
-def weights_stay_and_results_belong_to_the_caller(trial: TrieTrial) -> None:
-    """Neither are weights changed, nor does a result share memory with them or another."""
-    trie = trial.build(WORDS)
+def weights_stay_and_results_belong_to_the_caller(fixture: TrieFixture) -> None:
+    """Weights are not modified, and a result shares no memory with them or other results."""
+    trie = fixture.build(WORDS)
     for operation in OPERATIONS:
         for kind in ("numpy", "torch"):
-            ws: Any = trial.weights(len(WORDS))
+            ws: Any = fixture.weights(len(WORDS))
             before = ws.clone()
             ws = ws.numpy() if kind == "numpy" else ws
-            first = trial.reduced(trie, ws, operation, returns=kind)
-            trial.reduced_batch(trie, ws[None], operation)
+            first = fixture.reduced(trie, ws, operation, returns=kind)
+            fixture.reduced_batch(trie, ws[None], operation)
             expect(
                 bool((torch.as_tensor(ws) == before).all()),
                 "the weights as they were",
                 ws,
                 operation=operation,
             )
-            trial.saw("weights")
-            trial.saw("batch of weights")
+            fixture.saw("weights")
+            fixture.saw("batch of weights")
             first[:] = 7.0
-            again = trial.reduced(trie, ws, operation, returns=kind)
-            trial.check_values(trie, again, before, operation, changed="an earlier result")
-            later = trial.reduced(trie, -before, operation, returns=kind)
-            trial.check_values(trie, again, before, operation, then="another reduction")
+            again = fixture.reduced(trie, ws, operation, returns=kind)
+            fixture.check_values(trie, again, before, operation, changed="an earlier result")
+            later = fixture.reduced(trie, -before, operation, returns=kind)
+            fixture.check_values(trie, again, before, operation, then="another reduction")
             expect(len(later) == len(trie), f"{len(trie)} values", len(later))
-            trial.saw("result")
+            fixture.saw("result")
 
 
 @trie_check(cases=("numpy", "torch"))
-def results_come_as_asked(trial: TrieTrial) -> None:
+def results_have_the_requested_type(fixture: TrieFixture) -> None:
     """Results are numpy arrays, or with `returns="torch"` tensors on the weights' device."""
-    trie = trial.build(WORDS)
-    for device in trial.target.devices:
-        ws = trial.weights(len(WORDS)).to(device)
+    trie = fixture.build(WORDS)
+    for device in fixture.target.devices:
+        ws = fixture.weights(len(WORDS)).to(device)
         for operation in OPERATIONS:
-            for reduced, given in ((trial.reduced, ws), (trial.reduced_batch, ws[None])):
+            for reduced, given in ((fixture.reduced, ws), (fixture.reduced_batch, ws[None])):
                 array = reduced(trie, given, operation)
                 expect(isinstance(array, np.ndarray), "a numpy array", type(array).__name__)
-                trial.saw("numpy")
+                fixture.saw("numpy")
                 tensor = reduced(trie, given, operation, returns="torch")
                 found = getattr(tensor, "device", type(tensor).__name__)
                 expect(found == ws.device, f"a tensor on {ws.device}", found)
-                trial.devices.add(str(found))
+                fixture.devices.add(str(found))
                 row, same = (tensor, array) if tensor.ndim == 1 else (tensor[0], array[0])
-                trial.check_values(trie, row, ws, operation, device=device)
-                trial.check_values(trie, same, ws, operation, device=device)
-                trial.saw("torch")
+                fixture.check_values(trie, row, ws, operation, device=device)
+                fixture.check_values(trie, same, ws, operation, device=device)
+                fixture.saw("torch")
 
 
 @trie_check(cases=("too short", "too long", "too many dimensions", "text"))
-def wrong_weights_are_refused(trial: TrieTrial) -> None:
-    """Weights of another shape or kind raise `WeightsError` and are never stretched to fit."""
-    trie = trial.build(WORDS)
-    ws = trial.weights(len(WORDS)).numpy()
+def wrong_weights_are_refused(fixture: TrieFixture) -> None:
+    """Weights of another shape or kind raise `WeightsError` and are never broadcast."""
+    trie = fixture.build(WORDS)
+    ws = fixture.weights(len(WORDS)).numpy()
     wrong = {
         "too short": ws[:-1],
         "too long": np.append(ws, 0.0),
@@ -146,10 +148,10 @@ def wrong_weights_are_refused(trial: TrieTrial) -> None:
     for case, given in wrong.items():
         for operation in OPERATIONS:
             try:
-                found = trial.reduced(trie, given, operation)
+                found = fixture.reduced(trie, given, operation)
             except WeightsError:
-                trial.saw(case)
+                fixture.saw(case)
                 continue
             expect(False, "WeightsError", f"values {found}", case=case, operation=operation)
-    values = trial.reduced(trie, ws, "sum")
-    trial.check_values(trie, values, ws, "sum", after="wrong weights")
+    values = fixture.reduced(trie, ws, "sum")
+    fixture.check_values(trie, values, ws, "sum", after="wrong weights")

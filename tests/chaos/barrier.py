@@ -1,6 +1,6 @@
-"""`Meeting`: where callers rest, so that a quiet model can be looked at.
+"""`CallerBarrier`: pauses all callers, so that an idle model can be inspected.
 
-Waiting has an end: when for `patience_s` nothing was answered, requests are lost.
+If no request is answered for `timeout_s`, requests are lost.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 
 
-class Meeting:
-    """Callers rest here until everybody has come and the host lets them go."""
+class CallerBarrier:
+    """Callers wait here until all have arrived and the controller releases them."""
 
     def __init__(self, callers: int) -> None:
         self._callers = callers
@@ -20,7 +20,7 @@ class Meeting:
         self.failure: BaseException | None = None
 
     def rest(self) -> bool:
-        """Wait, as a caller, until the host lets go; False if somebody has failed."""
+        """Wait, as a caller, until released; False if a caller has failed."""
         with self._changed:
             self._resting += 1
             times = self._times
@@ -29,35 +29,35 @@ class Meeting:
             return self.failure is None
 
     def fail(self, failure: BaseException) -> None:
-        """Say what went wrong; the first one counts."""
+        """Record a failure; only the first is kept."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def gather(self, progress: Callable[[], int], patience_s: float) -> bool:
-        """Wait, as the host, until all rest; False if nothing happens any more.
+    def gather(self, progress: Callable[[], int], timeout_s: float) -> bool:
+        """Wait, as the controller, until all callers have arrived; False without progress.
 
         Args:
-            progress: A count that grows whenever something happens.
-            patience_s: How long nothing may happen.
+            progress: A count that grows with every request and answer.
+            timeout_s: How long the count may stay the same.
 
         Raises:
-            BaseException: What a caller failed with.
+            BaseException: The failure of a caller.
         """
         with self._changed:
             while True:
                 before = progress()
                 done = self._changed.wait_for(
                     lambda: self._resting == self._callers or self.failure is not None,
-                    patience_s,
+                    timeout_s,
                 )
                 if self.failure is not None:
                     raise self.failure
                 if done or progress() == before:
                     return done
 
-    def let_go(self) -> None:
-        """Have the callers continue."""
+    def release(self) -> None:
+        """Let the callers continue."""
         with self._changed:
             self._resting = 0
             self._times += 1

@@ -8,7 +8,7 @@ import pytest
 from scripted_target import CertifiedEngine, scripted_target
 
 from genlm.testing import all_checks
-from genlm.testing.sharing import SharedEngine
+from genlm.testing.shared_engine import SharedEngine
 
 from .conftest import RunCheck
 

@@ -1,4 +1,4 @@
-"""The brute force by which tries are judged says what can be worked out by hand."""
+"""The brute-force oracle of tries agrees with values computed by hand."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import pytest
 
 from genlm import get_trie
 from genlm.testing import QUICK, CheckFailure, TrieTarget
-from genlm.testing.enumeration import EXACT, below, spelt
-from genlm.testing.trie_trial import TrieTrial, leaf_of, nodes_by_letters
-from genlm.testing.vocabularies import EOS, SPECIAL, tokens
+from genlm.testing.strategies import EOS, SPECIAL, tokens
+from genlm.testing.trie_fixture import (
+    EXACT,
+    TrieFixture,
+    below,
+    leaf_of,
+    nodes_by_symbols,
+    symbols_of,
+)
 
 
 @pytest.fixture
-def trial() -> TrieTrial:
-    return TrieTrial(TrieTarget(model="numpy", build=get_trie("numpy")), QUICK, seed=0)
+def fixture() -> TrieFixture:
+    return TrieFixture(TrieTarget(model="numpy", build=get_trie("numpy")), QUICK, seed=0)
 
 
 def test_tokens_are_below_each_of_their_prefixes() -> None:
@@ -25,8 +31,8 @@ def test_tokens_are_below_each_of_their_prefixes() -> None:
 
 
 def test_items_that_are_no_bytes_are_spelt_as_they_come() -> None:
-    assert spelt(EOS) == (EOS,)
-    assert spelt(("a", 1)) == ("a", 1)
+    assert symbols_of(EOS) == (EOS,)
+    assert symbols_of(("a", 1)) == ("a", 1)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +49,17 @@ def test_reductions_are_exact(operation: str, weights: list[float], value: float
 
 
 @pytest.mark.parametrize("vocabulary", SPECIAL.values(), ids=SPECIAL)
-def test_every_token_has_a_leaf_and_every_prefix_a_node(trial, vocabulary) -> None:
-    trie = trial.build(vocabulary)
+def test_every_token_has_a_leaf_and_every_prefix_a_node(fixture, vocabulary) -> None:
+    trie = fixture.build(vocabulary)
     leaves = {leaf_of(trie, position) for position in range(len(vocabulary))}
-    assert sorted(leaves | set(nodes_by_letters(trie).values())) == list(range(len(trie)))
+    assert sorted(leaves | set(nodes_by_symbols(trie).values())) == list(range(len(trie)))
 
 
-def test_a_wrong_value_is_reported_with_the_node_of_its_prefix(trial) -> None:
-    trie = trial.build(tokens(b"ab", b"a", b"b"))
+def test_a_wrong_value_is_reported_with_the_node_of_its_prefix(fixture) -> None:
+    trie = fixture.build(tokens(b"ab", b"a", b"b"))
     ws = np.array([0.5, 0.25, 0.25], dtype=np.float32)
     values = trie.weight_sum(ws)
-    trial.check_values(trie, values, ws, "sum")
-    values[nodes_by_letters(trie)[97,]] += 1e-5
+    fixture.check_values(trie, values, ws, "sum")
+    values[nodes_by_symbols(trie)[97,]] += 1e-5
     with pytest.raises(CheckFailure, match=r"sum 0\.75 at the node of b'a'"):
-        trial.check_values(trie, values, ws, "sum")
+        fixture.check_values(trie, values, ws, "sum")

@@ -1,4 +1,4 @@
-"""The suite inside pytest: by the plugin, and in three lines of somebody's own tests."""
+"""The suite inside pytest: with the plugin, and in three lines of a backend's own tests."""
 
 from __future__ import annotations
 

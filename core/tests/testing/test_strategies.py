@@ -1,10 +1,10 @@
-"""Near misses are made of the very sequence, and never the sequence itself."""
+"""Near misses are derived from a sequence and never equal it."""
 
 from __future__ import annotations
 
 import pytest
 
-from genlm.testing.sequences import near_misses
+from genlm.testing.strategies import near_misses
 
 
 def test_near_misses_are_what_careless_keys_confuse():

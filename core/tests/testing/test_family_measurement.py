@@ -1,4 +1,4 @@
-"""`measure_family` tells right rows from wrong ones, refusals and failures."""
+"""`measure_family` distinguishes right rows, wrong rows, refusals and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of expected failures: what they may say and what that does to an outcome."""
+"""Files of expected failures: their format and their effect on an outcome."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from genlm.testing.expectations import ExpectationError, ExpectedFailures
-from genlm.testing.outcome import Outcome
+from genlm.testing.outcome import ExpectationError, ExpectedFailures, Outcome
 
 
 def outcome(status: str, id_: str = "rows-are-right[llama]") -> Outcome:
-    return Outcome(id=id_, law="A row is the oracle's.", status=status)
+    return Outcome(id=id_, property="A row is the oracle's.", status=status)
 
 
 def read(tmp_path: Path, text: str) -> ExpectedFailures:
@@ -30,7 +29,7 @@ def test_each_line_has_an_id_and_a_reason_and_comments_are_left_out(tmp_path):
     [
         ("rows-are-right\n", "xfail.txt:1: expected 'id: reason', found 'rows-are-right'"),
         ("\nrows-are-right: # later", "xfail.txt:2: expected 'id: reason'"),
-        ("a: b\na: c", "xfail.txt:2: 'a' is expected to fail twice"),
+        ("a: b\na: c", "xfail.txt:2: 'a' is listed twice"),
     ],
 )
 def test_a_malformed_line_is_an_error_that_names_it(tmp_path, text, message):
@@ -51,17 +50,17 @@ def test_an_id_that_no_check_has_is_an_error():
 
 @pytest.mark.parametrize("id_", ["rows-are-right", "rows-are-right[llama]"])
 def test_a_failure_that_is_expected_is_no_failure_and_keeps_its_reason(id_):
-    found = ExpectedFailures({id_: "issue 7"}).judge(outcome("failed"))
+    found = ExpectedFailures({id_: "issue 7"}).applied_to(outcome("failed"))
     assert (found.status, found.reason) == ("expected failure", "issue 7")
 
 
 def test_a_failure_of_another_model_is_not_expected():
     expected = ExpectedFailures({"rows-are-right[gpt2]": "issue 7"})
-    assert expected.judge(outcome("failed")).status == "failed"
+    assert expected.applied_to(outcome("failed")).status == "failed"
 
 
 def test_a_pass_that_is_not_expected_is_told_apart():
-    found = ExpectedFailures({"rows-are-right": "issue 7"}).judge(outcome("passed"))
+    found = ExpectedFailures({"rows-are-right": "issue 7"}).applied_to(outcome("passed"))
     assert found.status == "unexpected pass"
     assert "issue 7" in found.reason
 
@@ -69,4 +68,4 @@ def test_a_pass_that_is_not_expected_is_told_apart():
 @pytest.mark.parametrize("status", ["skipped", "not applicable"])
 def test_what_did_not_run_stays_what_it_is(status):
     expected = ExpectedFailures({"rows-are-right": "issue 7"})
-    assert expected.judge(outcome(status)) == outcome(status)
+    assert expected.applied_to(outcome(status)) == outcome(status)

@@ -1,4 +1,4 @@
-"""What an answer must be: a row at first sight, and, of a random sample, the right one."""
+"""`Comparison`: checks the form of every answer, and a random sample against the oracle."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from genlm import AsyncLM
 from genlm.testing import EngineTarget
+from genlm.testing.engine_fixture import describe_difference, row_error
 from genlm.testing.failure import CheckFailure, expect
-from genlm.testing.rows import describe_difference, row_error
-from genlm.testing.sequences import TokenTuple
+from genlm.testing.strategies import TokenTuple
 
 from .plan import Ask
 
 ASKED_AGAIN = 8
-"""Contexts that are asked alone when the callers rest."""
+"""Contexts that are evaluated again, alone, while the callers are paused."""
 
 
 class Sampled(NamedTuple):
-    """A row, as it was before its caller could change it."""
+    """A copy of a row, made before its caller could modify it."""
 
     row: torch.Tensor
     context: TokenTuple
@@ -31,14 +31,14 @@ class Sampled(NamedTuple):
     asked: str
 
 
-class Judge:
-    """Looks at every answer; compares a random share of them with the true rows.
+class Comparison:
+    """Checks every answer; compares a random share of them with the oracle's rows.
 
     Args:
         lm: The model under test.
-        target: Brings the oracle. Without one the model itself is asked, alone.
-        share: Of the rows, to be compared.
-        draw: Picks the contexts that are asked again.
+        target: Has the oracle; without one, rows are compared with the model's own.
+        share: Share of the rows that are compared.
+        draw: Selects the contexts that are evaluated again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Judge:
         self.compared = 0
 
     def look(self, row: object, context: TokenTuple, ask: Ask, draw: random.Random) -> None:
-        """Raise `CheckFailure` unless this is a row, and perhaps keep it for `compare`."""
+        """Raise `CheckFailure` unless this is a row; sample it for `compare`."""
         expected = f"a row of {self._lm.vocab_size} float32, logsumexp 0"
         good = (
             isinstance(row, torch.Tensor)
@@ -71,17 +71,17 @@ class Judge:
                 self._rows.append(Sampled(row.clone(), context, ask.adapter, str(ask)))
 
     def look_at_draws(self, drawn: object, ask: Ask, stop: int, draw: random.Random) -> None:
-        """Raise `CheckFailure` unless these are drawn tokens, and perhaps keep them."""
+        """Raise `CheckFailure` unless these are drawn tokens; sample them for `compare`."""
         good = isinstance(drawn, list) and len(drawn) <= ask.max_tokens
         good = good and all(0 <= i < self._lm.vocab_size and i != stop for i in drawn)
-        expected = f"at most {ask.max_tokens} ids, none of them {stop}"
+        expected = f"at most {ask.max_tokens} ids, {stop} not among them"
         expect(good, expected, str(drawn), asked=str(ask))
         if ask.temperature == 0 and draw.random() < self._share:
             with self._lock:
                 self._draws.append((ask, drawn))
 
     def compare(self) -> None:
-        """Compare what was kept with the true rows, while nobody asks."""
+        """Compare the sample with the oracle's rows, while the callers are paused."""
         self._true_rows.clear()
         self._last, self._rows = self._rows, []
         draws, self._draws = self._draws, []
@@ -91,7 +91,7 @@ class Judge:
             self._compare_draws(ask, drawn)
 
     def ask_again(self) -> None:
-        """Ask for some rows of the last comparison again, one after another, and forget it."""
+        """Request some rows of the last comparison again, one at a time, and clear it."""
         for found in self._draw.sample(self._last, min(ASKED_AGAIN, len(self._last))):
             with answered(found.asked):
                 row = self._lm.next_token_logprobs_sync(found.context, lora_name=found.adapter)
@@ -124,10 +124,10 @@ class Judge:
 
     def _true_row(self, context: TokenTuple, adapter: str | None) -> torch.Tensor:
         if (context, adapter) not in self._true_rows:
-            self._true_rows[context, adapter] = self._asked_oracle(context, adapter)
+            self._true_rows[context, adapter] = self._oracle_row(context, adapter)
         return self._true_rows[context, adapter]
 
-    def _asked_oracle(self, context: TokenTuple, adapter: str | None) -> torch.Tensor:
+    def _oracle_row(self, context: TokenTuple, adapter: str | None) -> torch.Tensor:
         oracle = self._target.oracle
         if oracle is None:
             row = self._lm.next_token_logprobs_sync(context, lora_name=adapter)

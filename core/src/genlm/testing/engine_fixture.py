@@ -1,4 +1,4 @@
-"""`EngineTrial`: what a check of an engine is given: models, event loops, the oracle."""
+"""`EngineFixture`: what a check of an engine receives: models, sequences and the oracle."""
 
 from __future__ import annotations
 
@@ -13,26 +13,58 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache
-from genlm.testing.failure import CheckFailure, NeverEnded, expect
-from genlm.testing.probe import Probe
-from genlm.testing.profile import Profile
-from genlm.testing.rows import describe_difference, row_error
-from genlm.testing.sequences import TokenTuple, sequences
+from genlm.testing.failure import CheckFailure, CheckTimeout, expect
+from genlm.testing.fixture import Fixture, Profile
+from genlm.testing.probes import EngineProbe
+from genlm.testing.strategies import TokenTuple, sequences
 from genlm.testing.target import EngineTarget
-from genlm.testing.trial import Trial
 
-__all__ = ["EngineTrial"]
+__all__ = ["EngineFixture", "describe_difference", "row_error"]
 
 T = TypeVar("T")
 
 
-class EngineTrial(Trial):
-    """A trial of an engine.
+def row_error(row: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference of a log-probability; infinite if only one of two is `-inf`.
+
+    Args:
+        row: Shape `(vocab_size,)`.
+        expected: The same shape, float64, on the CPU.
+    """
+    if row.shape != expected.shape:
+        return float("inf")
+    differences = _differences(row, expected)
+    return float(differences.max()) if len(differences) else 0.0
+
+
+def describe_difference(row: Any, expected: torch.Tensor) -> str:
+    """Say where a row differs most from the expected one."""
+    if not isinstance(row, torch.Tensor):
+        return f"a {type(row).__name__}"
+    if row.shape != expected.shape:
+        return f"shape {tuple(row.shape)} instead of {tuple(expected.shape)}"
+    differences = _differences(row, expected)
+    worst = int(differences.argmax())
+    return (
+        f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at id {worst}, "
+        f"{int((differences > 1e-4).sum())} of {len(row)} ids off by more than 1e-4"
+    )
+
+
+def _differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    found = row.detach().cpu().double()
+    same = found == expected  # the difference of equal infinities is NaN
+    differences = torch.where(same, 0.0, (found - expected).abs())
+    return differences.nan_to_num(nan=float("inf"))
+
+
+class EngineFixture(Fixture):
+    """Fixture of a check of an engine.
 
     Attributes:
         target: The model under test.
-        listed: Capabilities that `genlm plugins` lists for its backend, if installed.
-        devices: On which rows were seen.
+        listed: Capabilities in the `BackendSpec` of the backend, if it is installed.
+        devices: Devices of the rows seen so far.
     """
 
     def __init__(
@@ -42,21 +74,21 @@ class EngineTrial(Trial):
         seed: int,
         listed: frozenset[str] | None = None,
     ) -> None:
-        super().__init__(profile, seed, target.patience_s)
+        super().__init__(profile, seed, target.timeout_s)
         self.target = target
         self.listed = listed
         self.devices: set[str] = set()
-        self._oracle = functools.lru_cache(maxsize=4096)(self._asked_oracle)
+        self._oracle = functools.lru_cache(maxsize=4096)(self._oracle_row)
 
     # -- models -----------------------------------------------------------------------
 
     def load(
-        self, probe: Probe | None = None, *, adapters: bool = False, **options: Any
+        self, probe: EngineProbe | None = None, *, adapters: bool = False, **options: Any
     ) -> AsyncLM:
-        """Load the target's model; it is closed when the trial ends.
+        """Load the target's model; it is closed with the fixture.
 
         Args:
-            probe: Put around the engine.
+            probe: Wraps the engine.
             adapters: Whether to load the target's adapters too.
             **options: Of `EngineTarget.load`.
         """
@@ -71,22 +103,22 @@ class EngineTrial(Trial):
                 self.call(functools.partial(lm.add_new_lora, path, name))
         return lm
 
-    def load_probed(self, **options: Any) -> tuple[AsyncLM, Probe]:
+    def load_probed(self, **options: Any) -> tuple[AsyncLM, EngineProbe]:
         """Load the model with a probe around its engine."""
-        probe = Probe(self.patience_s)
+        probe = EngineProbe(self.timeout_s)
         return self.load(probe, **options), probe
 
     @functools.cached_property
     def lm(self) -> AsyncLM:
-        """The model with default options, loaded once per trial."""
+        """The model with default options, loaded on first use."""
         return self.load()
 
     def _close(self, lm: AsyncLM) -> None:
-        # A model that cannot be closed is the business of the checks about closing.
-        with contextlib.suppress(NeverEnded):
+        # The checks of `close` report a model that cannot be closed.
+        with contextlib.suppress(CheckTimeout):
             self.call(lm.close)
 
-    # -- sequences and their true rows ------------------------------------------------
+    # -- sequences and their expected rows --------------------------------------------
 
     @functools.cached_property
     def token_ids(self) -> Sequence[int]:
@@ -106,14 +138,14 @@ class EngineTrial(Trial):
         """Sequences of the target's ids.
 
         Args:
-            shorter_by: Room to leave for longer ones made of them.
+            shorter_by: How many tokens a check appends to them.
         """
         return sequences(self.token_ids, max(1, self.max_length - shorter_by))
 
     def batches(
         self, max_size: int = 6, *, shorter_by: int = 0
     ) -> st.SearchStrategy[list[TokenTuple]]:
-        """Ragged batches, duplicates possible."""
+        """Ragged batches, possibly with duplicates."""
         return st.lists(self.sequences(shorter_by=shorter_by), min_size=1, max_size=max_size)
 
     def lengths(self) -> st.SearchStrategy[int]:
@@ -121,7 +153,7 @@ class EngineTrial(Trial):
         return st.integers(1, self.max_length)
 
     def some_sequences(self, count: int, *, salt: int = 0) -> list[TokenTuple]:
-        """Different sequences of mixed lengths, decided by the seed."""
+        """Distinct sequences of mixed lengths from the seed."""
         generator = np.random.default_rng([self.seed, salt])
         ids = np.asarray(self.token_ids)
         found: dict[TokenTuple, None] = {}
@@ -131,17 +163,17 @@ class EngineTrial(Trial):
         return list(found)
 
     def adapter_names(self) -> list[str]:
-        """The target's adapters, of which a target that declares them brings two."""
+        """Names of the target's adapters; raises `CheckFailure` if there are fewer than two."""
         names = list(self.target.adapters)
         expect(
             len(names) >= 2,
-            "a target of an engine with 'lora' to bring at least two adapters",
+            "a target of an engine with 'lora' to have at least two adapters",
             f"{len(names)}",
         )
         return names
 
     def expected(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        """The true row: shape `(vocab_size,)`, float64, on the CPU; do not change it."""
+        """The oracle's row: shape `(vocab_size,)`, float64, on the CPU; do not modify."""
         return self._oracle(tuple(token_ids), adapter)
 
     def check_row(
@@ -152,7 +184,7 @@ class EngineTrial(Trial):
         /,
         **example: Any,
     ) -> None:
-        """Raise `CheckFailure` unless `row` is the true row of a sequence."""
+        """Raise `CheckFailure` unless `row` is the expected row of a sequence."""
         expected = self.expected(token_ids, adapter)
         limit = self.target.largest_error
         if isinstance(row, torch.Tensor):
@@ -176,7 +208,7 @@ class EngineTrial(Trial):
         /,
         **example: Any,
     ) -> None:
-        """Raise `CheckFailure` unless each row is that of its sequence."""
+        """Raise `CheckFailure` unless each row is the expected row of its sequence."""
         expect(len(rows) == len(asked), f"{len(asked)} rows", len(rows), **example)
         for position, (row, token_ids) in enumerate(zip(rows, asked, strict=True)):
             self.check_row(row, token_ids, adapter, position=position, **example)
@@ -193,7 +225,7 @@ class EngineTrial(Trial):
         """Raise `CheckFailure` unless a call, or the coroutine it returns, raises `error`.
 
         Returns:
-            What was raised.
+            The exception.
         """
 
         async def awaited(coroutine: Any) -> Any:
@@ -204,7 +236,7 @@ class EngineTrial(Trial):
             result = self.call(call)
             if inspect.isawaitable(result):
                 result = self.run(awaited(result))
-        except Exception as raised:  # noqa: BLE001 - judged below
+        except Exception as raised:  # noqa: BLE001 - checked below
             result = raised
         return self.expect_raised(error, result, **example)
 
@@ -217,15 +249,15 @@ class EngineTrial(Trial):
         words = "a result" if isinstance(found, torch.Tensor) else repr(found)
         raise CheckFailure(error.__name__, words, example)
 
-    def _asked_oracle(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
+    def _oracle_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
         if self.target.oracle is None:
-            row = self._witness.next_token_logprobs_sync(token_ids, lora_name=adapter)
+            row = self._lone_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)
         else:
             row = torch.as_tensor(self.target.oracle(token_ids, adapter))
         return row.detach().cpu().double()
 
     @functools.cached_property
-    def _witness(self) -> AsyncLM:
-        """The same model, asked for one row at a time, where there is no oracle."""
+    def _lone_lm(self) -> AsyncLM:
+        """The same model, evaluated one row at a time: the reference without an oracle."""
         declared = Capability.LORA in self.lm.capabilities
         return self.load(adapters=declared, output_cache=OutputCache(0))

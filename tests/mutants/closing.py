@@ -1,4 +1,4 @@
-"""Fronts that end requests wrongly: on `close`, on `reset_async_queries`."""
+"""Faults of the core when `close` or `reset_async_queries` end requests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.scheduler.worker import Worker
 
-from .mutant import front_mutant
+from .mutant import core_mutant
 
 
-@front_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")
+@core_mutant(Worker, "stop", killed_by="closing-ends-every-request", shows_as="lost request")
 def close_leaves_waiters(stop):
-    """`close` ends the engine's thread and leaves those who wait to wait."""
+    """`close` ends the engine's thread without completing pending requests."""
 
     def broken(self, error):
         with self._lock:
@@ -23,7 +23,7 @@ def close_leaves_waiters(stop):
     return broken
 
 
-@front_mutant(Scheduler, "close", killed_by="closing-ends-every-request")
+@core_mutant(Scheduler, "close", killed_by="closing-ends-every-request")
 def close_says_reset(_close):
     """`close` tells waiters that their request was reset."""
 
@@ -35,11 +35,11 @@ def close_says_reset(_close):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     RequestTable, "clear", killed_by="resetting-ends-every-request", shows_as="lost request"
 )
 def reset_forgets_the_inbox(clear):
-    """Ends the requests in the engine and drops those in the inbox without a word."""
+    """Ends the requests in the engine and drops those in the inbox."""
 
     def broken(self):
         self.inbox.clear()
@@ -48,19 +48,19 @@ def reset_forgets_the_inbox(clear):
     return broken
 
 
-@front_mutant(AsyncLM, "reset_async_queries", killed_by="resetting-ends-every-request")
+@core_mutant(AsyncLM, "reset_async_queries", killed_by="resetting-ends-every-request")
 def reset_closes(_reset):
     """`reset_async_queries` closes the model."""
     return lambda self: self._scheduler._worker.stop(EngineClosedError("closed"))
 
 
-@front_mutant(AsyncLM, "close", killed_by="closed-means-closed")
+@core_mutant(AsyncLM, "close", killed_by="closed-means-closed")
 def closed_cache_answers(_close):
     """A closed model still answers from its output cache."""
     return lambda self: self._scheduler.close()
 
 
-@front_mutant(Scheduler, "close", killed_by="closed-means-closed")
+@core_mutant(Scheduler, "close", killed_by="closed-means-closed")
 def closed_twice(close):
     """Closing a closed model closes its engine again."""
 

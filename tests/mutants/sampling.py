@@ -1,4 +1,4 @@
-"""Samplers, of an engine's own and of the core, that draw the wrong tokens."""
+"""Faults of samplers, native and in the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from genlm import AsyncLM, Capability
 
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
-from .mutant import engine_mutant, front_mutant
+from .mutant import core_mutant, engine_mutant
 
 
 def without(params, **changes):
@@ -21,7 +21,7 @@ def without(params, **changes):
 
 @engine_mutant(killed_by="samples-follow-the-logprobs")
 class TemperatureIgnored(CachedEngine):
-    """Draws at temperature 1 whatever was asked, but for 0."""
+    """Draws at temperature 1 for every temperature except 0."""
 
     def drawn(self, row, params, generator):
         temperature = min(params.temperature, 1.0) and 1.0
@@ -71,7 +71,7 @@ class OneGeneratorForAll(CachedEngine):
         return self.shared
 
 
-@engine_mutant(killed_by="a-cancelled-continuation-disturbs-nobody")
+@engine_mutant(killed_by="a-cancelled-continuation-changes-no-other")
 class AbortShiftsTheStreams(CachedEngine):
     """Gives the randomness of an aborted continuation to the one that moves up."""
 
@@ -84,7 +84,7 @@ class AbortShiftsTheStreams(CachedEngine):
         super().abort(query_id)
 
 
-@front_mutant(genlm.core.lm, "stream_seeds", killed_by="streams-are-distinct", on=cached_target)
+@core_mutant(genlm.core.lm, "stream_seeds", killed_by="streams-are-distinct", on=cached_target)
 def one_seed_for_all(stream_seeds):
     """Gives every continuation of a batch the same seed."""
     return lambda seed, count: stream_seeds(seed, 1) * count
@@ -145,7 +145,7 @@ class ZeroMeansDefault(CachedEngine):
         )
 
 
-@front_mutant(genlm.core.sampling, "draw_token", killed_by="samples-follow-the-logprobs")
+@core_mutant(genlm.core.sampling, "draw_token", killed_by="samples-follow-the-logprobs")
 def temperature_multiplies(draw_token):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
@@ -155,7 +155,7 @@ def temperature_multiplies(draw_token):
     return broken
 
 
-@front_mutant(AsyncLM, "batch_sample", killed_by="wrong-sampling-requests-are-refused")
+@core_mutant(AsyncLM, "batch_sample", killed_by="wrong-sampling-requests-are-refused")
 def negative_temperature_is_one(batch_sample):
     """Takes temperatures below 0 for 0."""
 
@@ -167,7 +167,7 @@ def negative_temperature_is_one(batch_sample):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     AsyncLM, "_continuation", killed_by="declared-sampling-is-native", on=cached_target
 )
 def never_native(continuation):
@@ -183,7 +183,7 @@ def never_native(continuation):
     return broken
 
 
-@front_mutant(
+@core_mutant(
     AsyncLM, "_continuation", killed_by="undeclared-sampling-asks-for-rows", on=plain_target
 )
 def always_native(continuation):

@@ -1,4 +1,8 @@
-"""`TrieTrial`: what a check of a token trie is given."""
+"""`TrieFixture`: what a check of a token trie receives; its oracle is brute force.
+
+The oracle enumerates every prefix and every token below it: slow, exact and without arrays. A
+sum is `math.fsum` of the same weights in float64.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,58 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.testing.enumeration import EXACT, Letters, below
-from genlm.testing.failure import NeverEnded, expect
-from genlm.testing.profile import Profile
+from genlm.testing.failure import CheckTimeout, expect
+from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.target import TrieTarget
-from genlm.testing.trial import Trial
 
-__all__ = ["TrieTrial", "known_nodes", "nodes_by_letters"]
+__all__ = ["EXACT", "TrieFixture", "below", "known_nodes", "nodes_by_symbols", "symbols_of"]
 
 RELATIVE_ERROR = {"float32": 2e-6, "float64": 1e-13}
 """Largest error of a sum of weights that are not negative: a few units in the last place."""
 
+Symbols = tuple[Any, ...]
 
-class TrieTrial(Trial):
-    """A trial of a token trie.
+
+def symbols_of(item: Any) -> Symbols:
+    """The symbols of a vocabulary item: bytes as integers, other items' elements unchanged."""
+    return tuple(bytes(item)) if isinstance(item, bytes) else tuple(item)
+
+
+def below(items: Sequence[Any]) -> dict[Symbols, list[int]]:
+    """Positions of the items below every prefix, including the empty prefix."""
+    found: dict[Symbols, list[int]] = {(): []}
+    for position, item in enumerate(items):
+        symbols = symbols_of(item)
+        for length in range(len(symbols) + 1):
+            found.setdefault(symbols[:length], []).append(position)
+    return found
+
+
+def _logsumexp(weights: Sequence[float]) -> float:
+    top = max(weights)
+    if math.isinf(top):
+        return top
+    return top + math.log(math.fsum(math.exp(weight - top) for weight in weights))
+
+
+EXACT: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum": math.fsum,
+    "max": max,
+    "logsumexp": _logsumexp,
+}
+"""Each reduction of a list of float64 values."""
+
+
+class TrieFixture(Fixture):
+    """Fixture of a check of a token trie.
 
     Attributes:
         target: The trie under test.
-        devices: On which results were seen.
+        devices: Devices of the results seen so far.
     """
 
     def __init__(self, target: TrieTarget, profile: Profile, seed: int) -> None:
-        super().__init__(profile, seed, target.patience_s)
+        super().__init__(profile, seed, target.timeout_s)
         self.target = target
         self.devices: set[str] = set()
 
@@ -42,10 +76,10 @@ class TrieTrial(Trial):
         return self.call(lambda: self.target.build(items))
 
     def at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when the trial ends, the last one first; if it hangs, leave it."""
+        """Call a function when the fixture is closed, the last one first; ignore a timeout."""
 
         def end() -> None:
-            with contextlib.suppress(NeverEnded):
+            with contextlib.suppress(CheckTimeout):
                 self.call(function)
 
         self._resources.callback(end)
@@ -53,35 +87,35 @@ class TrieTrial(Trial):
     def weights(
         self, count: int, *, salt: int = 0, low: float = 0.0, high: float = 1.0
     ) -> torch.Tensor:
-        """Weights decided by the seed, float32, on the CPU."""
+        """Random weights from the seed, float32, on the CPU."""
         drawn = np.random.default_rng([self.seed, salt]).uniform(low, high, count)
         return torch.from_numpy(drawn.astype(np.float32))
 
     def reduced(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
-        """What the trie makes of one row of weights."""
+        """Reduce one row of weights."""
         return self.call(lambda: getattr(trie, f"weight_{operation}")(ws, **options))
 
     def reduced_some(
         self, trie: Any, ws: Any, nodes: Any, operation: str, **options: Any
     ) -> Any:
-        """What the trie makes of the weights below some nodes."""
+        """Reduce the weights below some nodes."""
         return self.call(lambda: getattr(trie, f"partial_{operation}")(ws, nodes, **options))
 
     def reduced_batch(self, trie: Any, ws: Any, operation: str, **options: Any) -> Any:
-        """What the trie makes of several rows of weights."""
+        """Reduce several rows of weights."""
         return self.call(lambda: getattr(trie, f"batch_weight_{operation}")(ws, **options))
 
     def check_values(
         self, trie: Any, values: Any, weights: Any, operation: str, /, **example: Any
     ) -> None:
-        """Raise `CheckFailure` unless every node has the exact value, within rounding.
+        """Raise `CheckFailure` unless every node has the exact value up to rounding.
 
         Args:
-            trie: Whose nodes they are.
-            values: One for each node: numpy, or torch on any device.
+            trie: The trie.
+            values: One per node: numpy, or torch on any device.
             weights: The row that was reduced: numpy or torch.
             operation: `"sum"`, `"max"` or `"logsumexp"`.
-            **example: What to report beside the vocabulary and the weights.
+            **example: Reported with the vocabulary and the weights.
         """
         expect(len(values) == len(trie), f"{len(trie)} values", len(values), **example)
         known = known_nodes(trie)
@@ -98,7 +132,7 @@ class TrieTrial(Trial):
         /,
         **example: Any,
     ) -> None:
-        """Do what `check_values` does for some nodes, whose values are `values`."""
+        """Check as `check_values` does, for some nodes; `values` has one value per node."""
         known = known_nodes(trie)
         chosen = [known[node] for node in nodes]
         self._check(trie, chosen, np.asarray(_on_cpu(values)), weights, operation, **example)
@@ -130,12 +164,12 @@ class TrieTrial(Trial):
 
 @dataclass(frozen=True)
 class Node:
-    """What is known of a node.
+    """What the oracle knows about a node.
 
     Attributes:
-        name: Says which, in words.
+        name: Names the node in messages.
         below: Positions of the tokens below it.
-        leaf: Whether it is that of one whole token.
+        leaf: Whether it is the leaf of a token.
     """
 
     name: str
@@ -144,11 +178,11 @@ class Node:
 
 
 def known_nodes(trie: Any) -> dict[int, Node]:
-    """Every node, by enumerating the vocabulary and walking `children` and `word2leaf`."""
+    """Every node, from an enumeration of the vocabulary, `children` and `word2leaf`."""
     tokens_below = below(trie.decode)
     found = {
-        node: Node(f"the node of {_shown(letters)}", tokens_below[letters])
-        for letters, node in nodes_by_letters(trie).items()
+        node: Node(f"the node of {_shown(symbols)}", tokens_below[symbols])
+        for symbols, node in nodes_by_symbols(trie).items()
     }
     for position in range(len(trie.decode)):
         leaf = leaf_of(trie, position)
@@ -157,24 +191,24 @@ def known_nodes(trie: Any) -> dict[int, Node]:
 
 
 def largest_error(operation: str, exact: float, dtype: str) -> float:
-    """How far from the exact value a result of a dtype may be."""
+    """Largest difference from the exact value that a result of a dtype may have."""
     if operation == "max":
         return 0.0
-    # The log of a sum is as far off as the sum, and is itself rounded.
+    # The log has the absolute error of the sum's relative error, and is itself rounded.
     scale = 1 + abs(exact) / 8 if operation == "logsumexp" else abs(exact)
     return RELATIVE_ERROR[dtype] * scale
 
 
-def nodes_by_letters(trie: Any) -> dict[Letters, int]:
-    """The node of every prefix, by walking `children` from the root; leaves left out."""
-    found: dict[Letters, int] = {(): trie.root}
-    waiting: list[Letters] = [()]
+def nodes_by_symbols(trie: Any) -> dict[Symbols, int]:
+    """The node of every prefix, found by walking `children` from the root; without leaves."""
+    found: dict[Symbols, int] = {(): trie.root}
+    waiting: list[Symbols] = [()]
     while waiting:
-        letters = waiting.pop()
-        for edge, child in trie.children[found[letters]].items():
-            if _is_letter(edge):
-                found[(*letters, edge)] = child
-                waiting.append((*letters, edge))
+        symbols = waiting.pop()
+        for edge, child in trie.children[found[symbols]].items():
+            if _is_symbol(edge):
+                found[(*symbols, edge)] = child
+                waiting.append((*symbols, edge))
     expected = below(trie.decode)
     expect(
         found.keys() == expected.keys(),
@@ -195,16 +229,16 @@ def leaf_of(trie: Any, position: int) -> int:
     return leaf
 
 
-def _is_letter(edge: Any) -> bool:
-    """Whether an edge leads to a prefix; that to a leaf is `(None, position)`."""
+def _is_symbol(edge: Any) -> bool:
+    """Whether an edge leads to a prefix; the edge to a leaf is `(None, position)`."""
     return not (isinstance(edge, tuple) and len(edge) == 2 and edge[0] is None)
 
 
-def _shown(letters: Letters) -> str:
+def _shown(symbols: Symbols) -> str:
     try:
-        return repr(bytes(letters))
+        return repr(bytes(symbols))
     except (TypeError, ValueError):
-        return repr(letters)
+        return repr(symbols)
 
 
 def _on_cpu(values: Any) -> Any:

@@ -1,7 +1,7 @@
-"""`measure_family`: whether an engine's rows of a model are right, wrong, refused or missing.
+"""`measure_family`: compares an engine's rows of a tiny model with the oracle.
 
-Drives an `AsyncLM` as particle programs do and compares every row with the oracle's. For one
-engine per process: the caller sees to that, and to a time limit.
+Sends the requests of a particle program to an `AsyncLM`. The caller provides the time limit
+and, where the engine needs it, a process of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FamilyResult", "measure_family"]
 
 _LONGEST = 60
 _FIRST_ID = 3  # the special tokens come before
-# On both sides of windows and chunks of 4 and 16, of blocks of 32, one length twice.
+# On both sides of windows and chunks of 4 and 16 and of blocks of 32; one length twice.
 _LENGTHS = (9, 1, 3, 4, 5, 23, 13, 23, 2, 15, 16, 17, 31, 32, 33, 47, 60)
 _GROWING_FROM = (1, 11, 11, 27)
 _STEPS = 12
@@ -36,17 +36,17 @@ _Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """What a run found about one model on one engine.
+    """The result of one model on one engine.
 
     Attributes:
         status: `"right"`: every row is within the bound. `"wrong"`: a row is not.
-            `"refused"`: loading raised `ModelLoadError`. `"fails"`: loading raised something
-            else, or a request raised.
+            `"refused"`: loading raised `ModelLoadError`. `"fails"`: loading raised another
+            exception, or a request raised.
         error: The largest difference in log-probability to the oracle, NaN if a row has one;
-            None if there were no rows.
-        reason: Of a refusal or failure; where the largest error of wrong rows is.
+            None without rows.
+        reason: Why it was refused or failed, or the position of the largest error.
         rows: How many rows were compared.
-        statistics: The engine's own figures at the end.
+        statistics: The engine's statistics at the end.
     """
 
     status: Literal["right", "wrong", "refused", "fails"]
@@ -65,38 +65,38 @@ def measure_family(
 ) -> FamilyResult:
     """Compare an engine's rows of a model with an unbatched forward pass.
 
-    Up to 60 tokens, so beyond every window of `families`: lengths mixed in one batch, forks,
-    duplicates, cancellations; particles that grow by one token a step across each window and
-    are resampled; all again from the output cache, from the engine's own prefixes and, where
-    it can forget them, without.
+    Sequences have up to 60 tokens, more than every attention window of `families`. They are
+    requested in batches of mixed lengths, with forks, duplicates and cancellations, and as
+    particles that grow by one token per step and are resampled; then again from the output
+    cache, with the engine's cached prefixes and, if it can clear them, without.
 
     Args:
         load: Loads the folder with the engine.
         model: The model and its oracle.
         bound: The largest difference in log-probability that counts as right.
-        seed: Decides the tokens.
+        seed: Seed of the token ids.
 
     Returns:
-        What was found; errors of the engine are in it, not raised.
+        The result; exceptions of the engine are reported in it and not raised.
     """
     try:
         llm = load(model.path)
     except ModelLoadError as error:
         return FamilyResult("refused", reason=str(error))
-    except Exception as error:  # noqa: BLE001 - a row of the table
+    except Exception as error:  # noqa: BLE001 - reported
         return FamilyResult("fails", reason=f"at load: {_described(error)}")
-    run = _Run(llm, random.Random(seed))
+    program = _Program(llm, random.Random(seed))
     try:
         with llm:
-            asyncio.run(run.everything())
+            asyncio.run(program.run())
             statistics = dict(llm.statistics().engine)
-    except Exception as error:  # noqa: BLE001 - a row of the table
-        return FamilyResult("fails", reason=_described(error), rows=len(run.answers))
-    return _compared(run.answers, model, bound, statistics)
+    except Exception as error:  # noqa: BLE001 - reported
+        return FamilyResult("fails", reason=_described(error), rows=len(program.answers))
+    return _compared(program.answers, model, bound, statistics)
 
 
-class _Run:
-    """The requests of one measurement, and the rows that came back."""
+class _Program:
+    """The requests of one measurement and their rows."""
 
     def __init__(self, llm: AsyncLM, rng: random.Random) -> None:
         self._llm = llm
@@ -104,54 +104,54 @@ class _Run:
         self._longest = min(_LONGEST, llm.max_context or _LONGEST)
         self.answers: list[tuple[_Ids, torch.Tensor]] = []
 
-    async def everything(self) -> None:
-        """Ask in all ways; every row goes to `answers`."""
+    async def run(self) -> None:
+        """Send all requests; append the rows to `answers`."""
         sequences = self._sequences()
-        await self._ask(sequences, abandon=True)
+        await self._request(sequences, cancel_some=True)
         await self._grow()
-        await self._ask(self._shuffled(sequences), cached=False)
-        await self._ask(sequences)  # from the output cache
+        await self._request(self._shuffled(sequences), cached=False)
+        await self._request(sequences)  # from the output cache
         if Capability.PREFIX_CACHE in self._llm.capabilities:
             self._llm.clear_kv_cache()
         self._llm.clear_cache()
-        await self._ask(self._shuffled(sequences))
+        await self._request(self._shuffled(sequences))
         for ids in sequences[:3]:
-            await self._ask([ids], cached=False)
+            await self._request([ids], cached=False)
 
     def _sequences(self) -> list[_Ids]:
-        """Sequences of all lengths, forks of the longest at and around windows, duplicates."""
+        """Sequences of all lengths, forks of the longest around window sizes, duplicates."""
         mixed = [self._ids(min(n, self._longest)) for n in _LENGTHS]
-        trunk = max(mixed, key=len)
+        longest = max(mixed, key=len)
         forks = [
-            (*trunk[:n], *self._ids(more))
+            (*longest[:n], *self._ids(more))
             for n in (3, 15, 16, 30)
             for more in (1, 2, 20)
             if n + more <= self._longest
         ]
-        prefixes = [trunk[:n] for n in range(1, len(trunk), 7)]
+        prefixes = [longest[:n] for n in range(1, len(longest), 7)]
         return [*mixed, *forks, *prefixes, *mixed[:4]]
 
     async def _grow(self) -> None:
-        """Grow particles token by token across the windows, and fork one on the way."""
+        """Grow particles token by token across the windows and resample one of them."""
         particles = [self._ids(n) for n in _GROWING_FROM]
         for step in range(_STEPS):
             if step % 4 == 3:
                 particles[1] = self._rng.choice(particles)
             grown = [(*ids, *self._ids(1)) for ids in particles]
             particles = [ids[: self._longest] for ids in grown]
-            await self._ask(particles, abandon=step % 3 == 1)
+            await self._request(particles, cancel_some=step % 3 == 1)
 
-    async def _ask(
-        self, sequences: Sequence[_Ids], *, cached: bool = True, abandon: bool = False
+    async def _request(
+        self, sequences: Sequence[_Ids], *, cached: bool = True, cancel_some: bool = False
     ) -> None:
-        """Ask concurrently; with `abandon`, cancel some further requests."""
+        """Request rows concurrently; with `cancel_some`, cancel some further requests."""
         ask = self._llm.next_token_logprobs
         if not cached:
             ask = self._llm.next_token_logprobs_uncached
-        dropped = [self._ids(min(20, self._longest)), *sequences[:1]] if abandon else []
-        cancelled = [asyncio.ensure_future(ask(ids)) for ids in dropped]
+        extra = [self._ids(min(20, self._longest)), *sequences[:1]] if cancel_some else []
+        cancelled = [asyncio.ensure_future(ask(ids)) for ids in extra]
         wanted = [asyncio.ensure_future(ask(ids)) for ids in sequences]
-        await asyncio.sleep(0)  # so that they have begun
+        await asyncio.sleep(0)  # so that the requests are scheduled
         for task in cancelled:
             task.cancel()
         rows = await asyncio.gather(*wanted)

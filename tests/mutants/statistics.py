@@ -1,4 +1,4 @@
-"""Fronts whose figures do not add up, or which go wrong only in a longer program."""
+"""Faults of the core in its statistics, in long programs, and in the check of rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from genlm import AsyncLM, OutputCache
 from genlm.core import lm, rows
 from genlm.core.scheduler.request_table import RequestTable
 
-from .mutant import front_mutant
+from .mutant import core_mutant
 
 
-@front_mutant(AsyncLM, "_cached", killed_by="statistics-add-up")
+@core_mutant(AsyncLM, "_cached", killed_by="statistics-add-up")
 def hits_not_counted(_cached):
     """Counts no request that the output cache answered."""
 
@@ -22,9 +22,9 @@ def hits_not_counted(_cached):
     return broken
 
 
-@front_mutant(RequestTable, "leave", killed_by="statistics-add-up")
+@core_mutant(RequestTable, "leave", killed_by="statistics-add-up")
 def abandoned_counted_as_failed(leave):
-    """Counts an evaluation that everybody left as one that failed."""
+    """Counts an abandoned evaluation as a failed one."""
 
     def broken(self, request, waiter):
         abandoned = self._abandoned
@@ -36,13 +36,13 @@ def abandoned_counted_as_failed(leave):
     return broken
 
 
-@front_mutant(RequestTable, "count_batch", killed_by="statistics-add-up")
+@core_mutant(RequestTable, "count_batch", killed_by="statistics-add-up")
 def batches_counted_as_one(count):
     """Counts every batch as one of a single evaluation."""
     return lambda self, _size: count(self, 1)
 
 
-@front_mutant(OutputCache, "put", killed_by="random-programs-agree-with-the-oracle")
+@core_mutant(OutputCache, "put", killed_by="random-programs-agree-with-the-oracle")
 def evicted_row_under_the_new_key(put):
     """Puts a new key into the place of an evicted one and leaves the old row there."""
 
@@ -54,19 +54,19 @@ def evicted_row_under_the_new_key(put):
     return broken
 
 
-@front_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
+@core_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
 def rows_not_checked(_invalid):
-    """Hands out every row as the engine computed it."""
+    """Returns every row unchecked."""
     return lambda _rows, _size: {}
 
 
-@front_mutant(rows, "_SUM_TOLERANCE", killed_by="invalid-rows-are-refused")
+@core_mutant(rows, "_SUM_TOLERANCE", killed_by="invalid-rows-are-refused")
 def only_sums_that_are_not_finite(_tolerance):
     """Takes any finite sum of probabilities for 1."""
     return float("inf")
 
 
-@front_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
+@core_mutant(lm, "invalid_rows", killed_by="invalid-rows-are-refused")
 def one_invalid_row_fails_its_step(invalid):
     """Fails every request of a step in which one row is invalid."""
 

@@ -1,7 +1,7 @@
 """`SharedEngine`: one engine behind all the models that a target loads.
 
-For engines that take long to build. The engine runs on a thread of its own, as it is
-promised; each model gets a `Lease`, which passes calls on to that thread.
+For engines that are slow to build. The engine runs on a thread of its own, as every engine
+does; each model has an `EngineHandle`, which forwards calls to that thread.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any, TypeVar
 
 from genlm import Capability, Completion, Engine, Query, Vocabulary
 
-__all__ = ["Lease", "SharedEngine"]
+__all__ = ["EngineHandle", "SharedEngine"]
 
 T = TypeVar("T")
 
 
 class SharedEngine:
-    """An engine on a thread of its own, and which of its queries is whose.
+    """An engine on a thread of its own, and the handle that each of its queries came from.
 
     Args:
-        build: Makes the engine, on that thread.
+        build: Builds the engine, on that thread.
 
     Raises:
-        Exception: Whatever `build` raised.
+        Exception: What `build` raised.
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._owners: dict[int, tuple[Lease, int]] = {}  # by the engine's query id
+        self._owners: dict[int, tuple[EngineHandle, int]] = {}  # by the engine's query id
         self._query_ids = itertools.count()
         self._adapters: dict[str, str] = {}
         threading.Thread(target=self._run, name="genlm-testing-engine", daemon=True).start()
@@ -41,7 +41,7 @@ class SharedEngine:
         except BaseException:
             self._calls.put(None)
             raise
-        # Those that the model came with; `add_adapter` may add others to the engine's.
+        # The adapters built into the model, without those that `add_adapter` loads.
         self.own_adapters = tuple(getattr(self.engine, "adapters", ()))
 
     def call(self, function: Callable[[], T]) -> T:
@@ -51,7 +51,7 @@ class SharedEngine:
         def answer() -> None:
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
         self._calls.put(answer)
@@ -66,27 +66,27 @@ class SharedEngine:
 
     # -- on the engine's thread -------------------------------------------------------
 
-    def submit(self, query: Query, lease: Lease) -> int:
-        """Give a query to the engine; returns the id that it has there."""
+    def submit(self, query: Query, handle: EngineHandle) -> int:
+        """Submit a query to the engine; returns its id there."""
         query_id = next(self._query_ids)
         self.engine.submit(query._replace(query_id=query_id))
-        self._owners[query_id] = (lease, query.query_id)
+        self._owners[query_id] = (handle, query.query_id)
         return query_id
 
     def step(self) -> None:
-        """Step the engine and put each answer where it belongs."""
+        """Step the engine and store each completion in the handle of its query."""
         for completion in self.engine.step():
-            lease, query_id = self._owners.pop(completion.query_id, (None, 0))
-            if lease is not None:
-                lease.ready.append(completion._replace(query_id=query_id))
+            handle, query_id = self._owners.pop(completion.query_id, (None, 0))
+            if handle is not None:
+                handle.ready.append(completion._replace(query_id=query_id))
 
     def abort(self, query_id: int) -> None:
-        """Have the engine forget a query."""
+        """Abort a query in the engine."""
         self._owners.pop(query_id, None)
         self.engine.abort(query_id)
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load an adapter, unless another model has had it loaded."""
+        """Load an adapter unless it is loaded."""
         if self._adapters.get(name) != path:
             self.engine.add_adapter(name, path)  # type: ignore[attr-defined]
             self._adapters[name] = path
@@ -96,11 +96,11 @@ class SharedEngine:
             call()
 
 
-class Lease:
+class EngineHandle:
     """The shared engine as one model sees it.
 
     Attributes:
-        ready: Answers that a step gave, this model's or another's.
+        ready: Completions of this model's queries, from its own steps and other models' steps.
     """
 
     vocabulary: Vocabulary
@@ -109,7 +109,7 @@ class Lease:
 
     def __init__(self, shared: SharedEngine) -> None:
         self._shared = shared
-        self._ids: dict[int, int] = {}  # the engine's, by this model's
+        self._ids: dict[int, int] = {}  # the engine's query ids by this model's
         self.ready: list[Completion] = []
         self.vocabulary = shared.engine.vocabulary
         self.max_context = shared.engine.max_context
@@ -118,11 +118,11 @@ class Lease:
         self.adapters = shared.own_adapters
 
     def submit(self, query: Query) -> None:
-        """Pass a query on under an id of its own."""
+        """Submit a query under an id that is unique in the engine."""
         self._ids[query.query_id] = self._shared.call(lambda: self._shared.submit(query, self))
 
     def step(self) -> list[Completion]:
-        """Step the engine, unless another model's step has answered something here."""
+        """Return waiting completions; if there are none, step the engine."""
 
         def answered() -> list[Completion]:
             if not self.ready:
@@ -136,24 +136,24 @@ class Lease:
         return completions
 
     def abort(self, query_id: int) -> None:
-        """Have the engine forget a query of this model."""
+        """Abort a query of this model."""
         if query_id in self._ids:
             engines = self._ids.pop(query_id)
             self._shared.call(lambda: self._shared.abort(engines))
 
     def close(self) -> None:
-        """Leave the engine to others, without this model's queries."""
+        """Abort this model's queries; the engine stays open."""
         for query_id in list(self._ids):
             self.abort(query_id)
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Of the engine, over all models."""
+        """The engine's statistics, summed over all models."""
         return self._shared.engine.statistics()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         engine = self._shared.engine
-        method = getattr(engine, name)  # an absent ability is absent here too
+        method = getattr(engine, name)  # raises AttributeError if the engine lacks it
         target = self._shared.add_adapter if name == "add_adapter" else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

@@ -1,0 +1,280 @@
+"""The stateful test: random programs of calls, compared with the oracle.
+
+Hypothesis' state machines are synchronous: coroutines run on an event loop in a thread. The
+machine records every call, so that a failure shows the shortest program that leads to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from genlm import AsyncLM, Capability, EngineError, OutputCache, QueryError, QueryResetError
+from genlm.testing.check import engine_check
+from genlm.testing.engine_fixture import EngineFixture
+from genlm.testing.failure import expect
+from genlm.testing.fixture import hypothesis_settings
+from genlm.testing.strategies import TokenTuple, near_misses
+
+CACHE_SIZE = 4
+"""Rows in the output cache: fewer than a program requests."""
+
+known = Bundle("known")
+positions = st.integers(0, 30)
+
+
+@engine_check(
+    cases=(
+        "query",
+        "near_miss",
+        "batch",
+        "bad_token",
+        "spoil",
+        "cancel",
+        "reset",
+        "clear_cache",
+    )
+)
+def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
+    """Every row is right in any program of requests, errors, cancellations and clearings."""
+    lora = Capability.LORA in fixture.lm.capabilities and bool(fixture.target.adapters)
+    lm = fixture.load(adapters=lora, output_cache=OutputCache(CACHE_SIZE))
+    machine = hypothesis.seed(fixture.seed)(_machine_of(fixture, lm))
+    profile = fixture.profile
+    settings = hypothesis_settings(
+        profile.programs, profile.program_steps, shrink=profile.shrink
+    )
+    run_state_machine_as_test(machine, settings=settings)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests, cancels, clears, overwrites and resets; every row must match the oracle.
+
+    Attributes:
+        fixture: Fixture of the target under test.
+        lm: Its model with its adapters, shared by all programs.
+    """
+
+    fixture: ClassVar[EngineFixture]
+    lm: ClassVar[AsyncLM]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program: list[str] = []
+        self.adapter: str | None = None
+        self.loop = self.fixture.loop
+        self.lm.clear_cache()
+        self.lm.clear_lora()
+        if Capability.PREFIX_CACHE in self.lm.capabilities:
+            self.fixture.call(self.lm.clear_kv_cache)
+
+    def _record(self, call: str, *arguments: object) -> None:
+        self.program.append(f"{call}({', '.join(map(repr, arguments))})")
+        self.fixture.saw(call)
+
+    def _run(self, coroutine: Any) -> Any:
+        return self.loop.run(coroutine, self.fixture.timeout_s)
+
+    def _check(
+        self, rows: Sequence[torch.Tensor], asked: Sequence[TokenTuple], adapter: str | None
+    ) -> None:
+        self.fixture.check_rows(rows, asked, adapter, program=self.program)
+
+    def _sequence(self, data: st.DataObject) -> TokenTuple:
+        return data.draw(self.fixture.sequences(shorter_by=1))
+
+    # -- sequences --------------------------------------------------------------------
+
+    @initialize(target=known, data=st.data())
+    def begin(self, data: st.DataObject) -> TokenTuple:
+        """Add one sequence to the bundle, so that every rule can run."""
+        return self._sequence(data)
+
+    @rule(target=known, data=st.data())
+    def new_sequence(self, data: st.DataObject) -> TokenTuple:
+        """Add another sequence to the bundle."""
+        return self._sequence(data)
+
+    @rule(target=known, token_ids=known, which=positions)
+    def near_miss(self, token_ids: TokenTuple, which: int) -> TokenTuple:
+        """Request a sequence and then a near miss of it."""
+        misses = [
+            m for m in near_misses(token_ids).values() if len(m) <= self.fixture.max_length
+        ]
+        miss = misses[which % len(misses)] if misses else token_ids
+        self._record("near_miss", token_ids, miss)
+        for asked in (token_ids, miss):
+            row = self._run(self.lm.next_token_logprobs(asked))
+            self._check([row], [asked], self.adapter)
+        return miss
+
+    # -- requests ---------------------------------------------------------------------
+
+    @rule(token_ids=known, cached=st.booleans())
+    def query(self, token_ids: TokenTuple, cached: bool) -> None:
+        """Request one row."""
+        self._record("query", token_ids, cached)
+        ask = self.lm.next_token_logprobs if cached else self.lm.next_token_logprobs_uncached
+        self._check([self._run(ask(token_ids))], [token_ids], self.adapter)
+
+    @rule(batch=st.lists(known, min_size=1, max_size=5), sync=st.booleans())
+    def batch(self, batch: list[TokenTuple], sync: bool) -> None:
+        """Request a batch that contains the first sequence twice."""
+        asked = [*batch, batch[0]]
+        self._record("batch", asked, sync)
+        if sync:
+            rows = self.fixture.call(lambda: self.lm.batch_next_token_logprobs_sync(asked))
+        else:
+            rows = self._run(self.lm.batch_next_token_logprobs(asked))
+        self._check(list(rows), asked, self.adapter)
+
+    @rule(token_ids=known, at=positions)
+    def bad_token(self, token_ids: TokenTuple, at: int) -> None:
+        """Request an id outside the vocabulary, together with a valid request."""
+        at %= len(token_ids) + 1
+        bad = (*token_ids[:at], self.lm.vocab_size, *token_ids[at:])[: self.fixture.max_length]
+        bad = bad if self.lm.vocab_size in bad else (self.lm.vocab_size,)
+        self._record("bad_token", token_ids, bad)
+        good, wrong = self._run(_gathered(self.lm, [token_ids, bad]))
+        self._check([good], [token_ids], self.adapter)
+        self.fixture.expect_raised(QueryError, wrong, program=self.program)
+
+    @rule(token_ids=known)
+    def spoil(self, token_ids: TokenTuple) -> None:
+        """Overwrite a returned row."""
+        self._record("spoil", token_ids)
+        row = self._run(self.lm.next_token_logprobs(token_ids))
+        self._check([row], [token_ids], self.adapter)
+        row.fill_(7.0)
+
+    @rule(first=known, others=st.lists(known, min_size=1, max_size=4), turns=st.integers(0, 4))
+    def cancel(self, first: TokenTuple, others: list[TokenTuple], turns: int) -> None:
+        """Request several rows and cancel one request."""
+        self._record("cancel", first, others, turns)
+
+        async def run() -> list[torch.Tensor]:
+            cancelled = asyncio.ensure_future(self.lm.next_token_logprobs(first))
+            remaining = [asyncio.ensure_future(self.lm.next_token_logprobs(s)) for s in others]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            return list(await asyncio.gather(*remaining))
+
+        self._check(self._run(run()), others, self.adapter)
+
+    @rule(batch=st.lists(known, min_size=1, max_size=4), turns=st.integers(0, 4))
+    def reset(self, batch: list[TokenTuple], turns: int) -> None:
+        """Reset pending requests: each ends with its row or with `QueryResetError`."""
+        self._record("reset", batch, turns)
+
+        async def run() -> list[Any]:
+            asked = [asyncio.ensure_future(self.lm.next_token_logprobs(s)) for s in batch]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            self.lm.reset_async_queries()
+            return list(await asyncio.gather(*asked, return_exceptions=True))
+
+        for token_ids, found in zip(batch, self._run(run()), strict=True):
+            if isinstance(found, EngineError):
+                self.fixture.expect_raised(QueryResetError, found, program=self.program)
+            else:
+                self._check([found], [token_ids], self.adapter)
+
+    # -- state ------------------------------------------------------------------------
+
+    @rule()
+    def clear_cache(self) -> None:
+        """Clear the output cache."""
+        self._record("clear_cache")
+        self.lm.clear_cache()
+
+    @precondition(lambda self: Capability.PREFIX_CACHE in self.lm.capabilities)
+    @rule(token_ids=known, keep=st.booleans())
+    def prefix_cache(self, token_ids: TokenTuple, keep: bool) -> None:
+        """Keep a prefix in the engine, or free all prefixes."""
+        self._record("prefix_cache", token_ids, keep)
+        if keep:
+            self.fixture.call(lambda: self.lm.cache_kv(token_ids))
+        else:
+            self.fixture.call(self.lm.clear_kv_cache)
+
+    @rule()
+    def new_loop(self) -> None:
+        """Continue on a new event loop, as after another `asyncio.run`."""
+        self._record("new_loop")
+        if self.loop is not self.fixture.loop:
+            self.loop.close()
+        self.loop = self.fixture.new_loop()
+
+    @precondition(lambda self: Capability.LORA in self.lm.capabilities)
+    @rule(which=st.integers(0, 5))
+    def switch_adapter(self, which: int) -> None:
+        """Set another adapter or the base model."""
+        names = [None, *self.fixture.target.adapters]
+        self.adapter = names[which % len(names)]
+        self._record("switch_adapter", self.adapter)
+        if self.adapter is None:
+            self.lm.clear_lora()
+        else:
+            self.lm.set_lora(self.adapter)
+
+    @precondition(lambda self: Capability.LORA in self.lm.capabilities)
+    @rule(batch=st.lists(st.tuples(known, st.integers(0, 5)), min_size=2, max_size=6))
+    def mixed_batch(self, batch: list[tuple[TokenTuple, int]]) -> None:
+        """Request rows of several adapters concurrently."""
+        names = [self.adapter, *self.fixture.target.adapters]
+        asked = [(token_ids, names[which % len(names)]) for token_ids, which in batch]
+        self._record("mixed_batch", asked)
+
+        async def run() -> list[torch.Tensor]:
+            rows = (self.lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked)
+            return list(await asyncio.gather(*rows))
+
+        for row, (token_ids, name) in zip(self._run(run()), asked, strict=True):
+            self._check([row], [token_ids], name)
+
+    @invariant()
+    def no_request_is_pending(self) -> None:
+        """Between two calls no caller waits and the output cache is within its size."""
+        found = self.lm.statistics()
+        expect(
+            found.waiting == 0 and found.cache_entries <= CACHE_SIZE,
+            f"no waiting caller and at most {CACHE_SIZE} rows in the output cache",
+            f"{found.waiting} waiting, {found.cache_entries} rows",
+            program=self.program,
+        )
+
+    def teardown(self) -> None:
+        """Close the program's own event loop."""
+        if self.loop is not self.fixture.loop:
+            self.loop.close()
+
+
+async def _gathered(lm: AsyncLM, asked: Sequence[TokenTuple]) -> list[Any]:
+    rows = map(lm.next_token_logprobs, asked)
+    return list(await asyncio.gather(*rows, return_exceptions=True))
+
+
+def _machine_of(engine_fixture: EngineFixture, model: AsyncLM) -> type[EngineMachine]:
+    """A machine class for one fixture; Hypothesis constructs the machines."""
+
+    class Machine(EngineMachine):
+        fixture = engine_fixture
+        lm = model
+
+    return Machine

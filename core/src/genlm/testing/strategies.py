@@ -1,0 +1,93 @@
+"""Hypothesis strategies for token sequences and vocabularies, with their edge cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from genlm import Token
+
+__all__ = [
+    "EOS",
+    "SPECIAL",
+    "EndOfSequence",
+    "TokenTuple",
+    "near_misses",
+    "sequences",
+    "tokens",
+    "vocabularies",
+]
+
+TokenTuple = tuple[int, ...]
+
+
+def sequences(token_ids: Sequence[int], max_length: int) -> st.SearchStrategy[TokenTuple]:
+    """Sequences of at least one token, half of them long.
+
+    Hypothesis' own lists have about six elements, which is shorter than windows and blocks.
+    """
+    ids = st.sampled_from(token_ids)
+    long = st.lists(ids, min_size=max(1, max_length // 2), max_size=max_length)
+    return st.one_of(st.lists(ids, min_size=1, max_size=max_length), long).map(tuple)
+
+
+def near_misses(sequence: TokenTuple) -> dict[str, TokenTuple]:
+    """Sequences that a wrong cache key confuses with this one, by how they were derived.
+
+    They are derived from the sequence because random sequences never collide. None of them is
+    empty or the sequence itself.
+    """
+    changed = {
+        "reversed": sequence[::-1],
+        "rotated": sequence[1:] + sequence[:1],
+        "0 appended": (*sequence, 0),
+        "0 put in front": (0, *sequence),
+        "first dropped": sequence[1:],
+        "last dropped": sequence[:-1],
+        "sorted": tuple(sorted(sequence)),
+        "doubled": sequence + sequence,
+    }
+    return {how: miss for how, miss in changed.items() if miss and miss != sequence}
+
+
+class EndOfSequence:
+    """A vocabulary item that is not bytes and is its own only symbol, as clients define it."""
+
+    def __iter__(self) -> Any:
+        return iter([self])
+
+    def __repr__(self) -> str:
+        return "EndOfSequence()"
+
+
+EOS = EndOfSequence()
+
+
+def tokens(*byte_strings: bytes) -> list[Token]:
+    """Tokens with these bytes and the ids 0, 1, 2, ..."""
+    return [Token(position, each) for position, each in enumerate(byte_strings)]
+
+
+SPECIAL: dict[str, Sequence[Any]] = {
+    "one token": tokens(b"a"),
+    "one empty token": tokens(b""),
+    "empty byte strings": tokens(b"", b"a", b"", b"ab"),
+    "duplicate byte strings": tokens(b"ab", b"a", b"ab", b"b", b"ab"),
+    "prefixes of one another": tokens(*(b"abcdefghij"[:length] for length in range(10, 0, -1))),
+    "not UTF-8": tokens(b"\xff", b"\x00", b"\xc3", b"\xc3\xa9", b"\xff\xfe\xfd", b"\x00\x00"),
+    "tokens of 1,000 bytes": tokens(b"x" * 1000, b"x" * 999 + b"y", b"x", b"y" * 1000),
+    "every byte": tokens(*(bytes([byte]) for byte in range(256))),
+    "items that are not tokens": [*tokens(b"a", b"ab"), EOS, ("a", "b"), (97, EOS)],
+}
+"""Vocabularies that trie implementations often get wrong, by name."""
+
+
+def vocabularies(max_size: int = 24) -> st.SearchStrategy[list[Token]]:
+    """Tokens over four symbols, so that they share prefixes; with duplicate and empty ones."""
+    symbols = st.sampled_from([b"a", b"b", b"\x00", b"\xff"])
+    byte_strings = st.lists(symbols, max_size=12).map(b"".join)
+    return st.lists(byte_strings, min_size=1, max_size=max_size).map(
+        lambda found: tokens(*found)
+    )

@@ -41,7 +41,7 @@ class ByteReader:
     def __init__(self, llm: genlm.AsyncLM, width: int) -> None:
         self.llm, self.width = llm, width
         vocabulary: list = list(llm.byte_vocab)
-        vocabulary[llm.tokenizer.eos_token_id] = (STOP,)  # one letter, not "<|endoftext|>"
+        vocabulary[llm.tokenizer.eos_token_id] = (STOP,)  # one symbol, not "<|endoftext|>"
         self.trie = genlm.get_trie()(vocabulary)
 
     async def start(self, token_ids: list[int]) -> None:
@@ -55,7 +55,7 @@ class ByteReader:
         for way in self._ways:
             below = self.trie.child_prefixes(way.node)
             sums = self.trie.partial_sum(way.row, below)
-            mass[self.trie.child_letters(way.node)] += way.weight * sums
+            mass[self.trie.child_symbols(way.node)] += way.weight * sums
         return mass / mass.sum()
 
     async def read(self, text: bytes) -> None:

@@ -25,7 +25,8 @@ class _Stage:
     def __init__(self, trial: TrieTrial) -> None:
         self.trial = trial
         self.probe = TrieProbe(trial.build(WORDS), trial.patience_s)
-        self.front = AsyncTokenCharacterTrie(self.probe)
+        probe: Any = self.probe  # behaves as the trie that it wraps
+        self.front = AsyncTokenCharacterTrie(probe)
         self.rows = [trial.weights(len(WORDS), salt=salt) for salt in range(6)]
         trial.at_end(self.front.shutdown)
         trial.at_end(self.probe.release)

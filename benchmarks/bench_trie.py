@@ -3,8 +3,8 @@
 Contestants, in turn within every round, one thread each, float32; those of one row after
 one call that is not measured, so that the one before them does not decide what is cached:
 
-* this trie in numpy (`genlm`) and with numba's machine code (`compiled`), which a trie turns
-  to by itself after 1,000 such rows; the build includes the first sum, in numpy;
+* this trie in numpy (`genlm`) and with numba's machine code (`compiled`), which a trie of this
+  size uses by default; the build includes the first sum, in numpy;
 * genlm-backend 0.3.1's sequential and parallel tries, in an environment of their own
   (`--peer PYTHON`, by default made in `.cache/`);
 * one product with scipy's CSR matrix of nodes by tokens, which is what a trie computes;
@@ -60,7 +60,7 @@ def contestants(
     path = trie.path(b"the")
 
     def build() -> None:
-        TokenCharacterTrie(tokens).weight_sum(one)
+        TokenCharacterTrie(tokens, compiled=False).weight_sum(one)
 
     def floor(ws: np.ndarray) -> None:
         out = np.empty((len(ws), size), np.float32)
@@ -117,7 +117,7 @@ def measure(rows: torch.Tensor, python: Path) -> tuple[dict[str, list[float]], f
                 if number:
                     samples.setdefault(name, []).append(elapsed)
         peer.close()
-    held = (trie.layout.nbytes + trie._reducer.nbytes) / len(trie)  # noqa: SLF001
+    held = (trie.layout.nbytes + trie._segment_tree.nbytes) / len(trie)  # noqa: SLF001
     return samples, held
 
 

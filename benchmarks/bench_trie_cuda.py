@@ -23,11 +23,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from report import print_report
+from trie_traffic import floor_bytes, kernel_bytes
 from trie_vocabulary import words
 
 from genlm import Token
 from genlm_trie_cuda.plan import TreePlan
-from genlm_trie_cuda.traffic import floor_bytes, kernel_bytes
 from genlm_trie_cuda.trie import DeviceTrie
 
 ROUNDS = 50

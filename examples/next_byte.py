@@ -54,7 +54,7 @@ class ByteReader:
         for hypothesis in self._beam:
             below = self.trie.child_prefixes(hypothesis.node)
             sums = self.trie.partial_sum(hypothesis.row, below)
-            mass[self.trie.child_letters(hypothesis.node)] += hypothesis.weight * sums
+            mass[self.trie.child_symbols(hypothesis.node)] += hypothesis.weight * sums
         return mass / mass.sum()
 
     async def read(self, text: bytes) -> None:

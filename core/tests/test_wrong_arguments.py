@@ -127,7 +127,7 @@ def test_of_vocabularies(found: Any) -> None:
 @pytest.mark.parametrize("found", [None, "a", [1.5], [True], {1}])
 def test_of_nodes(found: Any) -> None:
     trie = TokenCharacterTrie(["a", "ab"])
-    with pytest.raises(TypeError, match="nodes are integers; found"):
+    with pytest.raises(TypeError, match="nodes must be integers; found"):
         trie.partial_sum([1, 2], found)
     assert trie.partial_sum([1, 2], []).shape == (0,)
 

@@ -46,7 +46,7 @@ def looks_a_backend_up(vocabulary: genlm.Vocabulary) -> None:
     assert_type(build, Callable[..., genlm.Engine])
     assert_type(build("demo").vocabulary, genlm.Vocabulary)
     trie = genlm.get_trie("numpy")(vocabulary)
-    assert_type(trie, genlm.TokenTrie)
+    assert_type(trie, genlm.TokenCharacterTrie)
     assert_type(trie.root, int)
     assert_type(genlm.list_backends("trie"), list[genlm.BackendInfo])
     genlm.list_backends("tries")  # type: ignore[arg-type]

@@ -71,7 +71,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.statistics import Statistics as Statistics
     from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
-    from genlm.core.trie import TokenTrie as TokenTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
@@ -106,7 +105,7 @@ _HOME = {
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.statistics": "Statistics",
-    "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie TokenTrie TrieLayout",
+    "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie TrieLayout",
     "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",
     "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }
@@ -118,6 +117,8 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot go st
 if not TYPE_CHECKING:  # to a type checker a misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:
+        if name == "TokenTrie":  # deprecated
+            return import_module("genlm.core.trie").TokenTrie
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_MODULE_OF[name]), name)

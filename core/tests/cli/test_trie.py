@@ -70,10 +70,10 @@ def test_svg_writes_what_graphviz_draws(monkeypatch, tmp_path) -> None:
     assert done.output == f"wrote {tmp_path / 'a.svg'}\n"
 
 
-def test_a_drawing_needs_a_folder_and_is_not_printed_too(tmp_path) -> None:
+def test_an_image_needs_a_folder_and_excludes_dot(tmp_path) -> None:
     done = run(app, ["trie", "a", "--svg", str(tmp_path / "none" / "a.svg")])
     assert done.exit_code == 2
-    assert "there is no folder" in done.output
+    assert "folder not found" in done.output
     done = run(app, ["trie", "a", "--dot", "--svg", str(tmp_path / "a.svg")])
     assert done.exit_code == 2
-    assert "take one of them" in done.output
+    assert "exclude each other" in done.output

@@ -1,4 +1,4 @@
-"""Machine code changes nothing but the time, and comes only when it pays."""
+"""Compiled tries give equal results; a trie decides when it is built whether to compile."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from programs import run_code
 from trie_oracle import vocabularies
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, VocabularyError
-from genlm.core.trie import compiled, reducer
-from genlm.core.trie.segments import SegmentPlan
+from genlm.core.trie import compiled
+from genlm.core.trie.segment_tree import SegmentTree
 
 OPERATIONS = ["sum", "max", "logsumexp"]
 VOCAB = [Token(i, b"%d" % i) for i in range(300)]
@@ -52,59 +52,41 @@ def test_strided_and_read_only_weights_are_fine(operation) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_machine_code_comes_after_as_many_weights_as_make_it_pay(monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "WORTH_COMPILING", 1000)
-    trie = TokenCharacterTrie(VOCAB)
-    ws = np.random.default_rng(0).random((3, 300))
-    first = trie.batch_weight_sum(ws)
-    assert not trie.compiled
-    np.testing.assert_array_equal(trie.batch_weight_sum(ws), first)
-    assert trie.compiled
+def test_large_tries_are_compiled_when_they_are_built(monkeypatch) -> None:
+    n_nodes = len(TokenCharacterTrie(VOCAB))
+    for limit, expected in [(n_nodes, True), (n_nodes + 1, False)]:
+        monkeypatch.setattr(compiled, "COMPILED_FROM_NODES", limit)
+        trie = TokenCharacterTrie(VOCAB)
+        assert trie.compiled == expected
+        trie.batch_weight_sum(np.ones((100, 300)))
+        assert trie.compiled == expected
 
 
-def test_threads_may_meet_while_it_comes(monkeypatch) -> None:
+def test_threads_share_a_trie_that_is_used_for_the_first_time() -> None:
     ws = np.random.default_rng(0).random((40, 300))
     expected = TokenCharacterTrie(VOCAB, compiled=False).batch_weight_sum(ws)
-    monkeypatch.setattr(reducer, "WORTH_COMPILING", 300 * 20)
-    trie = TokenCharacterTrie(VOCAB)
+    trie = TokenCharacterTrie(VOCAB, compiled=True)
     with ThreadPoolExecutor(4) as pool:
         np.testing.assert_array_equal(list(pool.map(trie.weight_sum, ws)), expected)
-    assert trie.compiled
-
-
-def test_who_is_still_planning_when_it_comes_does_not_undo_it(monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "WORTH_COMPILING", 300 * 20)
-    trie, plan_of = TokenCharacterTrie(VOCAB), SegmentPlan.of
-
-    def interrupted(layout):
-        monkeypatch.setattr(SegmentPlan, "of", plan_of)
-        trie.batch_weight_sum(np.ones((40, 300)))  # as another thread, which compiles
-        return plan_of(layout)
-
-    monkeypatch.setattr(SegmentPlan, "of", interrupted)
-    assert trie.weight_sum(np.ones(300))[trie.root] == 300
-    assert trie.compiled
 
 
 @pytest.mark.usefixtures("without_numba")
-def test_without_numba_a_trie_stays_with_numpy(monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "WORTH_COMPILING", 0)
+def test_large_tries_use_numpy_where_numba_is_not_installed(monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM_NODES", 0)
     trie = TokenCharacterTrie(VOCAB)
     assert trie.weight_sum(np.ones(300))[trie.root] == 300
     assert not trie.compiled
 
 
 @pytest.mark.usefixtures("without_numba")
-def test_who_insists_on_machine_code_is_told_what_to_install() -> None:
+def test_compiling_without_numba_says_what_to_install() -> None:
     with pytest.raises(MissingRequirementError, match=r"pip install genlm-core\[numba\]"):
         TokenCharacterTrie(VOCAB, compiled=True)
 
 
-def test_who_declines_it_never_gets_it(monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "WORTH_COMPILING", 0)
-    trie = TokenCharacterTrie(VOCAB, compiled=False)
-    trie.weight_sum(np.ones(300))
-    assert not trie.compiled
+def test_a_large_trie_is_not_compiled_on_request(monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM_NODES", 0)
+    assert not TokenCharacterTrie(VOCAB, compiled=False).compiled
 
 
 def test_a_loaded_trie_may_be_compiled(tmp_path) -> None:
@@ -115,14 +97,14 @@ def test_a_loaded_trie_may_be_compiled(tmp_path) -> None:
 @pytest.mark.parametrize("damaged", ["order", "source"])
 @pytest.mark.parametrize("position", [-1, 10**9])
 def test_damaged_arrays_are_refused(damaged, position) -> None:
-    plan = SegmentPlan.of(TokenCharacterTrie(VOCAB).layout)
+    plan = SegmentTree.of(TokenCharacterTrie(VOCAB).layout)
     array = getattr(plan, damaged).copy()
     array[5] = position
     with pytest.raises(VocabularyError, match="damaged"):
         compiled.checked(dataclasses.replace(plan, **{damaged: array}))
 
 
-def test_numba_is_not_imported_for_a_few_weights() -> None:
+def test_numba_is_not_imported_for_a_small_trie() -> None:
     program = (
         "import sys; from genlm import TokenCharacterTrie;"
         "TokenCharacterTrie([b'a', b'b']).weight_sum([1.0, 2.0]);"

@@ -9,15 +9,15 @@ from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
 from genlm import Token, VocabularyError
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import Letters, spell
+from genlm.core.trie.symbols import Symbols, symbols_of_codes
 
 
-def prefixes(layout: TrieLayout, letters: Letters) -> dict[int, tuple]:
-    """The letters of each prefix node, by following parents from the root."""
+def prefixes(layout: TrieLayout, symbols: Symbols) -> dict[int, tuple]:
+    """The symbols of each prefix node, by following parents from the root."""
     found = {layout.root: ()}
     for node in range(layout.root - 1, layout.n_tokens - 1, -1):
-        code = int(layout.letter[node - layout.n_tokens])
-        found[node] = (*found[layout.parent[node]], *spell([code], letters.objects))
+        code = int(layout.symbol[node - layout.n_tokens])
+        found[node] = (*found[layout.parent[node]], *symbols_of_codes([code], symbols.objects))
     return found
 
 
@@ -34,10 +34,10 @@ def tokens(*words: bytes) -> list[Token]:
 @example(tokens(*(bytes([byte]) for byte in range(256))))
 @example([*tokens(b"abcd", b"abc"), EOS, ("a", "b", "c", "d"), "abc"])
 def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> None:
-    letters = Letters.of(items)
-    layout = TrieLayout.build(letters)
+    symbols = Symbols.of(items)
+    layout = TrieLayout.build(symbols)
     expected = tokens_below(items)
-    found = prefixes(layout, letters)
+    found = prefixes(layout, symbols)
     assert sorted(map(repr, found.values())) == sorted(map(repr, expected))
     for node, prefix in found.items():
         below = layout.order[layout.lo[node] : layout.hi[node]]
@@ -49,20 +49,20 @@ def test_nodes_are_the_prefixes_and_their_intervals_the_tokens_below(items) -> N
 
 @given(vocabularies())
 def test_children_precede_parents_and_prefix_children_are_consecutive(items) -> None:
-    layout = TrieLayout.build(Letters.of(items))
+    layout = TrieLayout.build(Symbols.of(items))
     n = layout.n_tokens
     assert layout.parent[layout.root] == -1
     assert (layout.parent[:-1] > np.arange(layout.n_nodes - 1)).all()
     for row in range(layout.n_prefixes):
         children = np.arange(layout.child_start[row], layout.child_start[row + 1])
         assert children.tolist() == (n + np.flatnonzero(layout.parent[n:] == n + row)).tolist()
-        codes = layout.letter[children - n].tolist()
+        codes = layout.symbol[children - n].tolist()
         assert codes == sorted(set(codes))
 
 
 @given(vocabularies())
 def test_sources_name_the_interval_of_each_prefix(items) -> None:
-    layout = TrieLayout.build(Letters.of(items))
+    layout = TrieLayout.build(Symbols.of(items))
     n = layout.n_tokens
     assert (np.diff(layout.lo[layout.distinct]) >= 0).all()
     for row, source in enumerate(layout.source.tolist()):
@@ -77,9 +77,9 @@ def test_sources_name_the_interval_of_each_prefix(items) -> None:
 
 @given(vocabularies())
 def test_levels_hold_the_prefixes_of_each_length(items) -> None:
-    letters = Letters.of(items)
-    layout = TrieLayout.build(letters)
-    found = prefixes(layout, letters)
+    symbols = Symbols.of(items)
+    layout = TrieLayout.build(symbols)
+    found = prefixes(layout, symbols)
     assert layout.level[0] == layout.n_nodes
     assert layout.level[-1] == layout.n_tokens
     for length in range(len(layout.level) - 1):
@@ -88,30 +88,30 @@ def test_levels_hold_the_prefixes_of_each_length(items) -> None:
 
 
 def test_equal_tokens_are_ordered_by_position() -> None:
-    layout = TrieLayout.build(Letters.of(tokens(b"b", b"a", b"a", b"", b"a")))
+    layout = TrieLayout.build(Symbols.of(tokens(b"b", b"a", b"a", b"", b"a")))
     assert layout.order.tolist() == [3, 1, 2, 4, 0]
 
 
 def test_the_arrays_cannot_be_changed() -> None:
-    layout = TrieLayout.build(Letters.of(tokens(b"a")))
+    layout = TrieLayout.build(Symbols.of(tokens(b"a")))
     with pytest.raises(ValueError, match="read-only"):
         layout.lo[0] = 1
 
 
 def test_an_empty_vocabulary_is_refused() -> None:
     with pytest.raises(VocabularyError, match="at least one token"):
-        TrieLayout.build(Letters.of([]))
+        TrieLayout.build(Symbols.of([]))
 
 
 @pytest.mark.parametrize("item", [7, [[1]], None])
-def test_an_item_without_letters_is_named(item: object) -> None:
+def test_an_item_without_symbols_is_named(item: object) -> None:
     with pytest.raises(VocabularyError, match="item 1 of the vocabulary"):
-        Letters.of([Token(0, b"a"), item])
+        Symbols.of([Token(0, b"a"), item])
 
 
-def test_more_than_65536_distinct_letters_still_sort() -> None:
-    items = [Token(0, b"zz"), *((f"letter {k}",) for k in range(1 << 16)), Token(1, b"a")]
-    layout = TrieLayout.build(Letters.of(items))
-    assert layout.letter.dtype == np.uint32
+def test_more_than_65536_distinct_symbols_still_sort() -> None:
+    items = [Token(0, b"zz"), *((f"symbol {k}",) for k in range(1 << 16)), Token(1, b"a")]
+    layout = TrieLayout.build(Symbols.of(items))
+    assert layout.symbol.dtype == np.uint32
     assert layout.order[:3].tolist() == [(1 << 16) + 1, 0, 1]
     assert layout.n_prefixes == 1 + 2 + 1 + (1 << 16)

@@ -45,7 +45,7 @@ def test_plain_bytes_and_tokens_keep_their_kinds(folder) -> None:
 
 def test_other_items_need_the_vocabulary_again(folder) -> None:
     TokenCharacterTrie([Token(0, b"a"), EOS]).save(folder / "eos")
-    with pytest.raises(VocabularyError, match="items that are no bytes; load it with the voc"):
+    with pytest.raises(VocabularyError, match="items other than bytes; load it with the voc"):
         TokenCharacterTrie.load(folder / "eos")
     with pytest.raises(VocabularyError, match="the trie of another vocabulary"):
         TokenCharacterTrie.load(folder / "eos", decode=[Token(0, b"b"), EOS])
@@ -59,13 +59,13 @@ def test_the_saved_vocabulary_is_compared_with_the_one_given(folder) -> None:
 
 def test_a_file_with_pickles_or_of_another_format_is_refused(folder) -> None:
     np.savez(folder / "other.npz", format=np.array(99))
-    with pytest.raises(VocabularyError, match="holds format 99"):
+    with pytest.raises(VocabularyError, match="contains a trie in format 99"):
         TokenCharacterTrie.load(folder / "other.npz")
     np.savez(folder / "none.npz", x=np.array(99))
-    with pytest.raises(VocabularyError, match="holds format None"):
+    with pytest.raises(VocabularyError, match="contains a trie in format None"):
         TokenCharacterTrie.load(folder / "none.npz")
     (folder / "pickle").write_bytes(pickle.dumps([1]))
-    with pytest.raises(VocabularyError, match=r"is no file that `save` wrote.* pickled"):
+    with pytest.raises(VocabularyError, match=r"was not written by `save`.* pickled"):
         TokenCharacterTrie.load(folder / "pickle")
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_no_trie_is_named(folder) -> None:
     damaged = whole.replace(b"PK\x03\x04", b"PK\x03\x05", 1)
     for content in (b"", b"text", array, whole[: len(whole) // 2], damaged):
         (folder / "wrong").write_bytes(content)
-        with pytest.raises(VocabularyError, match="wrong is no file that `save` wrote"):
+        with pytest.raises(VocabularyError, match="wrong was not written by `save`"):
             TokenCharacterTrie.load(folder / "wrong")
     with pytest.raises(FileNotFoundError):
         TokenCharacterTrie.load(folder / "nowhere")

@@ -199,7 +199,7 @@ def test_a_python_tokenizer_of_no_known_kind_is_an_error_naming_its_class():
         def _convert_token_to_id(self, token):
             return self.get_vocab().get(token)
 
-    with pytest.raises(VocabularyError, match=r"Characters is no tokenizer whose tokens"):
+    with pytest.raises(VocabularyError, match=r"Characters is not a supported tokenizer"):
         decode_vocab(Characters())
 
 

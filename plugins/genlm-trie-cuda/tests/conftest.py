@@ -1,6 +1,6 @@
-"""Which kernels a test runs: torch's on the CPU, and Triton's where they can run.
+"""Fixtures that select the kernels: torch's on the CPU, and Triton's where they can run.
 
-Triton runs on a GPU, or in its interpreter, which has to be chosen before Triton is
+Triton runs on a GPU, or in its interpreter, which has to be selected before Triton is
 imported: `test_interpreter.py` starts a process for that.
 """
 
@@ -36,7 +36,7 @@ def build_small(build: Callable[..., DeviceTrie]) -> Callable[..., DeviceTrie]:
 
     def make(decode: Any) -> DeviceTrie:
         trie = build(decode)
-        trie.__dict__["_tree"] = TreePlan.of_layout(trie.layout, block=4)
+        trie.__dict__["_plan"] = TreePlan.of_layout(trie.layout, block=4)
         return trie
 
     return make

@@ -36,15 +36,15 @@ CONSTANTS = {
 @pytest.mark.parametrize(
     ("name", "constants", "weights", "values"),
     [
-        ("load", {}, "bf16", "fp32"),
-        ("load", {}, "fp64", "fp64"),
+        ("load_weights", {}, "bf16", "fp32"),
+        ("load_weights", {}, "fp64", "fp64"),
         ("build_trees", {"OPERATION": 0, "OVER_RANKS": True}, "fp32", "fp32"),
         ("build_trees", {"OPERATION": 1, "OVER_RANKS": False}, "fp32", "fp32"),
         ("build_trees", {"OPERATION": 2, "OVER_RANKS": True}, "fp32", "fp64"),
         ("build_trees", {"OPERATION": 2, "OVER_RANKS": False}, "fp32", "fp32"),
-        ("assemble", {"OPERATION": 1}, "fp32", "fp32"),
-        ("assemble", {"OPERATION": 2}, "fp32", "fp32"),
-        ("spread", {}, "fp32", "fp32"),
+        ("combine_intervals", {"OPERATION": 1}, "fp32", "fp32"),
+        ("combine_intervals", {"OPERATION": 2}, "fp32", "fp32"),
+        ("gather_prefixes", {}, "fp32", "fp32"),
     ],
 )
 def test_a_kernel_compiles(

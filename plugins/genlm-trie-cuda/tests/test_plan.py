@@ -1,16 +1,16 @@
-"""The plan covers every interval exactly once, and counts the bytes that it moves."""
+"""The plan covers every interval exactly once; `trie_traffic` counts its bytes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.trie_traffic import floor_bytes, kernel_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from trie_oracle import vocabularies
 
 from genlm import TokenCharacterTrie
 from genlm_trie_cuda.plan import TreePlan
-from genlm_trie_cuda.traffic import floor_bytes, kernel_bytes
 
 
 def ranks_below_each_slot(plan: TreePlan) -> list[set[int]]:
@@ -67,8 +67,8 @@ def test_bytes_are_counted_for_a_trie_small_enough_to_do_so_by_hand(operation) -
     # Three ranks and a blank make a tree of three slots above; "a" is one slot, the root two.
     load = 2 * (3 * 2 + 3 * 4 + 3 * 4) + 3 * 4
     trees = 2 * (3 + 3) * 4
-    assemble = 2 * (3 + 2) * 4 + 3 * 4 + 2 * 4 + 2 * 2 * 4
-    spread = 2 * (4 + 4) * 4 + 4 * 4
+    intervals = 2 * (3 + 2) * 4 + 3 * 4 + 2 * 4 + 2 * 2 * 4
+    prefixes = 2 * (4 + 4) * 4 + 4 * 4
     sums = 2 * (3 + 2) * 4 if operation == "logsumexp" else 0
     counted = kernel_bytes(plan, operation, rows=2, weight_bytes=2, value_bytes=4)
-    assert counted == load + trees + assemble + spread + sums
+    assert counted == load + trees + intervals + prefixes + sums

@@ -10,7 +10,7 @@ import torch
 from programs import run_code
 
 import genlm
-from genlm import AsyncTokenCharacterTrie, Token, TokenCharacterTrie, TokenTrie, WeightsError
+from genlm import AsyncTokenCharacterTrie, Token, TokenCharacterTrie, WeightsError
 from genlm_trie_cuda.trie import DeviceTrie
 
 WORDS = [Token(i, w) for i, w in enumerate([b"a", b"ab", b"b", b"ab", b"\xff"])]
@@ -29,7 +29,7 @@ def trie(request: pytest.FixtureRequest) -> DeviceTrie:
 def test_the_names_cuda_and_parallel_and_none_mean_this_trie() -> None:
     assert genlm.get_trie("cuda") is genlm.get_trie("parallel") is DeviceTrie
     assert genlm.get_trie() is DeviceTrie
-    assert isinstance(DeviceTrie(WORDS), TokenTrie)
+    assert isinstance(DeviceTrie(WORDS), TokenCharacterTrie)
 
 
 def test_choosing_the_trie_imports_neither_torch_nor_triton() -> None:
@@ -42,7 +42,7 @@ def test_choosing_the_trie_imports_neither_torch_nor_triton() -> None:
 
 
 def test_weights_on_the_cpu_are_reduced_by_the_core(monkeypatch) -> None:
-    monkeypatch.setattr(DeviceTrie, "_on", None)
+    monkeypatch.setattr(DeviceTrie, "_plan_on", None)
     core, trie = TokenCharacterTrie(WORDS), DeviceTrie(WORDS)
     for ws in (WS, np.array(WS), torch.tensor(WS)):
         for operation in ("sum", "max", "logsumexp"):
@@ -54,7 +54,7 @@ def test_weights_on_the_cpu_are_reduced_by_the_core(monkeypatch) -> None:
             np.testing.assert_array_equal(getattr(trie, name)(ws, nodes), expected)
 
 
-def test_views_and_navigation_are_the_cores(trie) -> None:
+def test_mappings_and_navigation_are_the_cores(trie) -> None:
     core = TokenCharacterTrie(WORDS)
     assert list(trie.children) == list(core.children)
     assert trie.path(b"ab") == core.path(b"ab")
@@ -212,6 +212,14 @@ def test_coroutines_share_its_batches() -> None:
     alone = on_cpu().weight_sum(torch.tensor(WS), returns="torch")
     for factor, row in enumerate(asyncio.run(values())):
         torch.testing.assert_close(row, alone * factor)
+
+
+def test_only_tries_that_leave_weights_to_the_core_are_compiled_by_default(monkeypatch) -> None:
+    monkeypatch.setattr("genlm.core.trie.compiled.COMPILED_FROM_NODES", 0)
+    assert DeviceTrie(WORDS).compiled
+    assert DeviceTrie(WORDS, device="cpu").compiled
+    for options in ({"device": "meta"}, {"kernels": "torch"}):
+        assert not DeviceTrie(WORDS, **options).compiled
 
 
 def test_weights_left_to_the_core_may_have_its_machine_code() -> None:

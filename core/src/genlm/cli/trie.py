@@ -1,4 +1,4 @@
-"""`genlm trie`: look at the token trie of a few texts."""
+"""`genlm trie`: print or visualise the token trie of a few texts."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ __all__ = ["trie"]
 
 
 def trie(
-    texts: Annotated[list[str], typer.Argument(help="One token each.")],
+    texts: Annotated[list[str], typer.Argument(help="The tokens.")],
     weight: Annotated[
         list[float] | None,
-        typer.Option("--weight", "-w", help="Weight of a text, in order; all or none."),
+        typer.Option("--weight", "-w", help="One weight a text, in order; all or none."),
     ] = None,
     max_nodes: Annotated[
-        int, typer.Option(min=2, help="Draw about this many nodes, fold the others.")
+        int, typer.Option(min=2, help="Show at most this many nodes; collapse the others.")
     ] = 200,
     dot: Annotated[bool, typer.Option("--dot", help="Print Graphviz source.")] = False,
     svg: Annotated[
         Path | None,
         typer.Option(
-            help="Draw into this file (needs the package graphviz and the program dot)."
+            help="Write an image to this file (needs the package graphviz and the program dot)."
         ),
     ] = None,
 ) -> None:
-    """Print the token trie of some texts, or draw it."""
+    """Print or visualise the token trie of some texts."""
     if svg is not None and dot:
-        raise typer.BadParameter("--dot prints and --svg draws; take one of them")
+        raise typer.BadParameter("--dot and --svg exclude each other")
     if svg is not None and not svg.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {svg.parent}", param_hint="--svg")
-    from genlm.core.trie.drawing import dot_source, node_values, sketch, text_lines
-    from genlm.core.trie.trie import TokenCharacterTrie
+        raise typer.BadParameter(f"folder not found: {svg.parent}", param_hint="--svg")
+    from genlm.core.trie import TokenCharacterTrie
+    from genlm.core.trie.visualisation import (
+        dot_source,
+        node_values,
+        text_lines,
+        visible_tree,
+    )
     from genlm.core.vocab import Token
 
     tokens = [Token(position, text.encode()) for position, text in enumerate(texts)]
@@ -48,7 +53,7 @@ def trie(
         svg.write_bytes(found.visualize(ws, max_nodes=max_nodes).pipe())
         typer.echo(f"wrote {svg}")
         return
-    top = sketch(found, node_values(found, ws), max_nodes)
+    top = visible_tree(found, node_values(found, ws), max_nodes)
     if dot:
         typer.echo(dot_source(top, found), nl=False)
         return

@@ -1,7 +1,7 @@
-"""The targets by which `genlm check cuda` certifies the trie.
+"""The targets of `genlm check cuda`.
 
-Every path that the machine has is one: the core's numpy for weights on the CPU, the torch
-path there, and the kernels where there is a GPU, or with `TRITON_INTERPRET=1`.
+One target for each path that the machine supports: the core for weights on the CPU, the
+torch path on the CPU, and the kernels on a GPU or with `TRITON_INTERPRET=1`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def targets(folder: Path) -> Iterator[TrieTarget]:
     """Yield a target for each path.
 
     Args:
-        folder: Not needed.
+        folder: Not used.
     """
     del folder
     yield TrieTarget(model="cpu", build=DeviceTrie)

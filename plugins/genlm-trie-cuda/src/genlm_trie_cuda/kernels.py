@@ -1,23 +1,23 @@
-"""The Triton kernels; `launches` calls them and says which slot is what.
+"""The Triton kernels, which `triton_path` launches; `plan` documents the slots.
 
-A tile is `(rows, slots)`. In memory the slots lie outside and the rows of weights inside,
-`slot * GROUP + row`, so that a tree or a scattered read touches whole sectors; weights and
-results lie the other way round, and Triton turns the tile between load and store.
+A tile is `(rows, slots)`. Slots are stored with the rows of weights innermost, at
+`slot * GROUP + row`, so that a tree or a gather reads whole memory sectors. Weights and
+results are stored row by row; Triton transposes the tile between load and store.
 
-A row's values never meet another row's. `logsumexp` keeps two numbers for each slot above
-the ranks: the largest log-weight, exactly, and the sum of exponentials relative to it.
+Rows are independent of each other. `logsumexp` stores two numbers for each slot above the
+ranks: the exact largest log-weight, and the sum of exponentials relative to it.
 
-Triton reads these functions' source, so they are plainer than Python need be.
+Triton compiles these functions from their source and supports a subset of Python.
 """
 
-# Constants that Triton compiles in are upper-case, as in its own code, and kernels take
-# their arguments by position.
+# Compile-time constants are upper-case as in Triton's own code, and kernels take their
+# arguments by position.
 # ruff: noqa: N803, PLR0917
 
 import triton
 import triton.language as tl
 
-__all__ = ["assemble", "build_trees", "load", "spread"]
+__all__ = ["build_trees", "combine_intervals", "gather_prefixes", "load_weights"]
 
 SUM = tl.constexpr(0)
 MAX = tl.constexpr(1)
@@ -26,18 +26,18 @@ LOGSUMEXP = tl.constexpr(2)
 
 @triton.jit
 def larger(a, b):
-    """The larger of two, nan if one is."""
+    """The larger of two values; nan if either is nan."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def finite(top):
-    """What to subtract before an exponential: infinities and nan make 0."""
+    """The shift before an exponential: 0 for infinities and nan."""
     return tl.where(tl.abs(top) < float("inf"), top, 0.0)
 
 
 @triton.jit
-def load(
+def load_weights(
     weights,
     slots,
     out,
@@ -50,7 +50,7 @@ def load(
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Convert the weights once: to the leaves of the result and, sorted, to the ranks."""
+    """Copy the weights to the leaves of the result and, in sorted order, to the ranks."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.arange(0, GROUP)
     given = (token < n_tokens)[None, :] & (row < n_rows)[:, None]
@@ -79,7 +79,7 @@ def build_trees(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Fill a complete binary tree over each block of entries of a stage."""
+    """Build a complete binary tree over each block of a stage."""
     block = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     entry = block * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def build_trees(
 
 
 @triton.jit
-def assemble(
+def combine_intervals(
     slots,
     sums,
     piece,
@@ -120,14 +120,14 @@ def assemble(
     GROUP: tl.constexpr,
     INTERVALS: tl.constexpr,
 ):
-    """Put every interval together from its pieces, small ones first."""
+    """Combine the pieces of every interval, smallest first."""
     begin = tl.program_id(0) * INTERVALS
     interval = begin + tl.arange(0, INTERVALS)
     row = tl.arange(0, GROUP)
     neutral = 0.0 if OPERATION == SUM else float("-inf")
     top = tl.full((GROUP, INTERVALS), neutral, slots.dtype.element_ty)
     total = tl.full((GROUP, INTERVALS), 0.0, slots.dtype.element_ty)
-    # Intervals come in descending order of their pieces: the first has the most.
+    # Intervals are sorted by their number of pieces: the first has the most.
     for turn in range(tl.load(piece_count + begin)):
         offset = tl.load(piece_offset + turn)
         known = interval < tl.load(piece_offset + turn + 1) - offset
@@ -152,7 +152,7 @@ def assemble(
 
 
 @triton.jit
-def spread(
+def gather_prefixes(
     slots,
     out,
     source,
@@ -163,7 +163,7 @@ def spread(
     GROUP: tl.constexpr,
     PREFIXES: tl.constexpr,
 ):
-    """Copy to every prefix the value of its rank or interval."""
+    """Copy the value of its rank or interval to every prefix."""
     prefix = tl.program_id(0) * PREFIXES + tl.arange(0, PREFIXES)
     row = tl.arange(0, GROUP)
     known = (prefix < n_prefixes)[None, :] & (row < n_rows)[:, None]

@@ -1,48 +1,50 @@
-"""What to combine with what, as index arrays that a device can read.
+"""The segment tree over a trie's sorted tokens, as index arrays for a device.
 
-Over the tokens in sorted order (their ranks) stands a binary tree. It is filled in
-stages: one stage puts complete trees over blocks of `block` entries, the next one treats
-the roots of those as its entries, until one root is left. Every interval of the trie is
-then put together from a few entries, its pieces, and every prefix reads its interval.
+The tree over the tokens in sorted order (their ranks) is filled in stages: a stage builds
+complete binary trees over blocks of `block` entries, and the next stage takes their roots as
+its entries, until one root is left. Every interval of the trie is then combined from a few
+entries, its pieces, and every prefix reads the value of its interval.
 
-All values of one row live in slots, numbered
+The values of one row are stored in slots, in this order:
 
     [ranks, padded to whole blocks | stage 0's levels | stage 1's levels | ... | intervals]
-
-This module is numpy only and knows no weights and no device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm import TrieLayout
 
-__all__ = ["BLOCK", "ROWS_AT_ONCE", "Indices", "Stage", "TreePlan"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BLOCK", "ROWS_AT_ONCE", "DevicePlan", "Indices", "Stage", "TreePlan"]
 
 BLOCK = 128
-"""Entries below one tree of a stage; three stages suffice for two million tokens. A kernel
-for float32 trees over 512 needs more registers than a thread of an NVIDIA GPU can have."""
+"""Entries of one block; three stages cover two million tokens. With 512, the float32 kernel
+needs more registers than a thread of an NVIDIA GPU has."""
 
 ROWS_AT_ONCE = 32
-"""Rows that share one reading of the indices; a slot of as many float32 is a cache line."""
+"""Rows that one read of the indices serves; a slot of 32 float32 is one cache line."""
 
 Indices = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Complete binary trees over blocks of entries.
+    """Complete binary trees over the blocks of a range of entries.
 
     Attributes:
         first: Slot of the first entry.
         count: Number of entries.
-        padded: The same, rounded up to whole blocks. No interval has a piece that covers
-            padding, so it does not matter what is there.
+        padded: `count` rounded up to whole blocks. No piece covers padding, so the values
+            there are arbitrary.
         upper: Slot of the first pair; level `j` above the entries has `padded >> j` slots
             and begins at `upper + padded - (padded >> (j - 1))`.
     """
@@ -55,18 +57,18 @@ class Stage:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """The plan of one trie, or of some of its nodes; arrays are int32.
+    """The plan of the reductions of a trie, or of some of its nodes; arrays are int32.
 
     Attributes:
         order: Token at each rank, `(n_ranks,)`.
         place: Rank of each token, `(n_ranks,)`.
-        block: Entries below one tree, a power of 2.
-        stages: From the ranks upward.
-        piece: Slots of the first piece of every interval, then those of the second of
-            every interval that has one, and so on, small pieces first, `(n_pieces,)`.
-        piece_offset: Where the k-th pieces begin in `piece`, `(most pieces + 1,)`.
-        piece_count: Pieces of each interval, descending, `(n_intervals,)`.
-        source: Slot with the value of each prefix, `(n_prefixes,)`.
+        block: Entries of one block, a power of 2.
+        stages: The stages, from the ranks upwards.
+        piece: Slots of the first piece of every interval, then of the second piece of every
+            interval that has one, and so on, smallest pieces first, `(n_pieces,)`.
+        piece_offset: Index in `piece` of the first of the k-th pieces, `(max_pieces + 1,)`.
+        piece_count: Number of pieces of each interval, descending, `(n_intervals,)`.
+        source: Slot of the value of each prefix, `(n_prefixes,)`.
     """
 
     order: Indices
@@ -80,7 +82,7 @@ class TreePlan:
 
     @property
     def padded(self) -> int:
-        """Slots of the ranks, whole blocks."""
+        """Slots of the ranks, padded to whole blocks."""
         return self.stages[0].padded
 
     @property
@@ -91,7 +93,7 @@ class TreePlan:
 
     @property
     def n_slots(self) -> int:
-        """Values of one row that exist while it is reduced."""
+        """Number of slots of one row."""
         return self.first_interval + len(self.piece_count)
 
     @classmethod
@@ -99,8 +101,9 @@ class TreePlan:
         """Plan the reductions over all prefixes of a trie.
 
         Args:
-            layout: Of the trie.
-            block: Entries below one tree, a power of 2; by default what suits the size.
+            layout: Layout of the trie.
+            block: Entries of one block, a power of 2; by default `BLOCK`, or less for a
+                small trie.
         """
         lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
         return cls.of(layout.order, lo, hi, layout.source, block)
@@ -119,7 +122,7 @@ class TreePlan:
         Args:
             order: Token at each rank, a permutation.
             lo: First rank of each interval.
-            hi: One past the last rank; no interval is empty.
+            hi: One past the last rank of each interval; intervals must not be empty.
             source: For each result a rank, or `len(order) + k` for the k-th interval.
             block: As for `of_layout`.
         """
@@ -149,6 +152,44 @@ class TreePlan:
         plan.source[several] = plan.first_interval + renamed[plan.source[several] - n]
         return plan
 
+    def to(self, device: torch.device) -> DevicePlan:
+        """Copy the plan to a device; the copy is complete on return, for all streams."""
+        import torch
+
+        def tensor(array: Indices) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return DevicePlan(
+            host=self,
+            piece_sizes=tuple(np.diff(self.piece_offset).tolist()),
+            order=tensor(self.order),
+            place=tensor(self.place),
+            piece=tensor(self.piece),
+            piece_offset=tensor(self.piece_offset),
+            piece_count=tensor(self.piece_count),
+            source=tensor(self.source),
+        )
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A `TreePlan` on a device: its arrays as int32 tensors, which are never changed.
+
+    Attributes:
+        host: The plan on the host.
+        piece_sizes: Number of intervals that have a k-th piece, for each k. On the host, so
+            that reductions do not wait for the device.
+    """
+
+    host: TreePlan
+    piece_sizes: tuple[int, ...]
+    order: torch.Tensor
+    place: torch.Tensor
+    piece: torch.Tensor
+    piece_offset: torch.Tensor
+    piece_count: torch.Tensor
+    source: torch.Tensor
+
 
 def _stages(n: int, block: int) -> tuple[tuple[Stage, ...], list[int]]:
     """The stages over `n` ranks, and the first slot of every level from the ranks up."""
@@ -169,10 +210,10 @@ def _stages(n: int, block: int) -> tuple[tuple[Stage, ...], list[int]]:
 def _pieces(
     lo: npt.NDArray[np.integer], hi: npt.NDArray[np.integer], levels: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Cut intervals into entries of the tree: at most two of each level.
+    """Decompose intervals into entries of the tree, at most two of each level.
 
     Returns:
-        Interval and slot of each piece; those of an interval together, small ones first.
+        Interval and slot of each piece; those of an interval are adjacent, smallest first.
     """
     lo, hi = lo.astype(np.int64), hi.astype(np.int64)
     which = np.arange(len(lo))
@@ -184,8 +225,8 @@ def _pieces(
         slots += [first + lo[at_lo], first + hi[at_hi] - 1]
         lo, hi = (lo + at_lo) >> 1, hi >> 1
     interval, slot = np.concatenate(intervals), np.concatenate(slots)
-    together = np.argsort(interval, kind="stable")
-    return interval[together], slot[together]
+    adjacent = np.argsort(interval, kind="stable")
+    return interval[adjacent], slot[adjacent]
 
 
 def _index(array: npt.NDArray[np.integer]) -> Indices:

@@ -1,4 +1,4 @@
-"""Registers the trie, under its own name and the published one."""
+"""Registers the trie as `"cuda"` and under its published name `"parallel"`."""
 
 from __future__ import annotations
 

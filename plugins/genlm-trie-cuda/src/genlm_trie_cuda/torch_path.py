@@ -1,74 +1,95 @@
-"""The same reductions in plain torch: without Triton, on MPS, and for a few nodes.
+"""Reductions in torch operations: of all nodes without Triton, and of some nodes.
 
-Follows the plan as the kernels do, one torch operation for each level and turn; whatever
-has no float64 (MPS) is served, because the arithmetic is done in the dtype of the result.
+Follows the same plan as the kernels, with one torch operation for each level and each k-th
+piece. Computation is in the dtype of the result, so devices without float64 (MPS) are supported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from genlm_trie_cuda.placed import PlacedPlan
+from genlm import TrieLayout
+from genlm_trie_cuda.plan import DevicePlan, TreePlan
+from genlm_trie_cuda.weights import result_dtype
 
-__all__ = ["Operation", "reduce_ranks", "reduce_rows"]
+__all__ = ["Operation", "reduce_nodes", "reduce_rows"]
 
 Operation = Literal["sum", "max", "logsumexp"]
 
 State: TypeAlias = tuple[torch.Tensor, ...]
-"""Values of slots, `(rows, slots)`: for `logsumexp` the largest log-weight and the sum of
-exponentials relative to it, for the others one tensor."""
+"""Values of slots, `(rows, slots)`: one tensor, or for `logsumexp` two: the largest log-weight
+and the sum of exponentials relative to it."""
 
 
 def reduce_rows(
-    placed: PlacedPlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
+    plan: DevicePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Reduce each row of weights over all nodes.
 
     Args:
-        placed: Plan of the trie, on the device of the weights.
-        operation: What to do with the weights below a node.
+        plan: Plan of the trie, on the device of the weights.
+        operation: How to combine the weights below a node.
         rows: `(rows, n_tokens)`, floating.
-        out: `(rows, n_nodes)`, float32 or float64; overwritten. The arithmetic is done
-            in its dtype.
+        out: `(rows, n_nodes)`, float32 or float64; overwritten. Computed in its
+            dtype.
     """
     n_tokens = rows.shape[1]
     leaves = out[:, :n_tokens]
     leaves.copy_(rows)
-    out[:, n_tokens:] = reduce_ranks(placed, operation, leaves.index_select(1, placed.order))
+    out[:, n_tokens:] = _reduce_ranks(plan, operation, leaves.index_select(1, plan.order))
 
 
-def reduce_ranks(placed: PlacedPlan, operation: Operation, ranks: torch.Tensor) -> torch.Tensor:
-    """Reduce weights that are sorted already.
+def reduce_nodes(
+    layout: TrieLayout, nodes: npt.NDArray[Any], operation: Operation, rows: torch.Tensor
+) -> torch.Tensor:
+    """Reduce the weights below each of some nodes, in time O(tokens below them) for each row.
+
+    The host computes a plan for the nodes and copies it to the device.
 
     Args:
-        placed: The plan, on the device of the weights.
-        operation: What to do with them.
-        ranks: The weight at each rank, `(rows, n_ranks)`, float32 or float64.
+        layout: Layout of the trie.
+        nodes: Valid nodes in any order, nested or repeated, `(k,)`.
+        operation: How to combine the weights below a node.
+        rows: `(rows, n_tokens)`, floating.
 
     Returns:
-        The value of each entry of the plan's `source`, `(rows, n_sources)`.
+        `(rows, k)`, float64 for float64, else float32, on the device of the weights.
     """
-    slots = _tree(placed, operation, ranks)
-    intervals = _assembled(placed, operation, slots)
+    if not len(nodes):
+        return rows.new_empty((len(rows), 0), dtype=result_dtype(rows))
+    ranks, lo, hi = layout.ranks_below(nodes)
+    tokens = torch.from_numpy(layout.order[ranks]).to(rows.device)
+    source = len(ranks) + np.arange(len(nodes))
+    plan = TreePlan.of(np.arange(len(ranks)), lo, hi, source).to(rows.device)
+    weights = rows.index_select(1, tokens)
+    return _reduce_ranks(plan, operation, weights.to(result_dtype(rows)))
+
+
+def _reduce_ranks(plan: DevicePlan, operation: Operation, ranks: torch.Tensor) -> torch.Tensor:
+    """Reduce sorted weights, `(rows, n_ranks)`, to the entries of the plan's `source`."""
+    slots = _tree(plan, operation, ranks)
+    intervals = _combined(plan, operation, slots)
     if operation == "logsumexp":
         intervals = (intervals[0] + intervals[1].log(),)
-    return torch.cat([slots[0], intervals[0]], 1).index_select(1, placed.source)
+    return torch.cat([slots[0], intervals[0]], 1).index_select(1, plan.source)
 
 
-def _tree(placed: PlacedPlan, operation: Operation, ranks: torch.Tensor) -> State:
-    """Fill the levels, and put all slots below the intervals side by side."""
+def _tree(plan: DevicePlan, operation: Operation, ranks: torch.Tensor) -> State:
+    """Compute all levels of the tree, concatenated: the slots before the intervals."""
     combine = _COMBINE[operation]
-    ranks = _padded(ranks, placed.plan.padded)
+    ranks = _padded(ranks, plan.host.padded)
     entries: State = (ranks,)
     if operation == "logsumexp":
         entries = (ranks, torch.ones_like(ranks))
     levels = [entries]
-    for stage in placed.plan.stages:
+    for stage in plan.host.stages:
         entries = tuple(_padded(value, stage.padded) for value in entries)
-        for _ in range(placed.plan.block.bit_length() - 1):
+        for _ in range(plan.host.block.bit_length() - 1):
             left = tuple(value[:, ::2] for value in entries)
             right = tuple(value[:, 1::2] for value in entries)
             entries = combine(left, right)
@@ -80,18 +101,18 @@ def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[1]))
 
 
-def _assembled(placed: PlacedPlan, operation: Operation, slots: State) -> State:
-    """Put every interval together from its pieces, small ones first."""
+def _combined(plan: DevicePlan, operation: Operation, slots: State) -> State:
+    """Combine the pieces of every interval, smallest first."""
     combine = _COMBINE[operation]
-    n_intervals = len(placed.plan.piece_count)
+    n_intervals = len(plan.host.piece_count)
     intervals = tuple(value.new_empty((len(value), n_intervals)) for value in slots)
     offset = 0
-    for turn, count in enumerate(placed.turns):
-        which = placed.piece[offset : offset + count]
+    for k, count in enumerate(plan.piece_sizes):
+        which = plan.piece[offset : offset + count]
         offset += count
         pieces = tuple(value.index_select(1, which) for value in slots)
         so_far = tuple(value[:, :count] for value in intervals)
-        combined = combine(so_far, pieces) if turn else pieces
+        combined = combine(so_far, pieces) if k else pieces
         for value, result in zip(so_far, combined, strict=True):
             value.copy_(result)
     return intervals

@@ -1,4 +1,4 @@
-"""`DeviceTrie`: the core's token trie, with reductions where the weights are."""
+"""`DeviceTrie`: a token trie that reduces weights on their device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm import TokenCharacterTrie
-from genlm_trie_cuda.plan import TreePlan
-from genlm_trie_cuda.rows import as_rows, as_tensor, result_dtype, stacked
+from genlm_trie_cuda.plan import DevicePlan, TreePlan
+from genlm_trie_cuda.weights import as_rows, as_tensor, result_dtype, stacked
 
 if TYPE_CHECKING:
     import torch
 
-    from genlm_trie_cuda.placed import PlacedPlan
     from genlm_trie_cuda.torch_path import Operation
 
 __all__ = ["DeviceTrie", "Kernels", "Returns"]
@@ -27,39 +26,40 @@ Kernels: TypeAlias = Literal["triton", "torch"]
 
 
 class DeviceTrie(TokenCharacterTrie):
-    """A `TokenCharacterTrie` that reduces weights on the device they are on.
+    """A `TokenCharacterTrie` that reduces weights on the device that holds them.
 
-    Nodes, views and every method are those of the core's trie. Weights on a CUDA device
-    (NVIDIA's or AMD's) go through Triton kernels, those on other devices through torch,
-    and those on the CPU, numpy's among them, through the core's own reductions: so on a
-    machine without a GPU this trie is the core's.
+    Weights on a CUDA device (NVIDIA or AMD) are reduced by Triton kernels, weights on other
+    devices by torch operations, and weights on the CPU, numpy included, by
+    `TokenCharacterTrie`. Nodes, mappings and methods are those of `TokenCharacterTrie`.
 
-    On a device sums are added in float32 (float64 weights in float64) over a balanced
-    tree and without subtraction: with `m` tokens below a node the error is at most
-    `3 log2(m) + 2` roundings of the sum of absolute values. Log-weights are shifted by
-    the largest below each node. bfloat16 and float16 are widened when they are read.
-    Integers are float64, on MPS float32. A row's values don't depend on the others.
+    On a device sums are computed in float32 (float64 weights in float64) over a balanced
+    tree without subtraction: with `m` tokens below a node the error is at most
+    `3 log2(m) + 2` roundings of the sum of absolute values. `logsumexp` shifts by the
+    largest log-weight below each node. bfloat16 and float16 are converted when they are
+    read. Integers become float64, on MPS float32. Rows are independent of each other.
 
     With `returns="torch"` the result stays on the device. Reductions of all nodes then do
-    not wait for the device and can be captured in a CUDA graph; the first one there, or of
-    another operation, dtype or number of rows, copies index arrays and compiles: do it
-    once before capturing. Those of some nodes copy indices each time, and wait for that.
+    not wait for the device and can be captured in a CUDA graph. The first reduction on a
+    device, or of another operation, dtype or number of rows, copies index arrays and
+    compiles, so run it once before capturing. Reductions of some nodes copy indices on every
+    call and wait for the copy.
 
     Args:
         decode: As for `TokenCharacterTrie`.
-        device: Where to reduce weights that are on the CPU, `"cuda"` for example; their
-            results of `returns="torch"` stay there. None leaves them on the CPU.
-        kernels: `"triton"` or `"torch"` for these and no others, on the CPU as well
-            (Triton's only in its interpreter).
-        compiled: As for `TokenCharacterTrie`; for weights that are left to it.
+        device: Device that reduces weights on the CPU, for example `"cuda"`; with
+            `returns="torch"` their results stay there. None reduces them on the CPU.
+        kernels: `"triton"` or `"torch"` to use only these, on the CPU as well (Triton only
+            in its interpreter).
+        compiled: As for `TokenCharacterTrie`, for weights that it reduces; by default False
+            if `device` or `kernels` leaves none to it.
 
     Attributes:
         kernels: As given.
 
     Raises:
         VocabularyError: As for `TokenCharacterTrie`.
-        ValueError: There are no such kernels.
-        RuntimeError: torch knows no such device.
+        ValueError: `kernels` is neither of the two.
+        RuntimeError: torch does not know the device.
     """
 
     def __init__(
@@ -74,21 +74,23 @@ class DeviceTrie(TokenCharacterTrie):
             raise ValueError(
                 f"kernels={kernels!r}: expected one of {get_args(Kernels)} or None"
             )
-        super().__init__(decode, compiled=compiled)
         self._device = _torch_device(device)
         self.kernels = kernels
-        self._placed: dict[torch.device, PlacedPlan] = {}
+        if compiled is None and (kernels or (self._device and self._device.type != "cpu")):
+            compiled = False  # all weights are reduced by this class
+        super().__init__(decode, compiled=compiled)
+        self._device_plans: dict[torch.device, DevicePlan] = {}
         self._lock = threading.Lock()
 
     @property
     def device(self) -> torch.device | None:
-        """Where weights on the CPU are reduced; None: on the CPU."""
+        """The device that reduces weights on the CPU; None for the CPU."""
         return self._device
 
     def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
-        """Do what the `weight_` methods do, for all nodes."""
+        """Reduce weights over all nodes; implements the `weight_` methods."""
         ws = stacked(ws, self.layout.n_tokens) if batch else ws
-        tensor = self._elsewhere(ws)
+        tensor = self._device_tensor(ws)
         if tensor is None:
             return super().reduce(ws, operation, batch=batch, returns=returns)
         import torch
@@ -97,25 +99,25 @@ class DeviceTrie(TokenCharacterTrie):
         _check(returns)
         shape = (len(rows), self.layout.n_nodes)
         out = torch.empty(shape, dtype=result_dtype(rows), device=rows.device)
-        placed = self._on(rows.device)
+        plan = self._plan_on(rows.device)
         if self._kernels_on(rows.device) == "triton":
-            from genlm_trie_cuda.launches import reduce_rows
+            from genlm_trie_cuda.triton_path import reduce_rows
         else:
             from genlm_trie_cuda.torch_path import reduce_rows
         with torch.no_grad():
-            reduce_rows(placed, operation, rows, out)
+            reduce_rows(plan, operation, rows, out)
         return _delivered(out if batch else out[0], returns)
 
     def reduce_some(
         self, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation, *, returns: Returns
     ) -> Any:
-        """Do what the `partial_` methods do, for some nodes; not for CUDA graphs."""
-        tensor = self._elsewhere(ws)
+        """Reduce weights below some nodes; implements the `partial_` methods."""
+        tensor = self._device_tensor(ws)
         if tensor is None:
             return super().reduce_some(ws, nodes, operation, returns=returns)
         import torch
 
-        from genlm_trie_cuda.some_nodes import reduce_nodes
+        from genlm_trie_cuda.torch_path import reduce_nodes
 
         rows = as_rows(tensor, self.layout.n_tokens, (1, 2))
         _check(returns)
@@ -123,8 +125,8 @@ class DeviceTrie(TokenCharacterTrie):
             result = reduce_nodes(self.layout, nodes, operation, rows)
         return _delivered(result if tensor.ndim == 2 else result[0], returns)
 
-    def _elsewhere(self, ws: Any) -> torch.Tensor | None:
-        """The weights as a tensor on the device to reduce on; None for the core's numpy."""
+    def _device_tensor(self, ws: Any) -> torch.Tensor | None:
+        """The weights as a tensor on the device that reduces them; None for the core."""
         device = self._device
         if device is None and self.kernels is not None:
             device = _torch_device("cpu")
@@ -139,17 +141,15 @@ class DeviceTrie(TokenCharacterTrie):
         has_triton = importlib.util.find_spec("triton") is not None
         return "triton" if device.type == "cuda" and has_triton else "torch"
 
-    def _on(self, device: torch.device) -> PlacedPlan:
+    def _plan_on(self, device: torch.device) -> DevicePlan:
         """The plan on a device, copied there once."""
-        from genlm_trie_cuda.placed import PlacedPlan
-
         with self._lock:
-            if device not in self._placed:
-                self._placed[device] = PlacedPlan.on(self._tree, device)
-            return self._placed[device]
+            if device not in self._device_plans:
+                self._device_plans[device] = self._plan.to(device)
+            return self._device_plans[device]
 
     @cached_property
-    def _tree(self) -> TreePlan:
+    def _plan(self) -> TreePlan:
         return TreePlan.of_layout(self.layout)
 
 

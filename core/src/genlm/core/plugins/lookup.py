@@ -31,7 +31,7 @@ from genlm.core.plugins.spec import BackendInfo, Kind
 
 if TYPE_CHECKING:
     from genlm.core.engine import Engine
-    from genlm.core.trie.protocol import TokenTrie
+    from genlm.core.trie import TokenCharacterTrie
 
 __all__ = [
     "find_backend",
@@ -202,7 +202,7 @@ def get_backend(name: str | None = None) -> Callable[..., Engine]:
     return cast("Callable[..., Engine]", _target(find_backend(name, "engine")))
 
 
-def get_trie(name: str | None = None) -> Callable[..., TokenTrie]:
+def get_trie(name: str | None = None) -> Callable[..., TokenCharacterTrie]:
     """Import a token trie's class and return it; `get_backend` for tries.
 
     Args:
@@ -216,7 +216,7 @@ def get_trie(name: str | None = None) -> Callable[..., TokenTrie]:
     Raises:
         PluginError: As for `get_backend`.
     """
-    return cast("Callable[..., TokenTrie]", _target(find_backend(name, "trie")))
+    return cast("Callable[..., TokenCharacterTrie]", _target(find_backend(name, "trie")))
 
 
 def _target(info: BackendInfo) -> Any:

@@ -1,6 +1,6 @@
-"""`AsyncTokenCharacterTrie`: concurrent requests to a trie share its batches.
+"""`AsyncTokenCharacterTrie`: batches concurrent requests to a token trie.
 
-The reductions run on the thread of a `Scheduler`, so the event loop goes on meanwhile.
+The reductions run on the thread of a `Scheduler`, so they do not block the event loop.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from genlm.core.forking import renew_in_forks
 from genlm.core.plugins import get_trie
 from genlm.core.query import Completion
 from genlm.core.scheduler import Scheduler
-from genlm.core.trie.protocol import TokenTrie
 from genlm.core.trie.reductions import Operation
+from genlm.core.trie.trie import TokenCharacterTrie
 from genlm.core.trie.weights import Returns, check_returns
 
 __all__ = ["AsyncTokenCharacterTrie"]
@@ -34,42 +34,42 @@ class Reduction:
 
 
 class ReductionEngine:
-    """Reduces what was submitted, rows of the same operation in one batch."""
+    """Reduces submitted rows, those of one operation in one batch."""
 
-    def __init__(self, trie: TokenTrie) -> None:
+    def __init__(self, trie: TokenCharacterTrie) -> None:
         self._trie = trie
         self._pending: dict[int, Reduction] = {}
 
     def submit(self, query: Reduction) -> None:
-        """Put a request into the next batch."""
+        """Add a request to the next batch."""
         self._pending[query.query_id] = query
 
     def step(self) -> list[Completion]:
-        """Answer everything that was submitted."""
+        """Reduce all submitted rows."""
         pending, self._pending = self._pending, {}
-        alike: dict[tuple[Any, ...], list[Reduction]] = {}
+        batches: dict[tuple[Any, ...], list[Reduction]] = {}
         for query in pending.values():
-            # Rows of one dtype and device can be stacked without changing any.
+            # Only rows of one dtype and device can be stacked without conversion.
             kind = (getattr(query.ws, "dtype", None), str(getattr(query.ws, "device", "")))
-            alike.setdefault((query.operation, query.returns, *kind), []).append(query)
-        return [answer for batch in alike.values() for answer in self._answers(batch)]
+            batches.setdefault((query.operation, query.returns, *kind), []).append(query)
+        return [answer for batch in batches.values() for answer in self._answers(batch)]
 
     def abort(self, query_id: int) -> None:
-        """Take a request out of the next batch."""
+        """Remove a request from the next batch."""
         self._pending.pop(query_id, None)
 
     def close(self) -> None:
-        """Forget what is pending; the trie itself belongs to the caller."""
+        """Drop pending requests; the trie itself belongs to the caller."""
         self._pending.clear()
 
     def _answers(self, batch: list[Reduction]) -> Iterator[Completion]:
-        """Answer a batch; if it fails, answer each alone, so that only the culprit does."""
+        """Reduce a batch; if that raises, reduce each row alone so that only one fails."""
         first = batch[0]
         if len(batch) > 1:
             reduce_rows = getattr(self._trie, f"batch_weight_{first.operation}")
             try:
                 rows = reduce_rows([query.ws for query in batch], returns=first.returns)
-            except Exception:  # noqa: BLE001 - found again below, for the query that causes it
+            except Exception:  # noqa: BLE001 - raised again below, for the query that causes it
                 batches = [[query] for query in batch]
                 yield from (answer for alone in batches for answer in self._answers(alone))
                 return
@@ -81,25 +81,25 @@ class ReductionEngine:
         try:
             reduce_row = getattr(self._trie, f"weight_{first.operation}")
             yield Completion(first.query_id, reduce_row(first.ws, returns=first.returns))
-        except Exception as error:  # noqa: BLE001 - it fails this query alone
+        except Exception as error:  # noqa: BLE001 - becomes the error of this query
             yield Completion(first.query_id, error=error)
 
 
 class AsyncTokenCharacterTrie:
-    """A token trie for coroutines: concurrent calls become batches, without timers.
+    """An asynchronous token trie that batches concurrent calls, without timers.
 
-    The thread that works starts with the first call, or with `start`. A call that is
-    cancelled, or whose weights are wrong, disturbs no other. Methods may be called from
-    several event loops and threads. Use as an async context manager, or call `cleanup`.
+    The worker thread starts with the first call, or with `start`. Cancelling a call, or
+    passing invalid weights, does not affect other calls. Methods may be called from several
+    event loops and threads. Use as an async context manager, or call `cleanup`.
 
     Args:
-        trie: The trie that reduces; not copied, and usable directly meanwhile.
+        trie: The trie that reduces; not copied. It may be used directly at the same time.
 
     Attributes:
-        trie: The same.
+        trie: As given.
     """
 
-    def __init__(self, trie: TokenTrie) -> None:
+    def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -113,14 +113,14 @@ class AsyncTokenCharacterTrie:
         """Build the trie of a vocabulary.
 
         Args:
-            vocab: What the trie's class takes: a sequence of items or a `Vocabulary`.
-            backend: Name of an installed trie (`"numpy"`, `"cuda"`, ...); None follows
-                the order of choice of `genlm.get_trie`.
+            vocab: A sequence of items or a `Vocabulary`, as the trie's class takes it.
+            backend: Name of an installed trie (`"numpy"`, `"cuda"`, ...); None chooses as
+                `genlm.get_trie` does.
             **options: Further arguments of the trie's class.
 
         Raises:
             PluginError: As `genlm.get_trie`.
-            VocabularyError: The vocabulary makes no trie.
+            VocabularyError: As `TokenCharacterTrie`.
         """
         return cls(get_trie(backend)(vocab, **options))
 
@@ -131,16 +131,16 @@ class AsyncTokenCharacterTrie:
         """Sum the weights of the tokens below every node.
 
         Args:
-            ws: One weight for each token; must not change until the answer is there.
+            ws: One weight for each token; must not be changed until the call returns.
             returns: `"torch"` for a tensor on the device of the weights.
 
         Returns:
-            One value for each node; the caller's own.
+            One value for each node; owned by the caller.
 
         Raises:
-            WeightsError: The shape or the kind of number is another.
-            EvaluationError: The trie raised for this request; `__cause__` says what.
-            EngineClosedError: `shutdown` or `cleanup` came before the answer.
+            WeightsError: The weights have another shape, or are not real numbers.
+            EvaluationError: The trie raised `__cause__` for this request.
+            EngineClosedError: `shutdown` or `cleanup` was called before the result.
         """
         return await self._answer(ws, "sum", returns)
 
@@ -153,29 +153,29 @@ class AsyncTokenCharacterTrie:
         return await self._answer(ws, "logsumexp", returns)
 
     async def mass_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Sum probabilities below every node: an older name of `weight_sum`."""
+        """Older name of `weight_sum`."""
         return await self.weight_sum(ws, returns=returns)
 
     def start(self) -> None:
-        """Start the working thread if it is not running; calls do so by themselves."""
+        """Start the worker thread if it is not running; the first call does so as well."""
         self._running()
 
     async def cleanup(self) -> None:
-        """End all unanswered calls with `EngineClosedError` and the thread, without blocking.
+        """Fail pending calls with `EngineClosedError` and stop the worker thread.
 
-        A later call starts afresh. Doing it twice is allowed.
+        Does not block the event loop. May be called twice; a later call starts a new thread.
         """
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """Do what `cleanup` does, and wait until the current batch is done."""
+        """As `cleanup`, but blocks until the current batch has finished."""
         with self._lock:
             scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.close()
 
     def _after_fork(self) -> None:
-        """Start afresh in a forked process, which lacks the working thread."""
+        """Reset in a forked process, which does not have the worker thread."""
         self._lock = threading.Lock()
         self._scheduler = None
 

@@ -1,21 +1,22 @@
 """The token trie as arrays: every node is an interval of the sorted tokens.
 
-Sorted by their letters, the tokens below a node are neighbours: the node is the
-interval `[lo, hi)` of their ranks. This module builds the intervals with array
-operations and knows nothing of weights, views or torch; all tries share it.
+When the tokens are sorted by their symbols, those below a node are adjacent: the node is
+the interval `[lo, hi)` of their ranks. This module builds the intervals with array
+operations in numpy; all tries share it.
 
 Nodes are numbered so that every child comes before its parent:
 
 * node `i < n_tokens` is the leaf of token `decode[i]`, an end-of-token edge below the
-  node of the token's last letter. Tokens with the same letters have a leaf each;
-* nodes from `n_tokens` on are the prefixes, the longest first; those of one length are
-  in the order of their letters, so the prefix children of a node are consecutive;
+  node of the token's last symbol. Tokens with equal symbols have a leaf each;
+* nodes from `n_tokens` on are the prefixes, longest first; prefixes of one length are
+  sorted by their symbols, so the prefix children of a node are consecutive;
 * the last node is the root, the empty prefix.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
-from genlm.core.trie.letters import Letters, shared_prefixes, sorted_order
+from genlm.core.trie.symbols import Symbols, shared_prefixes, sorted_order
 
 __all__ = ["TrieLayout"]
 
@@ -33,23 +34,23 @@ Indices = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TrieLayout:
-    """The shape of a trie; arrays are read-only and int32 unless said otherwise.
+    """The structure of a trie; arrays are read-only, and int32 unless stated otherwise.
 
     Attributes:
         order: Token at each rank of the sorted order, `(n_tokens,)`.
         lo: First rank below each node, `(n_nodes,)`.
         hi: One past the last rank below each node, `(n_nodes,)`.
-        parent: Of each node, -1 for the root, `(n_nodes,)`.
+        parent: Parent of each node, -1 for the root, `(n_nodes,)`.
         child_start: The prefix children of prefix `n_tokens + p` are the nodes
             `child_start[p]` up to `child_start[p + 1]`, `(n_prefixes + 1,)`.
-        letter: Code of the letter above each prefix, 0 for the root; uint8, uint16 or
-            uint32, `(n_prefixes,)`.
-        source: Where the value of each prefix comes from, int64, `(n_prefixes,)`: a rank
-            if one token is below it, else `n_tokens + k` for the k-th distinct interval.
-            Prefixes with the same tokens below have the same source.
-        distinct: The prefix of each distinct interval of two or more tokens, ascending
-            in `lo`, longer intervals first.
-        level: The prefixes of `d` letters are the nodes `level[d + 1]` up to `level[d]`;
+        symbol: Code of the symbol on the edge to each prefix, 0 for the root; uint8, uint16
+            or uint32, `(n_prefixes,)`.
+        source: Index of each prefix's value, int64, `(n_prefixes,)`: a rank if one token is
+            below the prefix, else `n_tokens + k` for the k-th distinct interval. Prefixes
+            above the same tokens have the same source.
+        distinct: A prefix of each distinct interval of two or more tokens, ascending in
+            `lo`, longer intervals first.
+        level: The prefixes of `d` symbols are the nodes `level[d + 1]` up to `level[d]`;
             `level[0]` is `n_nodes`, the last entry `n_tokens`.
     """
 
@@ -58,7 +59,7 @@ class TrieLayout:
     hi: Indices
     parent: Indices
     child_start: Indices
-    letter: npt.NDArray[Any]
+    symbol: npt.NDArray[Any]
     source: npt.NDArray[np.int64]
     distinct: Indices
     level: Indices
@@ -68,18 +69,18 @@ class TrieLayout:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, which is that of leaves."""
+        """Number of tokens, equal to the number of leaves."""
         return len(self.order)
 
     @property
     def n_nodes(self) -> int:
-        """Number of nodes: leaves, prefixes and the root among them."""
+        """Number of leaves and prefixes, the root included."""
         return len(self.lo)
 
     @property
     def n_prefixes(self) -> int:
-        """Number of nodes that are no leaves, the root included."""
-        return len(self.letter)
+        """Number of prefixes, the root included."""
+        return len(self.symbol)
 
     @property
     def root(self) -> int:
@@ -91,17 +92,27 @@ class TrieLayout:
         """Memory of all arrays, in bytes."""
         return sum(array.nbytes for array in vars(self).values())
 
+    @property
+    def letter(self) -> npt.NDArray[Any]:
+        """Deprecated name of `symbol`, until 1.1."""
+        warnings.warn(
+            "TrieLayout.letter is deprecated until 1.1; use symbol",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.symbol
+
     def ranks_below(
         self, nodes: npt.NDArray[np.integer[Any]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Collect the ranks below some nodes, each once, in order.
+        """Collect the distinct ranks below some nodes, ascending.
 
         Args:
             nodes: Valid nodes in any order, nested or repeated, `(k,)`.
 
         Returns:
-            The ranks, and where the ranks below each node begin and end among them,
-            `(k,)` each.
+            The ranks, and for each node the interval of its ranks among them: begin and
+            end, `(k,)` each.
         """
         lo, hi = self.lo[nodes].astype(np.int64), self.hi[nodes].astype(np.int64)
         bounds = np.unique(np.concatenate([lo, hi]))
@@ -118,38 +129,38 @@ class TrieLayout:
         )
 
     @classmethod
-    def build(cls, letters: Letters) -> TrieLayout:
-        """Lay out the trie of a vocabulary.
+    def build(cls, symbols: Symbols) -> TrieLayout:
+        """Build the trie of a vocabulary.
 
-        Takes O(letters) memory and O(letters + items log items) time, in array operations.
+        Takes O(symbols) memory and O(symbols + items log items) time, in array operations.
 
         Raises:
-            VocabularyError: There are no items.
+            VocabularyError: The vocabulary is empty.
         """
-        n = len(letters.lengths)
+        n = len(symbols.lengths)
         if not n:
             raise VocabularyError("a trie needs at least one token; the vocabulary is empty")
-        order = sorted_order(letters)
-        shared = shared_prefixes(letters, order)
-        lengths = letters.lengths[order]
-        # Token r brings a prefix for each of its letters beyond those shared with r - 1;
-        # listed like that, with the root first, the prefixes are in depth-first order.
+        order = sorted_order(symbols)
+        shared = shared_prefixes(symbols, order)
+        lengths = symbols.lengths[order]
+        # Token r adds a prefix for each of its symbols beyond those shared with r - 1;
+        # in this order, with the root first, the prefixes are in depth-first order.
         new = lengths - shared
-        end = 1 + np.cumsum(new)  # one past the prefixes of tokens up to r
+        end = 1 + np.cumsum(new)  # one past the prefixes that tokens up to r add
         lo = np.concatenate([[0], np.repeat(np.arange(n), new)])
         depth = np.arange(end[-1])
         depth[1:] += np.repeat(shared + 1 - (end - new), new)
         up, stop = _parents_and_ends(depth)
         hi = np.concatenate([lo, [n]])[stop]
-        letter = np.zeros(len(lo), letters.codes.dtype)
-        letter[1:] = letters.codes[letters.starts[order][lo[1:]] + depth[1:] - 1]
+        symbol = np.zeros(len(lo), symbols.codes.dtype)
+        symbol[1:] = symbols.codes[symbols.starts[order][lo[1:]] + depth[1:] - 1]
         source, representative = _sources(lo, hi, n)
         # The longest prefixes get the lowest numbers, so that children precede parents.
         rows = _stable_argsort(depth.max() - depth)
         node = np.empty(len(rows), dtype=np.int64)
         node[rows] = np.arange(n, n + len(rows))
         parent = np.append(node, -1)[up[rows]]
-        brought = node[end - 1]  # the prefix that is the whole of token r
+        whole = node[end - 1]  # the prefix that equals token r
         rank = np.empty(n, dtype=np.int64)
         rank[order] = np.arange(n)
         children = np.bincount(parent[:-1] - n, minlength=len(rows))
@@ -158,9 +169,9 @@ class TrieLayout:
             "order": order,
             "lo": np.concatenate([rank, lo[rows]]),
             "hi": np.concatenate([rank + 1, hi[rows]]),
-            "parent": np.concatenate([brought[rank], parent]),
+            "parent": np.concatenate([whole[rank], parent]),
             "child_start": n + np.concatenate([[0], np.cumsum(children)]),
-            "letter": letter[rows],
+            "symbol": symbol[rows],
             "source": source[rows],
             "distinct": node[representative],
             "level": n + np.concatenate([[0], np.cumsum(of_length)])[::-1],
@@ -169,11 +180,11 @@ class TrieLayout:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TrieLayout:
-        """Make a layout of arrays named like the attributes; copies none that fit."""
+        """Create a layout from arrays named like the attributes, copied only if converted."""
         fields = {}
         for field in dataclasses.fields(cls):
             array = arrays[field.name]
-            if field.name not in {"letter", "source"}:
+            if field.name not in {"symbol", "source"}:
                 array = array.astype(np.int32, copy=False)
             fields[field.name] = view = array.view()
             view.flags.writeable = False
@@ -183,7 +194,7 @@ class TrieLayout:
 def _parents_and_ends(
     depth: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Parent of each prefix and one past its subtree, both in depth-first order."""
+    """Parent of each prefix and the end of its subtree, both in depth-first order."""
     parent = np.full(len(depth), -1)
     stop = np.full(len(depth), len(depth))
     by_depth = _stable_argsort(depth)
@@ -207,9 +218,9 @@ def _stable_argsort(depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _sources(
     lo: npt.NDArray[np.int64], hi: npt.NDArray[np.int64], n_tokens: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which interval each prefix has, and the last prefix of each that has several tokens.
+    """Compute `source`, and the last prefix of each distinct interval of several tokens.
 
-    In depth-first order, prefixes with the same interval are neighbours.
+    In depth-first order, prefixes with equal intervals are adjacent.
     """
     is_last = np.ones(len(lo), dtype=bool)
     is_last[:-1] = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])

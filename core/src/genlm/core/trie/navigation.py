@@ -1,11 +1,12 @@
-"""Finding one's way in a trie without its dict-shaped views.
+"""Navigation between the nodes of a trie.
 
-Everything here is read off the layout's arrays; nothing is built or kept.
+All methods read the layout's arrays; they build and cache nothing.
 """
 
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -13,30 +14,30 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import FIRST_OBJECT, spell
+from genlm.core.trie.symbols import FIRST_OBJECT, symbols_of_codes
 
 __all__ = ["Navigation"]
 
 
 class Navigation:
-    """The nodes of a layout by prefix, letter, interval and token.
+    """Look-up of nodes by prefix, symbol, interval and token.
 
-    A node is an integer as `TrieLayout` numbers them; a token is a position in the
-    vocabulary, which is also its leaf's node.
+    A node is an integer as `TrieLayout` numbers them. A token is a position in the
+    vocabulary, which is also the node of its leaf.
 
     Attributes:
         layout: The trie as arrays.
-        letter_objects: The letters that are no bytes; the first has code 256.
+        symbol_objects: The symbols other than bytes; the first has code 256.
     """
 
     layout: TrieLayout
-    letter_objects: tuple[Hashable, ...]
+    symbol_objects: tuple[Hashable, ...]
 
-    def __init__(self, layout: TrieLayout, letter_objects: Sequence[Hashable] = ()) -> None:
+    def __init__(self, layout: TrieLayout, symbol_objects: Sequence[Hashable] = ()) -> None:
         self.layout = layout
-        self.letter_objects = tuple(letter_objects)
+        self.symbol_objects = tuple(symbol_objects)
         self._code_of = {
-            letter: FIRST_OBJECT + index for index, letter in enumerate(letter_objects)
+            symbol: FIRST_OBJECT + index for index, symbol in enumerate(symbol_objects)
         }
 
     def __repr__(self) -> str:
@@ -45,100 +46,119 @@ class Navigation:
 
     @property
     def root(self) -> int:
-        """The node of the empty prefix, the last one."""
+        """The node of the empty prefix, which is the last node."""
         return self.layout.root
 
     def __len__(self) -> int:
-        """Number of nodes, leaves included; the length of every result."""
+        """Number of nodes, leaves included, which is the length of every result."""
         return self.layout.n_nodes
 
     def is_leaf(self, node: int) -> bool:
-        """Whether the node stands for one whole token."""
+        """Whether the node is the leaf of a token."""
         return self._checked(node) < self.layout.n_tokens
 
     def interval(self, node: int) -> tuple[int, int]:
-        """The ranks `[lo, hi)` of the tokens below a node, in the order of their letters."""
+        """The ranks `[lo, hi)` of the tokens below a node, in sorted order."""
         node = self._checked(node)
         return int(self.layout.lo[node]), int(self.layout.hi[node])
 
     def parent(self, node: int) -> int | None:
-        """The node above; None for the root."""
+        """The parent of a node, None for the root."""
         above = int(self.layout.parent[self._checked(node)])
         return None if above < 0 else above
 
     def child_prefixes(self, node: int) -> range:
-        """The nodes one letter further, in the order of their letters; leaves left out."""
+        """The children of a node except leaves, sorted by symbol."""
         node = self._checked(node)
         if node < self.layout.n_tokens:
             return range(0)
         lo, hi = self.layout.child_start[node - self.layout.n_tokens :][:2].tolist()
         return range(lo, hi)
 
-    def child_letters(self, node: int) -> list[Any]:
-        """The letter of each of `child_prefixes`: bytes as integers, others as they are."""
+    def child_symbols(self, node: int) -> list[Any]:
+        """The edge symbol of each of `child_prefixes`; bytes are integers."""
         children = self.child_prefixes(node)
         n = self.layout.n_tokens
-        codes = self.layout.letter[max(children.start - n, 0) : max(children.stop - n, 0)]
-        return spell(codes.tolist(), self.letter_objects)
+        codes = self.layout.symbol[max(children.start - n, 0) : max(children.stop - n, 0)]
+        return symbols_of_codes(codes.tolist(), self.symbol_objects)
 
-    def child(self, node: int, letter: Any) -> int | None:
-        """The node one letter further, None if no token goes on like that."""
-        code = self._code(letter)
+    def child(self, node: int, symbol: Any) -> int | None:
+        """The child of a node along a symbol, None if that prefix does not exist."""
+        code = self._code(symbol)
         children = self.child_prefixes(node)
         if code is None or not children:
             return None
         first = children.start - self.layout.n_tokens
-        codes = self.layout.letter[first : first + len(children)]
+        codes = self.layout.symbol[first : first + len(children)]
         place = int(np.searchsorted(codes, code))
         if place == len(codes) or int(codes[place]) != code:
             return None
         return children[place]
 
     def path(self, prefix: Iterable[Any]) -> list[int]:
-        """The nodes from the root along a prefix, as far as tokens go: at least the root."""
+        """The nodes from the root along a prefix, up to the longest prefix that exists."""
         node: int | None = self.root
         nodes = [self.root]
-        for letter in prefix:
-            node = self.child(nodes[-1], letter)
+        for symbol in prefix:
+            node = self.child(nodes[-1], symbol)
             if node is None:
                 break
             nodes.append(node)
         return nodes
 
     def node_of(self, prefix: Iterable[Any]) -> int | None:
-        """The node of a prefix, None if no token begins like that.
+        """The node of a prefix, None if no token starts with it.
 
         Args:
-            prefix: Bytes or an iterable of letters.
+            prefix: Bytes or an iterable of symbols.
         """
-        letters = list(prefix)
-        nodes = self.path(letters)
-        return nodes[-1] if len(nodes) == len(letters) + 1 else None
+        symbols = list(prefix)
+        nodes = self.path(symbols)
+        return nodes[-1] if len(nodes) == len(symbols) + 1 else None
 
     def prefix_of(self, node: int) -> list[Any]:
-        """The letters from the root to a node; those of its token for a leaf."""
-        letters = []
+        """The symbols from the root to a node; for a leaf, the symbols of its token."""
+        symbols = []
         node = self._checked(node)
         n = self.layout.n_tokens
         while node != self.root:
             if node >= n:
-                letters.append(int(self.layout.letter[node - n]))
+                symbols.append(int(self.layout.symbol[node - n]))
             node = int(self.layout.parent[node])
-        return spell(reversed(letters), self.letter_objects)
+        return symbols_of_codes(reversed(symbols), self.symbol_objects)
 
     def tokens_at(self, node: int) -> npt.NDArray[np.int32]:
-        """The tokens whose letters end at a node, which are its leaves; read-only."""
+        """The tokens equal to a node's prefix, whose leaves are its children; read-only."""
         node = self._checked(node)
         lo, hi = self.interval(node)
         children = self.child_prefixes(node)
-        # A token sorts before those that it is a prefix of.
+        # A token sorts before its extensions.
         end = int(self.layout.lo[children.start]) if children else hi
         return self.layout.order[lo:end]
 
     def tokens_below(self, node: int) -> npt.NDArray[np.int32]:
-        """The tokens that begin with a node's prefix, in sorted order; read-only."""
+        """The tokens that start with a node's prefix, in sorted order; read-only."""
         lo, hi = self.interval(node)
         return self.layout.order[lo:hi]
+
+    def child_letters(self, node: int) -> list[Any]:
+        """Deprecated name of `child_symbols`, until 1.1."""
+        warnings.warn(
+            "child_letters is deprecated until 1.1; use child_symbols",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.child_symbols(node)
+
+    @property
+    def letter_objects(self) -> tuple[Hashable, ...]:
+        """Deprecated name of `symbol_objects`, until 1.1."""
+        warnings.warn(
+            "letter_objects is deprecated until 1.1; use symbol_objects",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.symbol_objects
 
     def _checked(self, node: int) -> int:
         node = operator.index(node)
@@ -148,7 +168,7 @@ class Navigation:
             )
         return node
 
-    def _code(self, letter: Any) -> int | None:
-        if isinstance(letter, int | np.integer) and 0 <= letter < FIRST_OBJECT:
-            return int(letter)
-        return self._code_of.get(letter)
+    def _code(self, symbol: Any) -> int | None:
+        if isinstance(symbol, int | np.integer) and 0 <= symbol < FIRST_OBJECT:
+            return int(symbol)
+        return self._code_of.get(symbol)

@@ -1,8 +1,8 @@
-"""Weights of some nodes without computing all: children, a path, a frontier.
+"""Partial reductions: weights of selected nodes without computing all nodes.
 
-The intervals' bounds cut the ranks below the nodes into pieces. Each token's weight is
-read once, however many of the nodes it is below; nested nodes are then put together
-from the pieces. Time is O(tokens below + nodes log nodes) for each row.
+The bounds of the nodes' intervals split the ranks below them into pieces. The weight of
+each token is read once, even if several of the nodes are above it; nested nodes are
+combined from the pieces. Time is O(tokens below + nodes log nodes) for each row.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.reductions import Operation
-from genlm.core.trie.segments import interval_pieces
+from genlm.core.trie.reductions import Floats, Operation
+from genlm.core.trie.segment_tree import Indices, interval_pieces
 from genlm.core.trie.weights import Weights
 
 __all__ = ["partial_weights"]
 
-Floats = npt.NDArray[np.floating[Any]]
-Positions = npt.NDArray[np.int64]
 
 _COMBINE: dict[Operation, np.ufunc] = {
     "sum": np.add,
@@ -32,16 +30,16 @@ _COMBINE: dict[Operation, np.ufunc] = {
 def partial_weights(
     layout: TrieLayout, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation
 ) -> tuple[Floats, Weights]:
-    """Reduce the weights below each of some nodes.
+    """Reduce the weights below each of the selected nodes.
 
     Args:
-        layout: Of the trie.
+        layout: Layout of the trie.
         ws: Weights of all tokens, `(n_tokens,)` or `(rows, n_tokens)`.
         nodes: Valid nodes in any order, `(k,)`.
-        operation: What to do with the weights below a node.
+        operation: How to combine the weights below a node.
 
     Returns:
-        The results, `(rows, k)`, in the dtype of the weights that were read, and those.
+        The results, `(rows, k)`, and the weights that were read, of the same dtype.
     """
     ranks, lo, hi = layout.ranks_below(nodes)
     read = Weights.of_tokens(ws, layout.n_tokens, layout.order[ranks].astype(np.int64))
@@ -54,12 +52,12 @@ def partial_weights(
         if (last - first == 1).all():
             result = pieces[:, first]
         else:
-            result = _assembled(pieces, first, last, _COMBINE[operation])
+            result = _combined(pieces, first, last, _COMBINE[operation])
         return result.astype(read.rows.dtype, copy=False), read
 
 
-def _pieces(rows: Floats, offset: Positions, sizes: Positions, operation: Operation) -> Floats:
-    """Reduce each run of columns, in float64."""
+def _pieces(rows: Floats, offset: Indices, sizes: Indices, operation: Operation) -> Floats:
+    """Reduce each piece, a run of adjacent columns, in float64."""
     values = rows.astype(np.float64)
     if operation == "sum":
         return np.add.reduceat(values, offset, axis=1)
@@ -73,8 +71,8 @@ def _pieces(rows: Floats, offset: Positions, sizes: Positions, operation: Operat
     return result
 
 
-def _assembled(pieces: Floats, first: Positions, last: Positions, combine: np.ufunc) -> Floats:
-    """Combine the pieces `[first, last)` of each node over a binary tree of the pieces."""
+def _combined(pieces: Floats, first: Indices, last: Indices, combine: np.ufunc) -> Floats:
+    """Combine the pieces `[first, last)` of each node over a segment tree of the pieces."""
     n = pieces.shape[1]
     slots = np.empty((len(pieces), 2 * n))
     slots[:, n:] = pieces

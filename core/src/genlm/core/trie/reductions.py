@@ -1,9 +1,9 @@
 """Reductions over all nodes of a trie, in numpy.
 
-The binary tree over the ranks is filled level by level with array operations, then every
-interval of the trie is put together from a few of its nodes. No value is ever subtracted,
-and only weights below a node enter it: sums keep their digits whatever the distribution,
-and an infinity or nan stays with the nodes above its token.
+The segment tree is filled level by level with array operations, then every interval of the
+trie is combined from its pieces. No value is ever subtracted and only weights below a node
+enter it, so sums keep their digits whatever the distribution, and an infinity or nan
+reaches only the nodes above its token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.trie.segments import Positions, SegmentPlan
+from genlm.core.trie.segment_tree import Indices, SegmentTree
 
 __all__ = ["Floats", "Operation", "Workspace", "reduce_rows"]
 
@@ -22,55 +22,54 @@ Operation = Literal["sum", "max", "logsumexp"]
 Floats = npt.NDArray[np.floating[Any]]
 
 SAFE_RANGE = 600.0
-"""Log-weights this close together have exponentials with all their digits in float64."""
+"""Log-weights within this range have exponentials without underflow in float64."""
 
 
 class Workspace:
-    """Memory for the reduction of one row after the other.
+    """Buffers that the reductions of several rows reuse.
 
-    Fresh memory costs more than the arithmetic, so nothing of a row's size is
-    allocated twice.
+    Allocating memory takes longer than the arithmetic.
 
     Args:
-        plan: Of the trie's layout.
+        tree: Segment tree of the trie.
         dtype: In which to compute.
 
     Attributes:
-        plan: The same.
-        slots: The slots of `SegmentPlan`.
-        intervals: Those of the distinct intervals.
+        tree: As given.
+        slots: Values of the slots that `SegmentTree` describes.
+        intervals: The part of `slots` for the distinct intervals.
     """
 
-    def __init__(self, plan: SegmentPlan, dtype: np.dtype[Any]) -> None:
-        self.plan = plan
-        self.slots: Floats = np.empty(plan.n_slots, dtype)
-        n = len(plan.order)
+    def __init__(self, tree: SegmentTree, dtype: np.dtype[Any]) -> None:
+        self.tree = tree
+        self.slots: Floats = np.empty(tree.n_slots, dtype)
+        n = len(tree.order)
         self.intervals = self.slots[2 * n :]
-        self._further: Floats = np.empty(max(map(len, plan.pieces[1:]), default=0), dtype)
-        self._converted = np.empty(plan.n_slots - n)  # viewed as any dtype
+        self._further: Floats = np.empty(max(map(len, tree.pieces[1:]), default=0), dtype)
+        self._converted = np.empty(tree.n_slots - n)  # viewed as any dtype
 
-    def take(self, values: Floats, positions: Positions, out: Floats) -> None:
-        """Write `values[positions]` into `out`, in its dtype."""
+    def take(self, values: Floats, indices: Indices, out: Floats) -> None:
+        """Write `values[indices]` into `out`, in its dtype."""
         if values.dtype != out.dtype:
             converted = self._converted.view(out.dtype)[: len(values)]
             converted[:] = values
             values = converted
-        # Every position is valid; of numpy's modes, "wrap" is the fastest for those.
-        np.take(values, positions, out=out, mode="wrap")
+        # All indices are in bounds; "wrap" is the fastest of numpy's modes for those.
+        np.take(values, indices, out=out, mode="wrap")
 
     def load(self, row: Floats, out: Floats) -> None:
-        """Write the leaves' values, and put them into the ranks' slots."""
+        """Copy a row to the leaves of the result and, in sorted order, to the ranks."""
         n = len(row)
         out[:n] = row
-        # Gathered from the copy, which the cache holds: the row itself may be far away.
-        self.take(out[:n], self.plan.order, self.slots[n : 2 * n])
+        # Gathered from the copy, which is in the cache; the row itself may not be.
+        self.take(out[:n], self.tree.order, self.slots[n : 2 * n])
 
     def combine(self, function: Callable[..., Any]) -> None:
-        """Fill the binary tree, then the distinct intervals."""
-        for low, high in self.plan.halvings:
+        """Fill the segment tree, then the distinct intervals."""
+        for low, high in self.tree.levels:
             pairs = self.slots[2 * low : 2 * high]
             function(pairs[::2], pairs[1::2], out=self.slots[low:high])
-        for turn, piece in enumerate(self.plan.pieces):
+        for turn, piece in enumerate(self.tree.pieces):
             known = self.intervals[: len(piece)]
             if turn:
                 further = self._further[: len(piece)]
@@ -81,32 +80,32 @@ class Workspace:
 
     def spread(self, out: Floats) -> None:
         """Write every prefix's value from its slot."""
-        n = len(self.plan.order)
-        self.take(self.slots[n:], self.plan.source, out[n:])
+        n = len(self.tree.order)
+        self.take(self.slots[n:], self.tree.source, out[n:])
 
 
 def reduce_rows(
-    plan: SegmentPlan,
+    tree: SegmentTree,
     operation: Operation,
     rows: Floats,
     out: Floats,
-    make: Callable[[SegmentPlan, np.dtype[Any]], Workspace] = Workspace,
+    workspace_type: type[Workspace] = Workspace,
 ) -> None:
     """Reduce each row of weights over all nodes.
 
     A row's result depends on that row alone.
 
     Args:
-        plan: Of the trie's layout.
-        operation: What to do with the weights below a node.
+        tree: Segment tree of the trie.
+        operation: How to combine the weights below a node.
         rows: `(rows, n_tokens)`, float32 or float64; not changed.
         out: `(rows, n_nodes)`, of the same dtype; overwritten.
-        make: What makes the workspace.
+        workspace_type: `CompiledWorkspace` to gather in machine code.
     """
     dtype = rows.dtype if operation == "max" else np.dtype(np.float64)
-    workspace = make(plan, dtype)
+    workspace = workspace_type(tree, dtype)
     reduce_row = _REDUCE[operation]
-    # Infinities and nan are answers here, and a sum may exceed float32.
+    # Infinities and nan are valid results, and a sum may exceed float32.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for row, nodes in zip(rows, out, strict=True):
             reduce_row(workspace, row, nodes)
@@ -128,13 +127,13 @@ def _logsumexp(workspace: Workspace, row: Floats, out: Floats) -> None:
     top = row.max()
     lowest = row.min(where=row != -np.inf, initial=np.inf)
     if row.dtype == np.float32 and top - lowest < SAFE_RANGE and np.isfinite(top):
-        _logsumexp_of_near(workspace, row, float(top), out)
+        _logsumexp_in_range(workspace, row, float(top), out)
     else:
-        _logsumexp_of_any(workspace, row, out)
+        _logsumexp_shifted(workspace, row, out)
 
 
-def _logsumexp_of_near(workspace: Workspace, row: Floats, top: float, out: Floats) -> None:
-    """Add exponentials relative to the largest weight of all: one for each token."""
+def _logsumexp_in_range(workspace: Workspace, row: Floats, top: float, out: Floats) -> None:
+    """Shift by the largest weight of the row: one exponential for each token."""
     workspace.load(row, out)
     n = len(row)
     ranks = workspace.slots[n : 2 * n]
@@ -143,21 +142,21 @@ def _logsumexp_of_near(workspace: Workspace, row: Floats, top: float, out: Float
     workspace.combine(np.add)
     np.log(workspace.intervals, out=workspace.intervals)
     workspace.intervals += top
-    workspace.load(row, out)  # single tokens stay exactly as given
+    workspace.load(row, out)  # single tokens keep their exact weights
     workspace.spread(out)
 
 
-def _logsumexp_of_any(workspace: Workspace, row: Floats, out: Floats) -> None:
-    """Keep each slot's largest weight and the sum of exponentials relative to that one.
+def _logsumexp_shifted(workspace: Workspace, row: Floats, out: Floats) -> None:
+    """Shift each slot by its own largest weight.
 
-    No exponential overflows, and a distant sibling costs no digits.
+    No exponential overflows, and a small node beside a large one keeps its digits.
     """
-    plan, tops = workspace.plan, workspace.slots
+    tree, tops = workspace.tree, workspace.slots
     workspace.load(row, out)
     workspace.combine(np.maximum)
     finite = np.where(np.isfinite(tops), tops, 0.0)
     sums = np.ones_like(tops)
-    for low, high in plan.halvings:
+    for low, high in tree.levels:
         pair = slice(2 * low, 2 * high)
         parts = tops[pair].reshape(-1, 2) - finite[low:high, None]
         np.exp(parts, out=parts)
@@ -165,7 +164,7 @@ def _logsumexp_of_any(workspace: Workspace, row: Floats, out: Floats) -> None:
         np.add(parts[:, 0], parts[:, 1], out=sums[low:high])
     top = finite[2 * len(row) :]
     relative = np.zeros_like(top)
-    for piece in plan.pieces:
+    for piece in tree.pieces:
         known = slice(len(piece))
         relative[known] += sums[piece] * np.exp(tops[piece] - top[known])
     workspace.intervals += np.log(relative)

@@ -1,7 +1,7 @@
-"""Tries in files: arrays in numpy's `.npz`, nothing pickled.
+"""Saving and loading tries in numpy's `.npz` format, without pickle.
 
-A file holds the layout and, if all items are tokens or bytes, the vocabulary. Items of
-other kinds have no bytes to store; who loads such a file gives the vocabulary again.
+A file contains the layout and, if all items are tokens or bytes, the vocabulary. A
+vocabulary with items of other types is not stored and has to be passed to `load`.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import Letters, item_key
+from genlm.core.trie.symbols import Symbols, item_key
 from genlm.core.vocab import Token
 
 __all__ = ["StoredTrie", "load_trie", "save_trie"]
 
 FORMAT = 1
 PLAIN_BYTES = -1
-"""Stands for the id of an item that is bytes and no token."""
+"""The stored id of an item that is plain bytes."""
+_STORED_AS = {"symbol": "letter"}
+"""Attributes of `TrieLayout` that have another name in the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTrie:
-    """What a file gives back; a trie's class takes it in place of a vocabulary.
+    """A loaded trie, which the class of a trie accepts in place of a vocabulary.
 
     Attributes:
         decode: The vocabulary.
         layout: Its trie as arrays.
-        letter_objects: The letters that are no bytes.
+        symbol_objects: The symbols other than bytes.
     """
 
     decode: list[Any]
     layout: TrieLayout
-    letter_objects: tuple[Hashable, ...] = ()
+    symbol_objects: tuple[Hashable, ...] = ()
 
 
 def save_trie(path: str | os.PathLike[str], decode: Sequence[Any], layout: TrieLayout) -> None:
-    """Write a trie; the file has exactly the name given and appears when it is complete."""
+    """Write a trie to exactly this path; the file appears when it is complete."""
     arrays: dict[str, npt.NDArray[Any]] = {
-        field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)
+        _STORED_AS.get(field.name, field.name): getattr(layout, field.name)
+        for field in dataclasses.fields(layout)
     }
     arrays["format"] = np.array(FORMAT)
     if all(isinstance(item, bytes) for item in decode):
-        letters = Letters.of(decode)
+        symbols = Symbols.of(decode)
         ids = (getattr(item, "token_id", PLAIN_BYTES) for item in decode)
-        arrays["vocabulary"] = letters.codes
-        arrays["lengths"] = letters.lengths
+        arrays["vocabulary"] = symbols.codes
+        arrays["lengths"] = symbols.lengths
         arrays["token_ids"] = np.fromiter(ids, np.int64, len(decode))
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -69,35 +72,38 @@ def load_trie(path: str | os.PathLike[str], decode: Sequence[Any] | None) -> Sto
     """Read a trie.
 
     Args:
-        path: Of the file.
-        decode: The vocabulary, needed if the file has none; else it must be equal.
+        path: The file.
+        decode: The vocabulary. Required if the file does not contain it, else it must be
+            equal to the stored one.
 
     Raises:
-        VocabularyError: The file has no vocabulary and none is given, or another one is;
-            or the file is no trie of this format.
+        VocabularyError: The vocabulary is missing or differs from the stored one, or the
+            file is not a trie of this format.
     """
     arrays = _arrays(path)
-    layout = TrieLayout.from_arrays(arrays)
+    layout = TrieLayout.from_arrays(
+        arrays | {name: arrays[stored] for name, stored in _STORED_AS.items()}
+    )
     stored = _stored_items(arrays) if "vocabulary" in arrays else None
     if decode is None and stored is None:
         raise VocabularyError(
-            f"{os.fspath(path)} holds a trie with items that are no bytes; load it with the "
+            f"{os.fspath(path)} contains a trie with items other than bytes; load it with the "
             f"vocabulary: load(path, decode=[...])"
         )
     if decode is None:
         return StoredTrie(stored or [], layout)
     items = list(decode)
-    letters = Letters.of(items)
+    symbols = Symbols.of(items)
     same = (
-        _same_layout(TrieLayout.build(letters), layout)
+        _same_layout(TrieLayout.build(symbols), layout)
         if stored is None
         else [*map(item_key, items)] == [*map(item_key, stored)]
     )
     if not same:
         raise VocabularyError(
-            f"{os.fspath(path)} holds the trie of another vocabulary; build it anew"
+            f"{os.fspath(path)} contains the trie of another vocabulary; build it anew"
         )
-    return StoredTrie(items, layout, letters.objects)
+    return StoredTrie(items, layout, symbols.objects)
 
 
 def _arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
@@ -107,11 +113,11 @@ def _arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
             arrays = dict(stored) if np.array_equal(found, FORMAT) else {}
     except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise VocabularyError(
-            f"{os.fspath(path)} is no file that `save` wrote, or it is damaged: {error}"
+            f"{os.fspath(path)} was not written by `save`, or it is damaged: {error}"
         ) from error
     if not arrays:
         raise VocabularyError(
-            f"{os.fspath(path)} holds format {found} of a trie; this version reads {FORMAT}"
+            f"{os.fspath(path)} contains a trie in format {found}; this version reads {FORMAT}"
         )
     return arrays
 

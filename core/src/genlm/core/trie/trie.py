@@ -1,98 +1,100 @@
-"""`TokenCharacterTrie`: weights of tokens become weights of all their prefixes.
+"""`TokenCharacterTrie`: reduces weights of tokens to weights of all their prefixes.
 
-The class joins what the other modules do: `layout` and `segments` compute, `navigation`
-finds nodes, `partial` reduces below a few of them, `views` shows all as dictionaries.
+The class combines the other modules: `layout` builds the trie, `reductions` reduces over
+all nodes and `partial` over some, `navigation` and `mappings` look up nodes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from genlm.core.errors import MissingRequirementError, VocabularyError
-from genlm.core.trie.drawing import dot_source, node_values, sketch
+from genlm.core.forking import cached_property
+from genlm.core.trie.compiled import CompiledWorkspace, checked, use_compiled
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import Letters
+from genlm.core.trie.mappings import TrieMappings
 from genlm.core.trie.partial import partial_weights
-from genlm.core.trie.reducer import Reducer
-from genlm.core.trie.reductions import Operation
+from genlm.core.trie.reductions import Operation, Workspace, reduce_rows
+from genlm.core.trie.segment_tree import SegmentTree
 from genlm.core.trie.storage import StoredTrie, load_trie, save_trie
-from genlm.core.trie.views import Views, check_keys
+from genlm.core.trie.symbols import Symbols, item_key
+from genlm.core.trie.visualisation import dot_source, node_values, visible_tree
 from genlm.core.trie.weights import Returns, Weights
 
 __all__ = ["TokenCharacterTrie"]
 
 
-class TokenCharacterTrie(Views):
-    """A vocabulary as a trie of letters, and reductions of weights over it.
+class TokenCharacterTrie(TrieMappings):
+    """The trie of a vocabulary, and reductions of weights over its nodes.
 
     Every prefix of a token is a node, and every token has a leaf below the node of its
-    last letter; tokens with the same bytes have a leaf each. `TrieLayout` says how nodes
-    are numbered: leaf `i` is token `decode[i]`, children come before parents, the root is
-    last. Weights are indexed by the position in `decode`, results by node.
+    last symbol; tokens with equal bytes have a leaf each. `TrieLayout` documents the
+    numbering: leaf `i` is token `decode[i]`, children precede parents, the root is the last
+    node. Weights are indexed by the position in `decode`, results by node.
 
-    The weights given are never changed, and results are the caller's own. float32,
-    bfloat16 and float16 give float32 results; float64 and integers give float64. Sums are
-    added in float64 as a balanced tree, without subtraction. A nan or an infinity reaches
-    the nodes above its token and no other. Instances may be shared between threads.
+    Weights are never changed, and the caller owns the results. float32, bfloat16 and
+    float16 give float32 results; float64 and integers give float64. Sums are computed in
+    float64 over a balanced tree, without subtraction. A nan or an infinity reaches only the
+    nodes above its token. Instances may be shared between threads.
 
-    If numba is installed, reductions of all nodes run in part as machine code once the trie
-    has reduced so many weights that compiling pays; results are the same bit for bit.
+    A trie for another device derives from this class and overrides `reduce` and, for
+    selected nodes, `reduce_some`.
 
     Args:
-        decode: Tokens, bytes, or other iterables of hashable letters (an end-of-sequence
-            object that yields itself, for example); or anything with a `byte_vocab`.
-        compiled: True to use machine code from the start, False never to.
+        decode: Tokens, bytes, or other iterables of hashable symbols (for example an
+            end-of-sequence object that yields itself); or an object with a `byte_vocab`.
+        compiled: Whether reductions of all nodes use code compiled by numba, which gives
+            equal results, bit for bit. None uses it for large tries (200,000 nodes, about
+            50,000 tokens) if numba is installed; the first such trie of a process takes a
+            second or two longer to build.
 
     Attributes:
         decode: The vocabulary as a list.
+        compiled: Whether reductions of all nodes use compiled code.
 
     Raises:
         MissingRequirementError: `compiled` is True and numba cannot be imported.
-        VocabularyError: It is no vocabulary or empty, an item has no letters, or an item
-            occurs twice (tokens with the same bytes are the same item only if they share
-            their id).
+        VocabularyError: `decode` is not a vocabulary, or is empty; an item has no symbols,
+            or occurs twice (tokens with equal bytes are the same item only if their ids are
+            equal).
     """
 
     def __init__(self, decode: Any, *, compiled: bool | None = None) -> None:
         self.decode: list[Any]
         if isinstance(decode, StoredTrie):
             self.decode = decode.decode
-            super().__init__(decode.layout, decode.letter_objects)
+            super().__init__(decode.layout, decode.symbol_objects)
         else:
             self.decode = _items(decode)
-            letters = Letters.of(self.decode)
-            super().__init__(TrieLayout.build(letters), letters.objects)
-            check_keys(self.decode, self.layout)
-        self._reducer = Reducer(self.layout, compiled)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether reductions of all nodes run in part as machine code by now."""
-        return self._reducer.compiled
+            symbols = Symbols.of(self.decode)
+            super().__init__(TrieLayout.build(symbols), symbols.objects)
+            _check_distinct(self.decode, self.layout)
+        self.compiled = use_compiled(compiled, len(self))
 
     def visualize(self, ws: Any = None, *, max_nodes: int = 200) -> Any:
-        """Draw the trie; an SVG with `.render("file")` or in a notebook.
+        """Visualise the trie with Graphviz.
 
         Args:
-            ws: The weight of each node, `(len(trie),)`, shown as colour; None takes the
+            ws: The weight of each node, `(len(trie),)`, shown as colour; None shows the
                 number of tokens below.
-            max_nodes: About how many nodes to draw. The heaviest are drawn, the others
-                folded into one mark below their parent.
+            max_nodes: Largest number of nodes to show, those of largest weight. Others are
+                collapsed into one mark below their parent.
 
         Returns:
-            A `graphviz.Source` of format `svg`. Rendering it needs the program `dot`.
+            A `graphviz.Source` of format `svg`, which `.render("file")` writes and a notebook
+            displays. Rendering requires the program `dot`.
 
         Raises:
-            WeightsError: There is not one weight for each node.
+            WeightsError: The number of weights differs from the number of nodes.
             ValueError: `max_nodes` is less than 1.
             MissingRequirementError: The Python package `graphviz` is not installed.
         """
-        source = dot_source(sketch(self, node_values(self, ws), max_nodes), self)
+        source = dot_source(visible_tree(self, node_values(self, ws), max_nodes), self)
         try:
             import graphviz
         except ImportError as error:
@@ -104,7 +106,7 @@ class TokenCharacterTrie(Views):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trie to a file for `load`, without pickle.
 
-        Items that are neither tokens nor bytes are not in the file.
+        The file contains the vocabulary only if all items are tokens or bytes.
         """
         save_trie(path, self.decode, self.layout)
 
@@ -118,14 +120,14 @@ class TokenCharacterTrie(Views):
         """Read a trie that `save` wrote.
 
         Args:
-            path: Of the file.
-            decode: The vocabulary; needed only if it has items that are neither tokens
-                nor bytes, and then compared with the trie in the file.
+            path: The file.
+            decode: The vocabulary, compared with the trie in the file. Required only if it
+                has items other than tokens and bytes.
             **options: Further arguments of the class.
 
         Raises:
-            VocabularyError: The vocabulary is missing or another one, or the file is not
-                a trie of this format.
+            VocabularyError: The vocabulary is missing or differs, or the file is not a trie
+                of this format.
             OSError: The file cannot be read.
         """
         return cls(load_trie(path, decode), **options)
@@ -143,12 +145,12 @@ class TokenCharacterTrie(Views):
             One value for each node, `(len(trie),)`.
 
         Raises:
-            WeightsError: The shape or the kind of number is another.
+            WeightsError: The weights have another shape, or are not real numbers.
         """
         return self.reduce(ws, "sum", batch=False, returns=returns)
 
     def weight_max(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Find the largest weight below every node, negative ones too; as `weight_sum`."""
+        """Find the largest weight below every node; as `weight_sum`."""
         return self.reduce(ws, "max", batch=False, returns=returns)
 
     def weight_logsumexp(self, ws: Any, *, returns: Returns = "numpy") -> Any:
@@ -168,7 +170,7 @@ class TokenCharacterTrie(Views):
             One row of node values for each row of weights, `(rows, len(trie))`.
 
         Raises:
-            WeightsError: The shape or the kind of number is another.
+            WeightsError: The weights have another shape, or are not real numbers.
         """
         return self.reduce(ws, "sum", batch=True, returns=returns)
 
@@ -181,11 +183,17 @@ class TokenCharacterTrie(Views):
         return self.reduce(ws, "logsumexp", batch=True, returns=returns)
 
     def reduce(self, ws: Any, operation: Operation, *, batch: bool, returns: Returns) -> Any:
-        """Do what the six methods above do; the one method another device overrides."""
+        """Implement the six methods above; a trie for another device overrides it."""
         weights = (Weights.of_batch if batch else Weights.of)(ws, self.layout.n_tokens)
         out = np.empty((len(weights.rows), self.layout.n_nodes), weights.rows.dtype)
-        self._reducer.reduce(operation, weights.rows, out)
+        workspace_type = CompiledWorkspace if self.compiled else Workspace
+        reduce_rows(self._segment_tree, operation, weights.rows, out, workspace_type)
         return weights.deliver(out if batch else out[0], returns)
+
+    @cached_property
+    def _segment_tree(self) -> SegmentTree:
+        tree = SegmentTree.of(self.layout)
+        return checked(tree) if self.compiled else tree
 
     # -- some nodes ---------------------------------------------------------------------
 
@@ -194,23 +202,22 @@ class TokenCharacterTrie(Views):
     ) -> Any:
         """Sum the weights below some nodes, in time O(tokens below them).
 
-        For the children of a node pass `child_prefixes(node)`, for a path `path(prefix)`;
-        any other nodes will do, in any order, nested or repeated.
+        For the children of a node pass `child_prefixes(node)`, for a path `path(prefix)`.
+        Nodes may be in any order, nested or repeated.
 
         Args:
             ws: `(len(decode),)` or `(rows, len(decode))`, numpy or torch. Only the
                 weights of tokens below the nodes are read.
-            nodes: Which, `(k,)`.
+            nodes: The nodes, `(k,)`.
             returns: `"torch"` for a tensor on the device of the weights.
 
         Returns:
-            The values `weight_sum` has for these nodes, `(k,)` or `(rows, k)`, to within
-            rounding.
+            The values of `weight_sum` at these nodes up to rounding, `(k,)` or `(rows, k)`.
 
         Raises:
-            WeightsError: The shape or the kind of number is another.
-            IndexError: There is no such node.
-            TypeError: A node that is no integer.
+            WeightsError: The weights have another shape, or are not real numbers.
+            IndexError: A node does not exist.
+            TypeError: A node is not an integer.
         """
         return self.reduce_some(ws, self._valid(nodes), "sum", returns=returns)
 
@@ -229,7 +236,7 @@ class TokenCharacterTrie(Views):
     def reduce_some(
         self, ws: Any, nodes: npt.NDArray[np.int64], operation: Operation, *, returns: Returns
     ) -> Any:
-        """Do what the three methods above do, for nodes that exist; to override as well."""
+        """Implement the three methods above for valid nodes; see `reduce`."""
         result, read = partial_weights(self.layout, ws, nodes, operation)
         single = np.ndim(ws) == 1
         return read.deliver(result[0] if single else result, returns)
@@ -237,7 +244,7 @@ class TokenCharacterTrie(Views):
     def _valid(self, nodes: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         chosen = np.asarray(nodes)
         if chosen.dtype.kind not in "iu" and chosen.size:
-            raise TypeError(f"nodes are integers; found {nodes!r}")
+            raise TypeError(f"nodes must be integers; found {nodes!r}")
         chosen = chosen.astype(np.int64, copy=False).reshape(-1)
         if len(chosen):
             self._checked(int(chosen.min()))
@@ -249,7 +256,23 @@ def _items(vocabulary: Any) -> list[Any]:
     items = getattr(vocabulary, "byte_vocab", vocabulary)
     if not isinstance(items, Iterable):
         raise VocabularyError(
-            f"found {vocabulary!r}; a trie is made of tokens or bytes, or of something with a "
-            f"byte_vocab of them"
+            f"found {vocabulary!r}; a trie is made of tokens or bytes, or of an object "
+            f"with a byte_vocab"
         )
     return list(items)
+
+
+def _check_distinct(decode: Sequence[Any], layout: TrieLayout) -> None:
+    """Raise `VocabularyError` if an item occurs twice: equal items are adjacent if sorted."""
+    end = layout.parent[layout.order]
+    alike = np.flatnonzero(end[1:] == end[:-1])
+    position_of: dict[Hashable, int] = {}
+    ranks = np.union1d(alike, alike + 1)
+    for position in np.sort(layout.order[ranks]).tolist():
+        key = item_key(decode[position])
+        first = position_of.setdefault(key, position)
+        if first != position:
+            raise VocabularyError(
+                f"Duplicate word in vocabulary: items {first} and {position} are both {key!r}; "
+                f"tokens that share bytes need distinct ids: Token(token_id, byte_string)"
+            )

@@ -1,6 +1,6 @@
-"""Weights on their way in and results on their way out: numpy, torch, dtypes, shapes.
+"""Conversion of weights to numpy and of results to numpy or torch.
 
-torch is not imported here: only who passes a tensor, or asks for one, has need of it.
+torch is imported only when a caller passes a tensor or requests one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from genlm.core.errors import WeightsError
 __all__ = ["Returns", "Weights", "check_returns"]
 
 Returns = Literal["numpy", "torch"]
-"""What a result is: a numpy array, or a torch tensor on the device of the weights."""
+"""Type of a result: a numpy array, or a torch tensor on the device of the weights."""
 
 
 def check_returns(returns: Returns) -> None:
-    """Raise `ValueError` for what is neither."""
+    """Raise `ValueError` unless `returns` is a valid `Returns`."""
     if returns not in get_args(Returns):
         raise ValueError(f"returns={returns!r}: expected one of {get_args(Returns)}")
 
@@ -31,9 +31,9 @@ class Weights:
     """Weights of tokens as numpy rows of float32 or float64.
 
     Attributes:
-        rows: Shape `(rows, columns)`; shares memory with what was given if it can, so
-            it must not be written to.
-        device: The torch device that they came from, None for numpy.
+        rows: Shape `(rows, columns)`; may share memory with the caller's weights, so it
+            must not be written to.
+        device: The torch device of the caller's weights, None for numpy.
     """
 
     rows: npt.NDArray[np.floating[Any]]
@@ -47,23 +47,23 @@ class Weights:
 
         Args:
             ws: A numpy array, a torch tensor or a sequence of numbers, `(n_tokens,)`.
-            n_tokens: The length that it must have.
+            n_tokens: The required length.
 
         Raises:
-            WeightsError: The shape or the kind of number is another.
+            WeightsError: The weights have another shape, or are not real numbers.
         """
         return cls._read(_array_like(ws), n_tokens, (1,))
 
     @classmethod
     def of_batch(cls, ws: Any, n_tokens: int) -> Weights:
-        """Read rows of weights: as `of`, `(rows, n_tokens)` or a sequence of rows."""
+        """Read rows of weights, `(rows, n_tokens)` or a sequence of rows; see `of`."""
         if isinstance(ws, list | tuple):
             ws = _stacked(ws, n_tokens)
         return cls._read(_array_like(ws), n_tokens, (2,))
 
     @classmethod
     def of_tokens(cls, ws: Any, n_tokens: int, tokens: npt.NDArray[np.int64]) -> Weights:
-        """Read the weights of some tokens from a row or rows, and convert only those."""
+        """Read and convert only the weights of some tokens, from one row or several."""
         return cls._read(_array_like(ws), n_tokens, (1, 2), tokens)
 
     @classmethod
@@ -87,7 +87,7 @@ class Weights:
         return cls(floats if floats.ndim == 2 else floats[None], device)
 
     def deliver(self, result: npt.NDArray[Any], returns: Returns) -> Any:
-        """Return a result as what was asked for."""
+        """Convert a result to the requested type."""
         check_returns(returns)
         if returns == "numpy":
             return result
@@ -107,14 +107,14 @@ def _array_like(ws: Any) -> Any:
         return ws
     try:
         return np.asarray(ws)
-    except ValueError as error:  # lists of several lengths
+    except ValueError as error:  # lists of unequal lengths
         raise WeightsError(
             "an array of real numbers", f"{type(ws).__name__}: {error}"
         ) from error
 
 
 def _stacked(rows: list[Any] | tuple[Any, ...], n_tokens: int) -> Any:
-    """Rows given one by one as one array or tensor."""
+    """Stack a sequence of rows into one array or tensor."""
     arrays = [_array_like(row) for row in rows]
     for position, row in enumerate(arrays):
         if tuple(row.shape) != (n_tokens,):
@@ -146,7 +146,7 @@ def _on_device_of(ws: Any, tokens: npt.NDArray[np.int64]) -> Any:
 
 
 def _as_numpy(ws: Any) -> tuple[Any, npt.NDArray[Any]]:
-    """The device of a tensor (None if it is none) and the values as numpy."""
+    """The values as numpy, and the device of a tensor or None."""
     if not _is_tensor(ws):
         return None, ws
     values = ws.detach()

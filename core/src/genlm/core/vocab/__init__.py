@@ -1,7 +1,6 @@
-"""Vocabularies: tokens as bytes, and exact decoding of tokenizers."""
+"""Vocabularies: tokens as bytes, decoded exactly from tokenizers."""
 
-from genlm.core.vocab.decoding import decode_vocab
 from genlm.core.vocab.token import Token
-from genlm.core.vocab.vocabulary import Vocabulary
+from genlm.core.vocab.vocabulary import Vocabulary, decode_vocab
 
 __all__ = ["Token", "Vocabulary", "decode_vocab"]

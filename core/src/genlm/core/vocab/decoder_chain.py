@@ -1,8 +1,8 @@
-"""What a decoder of the `tokenizers` library makes of one token in mid-text.
+"""The decoders of the `tokenizers` library, applied to single tokens in mid-text.
 
-Works on the decoder's JSON state and knows neither tokenizers nor ids. Every step
-of the library is either modelled exactly or refused: steps that look at a token's
-neighbours (CTC, a pattern that could span two tokens) have no bytes per token.
+The input is the decoder's JSON state. Each step of the library is either implemented exactly
+or refused: steps that depend on adjacent tokens (CTC, a pattern that could span two tokens)
+do not define bytes for each token.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from genlm.core.vocab.byte_alphabet import bytes_from_characters
-
 __all__ = ["DecoderChain", "UnknownStepError"]
 
 Piece = str | bytes
-"""A token on its way through the chain: text, or bytes once a step has made them."""
+"""A token between two steps: text, or bytes after a step that produces bytes."""
 
-# The library's own test: six bytes, and what Rust's u8::from_str_radix reads.
+# The byte alphabet of GPT-2 (`bytes_to_unicode`): printable Latin-1 characters are their own
+# bytes, the 68 other bytes are the characters from U+0100 on.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# Latin-1 characters outside the alphabet become U+FFFF, which Latin-1 cannot encode.
+_BYTE_OF_CHARACTER = dict.fromkeys(_OTHERS, 0xFFFF) | {
+    0x100 + position: byte for position, byte in enumerate(_OTHERS)
+}
+
+# As the library: six characters, of which Rust's u8::from_str_radix parses two.
 _BYTE_FALLBACK = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 
-# In the library's order, which matters; " do not" is indeed its spelling.
+# In the library's order, which matters, and with its spelling of " do not".
 _CLEANUP = (
     (" .", "."),
     (" ?", "?"),
@@ -39,18 +46,18 @@ _UNTIDY = re.compile("|".join(re.escape(untidy) for untidy, _ in _CLEANUP))
 
 
 class UnknownStepError(ValueError):
-    """A decoder step that gives a token no bytes of its own; the message says which."""
+    """A decoder step that does not define bytes for each token; the message names it."""
 
 
 class DecoderChain:
-    """The bytes that each token adds between two others, by the decoder's own rules.
+    """The bytes that each token adds between two others, by the decoder's rules.
 
     Args:
-        state: The decoder as the library serialises it, None for no decoder: the
-            library then joins tokens with spaces, so each adds one before itself.
+        state: The decoder as the library serialises it. None if there is no decoder: the
+            library then joins tokens with spaces, so each token adds a space before itself.
 
     Raises:
-        UnknownStepError: A step is not known or depends on neighbouring tokens.
+        UnknownStepError: A step is not known or depends on adjacent tokens.
     """
 
     def __init__(self, state: Mapping[str, Any] | None) -> None:
@@ -61,10 +68,10 @@ class DecoderChain:
             self._append(step)
 
     def decode(self, tokens: Iterable[str]) -> list[bytes]:
-        """Decode tokens of which each has a neighbour on either side."""
+        """Decode each token as if it were between two others."""
         pieces: list[Piece] = list(tokens)
         for function in self._maps:
-            # Step by step over all tokens: a vocabulary is decoded in one call.
+            # Each step over all tokens, because one call decodes a whole vocabulary.
             pieces = [function(piece) if isinstance(piece, str) else piece for piece in pieces]
         return [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
 
@@ -102,8 +109,8 @@ class DecoderChain:
             pattern, content = step["pattern"]["String"], step["content"]
         else:
             raise UnknownStepError(f"decoder step Replace with the pattern {step['pattern']}")
-        # One character cannot span two tokens, nor can bytes of single tokens spell
-        # one outside ASCII; ByteLevel has spelled everything out already.
+        # A single character cannot span two tokens, and after ByteFallback a byte token cannot
+        # be a character outside ASCII. ByteLevel has already converted everything to bytes.
         apart = not self._fused and self._byte_step is None
         single = len(pattern) == 1 and (self._byte_step is None or not pattern.isascii())
         if not (apart or single) or not pattern or self._byte_step == "ByteLevel":
@@ -124,8 +131,10 @@ def _flatten(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _byte_level(token: str) -> bytes:
-    spelled = bytes_from_characters(token)
-    return token.encode() if spelled is None else spelled
+    try:
+        return token.translate(_BYTE_OF_CHARACTER).encode("latin-1")
+    except UnicodeEncodeError:  # a character outside the byte alphabet
+        return token.encode()
 
 
 def _byte_fallback(token: str) -> Piece:

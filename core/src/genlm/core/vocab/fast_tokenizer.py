@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library, bare or inside a transformers tokenizer."""
+"""Tokenizers of the `tokenizers` library, also as backend of a transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["fast_tokenizer_bytes"]
 def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[int, bytes]:
     """Derive the bytes of every id of a `tokenizers.Tokenizer`.
 
-    A token of the model is what the decoder makes of it in mid-text. Added tokens
-    are their content as UTF-8, for that is the text they are cut from, whatever the
-    decoder makes of it (a byte-level decoder reads an added "é" as byte E9). Of
-    tokens that are both, special ones count as added, others as the model's (Gemma
-    lists its runs of "▁", which are spaces, among the added tokens), provided that the
-    tokenizer reads it from that text.
+    The bytes of a token of the model are what the decoder converts it to in mid-text. Those
+    of an added token are its content as UTF-8, which is the text it is encoded from, even if
+    the decoder yields other bytes (a byte-level decoder reads an added "é" as byte E9). A
+    token that is both counts as added if it is special, else as the model's if the tokenizer
+    encodes the decoded text to it (Gemma lists its runs of "▁", which are spaces, among the
+    added tokens).
 
     Args:
         backend: The `tokenizers.Tokenizer`.
-        decode: How the tokenizer that users hold decodes ids.
-        tokenizer: That tokenizer, for error messages.
+        decode: Decodes ids as the user's tokenizer does.
+        tokenizer: The user's tokenizer, for error messages.
 
     Raises:
-        VocabularyError: The decoder has a step that is not known, or decoding
-            disagrees with what was derived.
+        VocabularyError: The decoder has an unknown step, or the tokenizer decodes to other
+            bytes.
     """
     chain = _chain(backend, tokenizer)
     _check_markers(backend.model, chain, tokenizer)
@@ -42,7 +42,7 @@ def fast_tokenizer_bytes(backend: Any, decode: Decode, tokenizer: Any) -> dict[i
 
     def read(text: str) -> list[int]:
         encoding = backend.encode(text, add_special_tokens=False)
-        # Ids without attention are padding.
+        # Ids with attention mask 0 are padding.
         return [key for key, kept in zip(encoding.ids, encoding.attention_mask) if kept]
 
     for token_id, added in backend.get_added_tokens_decoder().items():
@@ -87,7 +87,7 @@ def _chain(backend: Any, tokenizer: Any) -> DecoderChain:
 
 
 def _check_markers(model: Any, chain: DecoderChain, tokenizer: Any) -> None:
-    """Make sure that the decoder removes the marks of the model's word boundaries."""
+    """Check that the decoder removes the model's marks of word boundaries."""
     suffix = getattr(model, "end_of_word_suffix", None) or ""
     prefix = getattr(model, "continuing_subword_prefix", None) or ""
     for mark, token in ((suffix, f"a{suffix}"), (prefix, f"{prefix}a")):
@@ -100,10 +100,10 @@ def _check_markers(model: Any, chain: DecoderChain, tokenizer: Any) -> None:
 
 
 def _check_byte_fallback(model: Any, chain: DecoderChain, tokenizer: Any) -> None:
-    """Make sure that the decoder undoes the model's spelling of unknown characters."""
+    """Check that the decoder inverts the byte fallback of the model."""
     if model.token_to_id("<0xF4>") is None or chain.decode(["<0xF4>"]) == [b"\xf4"]:
         return
-    # The last code point is in no vocabulary; not every model has a flag to read.
+    # No vocabulary has the last code point. Not every model has a flag for byte fallback.
     if [token.value for token in model.tokenize("\U0010ffff")][:1] == ["<0xF4>"]:
         raise VocabularyError(
             f"{type(tokenizer).__name__} spells unknown characters as <0x..>, which its "
@@ -112,11 +112,11 @@ def _check_byte_fallback(model: Any, chain: DecoderChain, tokenizer: Any) -> Non
 
 
 def _names(backend: Any, model_vocab: Mapping[str, int]) -> dict[int, str]:
-    """The string that the library decodes for each id."""
+    """The string of each id that the library passes to the decoder."""
     names = {token_id: name for name, token_id in model_vocab.items()}
     added: Mapping[int, Any] = backend.get_added_tokens_decoder()
     names.update({token_id: token.content for token_id, token in added.items()})
-    # Strings that several ids share are listed for one of them only.
+    # The library lists a string that several ids share for one of them only.
     for token_id in set(range(max(names, default=-1) + 1)).difference(names):
         name = backend.id_to_token(token_id)
         if name is not None:

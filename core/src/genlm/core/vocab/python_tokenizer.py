@@ -1,7 +1,8 @@
-"""Tokenizers written in Python: transformers' slow ones and those of remote code.
+"""Tokenizers without a `tokenizers` backend: tiktoken, SentencePiece and Python ones.
 
-Recognised by what does the work inside: a tiktoken encoding, a vocabulary of bytes,
-a SentencePiece model, the byte table of GPT-2's code, or BERT's WordPiece.
+Tokenizers written in Python (transformers' slow ones, and those of remote code) are
+recognised by what they contain: a tiktoken encoding, a vocabulary of bytes, a SentencePiece
+model, the byte table of GPT-2, or the WordPiece of BERT.
 """
 
 from __future__ import annotations
@@ -11,29 +12,67 @@ from typing import Any
 
 from genlm.core.errors import VocabularyError
 from genlm.core.vocab.decoder_chain import DecoderChain
-from genlm.core.vocab.sentencepiece_model import sentencepiece_bytes
-from genlm.core.vocab.tiktoken_encoding import tiktoken_bytes
 from genlm.core.vocab.verification import check_added, check_decoding
 
-__all__ = ["python_tokenizer_bytes"]
+__all__ = ["python_tokenizer_bytes", "sentencepiece_bytes", "tiktoken_bytes"]
+
+
+def tiktoken_bytes(encoding: Any) -> dict[int, bytes]:
+    """Read the bytes of every id of a `tiktoken.Encoding`.
+
+    Special tokens are their text as UTF-8. Ids that the encoding leaves unused between
+    mergeable and special tokens are not returned.
+    """
+    found: dict[int, bytes] = {}
+    for token_id in range(encoding.n_vocab):
+        try:
+            found[token_id] = encoding.decode_single_token_bytes(token_id)
+        except KeyError:
+            continue
+    return found
+
+
+def sentencepiece_bytes(processor: Any) -> dict[int, bytes]:
+    """Derive the bytes of every id of a `SentencePieceProcessor`.
+
+    Byte pieces are their byte; a user-defined piece with such a name (`<0x41>`) is its text.
+    Control and unknown pieces are their name. All other pieces are their text with spaces
+    in place of U+2581.
+
+    Raises:
+        VocabularyError: The model decodes to other bytes.
+    """
+    ids = list(range(processor.get_piece_size()))
+    pieces = dict(zip(ids, processor.id_to_piece(ids)))
+    derived: dict[int, bytes] = {}
+    named: dict[int, bytes] = {}
+    for token_id, piece in pieces.items():
+        if processor.is_control(token_id) or processor.is_unknown(token_id):
+            named[token_id] = piece.encode()
+        elif processor.is_byte(token_id):
+            derived[token_id] = bytes([int(piece[3:5], 16)])
+        else:
+            derived[token_id] = piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+    check_decoding(derived, processor.decode, processor)
+    return derived | named
 
 
 def python_tokenizer_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """Derive the bytes of every id of a tokenizer without a Rust backend.
+    """Derive the bytes of every id of a tokenizer that is written in Python.
 
-    The base vocabulary's tokens are what the tokenizer's decoding makes of them in
-    mid-text, added and special tokens their content as UTF-8; see `decode_vocab`.
+    The bytes of tokens in the base vocabulary are what they decode to in mid-text, those of
+    added and special tokens are their content as UTF-8; see `decode_vocab`.
 
     Raises:
-        VocabularyError: Nothing known does the work, or decoding disagrees.
+        VocabularyError: The tokenizer is of an unknown kind, or it decodes to other bytes.
     """
     family = _family(tokenizer)
     if family is None:
         raise VocabularyError(
-            f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__} is no tokenizer "
-            f"whose tokens can be decoded: no tiktoken encoding, SentencePiece model, "
-            f"byte_decoder or WordPiece vocabulary was found in it. Pass its fast version, "
-            f"or a tokenizers.Tokenizer, SentencePieceProcessor or tiktoken.Encoding"
+            f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__} is not a supported "
+            f"tokenizer: it has no tiktoken encoding, SentencePiece model, byte_decoder or "
+            f"WordPiece vocabulary. Pass its fast version, or a tokenizers.Tokenizer, "
+            f"SentencePieceProcessor or tiktoken.Encoding"
         )
     derived = family(tokenizer)
     for token_id, content in _literal_tokens(tokenizer).items():
@@ -69,7 +108,7 @@ def _around_tiktoken(tokenizer: Any) -> dict[int, bytes]:
 
 
 def _around_sentencepiece(tokenizer: Any) -> dict[int, bytes]:
-    """Bytes by piece, for wrappers move the ids and decode no byte pieces."""
+    """Look bytes up by piece: wrappers change ids and do not decode byte pieces."""
     processor = _part_with(tokenizer, "get_piece_size")
     bytes_by_id = sentencepiece_bytes(processor)
     pieces = processor.id_to_piece(list(bytes_by_id))
@@ -78,7 +117,7 @@ def _around_sentencepiece(tokenizer: Any) -> dict[int, bytes]:
     names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
     unknown = {key: name for key, name in names.items() if name not in bytes_by_piece}
     if unknown:
-        raise _unexplained(tokenizer, unknown, "pieces of its SentencePiece model")
+        raise _unknown_tokens(tokenizer, unknown, "pieces of its SentencePiece model")
     return {key: bytes_by_piece[name] for key, name in names.items()}
 
 
@@ -87,7 +126,7 @@ def _of_bytes(tokenizer: Any) -> dict[int, bytes]:
     names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
     unknown = {key: name for key, name in names.items() if not isinstance(name, bytes)}
     if unknown:
-        raise _unexplained(tokenizer, unknown, "bytes, as its other tokens are")
+        raise _unknown_tokens(tokenizer, unknown, "bytes like its other tokens")
     check_decoding(names, _decoding(tokenizer), tokenizer)
     return names
 
@@ -98,7 +137,7 @@ def _byte_level(tokenizer: Any) -> dict[int, bytes]:
     names = {key: name for name, key in tokenizer.get_vocab().items() if key not in literal}
     unknown = {key: name for key, name in names.items() if not byte_of.keys() >= set(name)}
     if unknown:
-        raise _unexplained(tokenizer, unknown, "spelled in its byte_decoder")
+        raise _unknown_tokens(tokenizer, unknown, "spelled in its byte_decoder")
     derived = {key: bytes([byte_of[char] for char in name]) for key, name in names.items()}
     check_decoding(derived, _decoding(tokenizer), tokenizer)
     return derived
@@ -113,7 +152,7 @@ def _word_piece(tokenizer: Any) -> dict[int, bytes]:
 
 
 def _part_with(tokenizer: Any, attribute: str) -> Any:
-    """What the tokenizer holds that has the attribute, None if nothing does."""
+    """The attribute of the tokenizer whose value has this attribute, or None."""
     parts: Iterable[Any] = getattr(tokenizer, "__dict__", {}).values()
     return next((part for part in parts if hasattr(part, attribute)), None)
 
@@ -135,7 +174,7 @@ def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
     )
 
 
-def _unexplained(tokenizer: Any, unknown: Mapping[int, object], expected: str) -> Exception:
+def _unknown_tokens(tokenizer: Any, unknown: Mapping[int, object], expected: str) -> Exception:
     shown = ", ".join(f"{name!r} (id {key})" for key, name in sorted(unknown.items())[:3])
     return VocabularyError(
         f"{type(tokenizer).__name__} has {len(unknown)} tokens that are neither special nor "

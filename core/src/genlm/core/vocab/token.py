@@ -1,7 +1,7 @@
 """`Token`: the bytes of a vocabulary entry together with its id.
 
-A vocabulary may hold several tokens with the same bytes; they are different
-outcomes of the model and stay apart here.
+A vocabulary may have several tokens with equal bytes. They are distinct outcomes of the
+model and therefore distinct here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["Token"]
 class Token(bytes):
     """A vocabulary entry: its bytes, identified by its id.
 
-    Equality, hash and order are those of `token_id`, so tokens that share bytes
-    stay apart in sets and dictionaries and a sorted vocabulary is in id order.
-    Everything else (indexing, slicing, `startswith`, `+`) is that of `bytes` and
-    gives plain `bytes`. A token never equals a plain `bytes` object and has no
-    order relative to one; compare `token.byte_string` for that.
+    Equality, hash and order are those of `token_id`, so tokens with equal bytes are distinct
+    in sets and dictionaries, and a sorted vocabulary is in id order. All other operations
+    (indexing, slicing, `startswith`, `+`) are those of `bytes` and return plain `bytes`. A
+    token never equals a plain `bytes` object, and ordering the two raises `TypeError`;
+    compare `token.byte_string` instead.
 
     Attributes:
         token_id: Position in the vocabulary.
@@ -28,8 +28,8 @@ class Token(bytes):
     token_id: int
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
-        """Join an id and its bytes."""
-        # Not super(): vocabularies make one of these for every id.
+        """Create a token."""
+        # Not super(), which is slower: vocabularies have one token for each id.
         self = bytes.__new__(cls, byte_string)
         self.token_id = token_id
         return self
@@ -42,13 +42,13 @@ class Token(bytes):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Token):
             return self.token_id == other.token_id
-        # NotImplemented would let bytes compare the contents from its side.
+        # After NotImplemented, Python would call bytes.__eq__, which compares the contents.
         if isinstance(other, bytes | bytearray | memoryview):
             return False
         return NotImplemented
 
     def __ne__(self, other: object) -> bool:
-        # bytes defines its own, which object's default would not replace.
+        # Without this, Python would use bytes.__ne__.
         equal = self.__eq__(other)
         return equal if equal is NotImplemented else not equal
 
@@ -77,7 +77,7 @@ class Token(bytes):
 
 
 def _id_to_compare(other: object, operator: str) -> int:
-    """The id of `other`, for tokens are ordered among themselves only."""
+    """The id of `other`, which must be a `Token`."""
     if isinstance(other, Token):
         return other.token_id
     raise TypeError(

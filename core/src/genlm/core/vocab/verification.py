@@ -1,8 +1,8 @@
-"""Checking derived bytes against the tokenizer's own decoding, every id at once.
+"""Comparison of derived bytes with the tokenizer's own decoding, for every id.
 
-Each token is placed between two copies of a plain token. Pieces of a character are
-completed with single-byte tokens where the vocabulary has them, so that even they
-are compared byte for byte and not as replacement characters.
+All tokens are decoded in one sequence, each between two copies of a plain token. Tokens that
+are part of a character are completed with single-byte tokens if the vocabulary has them, so
+that they too are compared byte by byte instead of as replacement characters.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ __all__ = ["check_added", "check_decoding", "is_text"]
 Decode = Callable[[list[int]], str]
 
 Context = tuple[tuple[int, ...], bytes]
-"""Ids that are decoded together, and the bytes they should give."""
+"""Ids that are decoded together, and the expected bytes."""
 
-_PLAIN_LENGTH = 8  # no vocabulary of text is without a shorter token
-# A lead byte for the one to three continuation bytes that a token starts with.
+_PLAIN_LENGTH = 8  # every vocabulary of text has a shorter token
+# Lead bytes for the up to three continuation bytes that a token starts with.
 _LEADS = (b"", b"\xc2", b"\xe1", b"\xf1")
-# What can complete a character; after E0 and F0 not every continuation may follow.
+# Bytes that complete a character; E0 and F0 do not allow every continuation byte.
 _TAILS = (b"", b"\x80", b"\x80\x80", b"\x80\x80\x80", b"\xa0\x80", b"\x90\x80\x80")
 
 
 def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: object) -> None:
-    """Make sure that `decode` agrees with the bytes of every token.
+    """Check that `decode` agrees with the bytes of every token.
 
     Args:
-        bytes_by_id: What each token is believed to add in mid-text.
+        bytes_by_id: The bytes that each token should add in mid-text.
         decode: The tokenizer's decoding of ids, special tokens included.
-        tokenizer: Named in the error.
+        tokenizer: The tokenizer, for error messages.
 
     Raises:
-        VocabularyError: They disagree; the message shows the first such token.
+        VocabularyError: They differ; the message shows one such token.
     """
     plain = _plain_token(bytes_by_id)
     if plain is None:
@@ -56,13 +56,13 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
         decoded = decode(shown)
     except Exception as error:
         raise VocabularyError(
-            f"{type(tokenizer).__name__} raised {error!r} when it was asked to decode all of "
-            f"its ids; repair its decoding or its vocabulary"
+            f"{type(tokenizer).__name__} raised {error!r} while it decoded all of its ids; "
+            f"repair its decoding or its vocabulary"
         ) from error
     raise VocabularyError(
-        f"{type(tokenizer).__name__} decodes the ids {shown} as {decoded!r}, but by "
-        f"its decoder that should be {expected!r} between two {plain[1]!r}; its decoding is "
-        f"not known here, so no bytes were derived. Use a tokenizer that decodes token by "
+        f"{type(tokenizer).__name__} decodes the ids {shown} as {decoded!r}; its "
+        f"decoder should give {expected!r} between two {plain[1]!r}. This way of decoding is "
+        f"not supported, so no bytes were derived. Use a tokenizer that decodes token by "
         f"token, or report its class"
     )
 
@@ -70,22 +70,22 @@ def check_decoding(bytes_by_id: Mapping[int, bytes], decode: Decode, tokenizer: 
 def check_added(
     encode: Callable[[str], list[int]], token_id: int, content: str, tokenizer: object
 ) -> None:
-    """Make sure that the content of an added token is read as that token.
+    """Check that the content of an added token is encoded to that token.
 
     Raises:
-        VocabularyError: It is not, so nothing says that the content is its text.
+        VocabularyError: It is not, so the text of the token is unknown.
     """
     found = encode(content)
     if found != [token_id]:
         raise VocabularyError(
             f"{type(tokenizer).__name__} has the added token {content!r} (id {token_id}), "
-            f"which it neither decodes to that text nor reads from it (it reads {found}); "
-            f"remove the token or give it a content that the tokenizer keeps"
+            f"which it neither decodes to that text nor encodes from it (it encodes {found}); "
+            f"remove the token or change its content to one that the tokenizer keeps"
         )
 
 
 def _agree(contexts: Sequence[Context], plain: Context, decode: Decode) -> bool:
-    """Whether decoding the contexts, a plain token between any two, gives their bytes."""
+    """Whether the contexts, separated by a plain token, decode to their bytes."""
     between, separator = plain
     ids = [*between, *between]
     for context, _ in contexts:
@@ -95,8 +95,8 @@ def _agree(contexts: Sequence[Context], plain: Context, decode: Decode) -> bool:
     parts = separator.join([value for _, value in contexts])
     expected = (separator + parts + separator).decode(errors="replace")
     decoded = decode(ids)
-    # What happens at the ends of a text (a space stripped, a prefix kept) shows in
-    # three plain tokens, of which only the middle one is sure to give its bytes.
+    # Three plain tokens show how the ends of a text are decoded (a space stripped, a prefix
+    # kept); only the middle one is certain to decode to its bytes.
     three, middle = decode([*between, *between, *between]), separator.decode()
     return any(
         decoded == three[:start] + expected + three[start + len(middle) :]
@@ -106,10 +106,10 @@ def _agree(contexts: Sequence[Context], plain: Context, decode: Decode) -> bool:
 
 
 def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
-    """A short token of ASCII letters, otherwise any text, otherwise none.
+    """A short token of ASCII letters, else any token that is text, else None.
 
-    Byte pieces will not do, for a run of them is decoded together: so two letters
-    are better than one, and of single letters the last, as byte pieces come first.
+    A run of byte pieces is decoded together, so byte pieces are unsuitable: tokens of two
+    letters are preferred, then the last single letter, because byte pieces come first.
     """
     texts = [
         (not value.strip().isalpha(), len(value) == 1, len(value), -key)
@@ -124,7 +124,7 @@ def _plain_token(bytes_by_id: Mapping[int, bytes]) -> Context | None:
 
 
 def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Context:
-    """The token among single-byte tokens that complete its first and last characters."""
+    """The token with single-byte tokens that complete its first and last characters."""
     if is_text(value):
         return (token_id,), value
     continuations = 0
@@ -142,7 +142,7 @@ def _context(token_id: int, value: bytes, spelling: Mapping[int, int]) -> Contex
 
 
 def is_text(value: bytes) -> bool:
-    """Whether the bytes are UTF-8 on their own."""
+    """Whether the bytes are valid UTF-8."""
     try:
         value.decode()
     except UnicodeDecodeError:

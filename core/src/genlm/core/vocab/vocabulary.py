@@ -1,25 +1,37 @@
-"""`Vocabulary`: a tokenizer with the exact bytes of each of its ids."""
+"""`Vocabulary` and `decode_vocab`: the exact bytes of every id of a tokenizer.
+
+The bytes of a token are what it adds in the middle of a text by the tokenizer's own
+decoding; those of added and special tokens are their content. Each family of tokenizers has
+a module that derives them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from genlm.core.vocab.decoding import token_bytes, tokens_and_strings
+from genlm.core.errors import VocabularyError
+from genlm.core.vocab.fast_tokenizer import fast_tokenizer_bytes
+from genlm.core.vocab.python_tokenizer import (
+    python_tokenizer_bytes,
+    sentencepiece_bytes,
+    tiktoken_bytes,
+)
 from genlm.core.vocab.token import Token
 
-__all__ = ["Vocabulary"]
+__all__ = ["Vocabulary", "decode_vocab"]
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens that an engine's rows are indexed by.
+    """The tokens of an engine: index `i` of a row is token `i`.
 
     Attributes:
         tokenizer: The engine's own tokenizer object.
         byte_vocab: One `Token` per id, `byte_vocab[i].token_id == i`.
         str_vocab: One readable string per id, for display only.
-        missing_ids: Ids below `size` that no token has, ascending. Their entry in
+        missing_ids: Ids below `size` without a token, ascending. Their entry in
             `byte_vocab` is empty and their probability is 0 in every row.
     """
 
@@ -34,16 +46,16 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """Decode a tokenizer and note the ids that no token has.
+        """Decode a tokenizer.
 
         Args:
-            tokenizer: Any that `decode_vocab` takes; kept, not copied.
+            tokenizer: As for `decode_vocab`; kept, not copied.
 
         Raises:
-            VocabularyError: Its tokens cannot be decoded to exact bytes.
+            VocabularyError: The tokens do not have exact bytes.
         """
-        found = token_bytes(tokenizer)
-        byte_vocab, str_vocab = tokens_and_strings(found)
+        found = _token_bytes(tokenizer)
+        byte_vocab, str_vocab = _tokens_and_strings(found)
         missing = tuple(key for key in range(len(byte_vocab)) if key not in found)
         return cls(tokenizer, byte_vocab, str_vocab, missing)
 
@@ -51,3 +63,71 @@ class Vocabulary:
     def size(self) -> int:
         """Number of ids, the length of every row."""
         return len(self.byte_vocab)
+
+
+def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
+    r"""Decode a tokenizer to the exact bytes, and a readable string, of every token.
+
+    The bytes of a token are what it adds in mid-text by the tokenizer's own decoding: a
+    SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`; a WordPiece token that starts
+    a word has a leading space, `##ing` does not, nor does punctuation before which the
+    decoder's `cleanup` removes the space. The concatenated tokens of a sequence are its
+    decoding, up to the space that some tokenizers drop at the start of a text. Added and
+    special tokens are their content in UTF-8. All derived bytes are compared with the
+    tokenizer's own decoding.
+
+    Args:
+        tokenizer: A tokenizer of transformers (fast or Python), `tokenizers`,
+            `sentencepiece` or `tiktoken`. Not changed.
+
+    Returns:
+        The tokens and, for display, their text with `\x..` for bytes that are not UTF-8;
+        index `i` of both is id `i`. Ids without a token have empty bytes.
+
+    Raises:
+        VocabularyError: The tokenizer is of an unknown kind, or its tokens do not have
+            exact bytes.
+    """
+    return _tokens_and_strings(_token_bytes(tokenizer))
+
+
+def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """The exact bytes of each token by id; see `decode_vocab`."""
+    found = _family_bytes(tokenizer)
+    if not found:
+        raise VocabularyError(
+            f"{type(tokenizer).__name__} has no tokens; train or load it first"
+        )
+    return found
+
+
+def _tokens_and_strings(found: Mapping[int, bytes]) -> tuple[list[Token], list[str]]:
+    """One token and one readable string for each id up to the largest."""
+    ordered = [found.get(key, b"") for key in range(max(found) + 1)]
+    byte_vocab = [Token(key, value) for key, value in enumerate(ordered)]
+    return byte_vocab, [value.decode(errors="backslashreplace") for value in ordered]
+
+
+def _family_bytes(tokenizer: Any) -> dict[int, bytes]:
+    if hasattr(tokenizer, "decode_single_token_bytes"):
+        return tiktoken_bytes(tokenizer)
+    if hasattr(tokenizer, "get_piece_size"):
+        return sentencepiece_bytes(tokenizer)
+    if hasattr(tokenizer, "get_added_tokens_decoder"):
+        return fast_tokenizer_bytes(
+            tokenizer,
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+            tokenizer,
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(backend, "get_added_tokens_decoder"):
+        return fast_tokenizer_bytes(
+            backend,
+            lambda ids: str(
+                tokenizer.decode(
+                    ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            ),
+            tokenizer,
+        )
+    return python_tokenizer_bytes(tokenizer)

@@ -25,7 +25,8 @@ class _Scene:
     def __init__(self, fixture: TrieFixture) -> None:
         self.fixture = fixture
         self.probe = TrieProbe(fixture.build(WORDS), fixture.timeout_s)
-        self.trie = AsyncTokenCharacterTrie(self.probe)
+        probe: Any = self.probe  # behaves as the trie that it wraps
+        self.trie = AsyncTokenCharacterTrie(probe)
         self.rows = [fixture.weights(len(WORDS), salt=salt) for salt in range(6)]
         fixture.at_end(self.trie.shutdown)
         fixture.at_end(self.probe.release)

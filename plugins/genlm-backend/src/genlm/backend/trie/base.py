@@ -20,7 +20,7 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
     The edge to a token's leaf is `(None, token_id)`; see `leaf_label` for other items.
 
     Args:
-        decode: Tokens, or other iterables of hashable letters. Plain bytes work, with a
+        decode: Tokens, or other iterables of hashable symbols. Plain bytes work, with a
             `DeprecationWarning`: tokens that share bytes could not be told apart.
         **options: Further ones of `genlm.TokenCharacterTrie`.
 
@@ -45,7 +45,7 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
 
         Returns:
             The id of a token; the position in `decode` of another item. If a token with
-            the same letters has this id, the item itself.
+            the same symbols has this id, the item itself.
         """
         item = self.decode[leaf]
         if isinstance(item, Token):

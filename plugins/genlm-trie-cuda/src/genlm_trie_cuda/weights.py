@@ -1,6 +1,6 @@
-"""Weights on their way to a device: shapes, dtypes, and who computes.
+"""Conversion of weights to tensors on the device that reduces them.
 
-torch is not imported here; only who passes a tensor, or names a device, has need of it.
+torch is imported only when a caller passes a tensor or names a device.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["as_rows", "as_tensor", "result_dtype", "stacked"]
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether it is a torch tensor; torch need not be there."""
+    """Whether the value is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def stacked(ws: Any, n_tokens: int) -> Any:
-    """A sequence of rows as one array, or as one tensor if all are on one device.
+    """Stack a sequence of tensors on one device; move tensors of several devices to the host.
 
-    Anything else is returned as it is, and so are rows that don't fit together.
+    Other weights, and rows of unequal shapes, are returned unchanged.
     """
     if not isinstance(ws, list | tuple):
         return ws
@@ -51,17 +51,17 @@ def _on_host(row: torch.Tensor) -> Any:
 
 
 def as_tensor(ws: Any, device: torch.device | None) -> torch.Tensor | None:
-    """The weights as a tensor that is to be reduced where it is.
+    """Convert weights to a tensor on the device that reduces them.
 
     Args:
-        ws: What the caller gave.
-        device: Where weights on the CPU are to go; None leaves them.
+        ws: The caller's weights.
+        device: The device for weights on the CPU; None leaves them there.
 
     Returns:
-        The tensor on its device; None if it is the CPU's numpy that has to read them.
+        The tensor; None if the weights are not a tensor and `device` is None.
 
     Raises:
-        WeightsError: They are no array of numbers that torch knows.
+        WeightsError: The weights are not an array of numbers that torch supports.
     """
     if is_tensor(ws):
         moved = ws if device is None or ws.device.type != "cpu" else ws.to(device)
@@ -78,19 +78,19 @@ def as_tensor(ws: Any, device: torch.device | None) -> torch.Tensor | None:
 
 
 def as_rows(ws: torch.Tensor, n_tokens: int, dimensions: tuple[int, ...]) -> torch.Tensor:
-    """Check a tensor and make it rows of a floating dtype.
+    """Check a tensor and convert it to rows of a floating dtype.
 
     Args:
         ws: `(n_tokens,)` or `(rows, n_tokens)`.
-        n_tokens: Columns that it must have.
-        dimensions: Which of the two shapes are right, by their number of dimensions.
+        n_tokens: The required number of columns.
+        dimensions: The allowed numbers of dimensions.
 
     Returns:
-        `(rows, n_tokens)`; integers become floats of 64 bits where the device has them.
-        Shares memory with `ws` if it can.
+        `(rows, n_tokens)`; integers become float64, on MPS float32. May share memory with
+        `ws`.
 
     Raises:
-        WeightsError: The shape or the kind of number is another.
+        WeightsError: The tensor has another shape, or is complex.
     """
     import torch
 
@@ -108,7 +108,7 @@ def as_rows(ws: torch.Tensor, n_tokens: int, dimensions: tuple[int, ...]) -> tor
 
 
 def result_dtype(rows: torch.Tensor) -> torch.dtype:
-    """float64 for float64, float32 for what is smaller."""
+    """The dtype of results: float64 for float64, else float32."""
     import torch
 
     return torch.float64 if rows.dtype == torch.float64 else torch.float32

@@ -11,7 +11,12 @@ import pytest
 from trie_oracle import EOS
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, WeightsError
-from genlm.core.trie.drawing import dot_source, node_values, sketch, text_lines
+from genlm.core.trie.visualisation import (
+    dot_source,
+    node_values,
+    text_lines,
+    visible_tree,
+)
 
 
 def trie_of(*words: bytes) -> TokenCharacterTrie:
@@ -19,7 +24,7 @@ def trie_of(*words: bytes) -> TokenCharacterTrie:
 
 
 def text(trie: TokenCharacterTrie, ws=None, max_nodes: int = 200) -> list[str]:
-    return list(text_lines(sketch(trie, node_values(trie, ws), max_nodes)))
+    return list(text_lines(visible_tree(trie, node_values(trie, ws), max_nodes)))
 
 
 def test_a_small_trie_is_drawn_whole() -> None:
@@ -35,7 +40,7 @@ def test_a_small_trie_is_drawn_whole() -> None:
     ]
 
 
-def test_letters_without_a_branch_share_a_line_as_the_text_they_are() -> None:
+def test_symbols_without_a_branch_share_a_line_as_the_text_they_are() -> None:
     trie = TokenCharacterTrie(["naïve".encode(), "日本".encode(), "日".encode(), (EOS, 97)])
     assert text(trie) == [
         "root  4",
@@ -50,7 +55,7 @@ def test_letters_without_a_branch_share_a_line_as_the_text_they_are() -> None:
     ]
 
 
-def test_letters_of_other_weights_keep_their_lines() -> None:
+def test_symbols_of_other_weights_keep_their_lines() -> None:
     trie = trie_of(b"abc")
     ws = trie.weight_sum([1.0])
     ws[trie.node_of(b"abc")] = 2
@@ -91,7 +96,7 @@ def test_a_limit_that_leaves_nothing_to_draw_is_refused(max_nodes) -> None:
 def test_the_source_colours_by_weight_and_marks_leaves_and_folds() -> None:
     trie = trie_of(b'"', b"b", b"c")
     ws = trie.weight_sum([0.0, 1.0, 1.0])
-    source = dot_source(sketch(trie, ws, 4), trie)
+    source = dot_source(visible_tree(trie, ws, 4), trie)
     assert source.startswith("digraph trie {")
     assert (
         f'n{trie.root} [label="root\\n2" fillcolor="0.33 1.000 1.0" peripheries=1];' in source
@@ -99,9 +104,9 @@ def test_the_source_colours_by_weight_and_marks_leaves_and_folds() -> None:
     node = trie.node_of(b"b")
     assert f'n{node} [label="b\\n1" fillcolor="0.33 0.500 1.0" peripheries=1];' in source
     assert f'n{trie.root} -> n{node} [label="b"];' in source
-    whole = dot_source(sketch(trie, ws, 100), trie)
+    whole = dot_source(visible_tree(trie, ws, 100), trie)
     assert 'n0 [label="\\"\\n0" fillcolor="0.33 0.000 1.0" peripheries=2];' in whole
-    assert 'label="… 1 more token"' in dot_source(sketch(trie, ws, 3), trie)
+    assert 'label="… 1 more token"' in dot_source(visible_tree(trie, ws, 3), trie)
 
 
 def test_odd_weights_can_be_drawn() -> None:
@@ -109,7 +114,7 @@ def test_odd_weights_can_be_drawn() -> None:
     for odd in ([np.nan, 1, 2, 3], [np.inf, 1, 2, 3], [-1, -2, -3, -4], [0, 0, 0, 0]):
         ws = trie.weight_max(np.array(odd, dtype=np.float64))
         assert "nan " not in re.sub(
-            r'label="[^"]*"', "", dot_source(sketch(trie, ws, 50), trie)
+            r'label="[^"]*"', "", dot_source(visible_tree(trie, ws, 50), trie)
         )
 
 

@@ -1,7 +1,8 @@
-"""How the intervals of a trie are put together from a binary tree over the ranks.
+"""The segment tree over a trie's sorted tokens, as index arrays.
 
-The tokens' weights, in sorted order, are the leaves of the tree; every interval is a
-union of at most `2 log2(n_tokens)` of its nodes. This module knows no weights.
+A segment tree is a binary tree over a sequence, here the tokens' weights in sorted order.
+Each interval of the sequence is the union of at most `2 log2(n_tokens)` of its nodes, the
+interval's pieces. This module computes indices only; `reductions` applies them to weights.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ import numpy.typing as npt
 
 from genlm.core.trie.layout import TrieLayout
 
-__all__ = ["Positions", "SegmentPlan", "interval_pieces"]
+__all__ = ["Indices", "SegmentTree", "interval_pieces"]
 
-Positions = npt.NDArray[np.integer[Any]]
+Indices = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class SegmentPlan:
-    """What to combine with what; made once for a layout.
+class SegmentTree:
+    """Which values to combine for each node of a trie; computed once for a layout.
 
-    A workspace holds the binary tree over the ranks in heap order (slot 1 is its root,
-    slots `n` to `2n` the ranks, slot 0 is not used) and then one slot for each distinct
-    interval, those of the most pieces first. Positions are int64 unless a plan says so.
+    A workspace stores the tree in heap order (slot 1 is its root, slots `n` to `2n` are the
+    ranks, slot 0 is unused), followed by one slot for each distinct interval, in descending
+    number of pieces. Indices are int64 unless converted.
 
     Attributes:
         order: Token at each rank.
-        source: For every prefix the slot of its value, counted from slot `n`.
-        halvings: Bounds of each level of the binary tree, from the ranks' parents up.
+        source: Slot of every prefix's value, counted from slot `n`.
+        levels: Slots `[low, high)` of each level of the tree, from the ranks' parents up.
         pieces: `pieces[k]` has the k-th slot of each interval of more than k pieces.
     """
 
-    order: Positions
-    source: Positions
-    halvings: tuple[tuple[int, int], ...]
-    pieces: tuple[Positions, ...]
+    order: Indices
+    source: Indices
+    levels: tuple[tuple[int, int], ...]
+    pieces: tuple[Indices, ...]
 
     @classmethod
-    def of(cls, layout: TrieLayout) -> SegmentPlan:
-        """Plan the reductions of a layout."""
+    def of(cls, layout: TrieLayout) -> SegmentTree:
+        """Compute the segment tree of a layout."""
         n = layout.n_tokens
-        halvings, top = [], n
+        levels, top = [], n
         while top > 1:
-            halvings.append(((top + 1) // 2, top))
+            levels.append(((top + 1) // 2, top))
             top = (top + 1) // 2
         lo, hi = layout.lo[layout.distinct], layout.hi[layout.distinct]
         interval, piece = interval_pieces(lo, hi, n)
@@ -59,7 +60,7 @@ class SegmentPlan:
         return cls(
             order=layout.order.astype(np.int64),
             source=place[layout.source],
-            halvings=tuple(halvings),
+            levels=tuple(levels),
             pieces=tuple(piece[start[:many] + k] for k, many in enumerate(having)),
         )
 
@@ -76,11 +77,11 @@ class SegmentPlan:
 
 def interval_pieces(
     lo: npt.NDArray[Any], hi: npt.NDArray[Any], n: int
-) -> tuple[Positions, Positions]:
-    """Cut intervals into slots of a binary tree over `n` places, in heap order.
+) -> tuple[Indices, Indices]:
+    """Decompose intervals into nodes of a segment tree over `n` places, in heap order.
 
     Returns:
-        Interval and slot of each piece, int64, the pieces of an interval together.
+        Interval and slot of each piece, int64; the pieces of an interval are adjacent.
     """
     lo, hi = lo.astype(np.int64) + n, hi.astype(np.int64) + n
     which = np.arange(len(lo))
@@ -93,5 +94,5 @@ def interval_pieces(
         left = lo < hi
         which, lo, hi = which[left], lo[left], hi[left]
     interval, slot = np.concatenate(intervals), np.concatenate(slots)
-    together = np.argsort(interval, kind="stable")
-    return interval[together], slot[together]
+    adjacent = np.argsort(interval, kind="stable")
+    return interval[adjacent], slot[adjacent]

@@ -1,8 +1,9 @@
-"""Vocabulary items as sequences of letters, and their order.
+"""Vocabulary items as sequences of symbols, and their sorted order.
 
-A letter is a byte for bytes-like items and any hashable object for others (an
-end-of-sequence object that is its own only letter, the characters of a string). Bytes
-are coded as themselves, other letters from 256 on in order of appearance.
+The symbols of `bytes` are their bytes; those of another item are the hashable objects that
+it iterates over: the characters of a string, or an end-of-sequence object that yields
+itself. The code of a byte is its value; other symbols have codes from 256 on, in order of
+appearance.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import numpy.typing as npt
 
 from genlm.core.errors import VocabularyError
 
-__all__ = ["Letters", "item_key", "shared_prefixes", "sorted_order", "spell"]
+__all__ = ["Symbols", "item_key", "shared_prefixes", "sorted_order", "symbols_of_codes"]
 
 FIRST_OBJECT = 256
-"""Code of the first letter that is no byte."""
+"""Code of the first symbol other than a byte."""
 
 
 @dataclass(frozen=True)
-class Letters:
-    """The letters of all items, one item after the other.
+class Symbols:
+    """The symbols of all items, concatenated.
 
     Attributes:
-        codes: Of every letter; uint8 if all are bytes, else uint16 or uint32.
-        lengths: Letters of each item, int64, shape `(items,)`.
-        objects: The letters that are no bytes; the first has code 256.
+        codes: Code of every symbol; uint8 if all are bytes, else uint16 or uint32.
+        lengths: Number of symbols of each item, int64, `(items,)`.
+        objects: The symbols other than bytes; the first has code 256.
     """
 
     codes: npt.NDArray[Any]
@@ -38,15 +39,15 @@ class Letters:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each item's letters begin in `codes`."""
+        """Index in `codes` of each item's first symbol."""
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
     @classmethod
-    def of(cls, items: Sequence[Any]) -> Letters:
-        """Read the letters of items.
+    def of(cls, items: Sequence[Any]) -> Symbols:
+        """Read the symbols of items.
 
         Raises:
-            VocabularyError: An item is neither bytes nor an iterable of hashable letters.
+            VocabularyError: An item is neither bytes nor an iterable of hashable symbols.
         """
         try:
             blob = b"".join(items)  # tokens are bytes: one copy for all of them
@@ -56,14 +57,14 @@ class Letters:
         return cls(np.frombuffer(blob, dtype=np.uint8), lengths)
 
     @classmethod
-    def _of_mixed(cls, items: Sequence[Any]) -> Letters:
+    def _of_mixed(cls, items: Sequence[Any]) -> Symbols:
         code_of: dict[Hashable, int] = {}
         words: list[bytes | list[int]] = []
         for position, item in enumerate(items):
             if isinstance(item, bytes):
                 words.append(item)
             else:
-                words.append([_code(code_of, letter) for letter in _spelt(item, position)])
+                words.append([_code(code_of, symbol) for symbol in _symbols_of(item, position)])
         lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
         dtype = np.uint16 if FIRST_OBJECT + len(code_of) <= 1 << 16 else np.uint32
         codes = np.empty(int(lengths.sum()), dtype)
@@ -77,7 +78,7 @@ class Letters:
 
 
 def item_key(item: Any) -> Hashable:
-    """What names an item in `word2leaf`: `(bytes, id)` for a token, else the item itself."""
+    """The key of an item in `word2leaf`: `(bytes, id)` for a token, else the item itself."""
     token_id = getattr(item, "token_id", None)
     if isinstance(item, bytes) and token_id is not None:
         return bytes(item), token_id
@@ -85,41 +86,42 @@ def item_key(item: Any) -> Hashable:
     return key
 
 
-def _spelt(item: Any, position: int) -> list[Any]:
-    """The letters of an item that is no `bytes`."""
+def _symbols_of(item: Any, position: int) -> list[Any]:
+    """The symbols of an item other than `bytes`."""
     try:
-        letters = list(item)
-        hash(tuple(letters))
+        symbols = list(item)
+        hash(tuple(symbols))
     except TypeError as error:
         raise VocabularyError(
             f"item {position} of the vocabulary is {item!r}; expected a Token, bytes or an "
-            f"iterable of hashable letters ({error})"
+            f"iterable of hashable symbols ({error})"
         ) from error
-    return letters
+    return symbols
 
 
-def _code(code_of: dict[Hashable, int], letter: Any) -> int:
-    if isinstance(letter, int | np.integer) and 0 <= letter < FIRST_OBJECT:
-        return int(letter)
-    return code_of.setdefault(letter, FIRST_OBJECT + len(code_of))
+def _code(code_of: dict[Hashable, int], symbol: Any) -> int:
+    if isinstance(symbol, int | np.integer) and 0 <= symbol < FIRST_OBJECT:
+        return int(symbol)
+    return code_of.setdefault(symbol, FIRST_OBJECT + len(code_of))
 
 
-def sorted_order(letters: Letters) -> npt.NDArray[np.int64]:
-    """Positions of the items in the order of their letters' codes; equal items by position.
+def sorted_order(symbols: Symbols) -> npt.NDArray[np.int64]:
+    """Sort the items by their symbols' codes; equal items stay in their order.
 
-    As many letters as fit are packed into one 64-bit key, with their number in the low
-    bits so that an end sorts before any letter. Items whose keys tie go on to the next.
+    As many symbols as fit are packed into one 64-bit key, with their number in the low bits
+    so that a shorter item sorts before its extensions. Items with equal keys are compared
+    by their next symbols.
     """
-    width = letters.codes.itemsize
+    width = symbols.codes.itemsize
     per_key = 8 // width - 1
-    starts, lengths = letters.starts, letters.lengths
+    starts, lengths = symbols.starts, symbols.lengths
     group = np.zeros(len(lengths), dtype=np.int64)  # rank of the first item that ties
     order = np.arange(len(lengths))
-    tied = np.arange(len(lengths))  # places in `order` that are not settled
+    tied = np.arange(len(lengths))  # places in `order` that are still tied
     offset = 0
     while len(tied):
         items = order[tied]
-        keys = _packed(letters, starts[items] + offset, lengths[items] - offset, per_key)
+        keys = _packed(symbols, starts[items] + offset, lengths[items] - offset, per_key)
         if offset:
             inner = np.lexsort((items, keys, group[tied]))
         else:
@@ -137,44 +139,44 @@ def sorted_order(letters: Letters) -> npt.NDArray[np.int64]:
 
 
 def _packed(
-    letters: Letters,
+    symbols: Symbols,
     starts: npt.NDArray[np.int64],
     remaining: npt.NDArray[np.int64],
     per_key: int,
 ) -> npt.NDArray[np.uint64]:
-    """Up to `per_key` letters from each start, big end first, then their number.
+    """Pack up to `per_key` symbols from each start, most significant first, and their number.
 
-    The number of what goes on after them is `per_key + 1`, whatever its length.
+    Items with more symbols than that have the number `per_key + 1`.
     """
-    bits = 8 * letters.codes.itemsize
+    bits = 8 * symbols.codes.itemsize
     count = np.minimum(remaining, per_key + 1)
     keys = np.zeros(len(starts), dtype=np.uint64)
-    last = max(len(letters.codes) - 1, 0)
+    last = max(len(symbols.codes) - 1, 0)
     for place in range(per_key):
         keys <<= np.uint64(bits)
-        if not len(letters.codes):
+        if not len(symbols.codes):
             continue
-        code = letters.codes[np.minimum(starts + place, last)].astype(np.uint64)
+        code = symbols.codes[np.minimum(starts + place, last)].astype(np.uint64)
         keys |= np.where(place < count, code, np.uint64(0))
     return (keys << np.uint64(bits)) | count.astype(np.uint64)
 
 
-def shared_prefixes(letters: Letters, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many letters each item, in sorted order, shares with the one before it."""
-    starts, lengths = letters.starts[order], letters.lengths[order]
+def shared_prefixes(symbols: Symbols, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Length of the common prefix of each item, in sorted order, with the one before it."""
+    starts, lengths = symbols.starts[order], symbols.lengths[order]
     shared = np.zeros(len(order), dtype=np.int64)
     shortest = np.minimum(lengths[1:], lengths[:-1])
     same = np.arange(1, len(order))  # ranks that agree so far
     depth = 0
     while len(same):
         same = same[shortest[same - 1] > depth]
-        agree = letters.codes[starts[same] + depth] == letters.codes[starts[same - 1] + depth]
+        agree = symbols.codes[starts[same] + depth] == symbols.codes[starts[same - 1] + depth]
         same = same[agree]
         depth += 1
         shared[same] = depth
     return shared
 
 
-def spell(codes: Iterable[int], objects: Sequence[Hashable]) -> list[Any]:
-    """The letters that codes stand for."""
+def symbols_of_codes(codes: Iterable[int], objects: Sequence[Hashable]) -> list[Any]:
+    """Map codes back to symbols."""
     return [code if code < FIRST_OBJECT else objects[code - FIRST_OBJECT] for code in codes]

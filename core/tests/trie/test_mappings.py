@@ -1,4 +1,4 @@
-"""The views agree with each other, with enumeration, and with how clients walk them."""
+"""The mappings agree with each other, with enumeration, and with how clients walk them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from programs import run_program
 from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
+import genlm
 from genlm import (
     AsyncTokenCharacterTrie,
     Token,
@@ -30,28 +31,28 @@ def test_walking_children_from_the_root_meets_every_prefix_and_token(items) -> N
     while waiting:
         prefix, node = waiting.pop()
         prefixes[prefix] = node
-        for letter, child in trie.children[node].items():
+        for symbol, child in trie.children[node].items():
             assert child < node
-            if isinstance(letter, tuple) and letter[0] is None:
-                leaves[letter[1]] = child
-                assert symbols_of(items[letter[1]]) == prefix
+            if isinstance(symbol, tuple) and symbol[0] is None:
+                leaves[symbol[1]] = child
+                assert symbols_of(items[symbol[1]]) == prefix
                 assert trie.children[child] == {}
             else:
-                waiting.append(((*prefix, letter), child))
+                waiting.append(((*prefix, symbol), child))
     assert prefixes.keys() == tokens_below(items).keys()
     assert leaves == {position: position for position in range(len(items))}
     assert len(prefixes) + len(leaves) == len(trie) == len(trie.children)
 
 
 @given(vocabularies())
-def test_every_view_tells_the_same(items) -> None:
+def test_every_mapping_is_consistent(items) -> None:
     trie = TokenCharacterTrie(items)
     for node, (children, jump) in enumerate(zip(trie.children, trie.jump, strict=True)):
         assert jump.tolist() == sorted(children.values())
         assert jump.dtype == np.int32
-        for letter, child in children.items():
-            ends = isinstance(letter, tuple) and letter[0] is None
-            added = [] if ends else [letter]
+        for symbol, child in children.items():
+            ends = isinstance(symbol, tuple) and symbol[0] is None
+            added = [] if ends else [symbol]
             assert trie.node2prefix[child] == trie.node2prefix[node] + added
     assert trie.node2prefix[trie.root] == []
     assert {leaf: word for word, leaf in trie.word2leaf.items()} == trie.leaf2word
@@ -68,7 +69,7 @@ def test_every_view_tells_the_same(items) -> None:
 
 
 @given(vocabularies())
-def test_navigation_needs_no_views(items) -> None:
+def test_navigation_computes_no_mappings(items) -> None:
     trie = TokenCharacterTrie(items)
     below = tokens_below(items)
     for prefix, ids in below.items():
@@ -81,14 +82,26 @@ def test_navigation_needs_no_views(items) -> None:
         here = [i for i in ids if symbols_of(items[i]) == prefix]
         assert sorted(trie.tokens_at(node)) == here
         assert all(trie.parent(leaf) == node for leaf in here)
-        letters = trie.child_letters(node)
-        assert set(letters) == {p[-1] for p in below if p[:-1] == prefix and p != ()}
-        for letter, child in zip(letters, trie.child_prefixes(node), strict=True):
-            assert trie.child(node, letter) == child
+        symbols = trie.child_symbols(node)
+        assert set(symbols) == {p[-1] for p in below if p[:-1] == prefix and p != ()}
+        for symbol, child in zip(symbols, trie.child_prefixes(node), strict=True):
+            assert trie.child(node, symbol) == child
             assert trie.parent(child) == node
-        assert trie.child(node, "no such letter") is None
-        assert trie.node_of((*prefix, "no such letter")) is None
+        assert trie.child(node, "no such symbol") is None
+        assert trie.node_of((*prefix, "no such symbol")) is None
     assert not {"children", "jump", "node2prefix", "word2leaf"} & vars(trie).keys()
+
+
+def test_deprecated_names_warn_until_1_1() -> None:
+    trie = TokenCharacterTrie([Token(0, b"ac"), EOS])
+    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use child_symbols"):
+        assert trie.child_letters(trie.root) == trie.child_symbols(trie.root)
+    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use symbol_objects"):
+        assert trie.letter_objects == (EOS,)
+    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use symbol"):
+        assert trie.layout.letter is trie.layout.symbol
+    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use genlm\.TokenCharacterTrie"):
+        assert genlm.TokenTrie is TokenCharacterTrie
 
 
 def test_nodes_that_are_not_there() -> None:
@@ -98,7 +111,7 @@ def test_nodes_that_are_not_there() -> None:
     assert trie.child(trie.root, 255) is None
     assert trie.child(trie.root, EOS) == trie.node_of([EOS])
     assert trie.path(b"ax") == [trie.root, trie.node_of(b"a")]
-    assert trie.child_letters(0) == []
+    assert trie.child_symbols(0) == []
     assert trie.tokens_at(0).tolist() == [0]
     assert trie.is_leaf(1)
     assert not trie.is_leaf(2)
@@ -145,7 +158,7 @@ def test_a_trie_says_what_it_is_in_a_line() -> None:
     trie = TokenCharacterTrie(["a", "ab"])
     assert repr(trie) == "<TokenCharacterTrie: 2 tokens, 5 nodes>"
     assert repr(trie.layout) == "<TrieLayout: 2 tokens, 5 nodes>"
-    assert repr(trie.children) == "<an entry for each of 5 nodes, made when it is read>"
+    assert repr(trie.children) == "<an entry for each of 5 nodes, computed when it is read>"
     front = AsyncTokenCharacterTrie(trie)
     assert repr(front) == "<AsyncTokenCharacterTrie of <TokenCharacterTrie: 2 tokens, 5 nodes>>"
 
@@ -162,7 +175,7 @@ def test_a_vocabulary_object_will_do() -> None:
 )
 def test_an_item_that_occurs_twice_is_refused(items) -> None:
     with pytest.raises(
-        VocabularyError, match=r"^Duplicate word in vocabulary: .* are both .*ids of their own"
+        VocabularyError, match=r"^Duplicate word in vocabulary: .* are both .*distinct ids"
     ):
         TokenCharacterTrie(items)
 
@@ -172,27 +185,29 @@ def test_tokens_of_one_id_with_other_bytes_are_other_items() -> None:
     assert trie.word2leaf == {(b"a", 1): 0, (b"b", 1): 1, b"a": 2}
 
 
-def test_a_node_takes_less_than_64_bytes_before_views_are_read() -> None:
+def test_a_node_takes_less_than_64_bytes_before_mappings_are_read() -> None:
     rng = np.random.default_rng(0)
     words = {bytes(rng.integers(97, 105, size=rng.integers(1, 9))) for _ in range(20_000)}
     tokens = [Token(position, word) for position, word in enumerate(sorted(words))]
     ws = np.ones(len(tokens))
     tracemalloc.start()
-    trie = TokenCharacterTrie(tokens)
+    trie = TokenCharacterTrie(tokens, compiled=False)
     trie.weight_sum(ws)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 64 * len(trie)
 
 
-def test_integers_of_numpy_are_letters_like_others() -> None:
+def test_integers_of_numpy_are_symbols_like_others() -> None:
     trie = TokenCharacterTrie([(np.int64(1), np.uint8(2)), (1, 3)])
-    for letter in (1, np.int64(1)):
-        assert trie.node_of((letter,)) == trie.children[trie.root][letter]
-        assert len(trie.tokens_below(trie.node_of((letter,)))) == 2
+    for symbol in (1, np.int64(1)):
+        assert trie.node_of((symbol,)) == trie.children[trie.root][symbol]
+        assert len(trie.tokens_below(trie.node_of((symbol,)))) == 2
 
 
-def test_a_view_that_a_thread_derives_during_a_fork_can_be_read_in_the_forked_process() -> None:
+def test_a_mapping_that_a_thread_computes_during_a_fork_can_be_read_in_the_forked_process() -> (
+    None
+):
     program = textwrap.dedent("""
         import os, signal, sys, threading
         from genlm import TokenCharacterTrie

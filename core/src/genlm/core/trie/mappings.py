@@ -1,7 +1,7 @@
-"""The dict-shaped views of a trie that clients read, each derived when asked for.
+"""Lists and mappings over the nodes of a trie, computed on first use.
 
-`children`, `jump` and `node2prefix` make a node's entry when it is read; a client that
-walks from the root pays for the nodes that it visits.
+`children`, `jump` and `node2prefix` compute a node's entry when it is first read, so the
+cost of a walk is proportional to the nodes that it visits.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from genlm.core.errors import VocabularyError
 from genlm.core.forking import cached_property
 from genlm.core.trie.layout import TrieLayout
-from genlm.core.trie.letters import item_key, spell
 from genlm.core.trie.navigation import Navigation
+from genlm.core.trie.symbols import item_key, symbols_of_codes
 
-__all__ = ["NodeMapping", "NodeView", "Views", "check_keys"]
+__all__ = ["NodeMapping", "NodeSequence", "TrieMappings"]
 
 T = TypeVar("T")
 
 
-class NodeView(Sequence[T], Generic[T]):
-    """A list with an entry for every node, each made when it is first read and then kept."""
+class NodeSequence(Sequence[T], Generic[T]):
+    """A sequence with an entry for every node, computed when first read, then cached."""
 
-    def __init__(self, length: int, entry: Callable[[int], T]) -> None:
-        self._entry = entry
-        self._made: list[T | None] = [None] * length
+    def __init__(self, length: int, compute: Callable[[int], T]) -> None:
+        self._compute = compute
+        self._entries: list[T | None] = [None] * length
 
     @overload
     def __getitem__(self, node: int) -> T: ...
@@ -39,29 +38,29 @@ class NodeView(Sequence[T], Generic[T]):
         if isinstance(node, slice):
             return [self[index] for index in range(*node.indices(len(self)))]
         try:
-            made = self._made[node]
+            entry = self._entries[node]
         except IndexError as error:
             raise IndexError(
                 f"no node {node}; the trie's nodes are 0 to {len(self) - 1}"
             ) from error
-        if made is None:
-            made = self._made[node] = self._entry(operator.index(node) % len(self))
-        return made
+        if entry is None:
+            entry = self._entries[node] = self._compute(operator.index(node) % len(self))
+        return entry
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"<an entry for each of {len(self)} nodes, made when it is read>"
+        return f"<an entry for each of {len(self)} nodes, computed when it is read>"
 
     def __iter__(self) -> Iterator[T]:
         return (self[node] for node in range(len(self)))
 
 
 class NodeMapping(Mapping[int, T], Generic[T]):
-    """The entries of a `NodeView` as a mapping from nodes, in the order of their numbers."""
+    """The entries of a `NodeSequence` as a mapping from nodes, in ascending order."""
 
-    def __init__(self, entries: NodeView[T]) -> None:
+    def __init__(self, entries: NodeSequence[T]) -> None:
         self._entries = entries
 
     @overload
@@ -88,8 +87,8 @@ class NodeMapping(Mapping[int, T], Generic[T]):
         return repr(self._entries)
 
 
-class Views(Navigation):
-    """The views of a trie as attributes; what they give must not be changed.
+class TrieMappings(Navigation):
+    """The mappings of a trie as attributes; callers must not change their values.
 
     Attributes:
         decode: The vocabulary.
@@ -98,53 +97,53 @@ class Views(Navigation):
     decode: list[Any]
 
     @cached_property
-    def children(self) -> NodeView[dict[Any, int]]:
-        """For every node its children by edge.
+    def children(self) -> NodeSequence[dict[Any, int]]:
+        """The children of every node by edge.
 
-        An edge is a letter (bytes as integers) or, for a leaf, `(None, leaf_label(leaf))`.
-        End-of-token edges come first, letters in order.
+        An edge is a symbol (bytes are integers) or, to a leaf, `(None, leaf_label(leaf))`.
+        Edges to leaves come first, symbols in sorted order.
         """
-        return NodeView(
-            len(self), _edge_reader(self.layout, self.letter_objects, self.leaf_label)
+        return NodeSequence(
+            len(self), _edge_reader(self.layout, self.symbol_objects, self.leaf_label)
         )
 
     def leaf_label(self, leaf: int) -> Hashable:
-        """Return what the edge to a leaf carries in `children`: the leaf's number.
+        """Return the label of the edge to a leaf in `children`.
 
-        The leaf's number is the token's position in `decode`. A subclass may return another
-        label that no other leaf below the same parent has.
+        This class returns the leaf, which is the token's position in `decode`. A subclass
+        may return another label, unique among the leaves below one parent.
         """
         return leaf
 
     @cached_property
-    def jump(self) -> NodeView[npt.NDArray[np.int32]]:
-        """For every node its children, leaves among them, as a sorted array."""
-        return NodeView(len(self), self._sorted_children)
+    def jump(self) -> NodeSequence[npt.NDArray[np.int32]]:
+        """The children of every node, leaves included, as sorted arrays."""
+        return NodeSequence(len(self), self._sorted_children)
 
     @cached_property
     def node2prefix(self) -> NodeMapping[list[Any]]:
-        """For every node the letters from the root to it."""
-        return NodeMapping(NodeView(len(self), self.prefix_of))
+        """The symbols from the root to every node."""
+        return NodeMapping(NodeSequence(len(self), self.prefix_of))
 
     @cached_property
     def word2leaf(self) -> dict[Hashable, int]:
-        """The leaf of every item: of tokens by `(bytes, token id)`, others by themselves."""
+        """The leaf of every item: tokens by `(bytes, token id)`, other items by themselves."""
         return {item_key(item): leaf for leaf, item in enumerate(self.decode)}
 
     @cached_property
     def leaf2word(self) -> dict[int, Hashable]:
-        """`word2leaf` the other way round."""
+        """The inverse of `word2leaf`."""
         return {leaf: word for word, leaf in self.word2leaf.items()}
 
     @cached_property
     def idx_to_leaf(self) -> npt.NDArray[np.int32]:
-        """Rows of a position in `decode` and its leaf, `(len(decode), 2)`: equal here."""
+        """Pairs of a position in `decode` and its leaf, `(len(decode), 2)`; both are equal."""
         positions = np.arange(self.layout.n_tokens, dtype=np.int32)
         return np.stack([positions, positions], axis=1)
 
     @cached_property
     def ordering(self) -> npt.NDArray[np.int32]:
-        """All nodes but the leaves, children before parents."""
+        """All nodes except leaves, children before parents."""
         return np.arange(self.layout.n_tokens, self.layout.n_nodes, dtype=np.int32)
 
     def _sorted_children(self, node: int) -> npt.NDArray[np.int32]:
@@ -156,18 +155,18 @@ class Views(Navigation):
 
 def _edge_reader(
     layout: TrieLayout,
-    letter_objects: Sequence[Hashable],
+    symbol_objects: Sequence[Hashable],
     leaf_label: Callable[[int], Hashable],
 ) -> Callable[[int], dict[Any, int]]:
-    """Make the function that lists a node's edges.
+    """Create the function that computes a node's edges.
 
-    It reads Python lists: a walk over all nodes takes a tenth of the time that
-    indexing arrays does.
+    It reads Python lists, with which a walk over all nodes takes a tenth of the time that
+    it takes with arrays.
     """
     n = layout.n_tokens
     order, child_start = layout.order.tolist(), layout.child_start.tolist()
     lo, hi = layout.lo.tolist(), layout.hi.tolist()
-    letters = spell(layout.letter.tolist(), letter_objects)
+    symbols = symbols_of_codes(layout.symbol.tolist(), symbol_objects)
     no_edges: dict[Any, int] = {}
 
     def edges(node: int) -> dict[Any, int]:
@@ -175,30 +174,10 @@ def _edge_reader(
             return no_edges
         first, last = child_start[node - n], child_start[node - n + 1]
         begin, end = lo[node], lo[first] if first < last else hi[node]
-        if begin == end and last - first == 1:  # of most nodes: one letter, no token
-            return {letters[first - n]: first}
+        if begin == end and last - first == 1:  # most nodes: one symbol, no token
+            return {symbols[first - n]: first}
         found: dict[Any, int] = {(None, leaf_label(leaf)): leaf for leaf in order[begin:end]}
-        found.update(zip(letters[first - n : last - n], range(first, last)))
+        found.update(zip(symbols[first - n : last - n], range(first, last)))
         return found
 
     return edges
-
-
-def check_keys(decode: Sequence[Any], layout: TrieLayout) -> None:
-    """Refuse an item that occurs twice: only neighbours in sorted order can be equal.
-
-    Raises:
-        VocabularyError: Two positions hold the same item.
-    """
-    end = layout.parent[layout.order]
-    alike = np.flatnonzero(end[1:] == end[:-1])
-    position_of: dict[Hashable, int] = {}
-    ranks = np.union1d(alike, alike + 1)
-    for position in np.sort(layout.order[ranks]).tolist():
-        key = item_key(decode[position])
-        first = position_of.setdefault(key, position)
-        if first != position:
-            raise VocabularyError(
-                f"Duplicate word in vocabulary: items {first} and {position} are both {key!r}; "
-                f"tokens that share bytes need ids of their own: Token(token_id, byte_string)"
-            )

@@ -1,0 +1,90 @@
+"""Reductions by the Triton kernels: five launches a group of rows, six above 16,384 tokens.
+
+Each group of up to 32 rows reads its weights once and writes every node once. Intermediate
+values are stored in slots (see `plan`), about as large as a GPU's second-level cache for
+128,000 tokens. The launches do not wait for the device and all sizes are known on the host,
+so a call can be captured in a CUDA graph once the kernels are compiled.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+
+from genlm_trie_cuda import kernels
+from genlm_trie_cuda.plan import ROWS_AT_ONCE, DevicePlan
+from genlm_trie_cuda.torch_path import Operation
+
+__all__ = ["reduce_rows"]
+
+ROWS_OF_A_TREE = 8
+"""Rows of one program of `build_trees`; a memory sector holds 8 float32."""
+
+TILE = 1024
+"""Values of a tile, unless it has many rows."""
+
+NARROWEST = 64
+"""Fewest slots of a tile; each row of the result is written 256 bytes at a time."""
+
+_OPTIONS = {"enable_fp_fusion": True}
+"""Explicit because Triton warns that the default will change."""
+
+_CODES: dict[Operation, int] = {"sum": 0, "max": 1, "logsumexp": 2}
+
+
+def reduce_rows(
+    plan: DevicePlan, operation: Operation, rows: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Reduce each row of weights over all nodes.
+
+    Args:
+        plan: Plan of the trie, on the device of the weights.
+        operation: How to combine the weights below a node.
+        rows: `(rows, n_tokens)`, a floating dtype that Triton supports, any strides.
+        out: `(rows, n_nodes)`, float32 or float64, rows contiguous; overwritten.
+            Computed in its dtype.
+    """
+    with _on_device_of(out):
+        for begin in range(0, len(rows), ROWS_AT_ONCE):
+            group = slice(begin, begin + ROWS_AT_ONCE)
+            _reduce_group(plan, _CODES[operation], rows[group], out[group])
+
+
+def _reduce_group(
+    plan: DevicePlan, operation: int, rows: torch.Tensor, out: torch.Tensor
+) -> None:
+    host = plan.host
+    n_tokens, n_rows = len(host.order), len(rows)
+    group = triton.next_power_of_2(n_rows)
+    slots = torch.empty(host.n_slots * group, dtype=out.dtype, device=out.device)
+    above = host.first_interval - host.padded if operation == _CODES["logsumexp"] else 0
+    sums = torch.empty(above * group, dtype=out.dtype, device=out.device)
+    constants = {"OPERATION": operation, "GROUP": group, **_OPTIONS}
+    tile = max(TILE // group, NARROWEST)
+    kernels.load_weights[(triton.cdiv(n_tokens, tile),)](
+        rows, slots, out, plan.place, n_tokens, n_rows,
+        rows.stride(0), rows.stride(1), out.stride(0), GROUP=group, TOKENS=tile, **_OPTIONS,
+    )  # fmt: skip
+    for number, stage in enumerate(host.stages):
+        tree_rows = min(group, ROWS_OF_A_TREE)
+        kernels.build_trees[(stage.padded // host.block, group // tree_rows)](
+            slots, sums, stage.first, stage.count, stage.padded, stage.upper, host.padded,
+            OVER_RANKS=number == 0, ROWS=tree_rows, BLOCK=host.block,
+            LEVELS=host.block.bit_length() - 1, **constants,
+        )  # fmt: skip
+    if len(host.piece_count):
+        kernels.combine_intervals[(triton.cdiv(len(host.piece_count), tile),)](
+            slots, sums, plan.piece, plan.piece_offset, plan.piece_count, host.padded,
+            host.first_interval, len(host.piece_count), INTERVALS=tile, **constants,
+        )  # fmt: skip
+    kernels.gather_prefixes[(triton.cdiv(len(host.source), tile),)](
+        slots, out, plan.source, n_tokens, len(host.source), n_rows, out.stride(0),
+        GROUP=group, PREFIXES=tile, **_OPTIONS,
+    )  # fmt: skip
+
+
+def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches kernels on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""The engine keeps every law in every tier: packed, gathered and padded.
+"""The engine keeps every law on every execution path: packed, slot_cache and padded.
 
 `genlm check hf` runs the other architectures too.
 """

@@ -59,7 +59,7 @@ def test_a_model_that_padding_disturbs_gets_batches_of_equal_lengths(
         "forward",
         lambda ids: embed(ids) * (1 + (ids == 0).any(1).float())[:, None, None],
     )
-    engine = HFEngine.from_model(llama, tokenizer, tier="padded")
+    engine = HFEngine.from_model(llama, tokenizer, execution_path="padded")
     before = int(engine.statistics()["forwards"])
     sequences = ids_of_lengths(9, 4, 9, 4)
     rows = answers(engine, sequences)

@@ -147,7 +147,7 @@ def test_a_model_that_sees_later_tokens_is_refused_in_8_bit_too(
     bert = {"vocab_size": WIDTH, "hidden_size": 64, "intermediate_size": 128}
     bert |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     path = save_model(build_model("bert", **bert))
-    with pytest.raises(ModelLoadError, match="no causal language model"):
+    with pytest.raises(ModelLoadError, match="not a causal language model"):
         HFEngine(path, device="cpu", dtype="float32", bitsandbytes_opts=IN_8_BIT)
 
 

@@ -76,7 +76,9 @@ def test_embeddings_that_depend_on_the_length_are_right_at_every_length(
 ) -> None:
     model = make(model_type, TINY_LLAMA | changes)
     engine = served(model)
-    assert "max_context=16 makes it fit" in str(engine.statistics()["execution_path_reason"])
+    assert "max_context=16 permits this path" in str(
+        engine.statistics()["execution_path_reason"]
+    )
     assert error(engine, model, 60) <= 1e-5
     assert error(engine, model, 16) <= 1e-5
 

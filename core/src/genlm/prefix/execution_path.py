@@ -102,14 +102,15 @@ class ServeOptions:
     tier: InitVar[str | None] = None
 
     def __post_init__(self, tier: str | None) -> None:
-        for name, least in (
-            ("max_tokens_per_batch", 1),
-            ("kv_budget_bytes", 0),
-            ("max_context", 1),
-        ):
+        limits = (
+            ("max_tokens_per_batch", "a whole number", 1),
+            ("kv_budget_bytes", "a whole number of bytes", 0),
+            ("max_context", "a whole number of tokens", 1),
+        )
+        for name, expected, least in limits:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= least):
-                raise ValueError(f"{name}={value!r}; a whole number, at least {least}")
+                raise ValueError(f"{name}={value!r}; {expected}, at least {least}")
         path = current_execution_path(self.execution_path, tier)
         object.__setattr__(self, "execution_path", path)
         if path is not None and path not in self.paths:

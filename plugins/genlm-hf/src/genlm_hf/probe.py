@@ -67,8 +67,8 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
     tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE.get(alone.dtype, _COARSE_TOLERANCE)
     if _total_variation(alone, continued) > tolerance:
         raise ModelLoadError(
-            "its prediction after a token changes with the tokens that follow, so it is "
-            "no causal language model; use a decoder-only model (a BERT-like checkpoint "
+            "its prediction after a token changes with the tokens that follow, so it is not "
+            "a causal language model; use a decoder-only model (a BERT-like checkpoint "
             'trained as a decoder needs hf_opts={"is_decoder": True})'
         )
     return _total_variation(alone, padded) <= tolerance

@@ -81,7 +81,7 @@ def choose_execution_path(
             longest = rotary[0].longest
             raise UnsupportedModelError(
                 f"beyond {longest} tokens its rotary embeddings depend on the length of the "
-                f"context; max_context={longest} makes it supported"
+                f"context; max_context={longest} permits this path"
             )
         return SlotCachePath(
             model,

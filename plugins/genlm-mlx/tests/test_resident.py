@@ -35,7 +35,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(rows.shape[0])
         return gather(self, layer, rows)
 
-    monkeypatch.setattr(storage.KVStorage, "slot_cache", counted)
+    monkeypatch.setattr(storage.KVStorage, "gathered", counted)
     return counts
 
 

@@ -1,14 +1,14 @@
-"""What does `genlm-hf` gain by a cache, in each of its tiers?
+"""What does `genlm-hf` gain by a cache, on each of its execution paths?
 
 A population of particles shares a prompt and grows by one token a step, every fourth
-step continuing copies of some. Each tier serves the same particles of the same model:
+step continuing copies of some. Each path serves the same particles of the same model:
 
 - padded: every context anew, no cache (the ratios' base);
-- gathered: each token once, the past gathered for every particle at every step;
+- slot_cache: each token once, the past gathered for every particle at every step;
 - packed: each token once, the shared past read once, where the model allows it;
 
 beside them lockstep decoding, the model's own `[N, 1]` pass with transformers'
-DynamicCache and no front end, which copies every past at every step as the gathered tier
+DynamicCache and no front end, which copies every past at every step as the path slot_cache
 does. Only decoding is timed, after a prefill; every round runs all in turn. Models: 8
 layers x 512, 8 heads, vocabulary 8,000, random weights, float32. Torch's threads are what
 OMP_NUM_THREADS says.
@@ -31,7 +31,7 @@ from genlm import AsyncLM, ModelLoadError, OutputCache
 from genlm_hf.engine import HFEngine
 
 SIZES = {"vocab_size": VOCAB_SIZE, "n_layer": 8, "n_head": 8, "bos_token_id": 1}
-TIERS = ("padded", "gathered", "packed")
+PATHS = ("padded", "slot_cache", "packed")
 
 
 def gptj() -> Any:
@@ -53,45 +53,45 @@ MODELS: dict[str, Callable[[], Any]] = {"gptj": gptj, "bloom": bloom, "llama": l
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Milliseconds a step of every model and tier; how each compares with `padded`."""
+    """Milliseconds a step of every model and path; how each compares with `padded`."""
     samples: dict[str, list[float]] = {}
     population = Population(options.particles, options.prompt, 0, RESAMPLE_EVERY, options.steps)
     clock = CLOCKS[options.clock]
     for name in options.models:
         model = MODELS[name]()
-        engines = {tier: lm for tier in TIERS if (lm := served(model, tier)) is not None}
+        engines = {path: lm for path in PATHS if (lm := served(model, path)) is not None}
         for _ in range(options.rounds):
             past = lockstep(model, population, clock, preallocated=False)
             samples.setdefault(f"{name} lockstep", []).append(past)
-            for tier, lm in engines.items():
-                samples.setdefault(f"{name} {tier}", []).append(genlm(lm, population, clock))
+            for path, lm in engines.items():
+                samples.setdefault(f"{name} {path}", []).append(genlm(lm, population, clock))
         for lm in engines.values():
             lm.close()
     return samples, {row: ratio(samples, row) for row in samples}
 
 
 class Uncached(AsyncLM):
-    """A front end for a tier that keeps nothing."""
+    """A front end for a path that keeps nothing."""
 
     def clear_kv_cache(self) -> None:
         """There is nothing to clear."""
 
 
-def served(model: Any, tier: str) -> AsyncLM | None:
-    """The front end over a tier, None if the tier cannot serve the model."""
+def served(model: Any, path: str) -> AsyncLM | None:
+    """The front end over an execution path, None if it cannot serve the model."""
     try:
-        front_end = Uncached if tier == "padded" else AsyncLM
+        front_end = Uncached if path == "padded" else AsyncLM
         return front_end(
-            lambda: HFEngine.from_model(model, tokenizer(), tier=tier),
+            lambda: HFEngine.from_model(model, tokenizer(), execution_path=path),
             output_cache=OutputCache(0),
         )
-    except ModelLoadError as unfit:
-        print(unfit)
+    except ModelLoadError as unsupported:
+        print(unsupported)
         return None
 
 
 def ratio(samples: dict[str, list[float]], row: str) -> float:
-    """Speed as a multiple of the padded tier's: median over rounds of ratios in a round."""
+    """Speed as a multiple of the padded path's: median over rounds of ratios in a round."""
     base = samples[row.split(" ", 1)[0] + " padded"]
     ratios = sorted(b / v for b, v in zip(base, samples[row], strict=True))
     return ratios[len(ratios) // 2]

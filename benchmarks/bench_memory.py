@@ -53,10 +53,12 @@ def bytes_only() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 
-def hf(config: Any, tier: str) -> Engine:
+def hf(config: Any, path: str) -> Engine:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    return HFEngine.from_model(model, bytes_only(), tier=tier, kv_budget_bytes=KV_BUDGET_BYTES)
+    return HFEngine.from_model(
+        model, bytes_only(), execution_path=path, kv_budget_bytes=KV_BUDGET_BYTES
+    )
 
 
 def packed() -> Engine:
@@ -71,10 +73,10 @@ def packed() -> Engine:
     return hf(llama, "packed")
 
 
-def gathered() -> Engine:
+def slot_cache() -> Engine:
     return hf(
         transformers.GPTJConfig(**SIZES, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
-        "gathered",
+        "slot_cache",
     )
 
 
@@ -94,7 +96,7 @@ def mlx() -> Engine:
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "hf packed": packed,
-    "hf gathered": gathered,
+    "hf slot_cache": slot_cache,
     "mlx": mlx,
     "reference": lambda: ReferenceEngine("demo"),
 }

@@ -1,4 +1,4 @@
-"""Write docs/<backend>-architectures.md and the engine's verified.json, or hf's tiers.json.
+"""Write docs/<backend>-architectures.md and the engine's verified.json, or hf's list of paths.
 
 Serves the tiny random models of `genlm.testing.families` with an engine and compares every
 row with an unbatched float32 forward pass. Engines run in processes of their own, so that a
@@ -58,7 +58,7 @@ class Engine:
         bounds: By family: a bound above the usual one, and why.
         more: A last sentence above the table.
         reads_list: Whether it reads `verified.json`; hf, which tests each model itself,
-            reads `tiers.json`.
+            reads `execution_paths.json`.
     """
 
     title: str
@@ -90,6 +90,15 @@ def _shortened(figures: Mapping[str, Any]) -> str:
     return f"contexts of at most {longest} tokens"
 
 
+def _execution_path(figures: Mapping[str, Any]) -> str:
+    return str(figures.get("execution_path", ""))
+
+
+def _execution_path_reason(figures: Mapping[str, Any]) -> str:
+    """Say why a faster path does not serve a model, if there is one."""
+    return str(figures.get("execution_path_reason", "")).replace("the fastest", "")
+
+
 ENGINES = {
     "hf": Engine(
         "Hugging Face transformers",
@@ -97,12 +106,13 @@ ENGINES = {
         {"device": "cpu", "dtype": "float32"},
         head_dim=8,
         reads_list=False,
-        path="Tier",
-        path_of=lambda figures: str(figures.get("tier", "")),
-        note_of=lambda figures: str(figures.get("tier_reason", "")).replace("the fastest", ""),
+        path="Execution path",
+        path_of=_execution_path,
+        note_of=_execution_path_reason,
         more=(
-            "The tiers are\nexplained in [hf-engine.md](hf-engine.md); the note says why no "
-            "faster one serves a model.\nEvery family is right in the tier `padded` too."
+            "The execution\npaths are explained in [hf-engine.md](hf-engine.md); "
+            "the note says why a faster one does not\nserve a model. "
+            "Every family is right on the path `padded` too."
         ),
     ),
     "vllm": Engine(
@@ -146,12 +156,13 @@ ENGINES = {
         "MLX",
         ("mlx-lm", "mlx", "transformers"),
         {"dtype": "float32"},
-        path="Tier",
-        path_of=lambda figures: str(figures.get("tier", "")),
-        note_of=lambda figures: str(figures.get("tier_reason", "")).replace("the fastest", ""),
+        path="Execution path",
+        path_of=_execution_path,
+        note_of=_execution_path_reason,
         more=(
-            "The tiers are\nexplained in [genlm-mlx](../plugins/genlm-mlx/README.md); the note "
-            "says why the prefix tree\ndoes not serve a model."
+            "The execution\npaths are explained in [genlm-mlx]"
+            "(../plugins/genlm-mlx/README.md); the note says why the\n"
+            "prefix tree does not serve a model."
         ),
     ),
 }
@@ -277,14 +288,14 @@ def table(backend: str, listed: Mapping[str, Family], rows: Mapping[str, Any]) -
 def verified(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
     """Return the families that were right in every variant that was served."""
     errors: dict[str, float] = {}
-    unfit = {row["key"] for row in rows.values() if row["status"] in {"wrong", "fails"}}
+    excluded = {row["key"] for row in rows.values() if row["status"] in {"wrong", "fails"}}
     for row in rows.values():
-        if row["status"] == "right" and row["key"] not in unfit:
+        if row["status"] == "right" and row["key"] not in excluded:
             errors[row["key"]] = max(float(f"{row['error']:.1e}"), errors.get(row["key"], 0))
     return {"versions": versions(ENGINES[backend]), "errors": dict(sorted(errors.items()))}
 
 
-def tiers(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+def execution_paths(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
     """Return the path of each family; of several models of one, that of all or none."""
     paths: dict[str, set[str]] = {}
     for row in rows.values():
@@ -292,7 +303,7 @@ def tiers(backend: str, rows: Mapping[str, Any]) -> dict[str, Any]:
             path = ENGINES[backend].path_of(row["statistics"])
             paths.setdefault(row["key"], set()).add(path)
     found = {key: path for key, (path, *others) in sorted(paths.items()) if not others}
-    return {"versions": versions(ENGINES[backend]), "tiers": found}
+    return {"versions": versions(ENGINES[backend]), "execution_paths": found}
 
 
 def versions(engine: Engine) -> dict[str, str]:
@@ -345,7 +356,9 @@ def main() -> None:
     page = ROOT / "docs" / f"{backend}-architectures.md"
     page.write_text(table(backend, listed, rows), "utf-8")
     file, content = (
-        ("verified.json", verified) if ENGINES[backend].reads_list else ("tiers.json", tiers)
+        ("verified.json", verified)
+        if ENGINES[backend].reads_list
+        else ("execution_paths.json", execution_paths)
     )
     text = json.dumps(content(backend, rows), indent=1)
     (package_folder(backend) / file).write_text(text + "\n", "utf-8")

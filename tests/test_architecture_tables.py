@@ -80,7 +80,7 @@ def test_a_table_is_read_as_it_was_written(
 ) -> None:
     listed = {name: one for name, one in families().items() if name in NAMES}
     rows = {
-        "gpt2": row("gpt2", "right", 1.94e-6, statistics={"tier": "packed"}),
+        "gpt2": row("gpt2", "right", 1.94e-6, statistics={"execution_path": "packed"}),
         "llama": row("llama", "wrong", 0.31, reason="largest after 17 tokens"),
         "mixtral": row("mixtral", "refused", reason="it has\ntwo lines | and a bar"),
         "qwen3": row("qwen3", "fails", reason="IndexError"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm import EvaluationError, Token, Vocabulary
-from genlm.prefix import Computed, PrefixRows, TreeBatch, waves_of
+from genlm.prefix import ForwardResult, PrefixRows, TreeBatch, prefill_stages
 
 SIZE, TOKEN_BYTES = 7, 10
 
@@ -39,12 +39,12 @@ class Model:
         self.passes = 0
         self.fail = False
 
-    def __call__(self, batch: TreeBatch) -> Computed:
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
         tokens = 0
-        waves = waves_of(batch)
+        stages = prefill_stages(batch)
         states: dict[int, int] = {}
-        for wave in waves:
-            for segment in wave:
+        for stage in stages:
+            for segment in stage:
                 past = segment.slots[: segment.past]
                 state = self.slots[past[-1]] if len(past) else len(batch.adapter or "")
                 for token, slot, write in zip(
@@ -60,7 +60,7 @@ class Model:
         self.passes += 1
         self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.sequences))
         logits = torch.stack([row_after(states[slot]) for slot in batch.last_slots])
-        return Computed(logits, tokens, forwards=len(waves))
+        return ForwardResult(logits, tokens, forwards=len(stages))
 
 
 def serve(capacity: int, **limits: int) -> tuple[PrefixRows, Model]:

@@ -9,8 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from genlm.prefix.node import Node
-from genlm.prefix.slots import FreeSlots
+from genlm.prefix.node import FreeSlots, Node
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 Key = tuple[str | None, tuple[int, ...]]
@@ -52,7 +51,7 @@ def check(tree: PrefixTree) -> dict[Key, int]:
         # Ancestors are evicted after their descendants, and kept with them.
         if node.parent in order:
             assert order[node] < order[node.parent]
-        assert (node.computed < len(node.tokens)) == (node in tree._fresh)
+        assert (node.computed < len(node.tokens)) == (node in tree._uncached)
     return found
 
 
@@ -70,7 +69,7 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: A
     for keys, commits, pins in batches:
         before = check(tree)
         inserted: dict[Key, int] = {}
-        fresh: set[Key] = set()
+        uncached: set[Key] = set()
         during = before
         for adapter, tokens in keys:
             known = during.keys()
@@ -82,19 +81,19 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: A
                 inserted[adapter, tokens] = tree.insert(adapter, tokens)
                 SEEN["inserted"] = SEEN.get("inserted", 0) + 1
             during = check(tree)
-            fresh |= during.keys() - known
+            uncached |= during.keys() - known
             for (name, ids), slot in inserted.items():
                 assert during[name, ids] == slot
                 # Nothing in use is evicted, and forks and splits keep slots.
                 for end in range(1, len(ids)):
                     assert (name, ids[:end]) in during
-        assert sum(len(n.tokens) - n.computed for n in tree.fresh()) == len(fresh)
-        assert tree.fresh_tokens == len(fresh)
+        assert sum(len(n.tokens) - n.computed for n in tree.uncached()) == len(uncached)
+        assert tree.uncached_tokens == len(uncached)
         tree.commit() if commits else tree.roll_back()
         after = check(tree)
-        assert not tree.fresh()
-        assert all(before[key] == slot for key, slot in after.items() if key not in fresh)
-        assert (fresh <= after.keys()) if commits else not (fresh & after.keys())
+        assert not tree.uncached()
+        assert all(before[key] == slot for key, slot in after.items() if key not in uncached)
+        assert (uncached <= after.keys()) if commits else not (uncached & after.keys())
         if pins and commits and inserted:
             adapter, tokens = next(iter(inserted))
             tree.pin(adapter, tokens)
@@ -154,7 +153,7 @@ def test_a_pinned_prefix_is_cut_out_exactly_and_survives() -> None:
     tree.pin(None, (97, 98))
     add(tree, "wxyz")
     assert texts(tree) == {"ab", "wxyz"}
-    with pytest.raises(OutOfSlotsError, match="5 slots asked for; 0 of 6 are free and 4"):
+    with pytest.raises(OutOfSlotsError, match="5 slots requested; 0 of 6 are free and 4"):
         tree.insert(None, (1, 2, 3, 4, 5))
     tree.roll_back()
     assert texts(tree) == {"ab", "wxyz"}  # nothing is evicted in vain

@@ -1,4 +1,4 @@
-"""The families of `genlm.testing` as the tests build them, and the tier that serves each."""
+"""The families of `genlm.testing` as the tests build them, and the path that serves each."""
 
 from __future__ import annotations
 

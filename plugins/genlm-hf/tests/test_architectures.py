@@ -1,7 +1,7 @@
-"""Every family of decoder-only models, in every tier, against each sequence alone.
+"""Every family of decoder-only models, on every execution path, against each sequence alone.
 
 `scripts/architectures.py --backend hf` makes the table in docs/ from the same models; a
-family that changes its tier fails here.
+family that changes its path fails here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from genlm import ModelLoadError
-from genlm_hf import prepacked
+from genlm_hf import execution_paths, prepacked
 from genlm_hf.engine import HFEngine
+from genlm_hf.execution_paths import KnownPaths
 from genlm_hf.packed import layout
-from genlm_hf.tiers import choice
-from genlm_hf.tiers.known import KnownTiers
 
 from .families import FAMILIES, SERVED, TABLE
 from .tiny import alone, answers, build_model, ids_of_lengths
@@ -44,7 +43,7 @@ def test_batches_give_the_rows_of_each_sequence_alone(
 ) -> None:
     monkeypatch.setattr(prepacked, "_FEWEST_WEIGHTS", 1)
     model, sequences, expected = unbatched(name)
-    engine = HFEngine.from_model(model, tokenizer, tier="padded")
+    engine = HFEngine.from_model(model, tokenizer, execution_path="padded")
     before = engine.statistics()["forwards"]
     rows = torch.stack(answers(engine, sequences))
     assert (rows - expected).abs().max() <= 1e-4
@@ -55,8 +54,10 @@ def test_batches_give_the_rows_of_each_sequence_alone(
     assert torch.pdist(rows).min() > 1e-2
 
     engine = HFEngine.from_model(model, tokenizer, prepack=True)
-    assert engine.statistics()["tier"] == TABLE[name].path, "make docs writes the table again"
-    assert KnownTiers.shipped().tier_of(model) == TABLE[name].path
+    assert engine.statistics()["execution_path"] == TABLE[name].path, (
+        "make docs writes the table again"
+    )
+    assert KnownPaths.shipped().path_of(model) == TABLE[name].path
     for _ in range(2):
         rows = torch.stack(answers(engine, sequences))
         assert (rows - expected).abs().max() <= 1e-4
@@ -70,7 +71,7 @@ def test_the_table_lists_every_family_and_no_other() -> None:
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*SERVED}))
 def test_what_is_no_causal_model_is_refused(name: str, tokenizer: Any) -> None:
     model_type, settings = FAMILIES[name]
-    with pytest.raises(ModelLoadError, match="no causal language model"):
+    with pytest.raises(ModelLoadError, match="not a causal language model"):
         HFEngine.from_model(build_model(model_type, **settings), tokenizer)
 
 
@@ -79,9 +80,9 @@ def test_the_self_test_alone_finds_what_the_rules_refuse(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, *_ = unbatched(name)
-    monkeypatch.setattr(choice, "_refuse_by_config", lambda served: None)
-    monkeypatch.setattr(choice, "_refuse_few_layers", lambda *_: None)
+    monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda served: None)
+    monkeypatch.setattr(execution_paths, "_refuse_few_layers", lambda *_: None)
     monkeypatch.setattr(layout._Recorder, "_check_arguments", lambda *_: None)
     monkeypatch.setattr(layout, "window_of", lambda mask_function: None)
     with pytest.raises(ModelLoadError, match="in the self-test"):
-        HFEngine.from_model(model, tokenizer, tier="packed")
+        HFEngine.from_model(model, tokenizer, execution_path="packed")

@@ -1,4 +1,4 @@
-"""The tiers with a cache against unbatched passes, whatever is cached, evicted or raised."""
+"""Execution paths with a cache against unbatched passes: eviction, forks, errors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MODELS = {
     ),
 }
 CASES = [("packed", *MODELS[name]) for name in MODELS]
-CASES += [("gathered", *MODELS[name]) for name in MODELS]
+CASES += [("slot_cache", *MODELS[name]) for name in MODELS]
 CASES += [("packed", *FAMILIES[name]) for name in ("gpt_oss", "gemma2 with capped scores")]
 CASES += [
-    ("gathered", *FAMILIES[name])
+    ("slot_cache", *FAMILIES[name])
     for name in ("gptj", "gpt_neo", "bloom", "mpt", "falcon", "falcon with grouped heads")
 ]
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # of the tiny Llama: layers, K and V, heads, width, float32
@@ -48,21 +48,23 @@ def one_program() -> None:
     random.seed(11)
 
 
-@pytest.fixture(params=["packed", "gathered"])
-def tier(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["packed", "slot_cache"])
+def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.mark.parametrize("slots", [None, 130, 40])
-@pytest.mark.parametrize(("tier", "model_type", "settings"), CASES)
+@pytest.mark.parametrize(("path", "model_type", "settings"), CASES)
 def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
-    tier: str, model_type: str, settings: dict[str, Any], slots: int | None, tokenizer: Any
+    path: str, model_type: str, settings: dict[str, Any], slots: int | None, tokenizer: Any
 ) -> None:
     model = build_model(model_type, **settings)
     oracle = Oracle(model)
-    size = HFEngine.from_model(model, tokenizer, tier=tier)._tier._storage.bytes_per_token
+    size = HFEngine.from_model(
+        model, tokenizer, execution_path=path
+    )._choice.path.forward.storage.bytes_per_token
     budget = None if slots is None else slots * size
-    engine = HFEngine.from_model(model, tokenizer, tier=tier, kv_budget_bytes=budget)
+    engine = HFEngine.from_model(model, tokenizer, execution_path=path, kv_budget_bytes=budget)
     prompt = ids_of_lengths(20)[0]
     for contexts in particles(5, 6, prompt):
         batch = unique([*contexts, *ids_of_lengths(3, 50, 11)[: random.randrange(4)]])
@@ -70,7 +72,7 @@ def test_rows_do_not_depend_on_forks_duplicates_eviction_or_budget(
         again = random.sample(batch, 3)
         assert oracle.largest_error(again, answers(engine, again)) <= 1e-4
         assert used(engine, "kv_bytes_used") <= used(engine, "kv_budget_bytes")
-        assert engine._tier._storage.nbytes <= used(engine, "kv_budget_bytes")
+        assert engine._choice.path.forward.storage.nbytes <= used(engine, "kv_budget_bytes")
     if slots is None:
         assert used(engine, "tokens_evicted") == used(engine, "contexts_without_cache") == 0
     else:
@@ -87,7 +89,7 @@ def test_scores_made_a_few_rows_at_a_time_give_the_same(
     monkeypatch.setattr(attention, "_MASK_ENTRIES", 300)
     model_type, settings = FAMILIES[name]
     model = build_model(model_type, **settings)
-    engine = HFEngine.from_model(model, tokenizer, tier="packed")
+    engine = HFEngine.from_model(model, tokenizer, execution_path="packed")
     oracle, [prompt] = Oracle(model), ids_of_lengths(40)
     for step in ([prompt], [[*prompt[:30], *prompt[:25]], *ids_of_lengths(50, 12)]):
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-5
@@ -97,13 +99,13 @@ def test_scores_made_a_few_rows_at_a_time_give_the_same(
 @pytest.mark.parametrize(
     "name", ["llama", "mistral with a short window", "gpt_oss", "gemma2 with capped scores"]
 )
-def test_tails_gathered_a_few_rows_at_a_time_give_the_same(
+def test_suffixes_gathered_a_few_tokens_at_a_time_give_the_same(
     name: str, limit: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_plan, "_GATHERED_BYTES", limit)
     model_type, settings = FAMILIES[name]
     model = build_model(model_type, **settings)
-    engine = HFEngine.from_model(model, tokenizer, tier="packed")
+    engine = HFEngine.from_model(model, tokenizer, execution_path="packed")
     oracle, sequences = Oracle(model), ids_of_lengths(20, 9, 12, 3, 7, 11, 1)
     for _ in range(3):
         assert oracle.largest_error(sequences, answers(engine, sequences)) <= 1e-5
@@ -124,12 +126,12 @@ def test_forgotten_sinks_and_caps_are_found_by_the_self_test(
     )
     model_type, settings = FAMILIES[name]
     figures = HFEngine.from_model(build_model(model_type, **settings), tokenizer).statistics()
-    assert figures["tier"] == "gathered"
-    assert "not packed: in the self-test" in str(figures["tier_reason"])
+    assert figures["execution_path"] == "slot_cache"
+    assert "not packed: in the self-test" in str(figures["execution_path_reason"])
 
 
-def test_every_token_is_computed_once(tier: str, llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+def test_every_token_is_computed_once(path: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     before, forwards = used(engine, "tokens_computed"), used(engine, "forwards")
     prompt = ids_of_lengths(30)[0]
     answers(engine, [prompt])
@@ -142,12 +144,14 @@ def test_every_token_is_computed_once(tier: str, llama: Any, tokenizer: Any) -> 
     assert used(engine, "forwards") == forwards + 4
 
 
-def test_what_is_cached_is_never_written_again(tier: str, llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+def test_what_is_cached_is_never_written_again(path: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     [ids] = ids_of_lengths(20)
     answers(engine, [ids])
     slots = range(1, 21)
-    tensors = [states for pair in engine._tier._storage._tensors for states in pair]
+    tensors = [
+        states for pair in engine._choice.path.forward.storage._tensors for states in pair
+    ]
     before = [states[:, slots].clone() for states in tensors]
     answers(engine, [ids, *ids_of_lengths(7, 30)])
     answers(engine, [[*ids, 3], ids[:12], [*ids[:12], 4]])
@@ -156,10 +160,10 @@ def test_what_is_cached_is_never_written_again(tier: str, llama: Any, tokenizer:
 
 
 def test_what_slots_hold_before_they_are_written_reaches_no_row(
-    tier: str, llama: Any, tokenizer: Any
+    path: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
-    for pair in engine._tier._storage._tensors:
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
+    for pair in engine._choice.path.forward.storage._tensors:
         for states in pair:
             states.fill_(float("nan"))
     oracle = Oracle(llama)
@@ -169,30 +173,30 @@ def test_what_slots_hold_before_they_are_written_reaches_no_row(
 
 
 def test_more_than_a_pass_takes_is_run_in_several(
-    tier: str, llama: Any, tokenizer: Any
+    path: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, max_tokens_per_batch=40)
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path, max_tokens_per_batch=40)
     before = used(engine, "forwards")
     sequences = ids_of_lengths(30, 20, 5, 50, 4, 4)
     rows = answers(engine, sequences)
     assert Oracle(llama).largest_error(sequences, rows) <= 1e-4
     # 30 + 5 · 20 + 4 + 4 · 40 · the other 10; padded to 40 at most, 5 and 4 + 4 go apart.
-    assert used(engine, "forwards") - before == {"packed": 4, "gathered": 6}[tier]
+    assert used(engine, "forwards") - before == {"packed": 4, "slot_cache": 6}[path]
 
 
 @pytest.mark.parametrize("slots", [None, 400])
 @pytest.mark.parametrize("max_tokens", [7, 64, 10**6])
 @pytest.mark.parametrize(
-    ("tier", "name"),
+    ("path", "name"),
     [
         ("packed", "llama"),
         ("packed", "mistral with a short window"),
-        ("gathered", "llama"),
-        ("gathered", "gptj"),
+        ("slot_cache", "llama"),
+        ("slot_cache", "gptj"),
     ],
 )
 def test_no_pass_has_more_tokens_than_allowed_however_long_a_prompt(
-    tier: str, name: str, max_tokens: int, slots: int | None, tokenizer: Any
+    path: str, name: str, max_tokens: int, slots: int | None, tokenizer: Any
 ) -> None:
     model_type, settings = FAMILIES[name]
     longer = "n_positions" if "n_positions" in settings else "max_position_embeddings"
@@ -203,10 +207,16 @@ def test_no_pass_has_more_tokens_than_allowed_however_long_a_prompt(
         sizes.append(kwargs["input_ids"].numel())
 
     oracle = Oracle(model)
-    size = HFEngine.from_model(model, tokenizer, tier=tier)._tier._storage.bytes_per_token
+    size = HFEngine.from_model(
+        model, tokenizer, execution_path=path
+    )._choice.path.forward.storage.bytes_per_token
     budget = None if slots is None else slots * size
     engine = HFEngine.from_model(
-        model, tokenizer, tier=tier, max_tokens_per_batch=max_tokens, kv_budget_bytes=budget
+        model,
+        tokenizer,
+        execution_path=path,
+        max_tokens_per_batch=max_tokens,
+        kv_budget_bytes=budget,
     )
     model.register_forward_pre_hook(note, with_kwargs=True)
     prompt, other = ids_of_lengths(300, 90)
@@ -227,9 +237,9 @@ def test_no_pass_has_more_tokens_than_allowed_however_long_a_prompt(
 
 @pytest.mark.parametrize("place", ["embedding", "layer 0", "layer 1", "attention 1", "head"])
 def test_a_pass_that_raises_leaves_nothing_that_looks_computed(
-    tier: str, place: str, llama: Any, tokenizer: Any
+    path: str, place: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     oracle = Oracle(llama)
     module = {
         "embedding": llama.model.embed_tokens,
@@ -254,8 +264,8 @@ def test_a_pass_that_raises_leaves_nothing_that_looks_computed(
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-4
 
 
-def test_only_the_sequence_that_raises_fails(tier: str, llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+def test_only_the_sequence_that_raises_fails(path: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
 
     def picky(_: Any, args: Any) -> None:
         if (args[0] == 99).any():
@@ -271,13 +281,15 @@ def test_only_the_sequence_that_raises_fails(tier: str, llama: Any, tokenizer: A
 
 
 def test_adapters_never_see_each_others_keys_and_values(
-    tier: str, llama: Any, tokenizer: Any, tmp_path: Path
+    path: str, llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     adapted = {
         name: make_adapter(llama, tmp_path / name, seed) for seed, name in enumerate("rb")
     }
     oracles = {None: Oracle(llama), **{name: Oracle(m) for name, m in adapted.items()}}
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=100 * TOKEN_BYTES)
+    engine = HFEngine.from_model(
+        llama, tokenizer, execution_path=path, kv_budget_bytes=100 * TOKEN_BYTES
+    )
     sequences = ids_of_lengths(9, 14)
     before = [row.clone() for row in answers(engine, sequences)]
     for name in adapted:
@@ -295,9 +307,11 @@ def test_adapters_never_see_each_others_keys_and_values(
 
 
 def test_a_kept_prefix_is_computed_once_and_survives_a_full_cache(
-    tier: str, llama: Any, tokenizer: Any
+    path: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=61 * TOKEN_BYTES)
+    engine = HFEngine.from_model(
+        llama, tokenizer, execution_path=path, kv_budget_bytes=61 * TOKEN_BYTES
+    )
     assert Capability.PREFIX_CACHE in engine.capabilities
     assert isinstance(engine, PrefixCacheEngine)
     oracle = Oracle(llama)
@@ -318,18 +332,20 @@ def test_a_kept_prefix_is_computed_once_and_survives_a_full_cache(
 
 
 def test_a_budget_without_room_for_a_token_still_serves(
-    tier: str, llama: Any, tokenizer: Any
+    path: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=10)
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path, kv_budget_bytes=10)
     sequences = ids_of_lengths(9, 1)
     assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-4
     assert used(engine, "kv_bytes_used") == 0
 
 
 def test_a_context_beyond_the_budget_lets_go_of_the_prefix_that_it_shares(
-    tier: str, llama: Any, tokenizer: Any
+    path: str, llama: Any, tokenizer: Any
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=9 * TOKEN_BYTES)
+    engine = HFEngine.from_model(
+        llama, tokenizer, execution_path=path, kv_budget_bytes=9 * TOKEN_BYTES
+    )
     oracle = Oracle(llama)
     short, long = [5, 6, 7], [5, 6, 7, *range(20, 40)]
     other = list(range(50, 57))  # fits only where the short one was
@@ -342,9 +358,11 @@ def test_a_context_beyond_the_budget_lets_go_of_the_prefix_that_it_shares(
     assert used(engine, "kv_tokens") == 0
 
 
-def test_many_requests_leave_no_growth(tier: str, llama: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, kv_budget_bytes=64 * TOKEN_BYTES)
-    tree = engine._tier._rows._tree
+def test_many_requests_leave_no_growth(path: str, llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(
+        llama, tokenizer, execution_path=path, kv_budget_bytes=64 * TOKEN_BYTES
+    )
+    tree = engine._choice.path._tree
     objects = []
     for _ in range(4):
         for _ in range(150):
@@ -354,18 +372,18 @@ def test_many_requests_leave_no_growth(tier: str, llama: Any, tokenizer: Any) ->
         assert used(engine, "kv_tokens") <= 63
         assert sum(1 for root in tree._roots.values() for _ in root.below()) <= 63
         assert not tree._in_use
-        assert not tree._fresh
+        assert not tree._uncached
     # Of 450 steps; the tree may have a few nodes more or fewer.
     assert objects[-1] - objects[0] < 450
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close(
-    tier: str, llama: Any, tokenizer: Any, dtype: torch.dtype
+    path: str, llama: Any, tokenizer: Any, dtype: torch.dtype
 ) -> None:
     sequences = ids_of_lengths(9, 1, 23)
     expected = [alone(llama, ids) for ids in sequences]
-    engine = HFEngine.from_model(llama.to(dtype), tokenizer, tier=tier)
+    engine = HFEngine.from_model(llama.to(dtype), tokenizer, execution_path=path)
     for row, exact in zip(answers(engine, sequences), expected, strict=True):
         assert row.shape == (VOCAB_SIZE,)
         assert (row - exact).abs().max() <= {torch.bfloat16: 1e-1, torch.float16: 1e-2}[dtype]

@@ -1,4 +1,4 @@
-"""The engine passes every check in every tier: packed, gathered and padded.
+"""The engine passes every check on every execution path: packed, slot_cache and padded.
 
 `genlm check hf` runs the other architectures too.
 """

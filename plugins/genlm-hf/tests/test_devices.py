@@ -43,13 +43,13 @@ MAPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
 @pytest.mark.parametrize("where", MAPS)
 def test_a_device_map_changes_no_row(
-    where: str, tier: str, folder: Path, tmp_path: Path, llama: Any
+    where: str, path: str, folder: Path, tmp_path: Path, llama: Any
 ) -> None:
     options = {"device_map": MAPS[where], "offload_folder": str(tmp_path)}
-    engine = HFEngine(folder, hf_opts=options, dtype="float32", tier=tier)
+    engine = HFEngine(folder, hf_opts=options, dtype="float32", execution_path=path)
     oracle, sequences = Oracle(llama), ids_of_lengths(9, 1, 23)
     for step in (sequences, [[*ids, 5] for ids in sequences]):
         assert oracle.largest_error(step, answers(engine, step)) <= 1e-5
@@ -92,36 +92,39 @@ def spread_out(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "tier"),
+    ("name", "path"),
     [
         ("llama", "packed"),
-        ("llama", "gathered"),
+        ("llama", "slot_cache"),
         ("llama", "padded"),
         ("mistral with a short window", "packed"),
         ("granite_swa", "packed"),
-        ("gptj", "gathered"),
-        ("bloom", "gathered"),
+        ("gptj", "slot_cache"),
+        ("bloom", "slot_cache"),
     ],
 )
 @pytest.mark.parametrize("spread", [False, True], ids=["one", "two"])
 def test_accelerators_change_no_row(
-    name: str, tier: str, tokenizer: Any, *, spread: bool
+    name: str, path: str, tokenizer: Any, *, spread: bool
 ) -> None:
     model_type, settings = FAMILIES[name]
     model = build_model(model_type, tie_word_embeddings=False, **settings)
     oracle = Oracle(model)
     with Pretence():
         model = spread_out(model) if spread else moved(model, SECOND)
-        engine = HFEngine.from_model(model, tokenizer, tier=tier, kv_budget_bytes=10_000)
+        engine = HFEngine.from_model(
+            model, tokenizer, execution_path=path, kv_budget_bytes=10_000
+        )
         random.seed(0)
         for step in particles(6, 4, ids_of_lengths(9)[0]):
             rows = answers(engine, step)
             assert {row.device for row in rows} == {FIRST if spread else SECOND}
             assert oracle.largest_error(step, [row.cpu() for row in rows]) <= 1e-5
-    if tier != "padded":
+    if path != "padded":
         assert used(engine, "tokens_evicted") > 0
         devices = [
-            {keys.device, values.device} for keys, values in engine._tier._storage._tensors
+            {keys.device, values.device}
+            for keys, values in engine._choice.path.forward.storage._tensors
         ]
         assert devices == [{FIRST if spread else SECOND}, {SECOND}]
 
@@ -132,7 +135,7 @@ def test_a_packed_pass_copies_its_plan_to_each_accelerator_once(
 ) -> None:
     with Pretence() as pretence:
         model = spread_out(llama) if spread else moved(llama, FIRST)
-        engine = HFEngine.from_model(model, tokenizer, tier="packed")
+        engine = HFEngine.from_model(model, tokenizer, execution_path="packed")
         random.seed(0)
         groups_and_runs = [*ids_of_lengths(9, 30), [5, 6]]
         for step in (groups_and_runs, *particles(6, 4, groups_and_runs[0])):

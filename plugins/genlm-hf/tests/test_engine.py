@@ -50,7 +50,7 @@ def test_the_batch_limit_changes_the_passes_and_not_the_rows(
     llama: Any, tokenizer: Any, max_tokens: int
 ) -> None:
     engine = HFEngine.from_model(
-        llama, tokenizer, max_tokens_per_batch=max_tokens, tier="padded"
+        llama, tokenizer, max_tokens_per_batch=max_tokens, execution_path="padded"
     )
     before = engine.statistics()
     sequences = ids_of_lengths(9, 1, 23, 4, 23, 40, 2)

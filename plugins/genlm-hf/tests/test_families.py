@@ -25,7 +25,7 @@ def test_rows_are_right_and_served_as_the_table_says(name: str, tmp_path: Path) 
     model = TinyModel.of(tmp_path, REPRESENTATIVE[name])
     result = measure_family(load, model, bound=TABLE[name].bound)
     assert (result.status, result.reason) == (TABLE[name].status, "")
-    assert result.statistics["tier"] == TABLE[name].path
+    assert result.statistics["execution_path"] == TABLE[name].path
 
 
 def test_capped_scores_are_capped_unless_another_attention_is_asked_for(tmp_path: Path) -> None:

@@ -83,11 +83,11 @@ def test_forwards_of_older_signatures_are_called_with_what_they_take(llama: Any)
         assert (row.log_softmax(-1) - alone(llama, ids, WIDTH)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
 def test_steps_read_no_signatures(
-    llama: Any, tokenizer: Any, tier: str, monkeypatch: pytest.MonkeyPatch
+    llama: Any, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier)
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     read: list[Any] = []
     monkeypatch.setattr(inspect, "signature", read.append)
     rows = answers(engine, [[3, 4], [5, 6, 7]])

@@ -103,16 +103,16 @@ def given(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return two_adapters() if request.param == "wrapped" else two_adapters().get_base_model()
 
 
-@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
 def test_the_model_is_served_as_it_was_handed_over_and_by_adapter(
-    given: Any, tokenizer: Any, green: tuple[str, Any], tier: str
+    given: Any, tokenizer: Any, green: tuple[str, Any], path: str
 ) -> None:
     models = oracles(given)
     bare = build_model("llama", **llama_settings())
     rows = [alone(model, SEQUENCES[0]) for model in (bare, models["red"], models["blue"])]
     assert torch.pdist(torch.stack(rows)).min() > 0.1
-    engine = HFEngine.from_model(given, tokenizer, tier=tier)
-    assert engine.statistics()["tier"] == tier
+    engine = HFEngine.from_model(given, tokenizer, execution_path=path)
+    assert engine.statistics()["execution_path"] == path
     assert engine.adapters == ("red", "blue")
     check_rows(engine, models)
     engine.add_adapter("green", green[0])

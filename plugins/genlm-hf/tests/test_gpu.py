@@ -50,7 +50,7 @@ def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
     random.seed(11)
     oracle, prompt = Oracle(llama), ids_of_lengths(20)[0]
     llama.to("cuda")
-    size = HFEngine.from_model(llama, tokenizer)._tier._storage.bytes_per_token
+    size = HFEngine.from_model(llama, tokenizer)._choice.path.forward.storage.bytes_per_token
     engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=130 * size)
     for step in particles(8, 6, prompt):
         asked = unique(step)

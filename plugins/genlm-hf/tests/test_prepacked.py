@@ -43,14 +43,14 @@ def linear_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
-@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
-def test_rows_are_those_of_the_models_own_layers(model: Any, tokenizer: Any, tier: str) -> None:
-    engine = HFEngine.from_model(model, tokenizer, tier=tier, prepack=True)
+@pytest.mark.parametrize("path", ["packed", "slot_cache", "padded"])
+def test_rows_are_those_of_the_models_own_layers(model: Any, tokenizer: Any, path: str) -> None:
+    engine = HFEngine.from_model(model, tokenizer, execution_path=path, prepack=True)
     wide = [m.weight for m in linear_layers(model) if m.weight.numel() >= 2**16]
     assert len(wide) > 0
     assert engine.statistics()["prepacked_bytes"] == sum(weight.nbytes for weight in wide)
     oracle, prompt = Oracle(model), ids_of_lengths(20)[0]
-    if tier != "padded":
+    if path != "padded":
         engine.cache_prefix(prompt, None)
     for step in particles(6, 8, prompt):
         asked = unique(step)
@@ -91,7 +91,7 @@ def test_any_number_of_tokens_gets_its_products_by_few_sizes(
     for shape in [(n,) for n in (*range(70), 255, 256, 257, 600)] + [(3, 5), (2, 300), (2, 0)]:
         states = torch.randn(*shape, 260)
         expected = layer(states)
-        with weights.at_work(), torch.no_grad():
+        with weights.activate(), torch.no_grad():
             found = layer(states)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -206,7 +206,7 @@ def test_layers_of_other_kinds_and_places_are_left_alone() -> None:
     ]
     weights = prepacked.PrepackedWeights(others)
     assert weights.nbytes == 0
-    with weights.at_work():
+    with weights.activate():
         assert [m for m in others if "forward" in vars(m)] == [hooked]
     assert "forward" in vars(hooked)
 

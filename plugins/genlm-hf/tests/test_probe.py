@@ -24,7 +24,7 @@ def test_a_model_that_sees_later_tokens_is_refused(
     model_type: str, settings: dict[str, Any], tokenizer: Any
 ) -> None:
     model = build_model(model_type, vocab_size=WIDTH, **settings)
-    with pytest.raises(ValueError, match="no causal language model"):
+    with pytest.raises(ValueError, match="not a causal language model"):
         HFEngine.from_model(model, tokenizer)
 
 
@@ -51,7 +51,7 @@ def test_a_model_that_padding_disturbs_gets_batches_of_equal_lengths(
     monkeypatch.setattr(
         llama.model.embed_tokens, "forward", lambda ids: embed(ids) * (1 + 0.01 * ids.shape[1])
     )
-    with pytest.raises(ValueError, match="no causal language model"):
+    with pytest.raises(ValueError, match="not a causal language model"):
         HFEngine.from_model(llama, tokenizer)
     # Causal, but padding (the id 0) leaks into every position.
     monkeypatch.setattr(
@@ -59,7 +59,7 @@ def test_a_model_that_padding_disturbs_gets_batches_of_equal_lengths(
         "forward",
         lambda ids: embed(ids) * (1 + (ids == 0).any(1).float())[:, None, None],
     )
-    engine = HFEngine.from_model(llama, tokenizer, tier="padded")
+    engine = HFEngine.from_model(llama, tokenizer, execution_path="padded")
     before = int(engine.statistics()["forwards"])
     sequences = ids_of_lengths(9, 4, 9, 4)
     rows = answers(engine, sequences)

@@ -56,12 +56,18 @@ def largest_difference(rows: list[torch.Tensor], others: list[torch.Tensor]) -> 
     return max(float((row - other).abs().max()) for row, other in zip(rows, others))
 
 
-@pytest.mark.parametrize("tier", ["packed", "gathered", "padded"])
+@pytest.mark.parametrize("execution_path", ["packed", "slot_cache", "padded"])
 @pytest.mark.parametrize(("options", "tolerance"), TOLERANCES)
 def test_rows_are_those_of_unbatched_passes(
-    options: dict[str, Any], tolerance: float, tier: str, path: Path
+    options: dict[str, Any], tolerance: float, execution_path: str, path: Path
 ) -> None:
-    engine = HFEngine(path, device="cpu", dtype="float32", bitsandbytes_opts=options, tier=tier)
+    engine = HFEngine(
+        path,
+        device="cpu",
+        dtype="float32",
+        bitsandbytes_opts=options,
+        execution_path=execution_path,
+    )
     unbatched = Oracle(quantised(path, options))
     dequantised = Oracle(quantised(path, options).dequantize())
     for step in (SEQUENCES, [[*ids, 5] for ids in SEQUENCES], SEQUENCES[:1]):
@@ -71,11 +77,11 @@ def test_rows_are_those_of_unbatched_passes(
 
 
 @pytest.mark.parametrize("options", [IN_8_BIT, IN_4_BIT])
-def test_the_fastest_tier_is_chosen_though_kernels_round(
+def test_the_fastest_path_is_chosen_though_kernels_round(
     options: dict[str, Any], path: Path
 ) -> None:
     engine = HFEngine(path, device="cpu", dtype="float32", bitsandbytes_opts=options)
-    assert engine.statistics()["tier"] == "packed"
+    assert engine.statistics()["execution_path"] == "packed"
 
 
 def test_only_outliers_in_8_bit_let_a_row_depend_on_its_batch(
@@ -86,7 +92,11 @@ def test_only_outliers_in_8_bit_let_a_row_depend_on_its_batch(
     differences = []
     for options in (IN_8_BIT, WITHOUT_OUTLIERS):
         engine = HFEngine(
-            path, device="cpu", dtype="float32", bitsandbytes_opts=options, tier="padded"
+            path,
+            device="cpu",
+            dtype="float32",
+            bitsandbytes_opts=options,
+            execution_path="padded",
         )
         alone = [answers(engine, [ids])[0] for ids in sequences]
         differences.append(largest_difference(answers(engine, sequences), alone))
@@ -137,7 +147,7 @@ def test_a_model_that_sees_later_tokens_is_refused_in_8_bit_too(
     bert = {"vocab_size": WIDTH, "hidden_size": 64, "intermediate_size": 128}
     bert |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     path = save_model(build_model("bert", **bert))
-    with pytest.raises(ModelLoadError, match="no causal language model"):
+    with pytest.raises(ModelLoadError, match="not a causal language model"):
         HFEngine(path, device="cpu", dtype="float32", bitsandbytes_opts=IN_8_BIT)
 
 

@@ -21,11 +21,11 @@ from .tiny import answers, ids_of_lengths
 Population = list[list[int]]
 
 
-@pytest.fixture(params=["packed", "gathered", "padded"])
+@pytest.fixture(params=["packed", "slot_cache", "padded"])
 def build(request: pytest.FixtureRequest, llama: Any, tokenizer: Any) -> Callable[[], HFEngine]:
-    """Make an engine of the tiny Llama, of each tier in turn, with passes of 100 tokens."""
+    """Make an engine of the tiny Llama on each execution path, with passes of 100 tokens."""
     return lambda: HFEngine.from_model(
-        llama, tokenizer, tier=request.param, max_tokens_per_batch=100
+        llama, tokenizer, execution_path=request.param, max_tokens_per_batch=100
     )
 
 
@@ -53,7 +53,7 @@ def ids_answered(completions: Sequence[Completion]) -> list[int]:
 
 
 def is_padded(engine: HFEngine) -> bool:
-    return engine.statistics()["tier"] == "padded"
+    return engine.statistics()["execution_path"] == "padded"
 
 
 def test_a_step_is_one_forward_pass(engine: HFEngine, llama: Any) -> None:
@@ -115,7 +115,9 @@ def test_a_context_longer_than_a_pass_takes_several_in_one_step(
     submit(engine, [long, *others])
     completions = engine.step()
     # 100 and 20 + 30 + 30, the 20 apart where pasts are padded; without a cache all at once.
-    forwards = {"packed": 2, "gathered": 3, "padded": 1}[str(engine.statistics()["tier"])]
+    forwards = {"packed": 2, "slot_cache": 3, "padded": 1}[
+        str(engine.statistics()["execution_path"])
+    ]
     assert used(engine, "forwards") - before == forwards
     assert ids_answered(completions) == ([0] if is_padded(engine) else [0, 1, 2])
     assert Oracle(llama).largest_error([long], [completions[0].result]) <= 1e-4

@@ -20,7 +20,7 @@ from .test_adapters import make_adapter
 from .tiny import WIDTH, alone, answers, build_model, ids_of_lengths
 
 SEQUENCES = ids_of_lengths(9, 1, 9, 4)
-TIERS = ["packed", "gathered", "padded"]
+PATHS = ["packed", "slot_cache", "padded"]
 
 
 @contextmanager
@@ -69,15 +69,15 @@ def used(model: Any) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("path", PATHS)
 def test_rows_and_the_callers_passes_are_right_at_the_same_time(
-    llama: Any, tokenizer: Any, tmp_path: Path, tier: str
+    llama: Any, tokenizer: Any, tmp_path: Path, path: str
 ) -> None:
     red = make_adapter(llama, tmp_path / "red", 1)
     models = {None: copy.deepcopy(llama), "red": red}
     requests = [(ids, name) for ids in SEQUENCES for name in models]
     expected = [alone(models[name], ids) for ids, name in requests]
-    engine = HFEngine.from_model(llama, tokenizer, tier=tier, prepack=True)
+    engine = HFEngine.from_model(llama, tokenizer, execution_path=path, prepack=True)
     engine.add_adapter("red", str(tmp_path / "red"))
     with in_the_middle_of_passes(llama.model.layers[1], used(llama)) as runs:
         rows = answers(engine, requests)
@@ -194,7 +194,7 @@ def test_compiled_models_and_modules_are_served_by_uncompiled_ones(
     expected = [alone(llama, ids) for ids in SEQUENCES]
     llama.model.norm.compile(backend="eager")
     engine = HFEngine.from_model(torch.compile(llama, backend="eager"), tokenizer)
-    assert engine.statistics()["tier"] == "packed"
+    assert engine.statistics()["execution_path"] == "packed"
     with in_the_middle_of_passes(llama.model.layers[1], used(llama)) as runs:
         rows = answers(engine, SEQUENCES)
     assert runs[0] >= 1
@@ -212,7 +212,7 @@ def test_a_replaced_forward_method_is_followed(llama: Any, tokenizer: Any) -> No
     attention.forward = doubled.__get__(attention)
     expected = [alone(llama, ids) for ids in SEQUENCES]
     engine = HFEngine.from_model(llama, tokenizer)
-    assert engine.statistics()["tier"] == "packed"
+    assert engine.statistics()["execution_path"] == "packed"
     with in_the_middle_of_passes(llama.model.layers[1], used(llama)):
         rows = answers(engine, SEQUENCES)
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
@@ -223,7 +223,7 @@ def test_hooks_of_accelerate_run_the_engines_modules(llama: Any, tokenizer: Any)
     for module in llama.modules():
         add_hook_to_module(module, ModelHook())  # replaces the forward method
     engine = HFEngine.from_model(llama, tokenizer)
-    assert engine.statistics()["tier"] == "packed"
+    assert engine.statistics()["execution_path"] == "packed"
     with in_the_middle_of_passes(llama.model.layers[1], used(llama)) as runs:
         rows = answers(engine, SEQUENCES)
     assert runs[0] >= 1

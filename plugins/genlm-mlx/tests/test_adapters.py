@@ -111,7 +111,7 @@ def test_weights_of_dora_are_served_as_mlx_lm_does(
     folder = write("dora", kind="dora", scale=1.0)
     engine.add_adapter("dora", str(folder))
     loaded = mlx_lm.load(str(llama.path), adapter_path=str(folder), return_config=True)
-    alone = MLXEngine.from_model(*loaded, tier="uncached")
+    alone = MLXEngine.from_model(*loaded, execution_path="uncached")
     step = [(5, 6, 7), (8, 9)]
     expected = rows_of(alone, step)
     torch.testing.assert_close(rows_of(engine, step, "dora"), expected, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Families of models against transformers: right or refused, and by which tier served."""
+"""Families of models against transformers: right or refused, and on which execution path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def load(folder: Path) -> AsyncLM:
 def test_a_family_is_right_or_refused_as_documented(name: str, tmp_path: Path) -> None:
     row = TABLE[name]
     found = measure_family(load, TinyModel.of(tmp_path, FAMILIES[name]), bound=row.bound)
-    assert (found.status, found.statistics.get("tier", "")) == (row.status, row.path), found
+    assert (found.status, found.statistics.get("execution_path", "")) == (
+        row.status,
+        row.path,
+    ), found
 
 
 def test_no_family_is_documented_as_wrong_or_failing() -> None:
@@ -62,12 +65,15 @@ def name_weights_as_published(folder: Path) -> None:
 
 def test_what_does_not_pass_the_self_test_is_served_without_a_cache(make: Make) -> None:
     engine = MLXEngine(make("gemma2", GEMMA2).path, dtype="float32")
-    assert "in the self-test it raised" in str(engine.statistics()["tier_reason"])
+    assert "in the self-test it raised" in str(engine.statistics()["execution_path_reason"])
 
 
 def test_what_keeps_something_else_of_its_past_is_served_without_a_cache(make: Make) -> None:
     engine = MLXEngine(make("mamba", MAMBA).path)
-    assert engine.statistics()["tier_reason"] == "not gathered: a layer has a ArraysCache"
+    assert (
+        engine.statistics()["execution_path_reason"]
+        == "not slot_cache: a layer has a ArraysCache"
+    )
 
 
 @pytest.mark.parametrize("mask", [None, float("nan")])
@@ -78,5 +84,7 @@ def test_wrong_rows_do_not_pass_the_self_test(
     monkeypatch.setattr(SlotCache, "make_mask", lambda *_, **__: hide)
     model = make("llama")
     engine = MLXEngine(model.path, dtype="float32")
-    assert "its log-probabilities were off by" in str(engine.statistics()["tier_reason"])
+    assert "its log-probabilities were off by" in str(
+        engine.statistics()["execution_path_reason"]
+    )
     assert largest_error(engine, [(5, 6, 7), (8,)], model.logprobs) <= 1e-5

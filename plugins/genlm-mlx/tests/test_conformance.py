@@ -1,4 +1,4 @@
-"""The engine passes every check in both tiers; the oracle is transformers' forward pass."""
+"""The engine passes every check on both execution paths; the oracle is transformers."""
 
 from genlm.testing import conformance_tests
 

@@ -76,7 +76,9 @@ def test_embeddings_that_depend_on_the_length_are_right_at_every_length(
 ) -> None:
     model = make(model_type, TINY_LLAMA | changes)
     engine = served(model)
-    assert "max_context=16 makes it fit" in str(engine.statistics()["tier_reason"])
+    assert "max_context=16 permits this path" in str(
+        engine.statistics()["execution_path_reason"]
+    )
     assert error(engine, model, 60) <= 1e-5
     assert error(engine, model, 16) <= 1e-5
 
@@ -87,7 +89,7 @@ def test_up_to_the_original_length_they_are_served_from_the_prefix_tree(
 ) -> None:
     model = make(model_type, TINY_LLAMA | changes)
     engine = served(model, max_context=16)
-    assert (engine.statistics()["tier"], engine.max_context) == ("gathered", 16)
+    assert (engine.statistics()["execution_path"], engine.max_context) == ("slot_cache", 16)
     assert error(engine, model, 16) <= 1e-5
 
 

@@ -53,29 +53,31 @@ def test_a_budget_changes_nothing_but_the_work(slots: int, llama: TinyModel) -> 
     for step in population(3, 30):
         assert largest_error(engine, step, llama.logprobs) <= 1e-5
         assert used(engine, "kv_bytes_used") <= slots * token_bytes
-        assert engine._tier._storage.nbytes <= max(budget, token_bytes)
+        assert engine._choice.path.forward.storage.nbytes <= max(budget, token_bytes)
     assert (used(engine, "tokens_evicted") > 0) == (slots > 1)
 
 
 def test_storage_grows_with_what_is_kept(make: Make) -> None:
     model = make("llama", {**TINY_LLAMA, "max_position_embeddings": 4096})
     engine = MLXEngine(model.path, dtype="float32")
-    first = engine._tier._storage.nbytes
+    first = engine._choice.path.forward.storage.nbytes
     contexts = [tuple((i * j) % 290 + 3 for j in range(700)) for i in range(1, 5)]
     assert largest_error(engine, contexts, model.logprobs) <= 1e-4
-    assert engine._tier._storage.nbytes > 2 * first
+    assert engine._choice.path.forward.storage.nbytes > 2 * first
     again = [(*ids, 7) for ids in contexts]
     before = used(engine, "tokens_computed")
     assert largest_error(engine, again, model.logprobs) <= 1e-4
     assert used(engine, "tokens_computed") - before == 4
     engine.clear_prefix_cache()
-    assert engine._tier._storage.nbytes == first
+    assert engine._choice.path.forward.storage.nbytes == first
     assert largest_error(engine, again[:1], model.logprobs) <= 1e-4
 
 
-@pytest.mark.parametrize("tier", ["gathered", "uncached"])
-def test_long_contexts_pass_in_pieces(tier: str, llama: TinyModel) -> None:
-    engine = MLXEngine(llama.path, dtype="float32", tier=tier, max_tokens_per_batch=10)
+@pytest.mark.parametrize("path", ["slot_cache", "uncached"])
+def test_long_contexts_pass_in_pieces(path: str, llama: TinyModel) -> None:
+    engine = MLXEngine(
+        llama.path, dtype="float32", execution_path=path, max_tokens_per_batch=10
+    )
     step = [tuple(range(3, 60)), tuple(range(9, 20)), (5,), (6,)]
     assert largest_error(engine, step, llama.logprobs) <= 1e-5
     assert used(engine, "forwards") >= 8
@@ -86,7 +88,7 @@ def test_logits_of_long_prompts_are_made_for_the_last_tokens_alone(
 ) -> None:
     monkeypatch.setattr(forward, "_LOGITS_AT_ONCE", 0)
     engine = MLXEngine(llama.path, dtype="float32")
-    assert engine.statistics()["tier"] == "gathered"
+    assert engine.statistics()["execution_path"] == "slot_cache"
     for step in population(4, 12):
         assert largest_error(engine, step, llama.logprobs) <= 1e-5
     # One that ends inside another, both new.
@@ -96,7 +98,7 @@ def test_logits_of_long_prompts_are_made_for_the_last_tokens_alone(
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.05)])
 def test_half_precision_is_close(dtype: str, tolerance: float, llama: TinyModel) -> None:
     engine = MLXEngine(llama.path, dtype=dtype)
-    assert engine.statistics()["tier"] == "gathered"
+    assert engine.statistics()["execution_path"] == "slot_cache"
     for step in population(5, 6):
         rows = rows_of(engine, step)
         assert rows.dtype == torch.float32
@@ -109,8 +111,8 @@ def test_quantised_models_keep_their_rows_whatever_is_batched(make: Make) -> Non
     nn.quantize(model, group_size=32, bits=4)
     mx.eval(model.parameters())
     engine = MLXEngine.from_model(model, tokenizer, config)
-    alone = MLXEngine.from_model(model, tokenizer, config, tier="uncached")
-    assert engine.statistics()["tier"] == "gathered"
+    alone = MLXEngine.from_model(model, tokenizer, config, execution_path="uncached")
+    assert engine.statistics()["execution_path"] == "slot_cache"
     for step in population(6, 9):
         expected = torch.cat([rows_of(alone, [ids]) for ids in step])
         torch.testing.assert_close(rows_of(engine, step), expected, rtol=0, atol=1e-4)
@@ -161,7 +163,7 @@ def test_wrong_options_are_refused(llama: TinyModel) -> None:
         ({"dtype": "int8"}, "choose one of 'float32'"),
         ({"max_tokens_per_batch": 0}, "at least 1"),
         ({"kv_budget_bytes": -1}, "at least 0"),
-        ({"tier": "packed"}, "the tiers are 'gathered', 'uncached'"),
+        ({"execution_path": "packed"}, "choose one of 'slot_cache', 'uncached'"),
         ({"mlx_opts": {"lazy": True}}, "which the engine decides"),
         ({"mlx_opts": {"colour": "red"}}, "arguments of mlx_lm.load"),
     ):
@@ -169,11 +171,11 @@ def test_wrong_options_are_refused(llama: TinyModel) -> None:
             MLXEngine(llama.path, **options)
 
 
-def test_a_tier_that_cannot_serve_is_refused(make: Make) -> None:
+def test_an_execution_path_that_cannot_serve_is_refused(make: Make) -> None:
     settings = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
     path = make("mamba", settings).path
-    with pytest.raises(ModelLoadError, match=r"tier='gathered' cannot serve .*ArraysCache"):
-        MLXEngine(path, tier="gathered")
+    with pytest.raises(ModelLoadError, match=r"slot_cache' cannot serve .*ArraysCache"):
+        MLXEngine(path, execution_path="slot_cache")
     engine = MLXEngine(path)
     assert Capability.PREFIX_CACHE not in engine.capabilities
     for call in (engine.clear_prefix_cache, lambda: engine.cache_prefix((1,), None)):
@@ -191,9 +193,11 @@ def test_requests_that_the_model_cannot_answer_are_refused(engine: MLXEngine) ->
     assert engine.max_context == 64
 
 
-@pytest.mark.parametrize("tier", ["gathered", "uncached"])
-def test_a_step_is_one_pass_and_has_the_oldest(tier: str, llama: TinyModel) -> None:
-    engine = MLXEngine(llama.path, dtype="float32", tier=tier, max_tokens_per_batch=30)
+@pytest.mark.parametrize("path", ["slot_cache", "uncached"])
+def test_a_step_is_one_pass_and_has_the_oldest(path: str, llama: TinyModel) -> None:
+    engine = MLXEngine(
+        llama.path, dtype="float32", execution_path=path, max_tokens_per_batch=30
+    )
     contexts = {i: tuple((i * j) % 290 + 3 for j in range(1, 21)) for i in range(1, 6)}
     for i, ids in contexts.items():
         engine.submit(Query(i, ids))
@@ -246,4 +250,11 @@ def test_figures_outlive_the_engine(engine: MLXEngine) -> None:
     figures = engine.statistics()
     assert figures["tokens_asked"] == 2
     assert figures["model"] == "llama"
-    assert figures["tier"] == "gathered"
+    assert figures["execution_path"] == "slot_cache"
+
+
+def test_names_of_genlm_1_0_work_with_a_warning(llama: TinyModel) -> None:
+    with pytest.warns(DeprecationWarning, match="use execution_path='slot_cache'"):
+        engine = MLXEngine(llama.path, dtype="float32", tier="gathered")
+    with pytest.warns(DeprecationWarning, match="until genlm 1.1; use 'execution_path'"):
+        assert engine.statistics()["tier"] == "gathered"

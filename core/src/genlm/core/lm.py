@@ -464,12 +464,13 @@ class AsyncLM:
 
     def statistics(self) -> Statistics:
         """What was asked and how it was answered since the model was loaded."""
+        engine = self._scheduler.engine.statistics()
         return Statistics(
             **asdict(self._scheduler.statistics()),
             **self._counters.snapshot(),
             cache_entries=len(self._cache),
             cache_bytes=self._cache.nbytes,
-            engine=dict(self._scheduler.engine.statistics()),
+            engine=engine.copy() if isinstance(engine, dict) else dict(engine),
         )
 
     def close(self) -> None:

@@ -1,43 +1,61 @@
 """Prefixes computed once: a tree of tokens over slots of keys and values.
 
-For engines that run a model themselves. `PrefixRows` answers batches of sequences from a
-`PrefixTree` of bounded size, with eviction, pinning, adapters and roll-back; the engine
-brings a function that runs its model over what is not in the tree yet (`Computing`). The
-`segments` of a batch lay that out as padded forward passes with gathered pasts.
+For engines that run a model themselves. `PrefixRows` computes the next-token rows of batches
+of sequences from a `PrefixTree` of bounded size, with eviction, pinning, adapters and
+roll-back; the engine provides a `ForwardFn`, which runs its model over uncached tokens.
+`prefill_stages`, `group_segments` and `SegmentBatch` lay those out as padded forward passes
+with gathered pasts. `PrefixEngine` is the base class of such engines; `choose_path` selects
+the fastest execution path that gives the right rows.
 """
 
-from genlm.prefix.computing import Computed, Computing, TreeBatch
-from genlm.prefix.node import Node
-from genlm.prefix.padding import BatchLimits, plan_batches
-from genlm.prefix.rows import PrefixRows
-from genlm.prefix.segments import (
+from genlm.prefix.engine import Adapters, PrefixEngine
+from genlm.prefix.execution_path import (
+    ExecutionPath,
+    PathChoice,
+    SelfTest,
+    ServeOptions,
+    UnsupportedModelError,
+    choose_path,
+)
+from genlm.prefix.node import SCRATCH_SLOT, Node, Slots, slots_within
+from genlm.prefix.padding import (
+    BatchLimits,
     Segment,
     SegmentBatch,
     SegmentLimits,
     group_segments,
     places_of,
-    waves_of,
+    plan_batches,
+    prefill_stages,
 )
-from genlm.prefix.slots import SCRATCH_SLOT, Slots, slots_within
+from genlm.prefix.rows import ForwardFn, ForwardResult, PrefixRows, TreeBatch
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 __all__ = [
     "SCRATCH_SLOT",
+    "Adapters",
     "BatchLimits",
-    "Computed",
-    "Computing",
+    "ExecutionPath",
+    "ForwardFn",
+    "ForwardResult",
     "Node",
     "OutOfSlotsError",
+    "PathChoice",
+    "PrefixEngine",
     "PrefixRows",
     "PrefixTree",
     "Segment",
     "SegmentBatch",
     "SegmentLimits",
+    "SelfTest",
+    "ServeOptions",
     "Slots",
     "TreeBatch",
+    "UnsupportedModelError",
+    "choose_path",
     "group_segments",
     "places_of",
     "plan_batches",
+    "prefill_stages",
     "slots_within",
-    "waves_of",
 ]

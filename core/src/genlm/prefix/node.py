@@ -1,14 +1,59 @@
-"""A node of the prefix tree: a run of tokens and the slots that hold them."""
+"""Nodes of the prefix tree and the slots of the KV storage that their tokens occupy.
+
+A slot is the place of one token's keys and values in every layer. This module handles
+numbers only; it does not depend on torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from genlm.prefix.slots import Slots
+__all__ = ["SCRATCH_SLOT", "FreeSlots", "Node", "Slots", "slots_within"]
 
-__all__ = ["Node"]
+Slots = NDArray[np.int64]
+
+SCRATCH_SLOT = 0
+"""Never allocated: tokens that are computed again write here, not over the old values."""
+
+
+def slots_within(budget_bytes: int, bytes_per_token: int) -> int:
+    """Return how many slots fit into a budget, the scratch slot included."""
+    return budget_bytes // bytes_per_token
+
+
+class FreeSlots:
+    """The free slots among `1 ... capacity`; the last freed are allocated first.
+
+    Slots that were freed together are allocated together, so long prompts are mostly
+    contiguous, and attention reads them without gathering.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._stack: NDArray[Any] = np.arange(capacity, 0, -1, dtype=np.int64)
+        self._count = capacity
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, count: int) -> Slots:
+        """Allocate `count` slots; at least as many must be free."""
+        assert count <= self._count  # noqa: S101 - our own mistake
+        taken = self._stack[self._count - count : self._count][::-1].copy()
+        self._count -= count
+        return taken
+
+    def give(self, slots: Slots) -> None:
+        """Free slots that were allocated."""
+        self._stack[self._count : self._count + len(slots)] = slots[::-1]
+        self._count += len(slots)
+
+    def numbers(self) -> set[int]:
+        """Return the free slots, for tests and statistics."""
+        return set(self._stack[: self._count].tolist())
 
 
 class Node:
@@ -18,10 +63,10 @@ class Node:
         tokens: At least one, except in a root.
         slots: One for each token; a token keeps its slot for as long as it is cached.
         start: Position of the first token in its sequences.
-        parent: None in a root and in nodes taken out of the tree.
-        children: By first token.
-        computed: How many of the tokens have keys and values; the rest is fresh.
-        pinned: Kept until the tree is cleared.
+        parent: None in a root and in nodes removed from the tree.
+        children: Children by their first token.
+        computed: How many of the tokens have keys and values; the others are uncached.
+        pinned: Whether the node is kept until the tree is cleared.
     """
 
     __slots__ = ("children", "computed", "parent", "pinned", "slots", "start", "tokens")
@@ -60,9 +105,9 @@ class Node:
         return upper
 
     def cut(self, length: int) -> Slots:
-        """Forget all but the first `length` tokens and return the others' slots.
+        """Remove all but the first `length` tokens and return the slots of the others.
 
-        A node without tokens leaves the tree. Only for nodes without children.
+        A node without tokens is removed from the tree. The node must not have children.
         """
         assert not self.children  # noqa: S101 - our own mistake
         freed = self.slots[length:]

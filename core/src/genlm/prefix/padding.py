@@ -1,28 +1,53 @@
-"""Cuts pending sequences into padded batches that waste little.
+"""Divides work into padded batches that waste little.
 
-Knows lengths only: nothing of models, tokens or adapters.
+`plan_batches` groups whole sequences. A segment is consecutive tokens of one sequence with
+their past: segments whose pasts are known run together, in a few padded passes, and those
+that depend on them run in the next prefill stage. This module handles numbers only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BatchLimits", "plan_batches"]
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm.prefix.node import SCRATCH_SLOT, Node, Slots
+from genlm.prefix.rows import TreeBatch
+
+__all__ = [
+    "BatchLimits",
+    "Segment",
+    "SegmentBatch",
+    "SegmentLimits",
+    "group_segments",
+    "places_of",
+    "plan_batches",
+    "prefill_stages",
+]
 
 # Padding up to this many tokens costs less than another pass over the weights.
 _CHEAP_PADDING_TOKENS = 64
 
+# Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.
+_GATHERED_AT_ONCE = 2**16
+
+# Gathering this many slots as padding costs less than another pass over the weights.
+_CHEAP_GATHERING = 4096
+
+Integers = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What one padded batch may hold.
+    """Limits of one padded batch of sequences.
 
     Attributes:
-        max_tokens: The most positions, padding included. A longer sequence is a
-            batch of its own.
-        max_rows: The most sequences, which bounds the logits of a batch.
-        equal_lengths: Every batch holds sequences of one length only.
+        max_tokens: Most positions, padding included. A longer sequence is a batch of
+            its own.
+        max_rows: Most sequences, which bounds the logits of a batch.
+        equal_lengths: Whether all sequences of a batch must have the same length.
     """
 
     max_tokens: int
@@ -44,9 +69,9 @@ class BatchLimits:
 def plan_batches(lengths: Sequence[int], limits: BatchLimits) -> Iterator[list[int]]:
     """Group the indices of `lengths` into batches, each index in exactly one.
 
-    Longest first, so that each batch is padded to its first member and a batch
-    too big for the memory fails at once. No sequence is padded beyond twice its
-    length, except by a few tokens.
+    The longest come first, so that each batch is padded to its first member and a batch
+    that exceeds the memory fails at once. No sequence is padded beyond twice its length,
+    except by a few tokens.
     """
     batch: list[int] = []
     longest = 0
@@ -57,5 +82,145 @@ def plan_batches(lengths: Sequence[int], limits: BatchLimits) -> Iterator[list[i
         if not batch:
             longest = lengths[index]
         batch.append(index)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Consecutive tokens of one sequence, computed together.
+
+    Attributes:
+        tokens: Token ids, at least one.
+        slots: Slots of the past and of these tokens.
+        writes: Slots that take the keys and values of these tokens: their own, or the
+            scratch slot if they are cached.
+    """
+
+    tokens: tuple[int, ...]
+    slots: Slots
+    writes: Slots
+
+    @property
+    def past(self) -> int:
+        """Number of tokens before these."""
+        return len(self.slots) - len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLimits:
+    """Limits of one padded batch of segments.
+
+    Attributes:
+        max_tokens: Most new positions, padding included. A longer segment is a batch of
+            its own.
+        max_context: Most positions that past and new tokens take together, padding
+            included; None for no limit.
+    """
+
+    max_tokens: int
+    max_context: int | None
+
+    def admit(self, batch: Sequence[Segment], segment: Segment) -> bool:
+        """Whether a segment may join others, none of which has more new tokens."""
+        rows = len(batch) + 1
+        longest = len(segment.tokens)
+        past = max(segment.past, *(other.past for other in batch))
+        width = longest + past
+        new = sum(len(other.tokens) for other in batch) + longest
+        seen = sum(other.past for other in batch) + segment.past
+        return (
+            rows * longest <= self.max_tokens
+            and rows * width <= _GATHERED_AT_ONCE
+            and (self.max_context is None or width <= self.max_context)
+            and rows * longest - new <= _CHEAP_PADDING_TOKENS
+            and rows * past - seen <= max(seen, _CHEAP_GATHERING)
+        )
+
+
+class SegmentBatch:
+    """Segments side by side: pasts padded on the left, new tokens on the right.
+
+    Attributes:
+        tokens: Token ids, shape (segments, longest); padding holds `pad_id`.
+        positions: Position of each in its own sequence; padding continues the count.
+        writes: The slot that takes each token's keys and values, same shape; padding
+            writes into the scratch slot.
+        reads: The slots of past and new tokens, shape (segments, longest past +
+            longest); padding reads what its segment has just written.
+        is_token: Which of `reads` are not padding.
+        past: Number of columns of the pasts, at least the longest past.
+    """
+
+    def __init__(self, segments: Sequence[Segment], pad_id: int, *, past: int = 0) -> None:
+        longest = max(len(segment.tokens) for segment in segments)
+        self.past = max(past, *(segment.past for segment in segments))
+        shape, width = (len(segments), longest), self.past + longest
+        self.tokens = np.full(shape, pad_id, np.int64)
+        self.positions = np.empty(shape, np.int64)
+        self.writes = np.full(shape, SCRATCH_SLOT, np.int64)
+        self.reads = np.empty((len(segments), width), np.int64)
+        self.is_token = np.zeros((len(segments), width), bool)
+        for row, segment in enumerate(segments):
+            count, first = len(segment.tokens), self.past - segment.past
+            end = first + len(segment.slots)
+            self.tokens[row, :count] = segment.tokens
+            self.writes[row, :count] = segment.writes
+            self.positions[row] = segment.past + np.arange(longest)
+            self.reads[row] = segment.slots[-1]
+            self.reads[row, first:end] = segment.slots
+            self.is_token[row, first:end] = True
+
+
+def places_of(
+    segments: Sequence[Segment], wanted: Collection[int]
+) -> list[tuple[int, int, int]]:
+    """Return (slot, segment, place in the segment) of new tokens whose slots are wanted."""
+    return [
+        (slot, row, place)
+        for row, segment in enumerate(segments)
+        for place, slot in enumerate(segment.slots[segment.past :].tolist())
+        if slot in wanted
+    ]
+
+
+def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
+    """Divide the work of a batch into stages, each of which depends on the earlier ones.
+
+    The first stage includes the last tokens of cached sequences, which are run again for
+    their logits.
+    """
+    depths: dict[Node, int] = {}
+    stages: list[list[Segment]] = [[]]
+    uncached: set[int] = set()
+    for node in batch.tree.uncached():  # ancestors before descendants
+        above = depths.get(node.parent) if node.parent is not None else None
+        depth = depths[node] = 0 if above is None else above + 1
+        if depth == len(stages):
+            stages.append([])
+        writes = node.slots[node.computed :]
+        slots = node.path_slots(0, node.end)
+        stages[depth].append(Segment(node.tokens[node.computed :], slots, writes))
+        uncached.update(writes.tolist())
+    scratch = np.array([SCRATCH_SLOT], np.int64)
+    for sequence, slot in zip(batch.sequences, batch.last_slots, strict=True):
+        if slot not in uncached:
+            node = batch.tree.find(batch.adapter, sequence)
+            slots = node.path_slots(0, len(sequence))
+            stages[0].append(Segment(sequence[-1:], slots, scratch))
+            uncached.add(slot)
+    return stages
+
+
+def group_segments(
+    segments: Sequence[Segment], limits: SegmentLimits
+) -> Iterator[list[Segment]]:
+    """Divide segments into batches that pad little, each segment into exactly one."""
+    batch: list[Segment] = []
+    for segment in sorted(segments, key=lambda s: (len(s.tokens), s.past)):
+        if batch and not limits.admit(batch, segment):
+            yield batch
+            batch = []
+        batch.append(segment)
     if batch:
         yield batch

@@ -1,53 +1,96 @@
-"""Rows of batches of sequences, every token computed once and every prefix shared.
+"""Next-token rows of batches of sequences from a prefix tree.
 
-The tree, its budget and its roll-backs are the same however the model is run; that is a
-`Computing`.
+`PrefixRows` owns the tree, its budget and its roll-backs. A `ForwardFn` runs the model over
+the tokens that the tree does not have yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from genlm.core.errors import EvaluationError
 from genlm.core.rows import rows_from_logits
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.computing import Computing, TreeBatch
-from genlm.prefix.slots import slots_within
+from genlm.prefix.node import slots_within
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PrefixRows"]
+__all__ = ["ForwardFn", "ForwardResult", "PrefixRows", "TreeBatch"]
 
 _Batch = list[tuple[int, int]]
 """Index of a sequence and the slot of its last token."""
 
-# Looking at a sequence takes microseconds; with thousands waiting it must stay that little.
+# `next_pass` looks at each pending sequence for microseconds; this bounds the total.
 _MOST_PASSED_OVER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """Sequences in the current batch of a tree.
+
+    Attributes:
+        tree: Holds all of them; its uncached tokens are to be computed.
+        adapter: Adapter under which they were inserted.
+        sequences: Sequences whose next tokens are wanted.
+        last_slots: What `insert` returned for each.
+    """
+
+    tree: PrefixTree
+    adapter: str | None
+    sequences: Sequence[tuple[int, ...]]
+    last_slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Result of running a model over a batch.
+
+    Attributes:
+        logits: Shape `(sequences, width of the model's output)`, in the model's dtype.
+        tokens: Number of tokens that went through the model, without padding.
+        forwards: Number of forward passes.
+    """
+
+    logits: torch.Tensor
+    tokens: int
+    forwards: int
+
+
+class ForwardFn(Protocol):
+    """Runs a model over the uncached tokens of a tree."""
+
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        """Store keys and values of all uncached tokens; return the sequences' logits."""
+        ...
 
 
 class PrefixRows:
     """Answers batches of sequences from a prefix tree.
 
-    A batch that needs more room than there is, is served in parts, and so is a context
-    of more tokens than one pass may have.
+    A batch that needs more slots than can be freed is computed in several passes, and so
+    is a context of more tokens than one pass may have.
 
     Args:
-        computing: Runs the model over what is not in the tree yet.
+        forward: Runs the model over the tokens that are not in the tree yet.
         without_cache: Returns the row of a sequence too long for the whole budget, shape
             `(1, vocabulary.size)`, float32.
-        vocabulary: The tokenizer's.
-        budget_bytes: The most that keys and values take.
-        bytes_per_token: What they take of one token.
-        max_tokens: The most new tokens in one pass.
-        max_rows: The most results of one pass, which bounds its logits.
+        vocabulary: The tokenizer's vocabulary.
+        budget_bytes: Upper bound of the memory of keys and values.
+        bytes_per_token: Memory of the keys and values of one token.
+        max_tokens: Upper bound of the new tokens in one pass.
+        max_rows: Upper bound of the results of one pass, which bounds its logits.
+
+    Attributes:
+        forward: As above.
     """
 
     def __init__(
         self,
-        computing: Computing,
+        forward: ForwardFn,
         *,
         without_cache: Callable[[tuple[int, ...]], torch.Tensor],
         vocabulary: Vocabulary,
@@ -56,7 +99,7 @@ class PrefixRows:
         max_tokens: int,
         max_rows: int,
     ) -> None:
-        self._computing, self._without_cache = computing, without_cache
+        self.forward, self._without_cache = forward, without_cache
         self._vocabulary = vocabulary
         self._budget, self._token_bytes = budget_bytes, bytes_per_token
         self._max_tokens, self._max_rows = max_tokens, max_rows
@@ -66,10 +109,10 @@ class PrefixRows:
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Compute the next-token row of each sequence, in one pass or in several.
 
-        Whatever is raised, the tree holds computed tokens only.
+        When this raises, the tree holds computed tokens only.
 
         Args:
-            adapter: Name of the adapter that is at work in the model.
+            adapter: Name of the adapter that is active in the model.
             sequences: At least one; ids that the model can embed, none empty.
 
         Returns:
@@ -92,24 +135,24 @@ class PrefixRows:
     def next_pass(
         self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
     ) -> Sequence[int]:
-        """Choose sequences whose rows take one pass: the first, then whatever still fits.
+        """Choose sequences whose rows take one pass: the first, then those that still fit.
 
-        The beginning of a first one longer than a pass has passes of its own. Whether the
-        tree has room for them all is not looked at.
+        The beginning of a first sequence longer than a pass takes passes of its own. Free
+        slots are not considered.
 
         Args:
-            adapter: Under which they will be asked for.
+            adapter: Adapter of all sequences.
             sequences: At least one, the most urgent first.
 
         Returns:
-            Their places, in order, 0 among them.
+            Their indices, in order, 0 among them.
         """
         total = sum(map(len, sequences))
         if len(sequences) <= self._max_rows and total + len(sequences) <= self._max_tokens:
             return range(len(sequences))
         chosen: list[int] = []
         passed_over, room = 0, self._max_tokens
-        ahead: PrefixTree | None = None  # what the pass will compute, nothing of it twice
+        ahead: PrefixTree | None = None  # what the pass will compute, each token once
         for index, sequence in enumerate(sequences):
             new = self._tree.missing(adapter, sequence)
             if new > 1:
@@ -125,7 +168,7 @@ class PrefixRows:
             if ahead is not None:
                 ahead.insert(adapter, sequence)
             chosen.append(index)
-            room -= new + 1  # a last token that is known is run again
+            room -= new + 1  # a cached last token is run again
             if len(chosen) == self._max_rows:
                 break
         return chosen
@@ -134,7 +177,7 @@ class PrefixRows:
         """Compute a prefix and keep it until `clear`.
 
         Raises:
-            EvaluationError: It does not fit into the budget beside what is kept.
+            EvaluationError: It does not fit into the budget beside the prefixes kept already.
         """
         before = self._contexts_without_cache
         self.rows(adapter, [token_ids])
@@ -142,16 +185,16 @@ class PrefixRows:
             raise EvaluationError(
                 f"a prefix of {len(token_ids)} tokens does not fit into the "
                 f"{self._tree.capacity} tokens of kv_budget_bytes={self._budget} beside "
-                f"what is kept already; raise kv_budget_bytes or call clear_kv_cache first"
+                f"the prefixes kept already; raise kv_budget_bytes or call clear_kv_cache first"
             )
         self._tree.pin(adapter, token_ids)
 
     def clear(self) -> None:
-        """Forget everything computed, kept or not."""
+        """Remove everything computed from the tree, kept prefixes included."""
         self._tree.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of work and the state of the cache; from any thread."""
+        """Return counts of work and the state of the cache. Thread-safe."""
         used = self._tree.slots_used
         return {
             "tokens_computed": self._tokens_computed,
@@ -177,10 +220,10 @@ class PrefixRows:
                 yield self._run(adapter, sequences, batch)
                 batch = []
                 slot = self._insert(adapter, sequence)
-            if slot is not None and self._tree.fresh_tokens > self._max_tokens:
+            if slot is not None and self._tree.uncached_tokens > self._max_tokens:
                 slot = self._insert_in_pieces(adapter, sequence)
             if slot is None:
-                # Nothing is fresh: this lets go of the prefix that was found.
+                # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
                 yield [index], self._without_cache(sequence)
@@ -193,7 +236,7 @@ class PrefixRows:
         """Whether a sequence would make the current batch larger than one pass may be."""
         if members >= self._max_rows:
             return True
-        room = self._max_tokens - self._tree.fresh_tokens - members
+        room = self._max_tokens - self._tree.uncached_tokens - members
         return len(sequence) > room and self._tree.missing(adapter, sequence) > room
 
     def _insert(self, adapter: str | None, sequence: tuple[int, ...]) -> int | None:
@@ -203,12 +246,12 @@ class PrefixRows:
             return None
 
     def _insert_in_pieces(self, adapter: str | None, sequence: tuple[int, ...]) -> int:
-        """Compute the beginning of the one sequence of a batch, as much at a time as may be.
+        """Compute the beginning of a batch's only sequence in passes of the largest size.
 
         Returns:
-            What inserting the sequence again returned.
+            The slot of the last token of the whole sequence, inserted again.
         """
-        self._tree.roll_back()  # its slots are free now, enough for every piece
+        self._tree.roll_back()  # frees its slots, which suffice for every piece
         limit = self._max_tokens
         while (missing := self._tree.missing(adapter, sequence)) > limit:
             piece = sequence[: len(sequence) - missing + limit]
@@ -227,9 +270,9 @@ class PrefixRows:
         return chosen, rows_from_logits(self._compute(wanted), self._vocabulary)
 
     def _compute(self, wanted: TreeBatch) -> torch.Tensor:
-        """Compute a batch of the tree, end it, and return the logits asked for."""
-        computed = self._computing(wanted)
+        """Compute a batch of the tree, end it, and return the requested logits."""
+        result = self.forward(wanted)
         self._tree.commit()
-        self._forwards += computed.forwards
-        self._tokens_computed += computed.tokens
-        return computed.logits
+        self._forwards += result.forwards
+        self._tokens_computed += result.tokens
+        return result.logits

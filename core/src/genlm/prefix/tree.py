@@ -1,9 +1,9 @@
 """The prefix tree: which token of which sequence is in which slot.
 
-A radix tree over token ids for each adapter, all drawing on the same slots. It
-works in batches: `insert` finds or makes room for sequences, somebody computes
-what is fresh, and `commit` or `roll_back` ends the batch. Knows nothing of torch,
-models or queries.
+There is one radix tree over token ids for each adapter; all share the same slots. The tree
+works in batches: `insert` finds or allocates the slots of sequences, the caller computes
+the uncached tokens, and `commit` or `roll_back` ends the batch. This module does not
+depend on torch, models or queries.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from genlm.prefix.node import Node
-from genlm.prefix.slots import FreeSlots, Slots
+from genlm.prefix.node import FreeSlots, Node, Slots
 
 __all__ = ["OutOfSlotsError", "PrefixTree"]
 
@@ -29,8 +28,8 @@ class OutOfSlotsError(RuntimeError):
 class PrefixTree:
     """Sequences that share every prefix, in at most `capacity` slots.
 
-    Least recently used tokens are evicted when room is needed, ends of sequences
-    first; never what is pinned or in use by the current batch.
+    Least recently used tokens are evicted when slots are needed, ends of sequences
+    first; tokens that are pinned or in use by the current batch are not evicted.
 
     Invariants: each slot is free or belongs to exactly one token of the tree, and a
     token keeps its slot for as long as it is in the tree. Between batches every token
@@ -48,13 +47,13 @@ class PrefixTree:
     def _reset(self) -> None:
         self._free = FreeSlots(self.capacity)
         self._roots: dict[str | None, Node] = {}
-        # What may be evicted, least recently used first. Descendants stand before
+        # Nodes that may be evicted, least recently used first. Descendants precede
         # their ancestors, so the first is always a leaf.
         self._idle: OrderedDict[Node, None] = OrderedDict()
         self._idle_slots = 0
         self._in_use: set[Node] = set()
-        self._fresh: set[Node] = set()
-        self._fresh_tokens = 0
+        self._uncached: set[Node] = set()
+        self._uncached_tokens = 0
 
     @property
     def slots_used(self) -> int:
@@ -62,21 +61,21 @@ class PrefixTree:
         return self.capacity - len(self._free)
 
     @property
-    def fresh_tokens(self) -> int:
-        """Number of tokens that the current batch has to compute."""
-        return self._fresh_tokens
+    def uncached_tokens(self) -> int:
+        """Number of tokens that the current batch must compute."""
+        return self._uncached_tokens
 
     # -- a batch ----------------------------------------------------------------------
 
     def insert(self, adapter: str | None, tokens: tuple[int, ...]) -> int:
-        """Put a sequence into the tree, and into use by the current batch.
+        """Add a sequence to the tree and to the current batch.
 
         Returns:
             The slot of its last token.
 
         Raises:
-            OutOfSlotsError: There is no room beside what is pinned or in use. The
-                tree keeps no token of the sequence that it did not have before.
+            OutOfSlotsError: All other slots are pinned or in use. No token of the
+                sequence is added to the tree.
         """
         node = self._root(adapter)
         position, length = 0, len(tokens)
@@ -118,33 +117,33 @@ class PrefixTree:
             position = node.end
         return node
 
-    def fresh(self) -> Sequence[Node]:
+    def uncached(self) -> Sequence[Node]:
         """Return the nodes with tokens to compute, ancestors before descendants."""
-        return sorted(self._fresh, key=_start)
+        return sorted(self._uncached, key=_start)
 
     def commit(self) -> None:
-        """End the batch: what was fresh is computed, and all of it may be evicted."""
-        for node in self._fresh:
+        """End the batch: its uncached tokens are computed; all its tokens may be evicted."""
+        for node in self._uncached:
             node.computed = len(node.tokens)
-        self._fresh.clear()
-        self._fresh_tokens = 0
+        self._uncached.clear()
+        self._uncached_tokens = 0
         self._release()
 
     def roll_back(self) -> None:
-        """End the batch: nothing was computed. Fresh tokens leave the tree."""
-        for node in sorted(self._fresh, key=_start, reverse=True):
+        """End the batch without its results: remove its uncached tokens from the tree."""
+        for node in sorted(self._uncached, key=_start, reverse=True):
             kept = node.computed
             self._free.give(node.cut(kept))
             if not kept:
                 self._in_use.discard(node)
-        self._fresh.clear()
-        self._fresh_tokens = 0
+        self._uncached.clear()
+        self._uncached_tokens = 0
         self._release()
 
     # -- between batches --------------------------------------------------------------
 
     def pin(self, adapter: str | None, tokens: tuple[int, ...]) -> None:
-        """Keep a sequence, which is in the tree, until `clear`."""
+        """Keep a sequence of the tree until `clear`."""
         node: Node | None = self.find(adapter, tokens)
         assert node is not None  # noqa: S101 - our own mistake
         if len(tokens) < node.end:
@@ -157,7 +156,7 @@ class PrefixTree:
             node = node.parent
 
     def clear(self) -> None:
-        """Forget everything, pinned or not. Only between batches."""
+        """Remove all tokens, pinned ones included. Call this between batches only."""
         assert not self._in_use  # noqa: S101 - our own mistake
         self._reset()
 
@@ -194,8 +193,8 @@ class PrefixTree:
         else:
             node.tokens += tokens
             node.slots = np.concatenate((node.slots, slots))
-        self._fresh.add(node)
-        self._fresh_tokens += len(tokens)
+        self._uncached.add(node)
+        self._uncached_tokens += len(tokens)
         return int(slots[-1])
 
     def _split(self, node: Node, length: int) -> Node:
@@ -204,17 +203,17 @@ class PrefixTree:
             self._in_use.add(upper)
         elif node in self._idle:  # the upper part is about to be used or pinned
             self._idle_slots -= length
-        if node in self._fresh:
+        if node in self._uncached:
             if upper.computed < length:
-                self._fresh.add(upper)
+                self._uncached.add(upper)
             if node.computed == len(node.tokens):
-                self._fresh.discard(node)
+                self._uncached.discard(node)
         return upper
 
     def _allocate(self, count: int) -> Slots:
         if count > len(self._free) + self._idle_slots:
             raise OutOfSlotsError(
-                f"{count} slots asked for; {len(self._free)} of {self.capacity} are free and "
+                f"{count} slots requested; {len(self._free)} of {self.capacity} are free and "
                 f"{self._idle_slots} can be evicted"
             )
         while len(self._free) < count:
@@ -222,7 +221,7 @@ class PrefixTree:
         return self._free.take(count)
 
     def _evict(self, wanted: int) -> None:
-        """Free `wanted` slots, or those of one leaf if it has fewer."""
+        """Free `wanted` slots, or all slots of one leaf if it has fewer."""
         leaf = next(iter(self._idle))
         length = len(leaf.slots)
         kept = max(0, length - max(wanted, length // _SMALLEST_SHARE))

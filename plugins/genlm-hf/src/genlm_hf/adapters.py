@@ -1,8 +1,8 @@
-"""LoRA adapters through peft: several in one model, at most one of them at work.
+"""LoRA adapters through peft: several in one model, at most one of them active.
 
-peft puts its layers into the model itself. Here they are put there so that a failure
-leaves no trace, that the model keeps its own answers, and that all can be taken out
-again. A model may come with peft layers of its maker; those stay.
+peft inserts its layers into the model itself. `Adapters` restores the model after a failed
+load, keeps the rows of the base model, and can remove every adapter again. Peft layers that a
+model came with stay.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 import torch
 
 from genlm import AdapterError, ModelLoadError, read_adapter_config
-from genlm_hf.peft_layers import Positions, positions, put_beside_base, switches
+from genlm_hf.peft_layers import AdapterState, adapter_layers, adapter_state, put_beside_base
 from genlm_hf.weight_sharing import share_weights
 
 __all__ = ["Adapters"]
 
-# The other ways of initialising change the weights of the base model.
+# Other initialisations change the weights of the base model.
 _HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
-# What of peft lies in the layers alone, so that the model inside a `PeftModel` has it all.
+# Adapter types that act in layers only, so that the model inside a `PeftModel` is complete.
 _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 
 
 class Adapters:
-    """The adapters of one model: those that it came with, and those loaded here.
+    """The adapters of one model: those that it came with, and those loaded later.
 
-    Outside of `at_work` the model is as it was handed over: what its maker had switched
-    on takes part in forward passes, what was loaded here does not.
+    Outside of `activate` the model is in its original state: the adapters that were active
+    in it are applied, loaded ones are not.
 
     Args:
-        model: Of transformers' interface, or a `peft.PeftModel` of one.
-        in_place: Whether to put adapters into this model, not into one that shares its
-            weights.
+        model: A transformers model, or a `peft.PeftModel` of one.
+        in_place: Whether to insert adapters into this model instead of one that shares
+            its weights.
 
     Attributes:
-        model: The one to run, without peft's wrapper.
+        model: The model to run, without peft's wrapper.
 
     Raises:
         ModelLoadError: It has adapters that cannot be served.
@@ -51,21 +51,21 @@ class Adapters:
         _refuse_unservable(given, base)
         self.model = base if in_place else share_weights(base)
         self._inner_names = {name: name for name in given}
-        self._peft_model: Any = None  # of what is loaded here
-        self._handed_over = _Snapshot(self.model) if given else None
-        self._positions: dict[str | None, Positions] = {}
+        self._peft_model: Any = None  # peft's wrapper for loaded adapters
+        self._original = _Snapshot(self.model) if given else None
+        self._states: dict[str | None, AdapterState] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters, the model's own first, then oldest first."""
+        """Names of the adapters: the model's own first, then in the order of loading."""
         return tuple(self._inner_names)
 
     def load(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, to be known as `name`.
+        """Load the LoRA adapter in folder `path` under a name.
 
         Raises:
             AdapterError: The name is taken, the folder holds no LoRA adapter, or
-                the adapter does not fit the model. The model stays as it was.
+                the adapter does not fit the model. The model is unchanged.
         """
         if name in self._inner_names:
             raise AdapterError(
@@ -73,7 +73,7 @@ class Adapters:
             )
         folder = str(Path(path).expanduser())
         config = _read_config(name, folder)
-        # peft forbids some names (dots, for one), so it never sees the user's.
+        # peft forbids some names (dots, for one), so adapters have other names in it.
         inner = f"genlm_{len(self._inner_names)}"
         before = _Snapshot(self.model)
         try:
@@ -91,19 +91,16 @@ class Adapters:
             raise AdapterError(
                 f"adapter {name!r} in {path!r} does not fit this {base}: {cause}"
             ) from error
-        self._handed_over = self._handed_over or before
+        self._original = self._original or before
         self._peft_model = peft_model
         self._inner_names[name] = inner
-        self._handed_over.switch_back()
-        self._handed_over.make_trainable_again()
-        self._positions.clear()
+        self._original.switch_back()
+        self._original.make_trainable_again()
+        self._states.clear()
 
     @contextmanager
-    def at_work(self, name: str | None) -> Iterator[None]:
-        """Let adapter `name` alone take part in forward passes here, None change nothing."""
-        if name is None or self._handed_over is None:
-            yield
-            return
+    def activate(self, name: str) -> Iterator[None]:
+        """Apply adapter `name` alone in forward passes within the context."""
         self._switch(name)
         try:
             yield
@@ -111,33 +108,33 @@ class Adapters:
             self._switch(None)
 
     def unload(self) -> None:
-        """Take out every adapter that was loaded here; the model is as it was handed over."""
+        """Remove every loaded adapter; the model is in its original state again."""
         if self._peft_model is not None:
             for inner in self._peft_model.peft_config.copy():
                 self._delete(inner)
-        if self._handed_over is not None:
-            self._handed_over.restore()
-        self._peft_model = self._handed_over = None
+        if self._original is not None:
+            self._original.restore()
+        self._peft_model = self._original = None
         self._inner_names.clear()
-        self._positions.clear()
+        self._states.clear()
 
     def _switch(self, name: str | None) -> None:
-        if not self._positions:
-            self._positions[None] = positions(self.model)
-        if name not in self._positions:
-            self._positions[name] = self._positions_with(name)
-        for attributes, position in self._positions[name]:
-            attributes.update(position)
+        if not self._states:
+            self._states[None] = adapter_state(self.model)
+        if name not in self._states:
+            self._states[name] = self._state_with(name)
+        for attributes, state in self._states[name]:
+            attributes.update(state)
 
-    def _positions_with(self, name: str | None) -> Positions:
-        """Where peft puts the switches for an adapter."""
+    def _state_with(self, name: str | None) -> AdapterState:
+        """Return the state that peft sets to activate an adapter."""
         from peft.functional import set_adapter
 
         assert name is not None  # noqa: S101 - our own mistake
-        for layer in switches(self.model):
+        for layer in adapter_layers(self.model):
             layer.enable_adapters(True)
         set_adapter(self.model, self._inner_names[name], inference_mode=True)
-        return positions(self.model)
+        return adapter_state(self.model)
 
     def _inject(self, inner: str, config: Any) -> Any:
         import peft
@@ -145,12 +142,12 @@ class Adapters:
         if self._peft_model is not None:
             self._peft_model.add_adapter(inner, config, low_cpu_mem_usage=True)
             return self._peft_model
-        # The model's own adapters are kept apart; peft would mix them with those loaded here.
+        # Hide the model's own adapters, which peft would mix with the loaded ones.
         vars(self.model).pop("peft_config", None)
         return peft.PeftModel(self.model, config, inner, low_cpu_mem_usage=True)
 
     def _delete(self, inner: str) -> None:
-        """Take an adapter out of the layers that others are in too."""
+        """Remove an adapter from layers, which may hold others too."""
         from peft.functional import delete_adapter
 
         delete_adapter(self.model, inner, "lora_")
@@ -159,7 +156,7 @@ class Adapters:
 
 
 class _Snapshot:
-    """The modules that a model consists of, what is switched on, what is trainable."""
+    """A model's modules, weights, active adapters and trainable parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -169,26 +166,26 @@ class _Snapshot:
         self._config = vars(model).get("peft_config")
         self._switched = {
             layer: (list(layer.active_adapters), not layer.disable_adapters)
-            for layer in switches(model)
+            for layer in adapter_layers(model)
         }
 
     def switch_back(self) -> None:
-        """Let the same adapters take part in forward passes, and none that came later."""
-        for layer in switches(self._model):
+        """Activate the same adapters, and no later ones."""
+        for layer in adapter_layers(self._model):
             active, enabled = self._switched.get(layer, ([], False))
             layer.enable_adapters(enabled)
             layer.set_adapter(active, inference_mode=True)
 
     def make_trainable_again(self) -> None:
-        """Let the same parameters have gradients; peft freezes all but an adapter's."""
+        """Restore `requires_grad`, which peft sets for an adapter's parameters only."""
         for parameter, trainable in self._trainable.items():
             parameter.requires_grad_(trainable)
 
     def put_weights_back(self) -> list[str]:
-        """Undo the replacing of parameters; return the names of those that differed.
+        """Restore replaced parameters; return the names of those whose values differed.
 
-        Adapters of embeddings are saved together with a copy of the base model's
-        weights, which peft puts in place of the model's own.
+        Adapters of embeddings are saved together with a copy of the base model's weights,
+        which replaces the model's own.
         """
         differing = []
         for module, weights in self._weights.items():
@@ -200,7 +197,7 @@ class _Snapshot:
         return differing
 
     def restore(self) -> None:
-        """Put the same modules and weights back into the same places."""
+        """Restore modules and weights."""
         self.put_weights_back()
         for module, children in self._children.items():
             for name, child in children.items():
@@ -212,7 +209,7 @@ class _Snapshot:
 
 
 def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
-    """Raise `ModelLoadError` for adapters that do not act in the layers of a model."""
+    """Raise `ModelLoadError` for adapters that act outside of a model's layers."""
     advice = "pass the base model, or what merge_and_unload returns"
     for name, config in given.items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -221,7 +218,7 @@ def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
                 f"the model's adapter {name!r} of type {kind} needs a forward pass of peft's "
                 f"own; {advice}"
             )
-    if given and any(getattr(layer, "merged", False) for layer in switches(model)):
+    if given and any(getattr(layer, "merged", False) for layer in adapter_layers(model)):
         raise ModelLoadError(
             f"adapters are merged into the model's weights; call unmerge_adapter, or {advice}"
         )

@@ -1,8 +1,8 @@
-"""The targets by which `genlm check hf` certifies the engine.
+"""The targets of `genlm check hf`.
 
-Tiny models with random weights, made on the spot in architectures that keep their past in
-different ways. The oracle is transformers' own forward pass of one sequence, without a
-past, and peft's own model for adapters.
+Tiny models with random weights, of architectures that keep their past in different ways. The
+oracle is transformers' forward pass of one sequence, without a cache, and peft's own model for
+adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few, fewer than a ba
 
 
 class _Architecture(NamedTuple):
-    """What to build, and how an adapter changes it."""
+    """Settings of a model and of its adapters."""
 
     settings: Mapping[str, Any]
     lora: Mapping[str, Any]
@@ -46,15 +46,15 @@ ARCHITECTURES = {
         {"target_modules": ["x_proj"]},
     ),
 }
-"""By transformers' name: grouped-query attention, learned positions, attention in code of
-its own, a window shorter than the sequences, a recurrent state."""
+"""By transformers' name: grouped-query attention, learned positions, custom attention code, a
+window shorter than the sequences, a recurrent state."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
     """Yield a target per architecture; each is built when it is first used.
 
     Args:
-        folder: Where the models are put.
+        folder: Folder for the models.
     """
     for name, (settings, lora) in ARCHITECTURES.items():
         model = TinyModel(

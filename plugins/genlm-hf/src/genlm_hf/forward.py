@@ -1,6 +1,6 @@
-"""One padded forward pass: the logits that follow each of several sequences.
+"""Forward passes whose output embedding is applied to the wanted positions only.
 
-Sequences are padded on the right and nothing is cached, which is right for every
+`next_logits` pads sequences on the right and caches nothing, which is right for every
 causal model, whatever its attention, positions or state. Position ids are left to
 the model: under right padding its own default numbers each sequence from 0.
 """
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["accepted", "current_device", "evaluation_mode", "head_sees", "next_logits"]
+__all__ = ["accepted", "current_device", "evaluation_mode", "next_logits", "taken_logits"]
 
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
@@ -30,14 +30,13 @@ def next_logits(
 ) -> torch.Tensor:
     """Compute the logits at one position of each sequence, in one forward pass.
 
-    The output embedding is applied to these positions only, so that nothing of
-    shape (sequences, positions, vocabulary) is made.
+    Logits of shape (sequences, positions, vocabulary) are not computed.
 
     Args:
-        model: A causal language model of transformers' interface.
+        model: A causal language model of transformers.
         sequences: Token ids that the model can embed, none empty.
-        pad_id: Fills the right of shorter sequences; never attended to.
-        device: Where the model takes its input.
+        pad_id: Pads shorter sequences on the right; never attended to.
+        device: Device of the model's input.
         positions: One for each sequence; its last token by default.
 
     Returns:
@@ -59,11 +58,41 @@ def next_logits(
     def take(states: torch.Tensor) -> torch.Tensor:
         return _take(states, kept)[:, None]
 
-    shape = (len(sequences), longest)
-    with torch.inference_mode(), evaluation_mode(model), head_sees(model, shape, take):
-        output = model(**accepted(model, inputs))
+    return taken_logits(model, accepted(model, inputs), (len(sequences), longest), take)[:, 0]
+
+
+def taken_logits(
+    model: Any,
+    inputs: dict[str, Any],
+    shape: Sequence[int],
+    take: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Run a model; compute logits of `take(states)` only, if the model permits it.
+
+    Args:
+        model: A causal language model of transformers.
+        inputs: Arguments of its `forward`.
+        shape: Shape of the token ids.
+        take: Selects positions of tensors of shape `(*shape, width)`.
+
+    Returns:
+        `take(logits)`, in the model's dtype, on the device of its output.
+    """
+    is_taken = False
+
+    def take_once(states: torch.Tensor) -> torch.Tensor:
+        nonlocal is_taken
+        is_taken = True
+        return take(states)
+
+    with (
+        torch.inference_mode(),
+        evaluation_mode(model),
+        _head_input(model, tuple(shape), take_once),
+    ):
+        output = model(**inputs)
         logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-        return logits[:, 0] if logits.shape[1] == 1 else _take(logits, kept)
+        return logits if is_taken else take(logits)
 
 
 def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -80,21 +109,20 @@ def _take(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def head_sees(
-    model: Any, shape: tuple[int, int], take: Callable[[torch.Tensor], torch.Tensor]
+def _head_input(
+    model: Any, shape: tuple[int, ...], take: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Hand `take(states)` to the output embedding instead of all states.
+    """Apply the output embedding to `take(states)` instead of all states.
 
-    The model's own scaling or capping of logits still follows. A model that uses
-    its output embedding otherwise, on states that are not `(*shape, width)`, keeps
-    all its logits; the caller takes its pick.
+    The model's own scaling or capping of logits still follows. A model that applies its
+    output embedding to states of another shape than `(*shape, width)` computes all logits.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Module):
         yield
         return
 
-    # In the module's own attributes: its dictionary of hooks may be another model's as well.
+    # Not a hook: another model may share the module's dictionary of hooks.
     attributes, whole = vars(head), head.forward
     replaced = attributes.get("forward")
 
@@ -115,9 +143,9 @@ def head_sees(
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Switch off what is random in training (dropout) while in this context.
+    """Set evaluation mode (no dropout) within this context.
 
-    A model that its owner is training is in training mode again afterwards.
+    Modules in training mode are in training mode again afterwards.
     """
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -130,5 +158,5 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:
-    """Let this thread launch kernels on `device` where a library does not say on which."""
+    """Make `device` current on this thread, for libraries that use the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

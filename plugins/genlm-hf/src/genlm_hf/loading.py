@@ -1,7 +1,7 @@
 """From a name or folder and options to a model and its tokenizer.
 
-Everything that can be refused before weights are read is refused before. Errors
-of transformers are reported as `ModelLoadError` with what was asked for.
+Invalid options and models are refused before weights are read where possible. Errors of
+transformers are reported as `ModelLoadError` with the requested model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["LoadOptions", "load_checkpoint", "refuse_encoder_decoder"]
 
 _DEMO = Path(__file__).parent / "demo"
 
-# Of a folder that holds no model.
+# Of a folder without a model.
 _MOST_FILES_SHOWN = 12
 
-# Options of `hf_opts` that say where files are; config and tokenizer need them too.
+# Options of `hf_opts` that locate files; config and tokenizer need them too.
 _LOCATION_OPTIONS = frozenset(
     {"cache_dir", "force_download", "gguf_file", "local_files_only"}
     | {"proxies", "revision", "subfolder", "token"}
@@ -52,13 +52,13 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
         options: See `HFEngine`.
 
     Returns:
-        The model, in evaluation mode, where the options want it; its tokenizer.
+        The model, in evaluation mode, on the device of the options; its tokenizer.
 
     Raises:
-        ModelLoadError: There is no such model, or it cannot be served.
+        ModelLoadError: The model does not exist or cannot be served.
         MissingRequirementError: It or an option needs a library that is missing.
         ValueError: Options that contradict each other or do not exist.
-        TypeError: `model` is no name, or options that are no mapping.
+        TypeError: `model` is not a name, or an option is not a mapping.
     """
     import transformers
 
@@ -72,7 +72,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     if getattr(config, "quantization_config", None) is not None and device is not None:
         arguments["device_map"], device = {"": device}, None
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        # torch's own attention, transformers' default, does not cap scores.
+        # torch's attention, transformers' default, does not cap scores.
         arguments.setdefault("attn_implementation", "eager")
     arguments |= {**where, "output_loading_info": True}
     with without_bars():
@@ -84,7 +84,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
 
 
 def refuse_encoder_decoder(config: Any, source: str) -> None:
-    """Raise `ModelLoadError` if a config is of a model with an encoder."""
+    """Raise `ModelLoadError` if the model of a config has an encoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(
             f"{source!r} is an encoder-decoder ({config.model_type}), which has no "
@@ -179,7 +179,7 @@ def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
             raise MissingRequirementError(
                 f"model {source!r}", [error.name], "install the package that provides it"
             ) from error
-        # The first line says it; transformers goes on with lists of all it knows.
+        # The first line has the cause; transformers' next lines list everything it supports.
         cause = f"{type(error).__name__}: {error}".strip().split("\n")[0]
         raise ModelLoadError(
             f"asked for model {source!r}; {auto_class.__name__}.from_pretrained raised {cause} "

@@ -1,7 +1,4 @@
-"""What of peft lies in a model's layers: who is at work, and where weights are.
-
-Knows no folders and no users' names of adapters.
-"""
+"""Active-adapter state and adapter weights of the peft layers of a model."""
 
 from __future__ import annotations
 
@@ -9,18 +6,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["Positions", "positions", "put_beside_base", "switches"]
+__all__ = ["AdapterState", "adapter_layers", "adapter_state", "put_beside_base"]
 
-# What a layer of peft's knows of who is at work. Its methods set it too, but walk the model
-# and touch every parameter, which takes longer than a forward pass of a small model.
-_SWITCHES = ("_active_adapter", "_disable_adapters")
+# Attributes of peft's layers that say which adapters are active. peft's methods set them too,
+# but visit every parameter, which takes longer than a forward pass of a small model.
+_STATE = ("_active_adapter", "_disable_adapters")
 
-Positions = list[tuple[dict[str, Any], dict[str, Any]]]
-"""The attributes of each layer of peft's, and what its switches are."""
+AdapterState = list[tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes of each peft layer, and the values of those that select adapters."""
 
 
-def switches(model: torch.nn.Module) -> list[Any]:
-    """Return what of peft in a model can be switched on and off."""
+def adapter_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the peft layers of a model, in which adapters can be activated."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -28,11 +25,11 @@ def switches(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def positions(model: torch.nn.Module) -> Positions:
-    """Return what all switches of a model are now."""
+def adapter_state(model: torch.nn.Module) -> AdapterState:
+    """Return which adapters are active in each layer of a model."""
     return [
-        (vars(layer), {name: getattr(layer, name) for name in _SWITCHES})
-        for layer in switches(model)
+        (vars(layer), {name: getattr(layer, name) for name in _STATE})
+        for layer in adapter_layers(model)
     ]
 
 
@@ -44,7 +41,7 @@ def put_beside_base(model: torch.nn.Module, adapter: str) -> None:
     """
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-    for layer in switches(model):
+    for layer in adapter_layers(model):
         wraps = isinstance(layer, AuxiliaryTrainingWrapper)
         base = layer.original_module if wraps else layer.get_base_layer()
         like = next(base.parameters(), None)

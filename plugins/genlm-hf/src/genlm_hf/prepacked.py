@@ -1,8 +1,7 @@
-"""The weights of linear layers once more, laid out as the CPU multiplies by them fastest.
+"""A second copy of the weights of linear layers, prepacked for oneDNN.
 
-In float32 torch leaves products to BLAS, which lays the weights out anew at every product.
-oneDNN, which torch brings along, can be given weights that are laid out already
-("prepacked"), and has faster products on many CPUs.
+In float32 torch uses BLAS, which repacks the weights at every product. oneDNN, which is part
+of torch, accepts prepacked weights and has faster products on many CPUs.
 """
 
 from __future__ import annotations
@@ -22,37 +21,37 @@ __all__ = ["PrepackedWeights"]
 
 _logger = logging.getLogger("genlm_hf")
 
-# The most of the free memory that copies may take.
+# Largest share of the free memory that copies may take.
 _SHARE = 0.25
 
 # With fewer weights the call costs more than it saves (measured on two CPU cores).
 _FEWEST_WEIGHTS = 2**16
 
-# oneDNN lays out for a number of tokens; for this one it suits all numbers measured, 1-2048.
+# oneDNN packs weights for a number of tokens; this one suits all measured numbers, 1-2048.
 _TOKENS = 16
 
-# It also makes and keeps code for each number of tokens, 0.5 ms and 0.7 MB a shape of weights.
-# So others are filled up to one of these, or divided by the last.
+# It compiles and caches code for each number of tokens, 0.5 ms and 0.7 MB a shape of weights.
+# So other numbers are padded to one of these, or divided by the last.
 _SIZES = (1, 2, *range(4, 32, 4), *range(32, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _MissingOperatorError(LookupError):
-    """This torch has no operator of that name."""
+    """The installed torch lacks an operator."""
 
 
 class PrepackedWeights:
-    """Copies of a model's weights that forward passes on a CPU read instead.
+    """Prepacked copies of a model's weights, which forward passes on a CPU read.
 
-    The model keeps its own weights. What is changed in them later is not seen.
+    The model keeps its own weights. Later changes of them do not change the copies.
 
     Args:
-        modules: Of a model. Nothing is copied of those that are not plain linear layers
-            on a CPU, or if the copies do not fit into a quarter of the free memory.
+        modules: Modules of a model. Only plain linear layers on a CPU are copied, if the
+            copies fit into a quarter of the free memory.
 
     Attributes:
-        nbytes: Memory that the copies take.
+        nbytes: Memory of the copies.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -91,8 +90,8 @@ class PrepackedWeights:
             )
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Let the layers' forward passes use the copies."""
+    def activate(self) -> Iterator[None]:
+        """Let the layers use the copies within this context."""
         for attributes, forward in self._forwards:
             attributes["forward"] = forward
         try:
@@ -106,7 +105,7 @@ def _weight(layer: torch.nn.Module) -> torch.Tensor | None:
     """Return the weight of a layer that can be prepacked, `(outputs, inputs)`."""
     from transformers.pytorch_utils import Conv1D
 
-    # Subclasses compute otherwise, and so do layers whose forward was replaced (accelerate).
+    # Subclasses and layers whose forward was replaced (accelerate) compute something else.
     if type(layer) not in {torch.nn.Linear, Conv1D} or "forward" in vars(layer):
         return None
     weight = layer.weight
@@ -135,7 +134,7 @@ def _operator(name: str) -> Any:
 
 
 def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None:
-    """Return a forward pass that reads a copy, None if this CPU has none that is right."""
+    """Return a forward pass that reads a copy, None if it fails or is inexact on this CPU."""
     product = _operator("_linear_pointwise").default
     reorder = _operator("_reorder_linear_weight")
     outputs, inputs = weight.shape
@@ -167,7 +166,7 @@ def _forward(weight: torch.Tensor, bias: torch.Tensor | None) -> _Forward | None
 
 
 def _agree(left: _Forward, right: _Forward, weight: torch.Tensor) -> bool:
-    """Whether two ways to multiply by a weight differ by no more than rounding."""
+    """Whether two functions that multiply by a weight agree up to rounding."""
     states = torch.linspace(-1, 1, weight.shape[1]).to(weight.dtype)[None]
     difference = (left(states) - right(states)).float().abs()[0]
     largest = states.float().norm() * weight.norm(dim=1, dtype=torch.float32)

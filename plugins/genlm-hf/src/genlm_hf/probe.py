@@ -1,7 +1,6 @@
-"""Two small forward passes that show what may be batched, and what is no causal LM.
+"""Two small forward passes that show whether a model is causal and may be padded.
 
-No config flag decides either, so the model itself is asked, once, when it is
-loaded.
+Configs do not tell either, so the model is run once when it is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Logits = Callable[[Sequence[Sequence[int]], Sequence[int]], torch.Tensor]
 _TEXT = "Once upon a time, the 3 quick foxes ran home."
 _MAX_IDS = 9
 
-# In total variation: far above rounding, far below what one leaked token does.
+# In total variation: far above rounding, far below the effect of one leaked token.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COARSE_TOLERANCE = 0.1
 
@@ -52,12 +51,12 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
 
     Args:
         logits: Runs the model.
-        ids: A sequence to try, of no less than one token.
-        coarse: Whether the model rounds more than the type of its logits says.
+        ids: A sequence of at least one token.
+        coarse: Whether the model rounds more than the dtype of its logits.
 
     Raises:
         ModelLoadError: The row also depends on tokens that come later, so the
-            model is no causal language model (BERT without `is_decoder`, XLNet);
+            model is not a causal language model (BERT without `is_decoder`, XLNet);
             or it does not run on token ids alone.
     """
     end = max(len(ids) // 2 - 1, 0)
@@ -68,8 +67,8 @@ def padding_is_safe(logits: Logits, ids: Sequence[int], *, coarse: bool = False)
     tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE.get(alone.dtype, _COARSE_TOLERANCE)
     if _total_variation(alone, continued) > tolerance:
         raise ModelLoadError(
-            "its prediction after a token changes with the tokens that follow, so it is "
-            "no causal language model; use a decoder-only model (a BERT-like checkpoint "
+            "its prediction after a token changes with the tokens that follow, so it is not "
+            "a causal language model; use a decoder-only model (a BERT-like checkpoint "
             'trained as a decoder needs hf_opts={"is_decoder": True})'
         )
     return _total_variation(alone, padded) <= tolerance

@@ -1,7 +1,6 @@
-"""Keeps transformers' progress bars off the terminal while a model is loaded.
+"""Hides transformers' progress bars while a model is loaded.
 
-A library that is asked for a model has no business writing to stderr. Downloads, which may
-take long, keep the hub's own bars.
+The bars of the hub's downloads, which may take long, stay.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _users = 0
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Let transformers show no bars in this context, on any thread.
+    """Hide transformers' bars within this context, on all threads.
 
-    A hook that the program has installed for its own display stays in charge; when the
-    last of several contexts ends, everything is as it was.
+    A hook that the program has installed keeps its effect. When the last of several
+    contexts ends, the previous state is restored.
     """
     from transformers.utils.logging import set_tqdm_hook
 

@@ -1,4 +1,4 @@
-"""What is different about models whose weights have few bits."""
+"""Quantised models: detection, and workarounds for bitsandbytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["is_quantised", "packed_weights_kept", "say_once"]
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether weights are of few bits; kernels then round more than the model's dtype says."""
+    """Whether weights are quantised; kernels then round more than the model's dtype does."""
     return getattr(model.config, "quantization_config", None) is not None
 
 
 @contextmanager
 def packed_weights_kept(model: Any) -> Iterator[None]:
-    """Undo what reading a model's state, as peft does, makes of its 4-bit weights.
+    """Restore 4-bit weights that `state_dict`, which peft calls, has unpacked.
 
     On CPUs with AVX512-BF16 bitsandbytes packs them in the first forward pass.
-    `state_dict` unpacks them, but not their scales (seen in bitsandbytes 0.50.2), so
-    that the model would go on with other weights.
+    `state_dict` unpacks them, but not their scales (seen in bitsandbytes 0.50.2), which
+    would change the rows.
     """
     kept = [
         (weight, weight.data, weight.quant_state, dict(vars(weight.quant_state)))
@@ -38,7 +38,7 @@ def packed_weights_kept(model: Any) -> Iterator[None]:
 
 
 def say_once() -> None:
-    """Let bitsandbytes log each message once, not at every product of matrices."""
+    """Let bitsandbytes log each message once instead of at every matrix product."""
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_once)
 
 

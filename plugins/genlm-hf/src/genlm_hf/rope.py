@@ -1,9 +1,8 @@
 """Rotary embeddings whose frequencies depend on the longest sequence of a batch.
 
-Dynamic NTK and longrope scaling choose their frequencies by the largest position
-in the forward pass, so that even padding changes the answer; dynamic NTK also
-remembers the longest sequence that it has met. Here: which models do that, and
-how to make one forget.
+Dynamic NTK and longrope scaling choose their frequencies by the largest position in the
+forward pass, so that even padding changes the rows; dynamic NTK also keeps the frequencies of
+the longest sequence so far. This module detects such models and resets that state.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ def depends_on_longest(config: Any) -> bool:
 
 
 def forget_longest(model: torch.nn.Module) -> None:
-    """Bring dynamic rotary embeddings back to the state that they were built in.
+    """Reset dynamic rotary embeddings to their initial state.
 
-    Without this, a sequence after a longer one would be computed with the longer
-    one's frequencies.
+    Otherwise a sequence after a longer one would get the frequencies of the longer one.
     """
     for module in model.modules():
         if not hasattr(module, "original_max_seq_len"):
@@ -41,6 +39,6 @@ def forget_longest(model: torch.nn.Module) -> None:
 
 
 def _original_frequencies(module: torch.nn.Module) -> list[str]:
-    # An attribute or a buffer, by release of transformers.
+    # An attribute or a buffer, depending on the release of transformers.
     names = [*vars(module), *(name for name, _ in module.named_buffers(recurse=False))]
     return [name for name in names if name.endswith("original_inv_freq")]

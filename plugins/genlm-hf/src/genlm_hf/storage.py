@@ -1,7 +1,7 @@
 """The tensors that hold keys and values, one pair for each layer.
 
-Sized once from a budget in bytes and never beyond it. On the CPU the operating
-system hands out the memory only as slots are written for the first time.
+Their size is fixed by a budget in bytes. On the CPU the operating system allocates the
+memory as slots are first written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from genlm.prefix import slots_within
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
-# The stated share of free memory that a default budget takes.
+# Share of the free memory that a default budget takes.
 _SHARE_OF_CPU = 0.25
 _SHARE_OF_ACCELERATOR = 0.5
 
@@ -26,14 +26,14 @@ _MOST_SLOTS_BY_DEFAULT = 2**20
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token: `heads` keys and values.
+    """Shape of the keys and values of one token in one layer.
 
     Attributes:
         heads: Number of key-value heads.
-        key_width: Numbers in a key.
-        value_width: Numbers in a value.
-        dtype: Of both.
-        device: Where the layer computes.
+        key_width: Width of a key.
+        value_width: Width of a value.
+        dtype: Dtype of both.
+        device: Device of the layer.
     """
 
     heads: int
@@ -44,22 +44,26 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory that one slot takes."""
+        """Memory of one slot."""
         return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
 class KVStorage:
     """Keys, shape `(heads, slots, key width)`, and values of every layer.
 
-    Slot 0 is the scratch slot; what the others hold before they are written is
-    arbitrary.
+    Slot 0 is the scratch slot. Slots are uninitialised before they are written.
 
     Args:
-        layers: In the order in which the model runs them.
-        budget_bytes: The most that all tensors together take.
+        layers: Shapes of the layers in the order in which the model runs them.
+        budget_bytes: Upper bound of the memory of all tensors together.
+
+    Attributes:
+        budget_bytes: As above.
+        bytes_per_token: Memory of one slot in all layers.
     """
 
     def __init__(self, layers: Sequence[LayerShape], budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
         self.bytes_per_token = sum(layer.bytes_per_token for layer in layers)
         slots = slots_within(budget_bytes, self.bytes_per_token)
         self._tensors = [
@@ -93,8 +97,7 @@ class KVStorage:
 def default_budget_bytes(layers: Sequence[LayerShape]) -> int:
     """Return a quarter of the free memory of CPUs, half of that of accelerators.
 
-    With several devices, as many tokens as the fullest has room for; never more
-    than 2**20 tokens.
+    With several devices, as many tokens as fit on the fullest one; at most 2**20 tokens.
     """
     per_device: dict[torch.device, int] = {}
     for layer in layers:

@@ -1,10 +1,9 @@
-"""A second model over the same weights, so that the caller's may run at any time.
+"""A second model over the same weights, so that the caller's model may run at any time.
 
-A step of the engine needs other attention functions, adapters and forward methods in the
-model, and some models keep what they computed in their modules. All of that is state of
-module objects and configs. The engine therefore runs module objects and configs of its own
-that hold the same parameters: weights are not copied, and weights changed in place are
-changed for both.
+A step of the engine changes attention functions, adapters and forward methods of the model,
+and some models keep intermediate results in their modules. All of that is state of module
+objects and configs. The engine therefore runs copies of the module objects and configs with
+the same parameters: weights are not copied, and weights changed in place change in both.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from genlm_hf.forward import accepted, evaluation_mode
-from genlm_hf.limits import context_window, input_device
 from genlm_hf.probe import first_pass
+from genlm_hf.served_model import context_window, input_device
 
 __all__ = ["share_weights"]
 
@@ -31,17 +30,17 @@ _logger = logging.getLogger("genlm_hf")
 
 
 def share_weights(model: Any) -> Any:
-    """Return a model of its own modules and configs over the weights of `model`.
+    """Return a model of copied modules and configs over the weights of `model`.
 
-    Parameters, buffers and dictionaries of hooks are the same objects. What is put in or
-    switched later (adapters, attention functions, training mode) is state of one model alone.
+    Parameters, buffers and dictionaries of hooks are the same objects. Later changes of
+    adapters, attention functions or training mode affect one of the models only.
 
     Args:
-        model: Of transformers' interface. It is run once, in evaluation mode, because some
+        model: A transformers model. It is run once, in evaluation mode, because some
             models change their weights in the first pass.
 
     Returns:
-        The second model; `model` itself, with a warning, where the two cannot be kept apart:
+        The second model; `model` itself, with a warning, if the two cannot be separated:
         its modules are called through references that cannot be followed, such as closures,
         or it changes its weights when it leaves training mode.
 
@@ -79,12 +78,12 @@ def _run(model: Any) -> None:
 
 
 def _versions(model: torch.nn.Module) -> list[int]:
-    """Return how often each parameter was changed in place, as far as torch counts it."""
+    """Return how often each parameter was changed in place, by torch's count."""
     return [p._version for p in model.parameters() if not p.is_inference()]  # noqa: SLF001
 
 
 class _Copies:
-    """Copies of modules and configs, and of what refers to them in modules' attributes.
+    """Copies of modules and configs, and of attributes that refer to them.
 
     Attributes:
         model: The copy of the model.
@@ -97,13 +96,13 @@ class _Copies:
             attributes = {name: self._copy(value) for name, value in vars(module).items()}
             for name in ("_modules", "_parameters", "_buffers"):
                 attributes[name] = type(attributes[name])(attributes[name])
-            # What Module.compile made runs the first model.
+            # The result of Module.compile runs the first model.
             attributes.pop("_compiled_call_impl", None)
             vars(second).update(attributes)
         self.model = self._modules[model]
 
     def _copy(self, value: Any) -> Any:
-        """Return the copy, or the object itself if it refers to no module or config."""
+        """Return a copy, or the object itself if it does not refer to a module or config."""
         from transformers import PreTrainedConfig
 
         if isinstance(value, torch.nn.Module):
@@ -126,8 +125,8 @@ def _partial(_: partial[Any], parts: list[Any]) -> partial[Any]:
     return new
 
 
-# What may refer to modules: its parts, and how to make one of other parts. Methods and
-# partials are how accelerate and others replace the forward methods of modules.
+# Types that may refer to modules: how to take them apart and to rebuild them. accelerate and
+# others replace the forward methods of modules by methods and partials.
 _COMPOUNDS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], Any]]] = {
     MethodType: (lambda m: [m.__self__], lambda m, parts: MethodType(m.__func__, *parts)),
     partial: (lambda p: [p.func, p.args, p.keywords, vars(p)], _partial),
@@ -142,10 +141,10 @@ _COMPOUNDS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any
 
 
 class _CalledModules:
-    """Notes which modules of a model this thread calls.
+    """Records which modules of a model this thread calls.
 
     Attributes:
-        names: Of their classes.
+        names: Names of their classes.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -154,7 +153,7 @@ class _CalledModules:
         self.names: list[str] = []
 
     def __enter__(self) -> Self:
-        self._handle = register_module_forward_pre_hook(self._note)
+        self._handle = register_module_forward_pre_hook(self._record)
         return self
 
     def __exit__(
@@ -165,6 +164,6 @@ class _CalledModules:
     ) -> None:
         self._handle.remove()
 
-    def _note(self, module: torch.nn.Module, _: Any) -> None:
+    def _record(self, module: torch.nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread and module in self._modules:
             self.names.append(type(module).__name__)

@@ -1,7 +1,7 @@
-"""LoRA adapters beside the layers of a model, put into it for the passes that need them.
+"""LoRA adapters, whose layers replace those of the model in the passes that need them.
 
-Each adapter has layers of its own around the model's, so adapters may differ in rank and
-in the layers that they change, and the base model is what it was between passes.
+Each adapter has layers of its own around the model's, so adapters may differ in rank and in
+the layers that they change, and the base model is unchanged between passes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from genlm import AdapterError, read_adapter_config
 __all__ = ["Adapters"]
 
 _Layers = dict[str, Module]
-"""By their paths in the model."""
+"""Layers by their paths in the model."""
 
-# Settings of peft that change more than the product of two matrices does.
+# Settings of peft that are more than a product of two matrices, and their neutral values.
 _REFUSED = {
     "use_dora": False,
     "bias": "none",
@@ -53,14 +53,14 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order in which they were loaded."""
+        """Names in the order in which they were loaded."""
         return tuple(self._layers)
 
     def load(self, name: str, folder: str) -> None:
-        """Read an adapter that mlx-lm or peft has written.
+        """Load an adapter that mlx-lm or peft has saved.
 
         Raises:
-            AdapterError: The name is taken, there is no adapter, or it does not fit.
+            AdapterError: The name is taken, the folder holds no adapter, or it does not fit.
         """
         if name in self._layers:
             raise AdapterError(f"adapter {name!r} is loaded already; choose another name")
@@ -73,11 +73,8 @@ class Adapters:
         self._layers[name] = layers
 
     @contextmanager
-    def at_work(self, name: str | None) -> Iterator[None]:
-        """Let forward passes in this context be those of an adapter, None for the base."""
-        if name is None:
-            yield
-            return
+    def activate(self, name: str) -> Iterator[None]:
+        """Apply an adapter in forward passes within the context."""
         self._put(self._layers[name])
         try:
             yield
@@ -88,13 +85,13 @@ class Adapters:
         self._model.update_modules(tree_unflatten(list(layers.items())))
 
     def _written_by_mlx(self, name: str, folder: Path) -> _Layers:
-        """Have mlx-lm put the layers in, and take them out again."""
+        """Let mlx-lm insert the layers, and remove them again."""
         _refuse_full(name, folder)
         before = dict(self._model.named_modules())
         problem = None
         try:
             load_adapters(self._model, str(folder))
-        except Exception as error:  # noqa: BLE001 - whatever mlx-lm says of a bad adapter
+        except Exception as error:  # noqa: BLE001 - mlx-lm's errors of bad adapters have any type
             problem = error
         after = dict(self._model.named_modules())
         layers = {path: after[path] for path, own in before.items() if after[path] is not own}

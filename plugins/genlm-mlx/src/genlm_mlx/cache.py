@@ -1,8 +1,8 @@
-"""Caches of mlx-lm's interface that keep keys and values in slots.
+"""Caches with mlx-lm's interface that keep keys and values in slots.
 
-The model hands over the keys and values of new tokens as it would to its own cache, and
-gets back those of whole sequences, gathered from the slots or held from the last pass. And
-the recorder that finds out what a model hands over.
+The model passes the keys and values of new tokens to `SlotCache` and gets those of whole
+sequences, gathered from the slots or resident from the last pass. `RecordingCache` records
+what a model passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from genlm.prefix import SegmentBatch, Slots
-from genlm_mlx.held import HeldBatch
+from genlm_mlx.resident import ResidentBatch
 from genlm_mlx.storage import KVStorage, LayerShape
 
 __all__ = ["RecordingCache", "SlotCache", "slot_caches"]
@@ -25,27 +25,27 @@ def slot_caches(
     batch: SegmentBatch,
     windows: Sequence[int | None],
     *,
-    held: HeldBatch | None = None,
+    resident: ResidentBatch | None = None,
     continues: bool = False,
 ) -> list[SlotCache]:
-    """Return what a model sees of the storage in one forward pass.
+    """Return the caches that a model gets for one forward pass.
 
     Args:
         storage: Takes the new keys and values.
         batch: Which slots are written and read.
-        windows: Of each layer, how many tokens a token sees; None for all.
-        held: Gets what the layers read, if it is to be kept.
-        continues: Whether it has the pasts already, so that they need not be gathered.
+        windows: Number of tokens that a token sees in each layer; None for all.
+        resident: Keeps what the layers read; None to keep nothing.
+        continues: Whether `resident` has the pasts already, so that they are not gathered.
     """
-    shared = _Batch(storage, batch, held, continues=continues)
+    shared = _Batch(storage, batch, resident, continues=continues)
     return [SlotCache(shared, layer, window) for layer, window in enumerate(windows)]
 
 
 class SlotCache:
-    """One layer's.
+    """The cache of one layer.
 
     Attributes:
-        offset: How many tokens each sequence has already, shape `(sequences,)`.
+        offset: Number of cached tokens of each sequence, shape `(sequences,)`.
     """
 
     def __init__(self, shared: _Batch, layer: int, window: int | None) -> None:
@@ -60,7 +60,7 @@ class SlotCache:
         return self._fetched
 
     def keys_and_values(self) -> list[mx.array]:
-        """Return what was fetched last, for layers that share it."""
+        """Return the last result of `update_and_fetch`, for layers that share it."""
         return self._fetched
 
     def make_mask(
@@ -78,18 +78,18 @@ class SlotCache:
 
 
 class _Batch:
-    """A batch's slots as arrays, made once for all layers alike."""
+    """A batch's slots as arrays, made once for all layers."""
 
     def __init__(
         self,
         storage: KVStorage,
         batch: SegmentBatch,
-        held: HeldBatch | None,
+        resident: ResidentBatch | None,
         *,
         continues: bool,
     ) -> None:
         self._storage, self._batch = storage, batch
-        self._held, self._continues = held, continues
+        self._resident, self._continues = resident, continues
         pasts = batch.positions[:, 0].astype(np.int32)
         self.pasts = mx.array(pasts)
         self.ends = mx.array(pasts + batch.tokens.shape[1])
@@ -100,15 +100,15 @@ class _Batch:
     def exchange(self, layer: int, keys: mx.array, values: mx.array) -> list[mx.array]:
         heads = self._storage.layers[layer].heads
         self._storage.write(layer, self._rows(self._batch.writes, heads), (keys, values))
-        if self._held is not None and self._continues:
-            return self._held.append(layer, (keys, values))
+        if self._resident is not None and self._continues:
+            return self._resident.append(layer, (keys, values))
         found = self._storage.gathered(layer, self._rows(self._batch.reads, heads))
-        if self._held is not None:
-            self._held.arrays[layer] = list(found)
+        if self._resident is not None:
+            self._resident.arrays[layer] = list(found)
         return found
 
     def _rows(self, slots: Slots, heads: int) -> mx.array:
-        """Return where in a layer's arrays slots are, `(sequences, heads, tokens)`."""
+        """Return the rows of slots in a layer's arrays, `(sequences, heads, tokens)`."""
         key = id(slots), heads
         if key not in self._made:
             first = np.arange(heads)[:, None] * self._storage.slots
@@ -134,12 +134,12 @@ class _Batch:
 
 
 class RecordingCache:
-    """Notes what a layer hands over, and hands it back; for one pass over one sequence.
+    """Records what a layer caches; for one pass over one sequence.
 
     Attributes:
-        shape: None until the layer has run.
-        problem: What a gathered past could not give back, if anything.
-        offset: As models read it.
+        shape: Shape of the layer's keys and values; None until the layer has run.
+        problem: What a `SlotCache` could not give back; None if there is none.
+        offset: Number of cached tokens.
     """
 
     offset = 0
@@ -147,22 +147,22 @@ class RecordingCache:
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
         self.problem: str | None = None
-        self._handed: tuple[mx.array, mx.array] | None = None
+        self._recorded: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Note the keys and values of the layer and hand them back."""
+        """Record the keys and values of the layer and return them."""
         if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             self.problem = f"a layer caches {keys.dtype} {keys.shape}, {values.shape}"
         elif self.shape is not None:
             self.problem = "a layer caches twice in a forward pass"
         else:
             self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        self._handed = keys, values
+        self._recorded = keys, values
         return keys, values
 
     def keys_and_values(self) -> Any:
-        """Return what was handed over."""
-        return self._handed
+        """Return the recorded keys and values."""
+        return self._recorded
 
     def make_mask(
         self,
@@ -170,7 +170,7 @@ class RecordingCache:
         return_array: bool = False,
         window_size: int | None = None,  # noqa: ARG002
     ) -> mx.array | str | None:
-        """Return a causal mask; what is seen does not matter here."""
+        """Return a causal mask; windows do not matter here."""
         if N == 1:
             return None
         return mx.tril(mx.ones((N, N), mx.bool_)) if return_array else "causal"

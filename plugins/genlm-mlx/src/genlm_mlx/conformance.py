@@ -1,7 +1,7 @@
-"""The targets by which `genlm check mlx` certifies the engine.
+"""The targets of `genlm check mlx`.
 
-Tiny models with random weights, made on the spot by transformers, whose own forward pass of
-one sequence is the oracle: another library, another implementation of each model.
+Tiny models with random weights, made by transformers, whose forward pass of one sequence is
+the oracle: an independent implementation of each model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few, fewer than a ba
 
 
 class _Architecture(NamedTuple):
-    """What to build, and which of its layers adapters change."""
+    """Settings of a model and of its adapters."""
 
     model_type: str
     settings: Mapping[str, Any]
@@ -62,7 +62,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
     """Yield a target per architecture; each is built when it is first used.
 
     Args:
-        folder: Where the models are put.
+        folder: Folder for the models.
     """
     for name, (model_type, settings, lora) in ARCHITECTURES.items():
         model = TinyModel(

@@ -1,4 +1,4 @@
-"""What mlx-lm computes otherwise than transformers: corrected, or the model is refused."""
+"""Corrects differences of mlx-lm's models from transformers, or refuses the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from genlm_mlx.windows import correct_windows, own_windows
 
 __all__ = ["correct"]
 
-# Settings by which the same weights give other rows.
+# Settings that change the rows of the same weights.
 _TELLING = (
     "activation_function",
     "attn_logit_softcapping",
@@ -33,27 +33,27 @@ _TELLING = (
     "use_parallel_residual",
 )
 
-# What configs call the number of tokens that a token sees.
+# Names of the attention window in configs.
 _WINDOWS = ("sliding_window", "attention_window_size")
 
-# With so many heads that score tokens, a score of exactly zero is rare.
+# With this many heads that score tokens, a score of exactly zero is rare.
 _INDEX_HEADS = 16
 
 
 def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedRoPE]:
-    """Let a model of mlx-lm compute what transformers computes of the same config.
+    """Make an mlx-lm model compute the rows of transformers with the same config.
 
     Args:
         model: Changed in place.
-        config: transformers' config of it.
-        max_context: The most tokens of a context, None for no limit.
+        config: transformers' config of the model.
+        max_context: Most tokens of a context, None for no limit.
 
     Returns:
-        Rotary embeddings that must be told the length of each context.
+        Rotary embeddings that need the length of each context.
 
     Raises:
-        ModelLoadError: Rows would be wrong; the message says why, from which length on, and
-            with which versions.
+        ModelLoadError: Rows would be wrong; the message has the reason, the length from
+            which they are wrong, and the versions.
     """
     text, config = getattr(model, "language_model", model), config.get_text_config()
     reason = (
@@ -103,7 +103,7 @@ def _correct_windows(model: Any, config: Any, max_context: int | None) -> None:
 
 
 def _windows(config: Any, layers: int) -> list[int | None]:
-    """Of each layer, how many tokens a token sees by the config; None for all."""
+    """Return the window of each layer by the config; None for all tokens."""
     name = next((name for name in _WINDOWS if hasattr(type(config)(), name)), None)
     window = None if name is None else getattr(config, name)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
@@ -115,7 +115,7 @@ def _named(window: int | None) -> str:
 
 
 def _ignored(model: Any, config: Any) -> str | None:
-    """A setting that is not the architecture's usual one, and that mlx-lm does not read."""
+    """Return an unusual setting of the architecture that mlx-lm does not read."""
     read, usual = vars(model.args), type(config)()
     for name in _TELLING:
         if name in ACTIVATIONS and corrects_activation(model, config):
@@ -146,7 +146,7 @@ def _scaled_by_length(config: Any) -> str | None:
 
 
 def _indexer(config: Any, max_context: int | None) -> str | None:
-    """Attention to chosen tokens: which ones, if many scores are zero, is left to chance."""
+    """Return why rows of sparse attention differ: its choice between equal scores."""
     chosen, heads = getattr(config, "index_topk", None), getattr(config, "index_n_heads", 0)
     if chosen is None or heads >= _INDEX_HEADS or (max_context or chosen + 1) <= chosen:
         return None

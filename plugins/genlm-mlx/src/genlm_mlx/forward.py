@@ -1,4 +1,4 @@
-"""Forward passes of an mlx-lm model: gathered from slots, or through its own cache."""
+"""Forward passes of an mlx-lm model: over slots, or through its own cache."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm.prefix import (
     SCRATCH_SLOT,
-    Computed,
+    ForwardResult,
     Segment,
     SegmentBatch,
     SegmentLimits,
     TreeBatch,
+    UnsupportedModelError,
     group_segments,
     places_of,
-    waves_of,
+    prefill_stages,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
-from genlm_mlx.held import HeldBatch, HeldBatches
+from genlm_mlx.resident import ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape
-from genlm_mlx.unfit import UnfitModelError
 
-__all__ = ["GatheredForward", "own_logits", "read_shapes", "read_windows"]
+__all__ = ["SlotCacheForward", "own_logits", "read_shapes", "read_windows"]
 
-# Logits of all tokens of a pass are made if they are no more than these; 32 MiB in float16.
-# Else those wanted are had from one more pass, of their tokens alone.
+# Most logits of a pass; 32 MiB in float16. If all tokens of a pass have more, the wanted ones
+# are computed in one more pass, of their tokens alone.
 _LOGITS_AT_ONCE = 2**24
 
 
-class GatheredForward:
-    """Runs a model over what is fresh in a tree, in padded batches; see `Computing`.
+class SlotCacheForward:
+    """Runs a model over the uncached tokens of a tree, in padded batches; a `ForwardFn`.
 
     Args:
         model: An mlx-lm model.
-        windows: Of each layer, how many tokens a token sees; None for all.
+        windows: Number of tokens that a token sees in each layer; None for all.
         storage: Keeps keys and values.
-        limits: Of one pass.
-        width: Of the model's output.
-        budget_bytes: The most that keys and values take.
+        limits: Limits of one pass.
+        width: Width of the model's output.
+        budget_bytes: Most memory of keys and values.
+
+    Attributes:
+        storage: As above.
     """
 
     def __init__(
@@ -55,21 +58,21 @@ class GatheredForward:
         width: int,
         budget_bytes: int,
     ) -> None:
-        self._model, self._windows, self._storage = model, list(windows), storage
+        self._model, self._windows, self.storage = model, list(windows), storage
         self._limits, self._width = limits, width
         self._budget = budget_bytes
         self._token_bytes = sum(layer.bytes_per_token for layer in storage.layers)
-        self._held = HeldBatches()
+        self._resident = ResidentBatches()
 
-    def __call__(self, batch: TreeBatch) -> Computed:
-        """Run wave after wave, each in as few passes as padding allows."""
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        """Run each prefill stage in as few passes as padding allows."""
         wanted = set(batch.last_slots)
         found = _Found()
         again: list[Segment] = []
         tokens = forwards = 0
-        waves = waves_of(batch)
-        while waves:
-            for segments in group_segments(waves.pop(0), self._limits):
+        stages = prefill_stages(batch)
+        while stages:
+            for segments in group_segments(stages.pop(0), self._limits):
                 ends = places_of(segments, wanted)
                 longest = max(len(segment.tokens) for segment in segments)
                 if longest > 1 and len(segments) * longest * self._width > _LOGITS_AT_ONCE:
@@ -78,14 +81,14 @@ class GatheredForward:
                 self._run(segments, ends, found)
                 tokens += sum(len(segment.tokens) for segment in segments)
                 forwards += 1
-            if not waves and again:
-                waves, again = [again], []
-        return Computed(found.logits(batch.last_slots), tokens, forwards)
+            if not stages and again:
+                stages, again = [again], []
+        return ForwardResult(found.logits(batch.last_slots), tokens, forwards)
 
     def clear(self) -> None:
-        """Forget everything computed."""
-        self._held.clear()
-        self._storage.reset()
+        """Free everything computed."""
+        self._resident.clear()
+        self.storage.reset()
 
     def _run(
         self,
@@ -93,80 +96,80 @@ class GatheredForward:
         ends: Sequence[tuple[int, int, int]],
         found: _Found,
     ) -> None:
-        """Run one pass, and find the logits of the (slot, segment, token) places given."""
+        """Run one pass and store the logits at the given (slot, segment, token) places."""
         slot = max(int(segment.slots.max()) for segment in segments)
-        room = self._budget // self._token_bytes - self._storage.slots_with(slot)
-        held, continues, tokens = self._chosen(segments, room)
-        self._held.fit((room - tokens) * self._token_bytes)
-        self._storage.make_room(slot)
-        batch = SegmentBatch(segments, pad_id=0, past=held.columns if held else 0)
+        room = self._budget // self._token_bytes - self.storage.slots_with(slot)
+        resident, continues, tokens = self._chosen(segments, room)
+        self._resident.fit((room - tokens) * self._token_bytes)
+        self.storage.make_room(slot)
+        batch = SegmentBatch(segments, pad_id=0, past=resident.columns if resident else 0)
         caches = slot_caches(
-            self._storage, batch, self._windows, held=held, continues=continues
+            self.storage, batch, self._windows, resident=resident, continues=continues
         )
         logits = self._model(mx.array(batch.tokens.astype(np.int32)), cache=caches)
         results = []
         if ends:
             rows, places = (mx.array([end[i] for end in ends]) for i in (1, 2))
             results.append(logits[rows, places].astype(mx.float32))
-        if held is not None:
-            results.append(held.arrays)
-            held.columns = batch.reads.shape[1]
-        self._storage.settle(*results)
+        if resident is not None:
+            results.append(resident.arrays)
+            resident.columns = batch.reads.shape[1]
+        self.storage.settle(*results)
         if ends:
             found.add([slot for slot, _, _ in ends], results[0])
-        self._held.forget_slots(batch)
-        if held is not None and _equally_long(segments):
-            self._held.put(held)
+        self._resident.forget_slots(batch)
+        if resident is not None and _equally_long(segments):
+            self._resident.put(resident)
 
     def _chosen(
         self, segments: Sequence[Segment], room: int
-    ) -> tuple[HeldBatch | None, bool, int]:
-        """Return what is to hold what the pass reads, if anything.
+    ) -> tuple[ResidentBatch | None, bool, int]:
+        """Return the resident batch that keeps what the pass reads, if any.
 
         Args:
-            segments: Of the pass.
-            room: How many tokens the storage leaves it.
+            segments: Segments of the pass.
+            room: Number of tokens that fit beside the storage.
 
         Returns:
-            The batch; whether it has the pasts already; how many tokens it will take.
+            The batch; whether it has the pasts already; how many tokens it will hold.
         """
         rows, new = len(segments), max(len(segment.tokens) for segment in segments)
-        held = self._held.take(segments, room)
-        if held is not None:
-            return held, True, held.tokens_after(rows, new)
+        resident = self._resident.take(segments, room)
+        if resident is not None:
+            return resident, True, resident.tokens_after(rows, new)
         tokens = rows * (max(segment.past for segment in segments) + new)
         if _equally_long(segments) and tokens <= room:
-            return HeldBatch(segments, len(self._windows)), False, tokens
+            return ResidentBatch(segments, len(self._windows)), False, tokens
         return None, False, 0
 
 
 class _Found:
-    """Logits that were computed, pass by pass."""
+    """Logits of the passes of a batch."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
 
     def add(self, slots: Sequence[int], logits: mx.array) -> None:
-        """Note the logits, `(slots, width)`, of the tokens in some slots."""
+        """Store the logits, `(slots, width)`, of the tokens in some slots."""
         for slot in slots:
             self._places[slot] = len(self._places)
         self._parts.append(_as_tensor(logits))
 
     def logits(self, slots: Sequence[int]) -> torch.Tensor:
-        """Return them in order, `(slots, width)`."""
+        """Return the logits of slots in order, `(slots, width)`."""
         places = [self._places[slot] for slot in slots]
         everything = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         return everything if places == list(range(len(everything))) else everything[places]
 
 
 def own_logits(model: Any, sequences: Sequence[tuple[int, ...]], piece: int) -> torch.Tensor:
-    """Run a model from the beginning through its own cache, as mlx-lm does.
+    """Run a model over whole sequences through its own cache, as mlx-lm does.
 
     Args:
         model: An mlx-lm model.
-        sequences: Of one length, so that nothing is padded.
-        piece: How many tokens of each go through at once.
+        sequences: Sequences of one length.
+        piece: Number of tokens of each in one pass.
 
     Returns:
         Logits after the last token, shape `(sequences, width)`, float32, on the CPU.
@@ -181,10 +184,10 @@ def own_logits(model: Any, sequences: Sequence[tuple[int, ...]], piece: int) -> 
 
 
 def read_windows(model: Any) -> list[int | None]:
-    """Return how many tokens each layer's cache lets a token see, None for all.
+    """Return the window of each layer's cache in tokens, None for all tokens.
 
     Raises:
-        UnfitModelError: A layer keeps something else than keys and values of its past.
+        UnsupportedModelError: A layer keeps something else than keys and values of its past.
     """
     windows: list[int | None] = []
     for cache in make_prompt_cache(model):
@@ -194,32 +197,34 @@ def read_windows(model: Any) -> list[int | None]:
         elif kind is RotatingKVCache and cache.keep == 0:
             windows.append(int(cache.max_size))
         else:
-            raise UnfitModelError(f"a layer has a {kind.__name__}")
+            raise UnsupportedModelError(f"a layer has a {kind.__name__}")
     return windows
 
 
 def read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
     """Return what each layer caches of a token, and the width of the model's output.
 
-    Found out by running it over three tokens.
+    The model is run over three tokens.
 
     Raises:
-        UnfitModelError: It uses its caches in another way than attention does.
+        UnsupportedModelError: It uses its caches in another way than attention does.
     """
     caches = [RecordingCache() for _ in range(layers)]
     try:
         logits = model(mx.zeros((1, 3), mx.int32), cache=caches)
         mx.eval(logits)
     except Exception as error:
-        raise UnfitModelError(
+        raise UnsupportedModelError(
             f"with another cache its forward pass raises {type(error).__name__}: {error}"
         ) from error
     problems = [cache.problem for cache in caches if cache.problem is not None]
     if problems:
-        raise UnfitModelError(problems[0])
+        raise UnsupportedModelError(problems[0])
     shapes = [cache.shape for cache in caches if cache.shape is not None]
     if len(shapes) != layers:
-        raise UnfitModelError(f"{len(shapes)} of its {layers} caches take keys and values")
+        raise UnsupportedModelError(
+            f"{len(shapes)} of its {layers} caches take keys and values"
+        )
     return shapes, int(logits.shape[-1])
 
 
@@ -228,7 +233,7 @@ def _equally_long(segments: Sequence[Segment]) -> bool:
 
 
 def _alone(segment: Segment, place: int) -> Segment:
-    """Return one token of a segment that has been computed, to be run again."""
+    """Return a segment of one computed token, to be run again."""
     slots = segment.slots[: segment.past + place + 1]
     return Segment(segment.tokens[place : place + 1], slots, np.array([SCRATCH_SLOT], np.int64))
 

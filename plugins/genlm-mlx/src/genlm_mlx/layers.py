@@ -1,8 +1,8 @@
-"""Layers in which mlx-lm rounds or approximates otherwise than transformers.
+"""Layers that mlx-lm rounds or approximates differently from transformers.
 
-Differences of 1e-4 to 1e-3 in float32, of no consequence in half precision: an exact GELU in
-place of its approximation by a hyperbolic tangent, or the reverse, and the root of the hidden
-size, by which Gemma's embeddings are scaled, in bfloat16 or not.
+The differences are 1e-4 to 1e-3 in float32 and vanish in half precision: an exact GELU in
+place of its approximation by a hyperbolic tangent, or the reverse, and the precision of the
+root of the hidden size, by which Gemma's embeddings are scaled.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = [
 ]
 
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function")
-"""What configs call the activation function of feed-forward layers."""
+"""Names of the activation function of feed-forward layers in configs."""
 
 TANH_GELUS = {"gelu_pytorch_tanh", "gelu_new", "gelu_fast"}
 """Names of the approximate GELU, up to rounding."""
 
 _GELUS = {"gelu": gelu} | dict.fromkeys(TANH_GELUS, gelu_approx)
 
-# Models of mlx-lm whose feed-forward layers have one of them, whatever the config states.
+# Models of mlx-lm whose feed-forward layers have a fixed GELU, independent of the config.
 _FIXED = {"gemma", "gpt_bigcode", "gpt_neox", "starcoder2"}
 
-# Of the norm of the keys by which DeepSeek 3.2 chooses tokens.
+# Epsilon of the norm of the keys by which DeepSeek 3.2 chooses tokens.
 _INDEX_EPS = 1e-6
 
-# By the name of the first projection, that of the last.
+# Name of the last projection by that of the first.
 _PLAIN = {"c_fc": "c_proj", "dense_h_to_4h": "dense_4h_to_h"}
 
 
 def correct_layers(model: Any, config: Any) -> None:
-    """Let a model compute as transformers does.
+    """Make a model compute as transformers does.
 
     Args:
         model: An mlx-lm model; it is changed in place.
@@ -62,13 +62,13 @@ def correct_layers(model: Any, config: Any) -> None:
 
 
 def with_call(kind: type[Any], call: Callable[..., mx.array]) -> type[Any]:
-    """Return a class of modules like another, marked `corrected`, that computes otherwise."""
+    """Return a subclass of modules with another `__call__`, marked `corrected`."""
     members = {"__call__": call, "__module__": kind.__module__, "corrected": True}
     return type(kind.__name__, (kind,), members)
 
 
 def corrects_activation(model: Any, config: Any) -> bool:
-    """Whether the kind of GELU in feed-forward layers is made that of the config."""
+    """Whether `correct_layers` sets the GELU of feed-forward layers to that of the config."""
     return _name(model) in _FIXED and _activation(config) in _GELUS
 
 
@@ -95,13 +95,13 @@ def _feed_forward(activation: Callable[[mx.array], mx.array]) -> Callable[..., m
 
 
 def _scale_embeddings(embeddings: Module, hidden_size: int, name: str) -> None:
-    """Make up for the precision in which a model rounds the root of its hidden size.
+    """Correct the precision in which a model rounds the root of its hidden size.
 
     transformers rounds it to the weights' type in Gemma 3, and to bfloat16 in RecurrentGemma;
     mlx-lm rounds it to bfloat16 in Gemma 3, and does not round it in RecurrentGemma.
     """
     kind = type(embeddings)
-    if getattr(kind, "corrected", False):  # by an engine before this one
+    if getattr(kind, "corrected", False):  # by an earlier engine
         return
 
     def call(module: Any, ids: mx.array) -> mx.array:

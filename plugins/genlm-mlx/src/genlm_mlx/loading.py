@@ -1,4 +1,4 @@
-"""From a model's name to an mlx-lm model, its tokenizer and what its config says."""
+"""Loads an mlx-lm model, its tokenizer and its config."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OURS = {
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# What configs call the number of positions.
+# Names of the number of positions in configs.
 _WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
@@ -47,11 +47,11 @@ def load_model(
 
     Returns:
         The model, its tokenizer, its settings as mlx-lm has read them, and transformers'
-        config, None for an architecture that it does not know.
+        config, None for an architecture that it does not support.
 
     Raises:
-        ModelLoadError: There is no such model, or mlx-lm cannot load it.
-        ValueError: An option that is the engine's business.
+        ModelLoadError: The model does not exist, or mlx-lm cannot load it.
+        ValueError: An option that the engine decides.
     """
     from mlx_lm import load
 
@@ -75,7 +75,7 @@ def load_model(
         if "unexpected keyword" in str(error):
             raise ValueError(f"mlx_opts are arguments of mlx_lm.load: {error}") from error
         raise _not_loaded(model, error) from error
-    except (Exception, SystemExit) as error:  # one of its models exits where a package lacks
+    except (Exception, SystemExit) as error:  # one of its models exits if a package is missing
         raise _not_loaded(model, error) from error
     return loaded, tokenizer, settings, config
 
@@ -88,10 +88,10 @@ def _not_loaded(model: object, error: BaseException) -> ModelLoadError:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no mlx-lm language model that this thread can run.
+    """Refuse a model that is not an mlx-lm language model or cannot run on this thread.
 
     Raises:
-        ModelLoadError: It is something else, or its weights wait for another thread.
+        ModelLoadError: It is something else, or its weights belong to another thread.
     """
     if not hasattr(model, "layers") or not hasattr(model, "parameters"):
         raise ModelLoadError(
@@ -107,18 +107,18 @@ def check_model(model: Any) -> None:
 
 
 def unwrapped(tokenizer: Any) -> Any:
-    """Return the tokenizer of transformers that mlx-lm's own is made of, or what it is."""
+    """Return the transformers tokenizer in mlx-lm's wrapper; others unchanged."""
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    # Tokenizers of transformers have such an attribute too, which is something else.
+    # Tokenizers of transformers have an attribute of this name too, of another meaning.
     return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer  # noqa: SLF001
 
 
 def as_dtype(name: str) -> mx.Dtype:
-    """Return MLX's type of a name.
+    """Return MLX's dtype of a name.
 
     Raises:
-        ValueError: It is not one for weights.
+        ValueError: It is not a dtype of weights.
     """
     short = str(name).rpartition(".")[2]
     if short not in _DTYPES:
@@ -127,7 +127,7 @@ def as_dtype(name: str) -> mx.Dtype:
 
 
 def context_window(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a model takes by its config, None if it states no limit."""
+    """Return the most tokens that a model takes by its config, None for no limit."""
     config = config.get("text_config") or config
     window = next((config[name] for name in _WINDOW_NAMES if config.get(name)), None)
     if not isinstance(window, int):
@@ -144,7 +144,7 @@ def context_window(config: Mapping[str, Any]) -> int | None:
 
 
 def limited(window: int | None, asked: int | None) -> int | None:
-    """Return the smaller of what a model takes and what is asked for; None is no limit."""
+    """Return the smaller of two limits; None is no limit."""
     return min((length for length in (window, asked) if length is not None), default=None)
 
 

@@ -1,8 +1,8 @@
-"""A model's config as transformers reads it, in the names by which mlx-lm reads it.
+"""A model's config as transformers reads it, in the names that mlx-lm reads.
 
 mlx-lm reads the names of older configs and falls back on defaults of its own. transformers 5
-writes others: `rope_parameters` in place of `rope_theta`, `rope_scaling` and the rest. What
-mlx-lm does not find, it leaves out without a word.
+writes others: `rope_parameters` in place of `rope_theta`, `rope_scaling` and others. mlx-lm
+ignores missing settings without a warning.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ def published_config(
     *,
     revision: str | None = None,
 ) -> tuple[Mapping[str, Any], Any]:
-    """Return a config as it is written, changes included, and as transformers reads it.
+    """Return a config with changes, and transformers' reading of it.
 
     Args:
         source: A folder or a hub id.
-        changes: To settings, as in `mlx_lm.load`'s `model_config`.
-        revision: Of a hub id.
+        changes: Changed settings, as in `mlx_lm.load`'s `model_config`.
+        revision: Revision of a hub id.
 
     Returns:
         The settings, and the `transformers.PretrainedConfig`; None for an architecture that
-        transformers does not know, and for a model whose config it cannot read.
+        transformers does not support, and for a model whose config it cannot read.
     """
     from transformers import PretrainedConfig
 
     try:
         written, _ = PretrainedConfig.get_config_dict(source, revision=revision)
-    except OSError:  # mlx-lm looks in the same places, and says what is missing
+    except OSError:  # mlx-lm reads the same files and reports what is missing
         return changes, None
     written = {**written, **changes}
     return written, read_config(written)
 
 
 def read_config(written: Mapping[str, Any]) -> Any:
-    """Return transformers' config of settings, None if it does not know the architecture."""
+    """Return transformers' config of settings, None for an unsupported architecture."""
     from transformers import CONFIG_MAPPING
 
     kind = written.get("model_type")
@@ -52,10 +52,10 @@ def read_config(written: Mapping[str, Any]) -> Any:
 
 
 def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the settings to add to a config, for mlx-lm to see what transformers sees.
+    """Return the settings that make mlx-lm read a config as transformers does.
 
     Args:
-        written: The config's file.
+        written: Contents of the config's file.
         config: As `published_config` returns it.
     """
     nested = written.get("text_config")
@@ -75,7 +75,7 @@ def as_mlx_reads(written: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _rotary(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of rotary embeddings by their older names."""
+    """Return settings of rotary embeddings by their older names."""
     added: dict[str, Any] = {}
     if any(isinstance(value, Mapping) for value in parameters.values()):  # by kind of layer
         local = parameters.get("sliding_attention") or {}
@@ -95,7 +95,7 @@ def _rotary(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _derived(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that mlx-lm wants and transformers has under no name."""
+    """Return settings of mlx-lm that transformers derives from others."""
     added: dict[str, Any] = {}
     if settings.get("n_positions"):
         added["n_ctx"] = settings["n_positions"]
@@ -108,7 +108,7 @@ def _derived(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(model_type: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """The distance between layers that see everything, if all others have windows."""
+    """Return the period of layers with full attention, if all others have windows."""
     full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
     if model_type == "exaone4":  # a letter for each layer
         letters = "".join("G" if kind == "full_attention" else "L" for kind in kinds)

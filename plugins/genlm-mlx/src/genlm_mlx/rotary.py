@@ -1,8 +1,8 @@
 """Rotary embeddings with the frequencies of transformers, where mlx-lm has others.
 
-mlx-lm's models leave out kinds of scaling that they do not know. And where frequencies depend
-on the length of the context (dynamic NTK scaling, LongRoPE), mlx-lm rotates each key by the
-length that there was when it was computed, or always as in long contexts.
+mlx-lm's models ignore kinds of scaling that they do not support. Where frequencies depend on
+the length of the context (dynamic NTK scaling, LongRoPE), mlx-lm rotates each key by the length
+at the time of its computation, or always as in long contexts.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class PublishedRoPE(Module):
         self.set_length(1)
 
     def set_length(self, tokens: int) -> None:
-        """Rotate as in contexts of so many tokens from now on."""
+        """Rotate as in contexts of that length from now on."""
         frequencies, self._scale = self._published.frequencies(tokens)
         self._dims, self._periods = 2 * len(frequencies), mx.array(1 / frequencies)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate `(..., tokens, width)`, of which the first token is at place `offset`."""
+        """Rotate `(..., tokens, width)`, whose first token is at position `offset`."""
         if self._scale != 1:
             x = x.at[..., : self._dims].multiply(self._scale)
         return mx.fast.rope(
@@ -76,7 +76,7 @@ def correct_rotary(model: Any, config: Any) -> list[PublishedRoPE]:
         config: transformers' config of its language model.
 
     Returns:
-        What was put in, now or by an engine before this one, each once.
+        The embeddings inserted by this or an earlier engine, each once.
     """
     made: dict[tuple[str | None, int, bool], PublishedRoPE] = {}
     placed: list[tuple[str, Module]] = []
@@ -101,7 +101,7 @@ def correct_rotary(model: Any, config: Any) -> list[PublishedRoPE]:
 
 
 def _agrees(module: Any, published: _Published) -> bool:
-    """Whether a module rotates as transformers does, whatever the length."""
+    """Whether a module rotates as transformers does at every length."""
     if published.longest is not None:
         return False
     expected, scale = published.frequencies(1)
@@ -119,9 +119,9 @@ class _Published:
     """Frequencies by transformers' config.
 
     Args:
-        config: Of the language model.
-        layer_type: The kind of layer, if its kinds have settings of their own.
-        dims: How many numbers of a head mlx-lm rotates.
+        config: Config of the language model.
+        layer_type: The kind of layer, if kinds have settings of their own.
+        dims: Number of dimensions of a head that mlx-lm rotates.
 
     Attributes:
         known: Whether transformers computes such frequencies for any architecture.
@@ -146,7 +146,7 @@ class _Published:
             )
 
     def frequencies(self, tokens: int) -> tuple[np.ndarray[Any, Any], float]:
-        """Return those for contexts of some tokens, and the factor of what is rotated."""
+        """Return the frequencies for contexts of a length, and the factor of rotated values."""
         if self._kind == "default":
             exponents = np.arange(0, self._dims, 2, dtype=np.float32) / self._dims
             return self._parameters["rope_theta"] ** -exponents, 1.0
@@ -157,7 +157,7 @@ class _Published:
 
 
 def _layer_type(config: Any, path: str) -> str | None:
-    """The kind of the layer that a module at a path belongs to, if kinds rotate differently."""
+    """Return the kind of the layer of a module, if kinds have different settings."""
     if not any(isinstance(value, Mapping) for value in _all(config).values()):
         return None
     place = next((int(name) for name in path.split(".") if name.isdigit()), None)

@@ -1,6 +1,6 @@
 """The arrays that hold keys and values, one pair for each layer.
 
-They grow as slots are used, up to a number of slots that follows from a budget in bytes.
+They grow as slots are used, up to a budget in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
 _FIRST_SLOTS = 1024
 
-# The stated share of free memory that a default budget takes.
+# Share of the free memory that a default budget takes.
 _SHARE = 0.25
 
 # More tokens than any population of particles holds; bounds a tiny model's budget.
@@ -26,13 +26,13 @@ _MOST_SLOTS_BY_DEFAULT = 2**20
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of a token: `heads` keys and values.
+    """Shape of the keys and values of one token in one layer.
 
     Attributes:
         heads: Number of key-value heads.
-        key_width: Numbers in a key.
-        value_width: Numbers in a value.
-        dtype: Of both.
+        key_width: Width of a key.
+        value_width: Width of a value.
+        dtype: Dtype of both.
     """
 
     heads: int
@@ -42,7 +42,7 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory that one slot takes."""
+        """Memory of one slot."""
         return int(self.heads * (self.key_width + self.value_width) * self.dtype.size)
 
 
@@ -50,15 +50,15 @@ class KVStorage:
     """Keys, shape `(heads * slots, key width)`, and values of every layer.
 
     Slot 0 is the scratch slot. Rows of one head are consecutive, so that the past of a
-    sequence is gathered as attention wants it, by head.
+    sequence is gathered by head, as attention reads it.
 
     Args:
-        layers: In the order of the model's caches.
-        most_slots: The most that there may ever be.
+        layers: Shapes of the layers in the order of the model's caches.
+        most_slots: Upper bound of the number of slots.
 
     Attributes:
-        slots: How many there are now.
-        lost: Whether storing failed half-way; everything must be forgotten then.
+        slots: Current number of slots.
+        lost: Whether a write failed half-way; the contents are invalid then.
     """
 
     def __init__(self, layers: Sequence[LayerShape], most_slots: int) -> None:
@@ -66,7 +66,7 @@ class KVStorage:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, and free what has grown."""
+        """Free everything and return to the initial size."""
         self.lost = False
         self.slots = min(_FIRST_SLOTS, self._most)
         self._arrays = [
@@ -108,25 +108,25 @@ class KVStorage:
         """Store new keys and values of a layer.
 
         Args:
-            layer: Its place.
-            rows: Of its arrays, shape `(sequences, heads, new)`.
+            layer: Index of the layer.
+            rows: Rows of its arrays, shape `(sequences, heads, new)`.
             new: Keys and values, `(sequences, heads, new, width)`.
         """
         for array, states in zip(self._arrays[layer], new, strict=True):
-            # In place: once this is evaluated, nothing else holds the array as it was.
+            # In place: after evaluation no other array refers to the old one.
             array[rows] = states
 
     def gathered(self, layer: int, rows: mx.array) -> list[mx.array]:
         """Return keys and values of a layer, `(sequences, heads, all, width)`.
 
         Args:
-            layer: Its place.
-            rows: Of its arrays, shape `(sequences, heads, all)`.
+            layer: Index of the layer.
+            rows: Rows of its arrays, shape `(sequences, heads, all)`.
         """
         return [mx.take(array, rows, axis=0) for array in self._arrays[layer]]
 
     def settle(self, *results: Any) -> None:
-        """Carry out what MLX has put off: these results and everything stored."""
+        """Evaluate MLX's pending computations: these results and everything stored."""
         try:
             mx.eval(self._arrays, *results)
         except BaseException:
@@ -135,7 +135,7 @@ class KVStorage:
 
 
 def default_budget_bytes(bytes_per_token: int) -> int:
-    """Return a quarter of what memory is left, at most that of 2**20 tokens."""
+    """Return a quarter of the free memory, at most that of 2**20 tokens."""
     return min(int(_free_bytes() * _SHARE), _MOST_SLOTS_BY_DEFAULT * bytes_per_token)
 
 

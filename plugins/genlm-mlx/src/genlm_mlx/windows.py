@@ -1,7 +1,7 @@
-"""Attention windows that mlx-lm's models leave out.
+"""Attention windows that mlx-lm's models ignore.
 
-Several of its models (Mistral, Gemma 2, Phi-3, Qwen 2 and others) let every token see all
-tokens before it, whatever window the config states.
+In several of its models (Mistral, Gemma 2, Phi-3, Qwen 2 and others) every token sees all
+tokens before it, even if the config has a window.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["correct_windows", "own_windows"]
 
 
 def own_windows(model: Any) -> dict[int, int | None]:
-    """Return how many tokens the caches of a model let a token see, None for all.
+    """Return the windows of a model's caches by the index of the layer, None for all tokens.
 
-    By their places; without those of layers that keep no keys and values.
+    Layers without keys and values are left out.
     """
     return {
         place: int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
@@ -32,14 +32,14 @@ def own_windows(model: Any) -> dict[int, int | None]:
 
 
 def correct_windows(model: Any, windows: Sequence[int | None]) -> str | None:
-    """Let each layer of a model see as many tokens as stated.
+    """Set the attention windows of a model's layers.
 
     Args:
         model: An mlx-lm model; it is changed in place.
-        windows: Of each layer, how many tokens a token sees; None for all.
+        windows: Number of tokens that a token sees in each layer; None for all.
 
     Returns:
-        Why that cannot be done, None if it is done.
+        Why the windows cannot be set; None on success.
     """
     caches = make_prompt_cache(model)
     if any(type(cache) is not KVCache for cache in caches) or len(caches) != len(model.layers):
@@ -59,7 +59,7 @@ def _takes_mask(layer: type[Module]) -> bool:
 
 
 def _with_own_mask(layer: type[Any]) -> type[Any]:
-    """Return a class of layers that mask what their own cache says."""
+    """Return a class of layers that use the mask of their own cache."""
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if cache is not None:

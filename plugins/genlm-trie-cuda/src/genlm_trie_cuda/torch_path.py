@@ -1,7 +1,7 @@
 """Reductions in torch operations: of all nodes without Triton, and of some nodes.
 
 Follows the same plan as the kernels, with one torch operation for each level and each k-th
-piece. Computation is in the dtype of the result, so devices without float64 (MPS) are supported.
+piece. Computes in the dtype of the result, so devices without float64 (MPS) are supported.
 """
 
 from __future__ import annotations

@@ -1,37 +1,39 @@
-"""Attention over slots, registered with transformers as an attention function.
+"""Execution path `packed`: one packed forward pass over all uncached tokens.
 
-The model computes queries, keys and values as always and calls this function
-instead of its own attention. It stores the keys and values in their slots and
-lets every token attend to the slots of its own past. Nothing depends on
-transformers' caches or masks.
+For decoder-only models whose layers mix tokens by plain attention only. The model computes
+queries, keys and values and calls an attention function that is registered with transformers.
+The function stores the keys and values in their slots and lets every token attend to the
+slots of its own past. It does not use transformers' caches or masks.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from genlm_hf.packed.device_plan import DeviceGroup, DevicePlan, DeviceRun
+from genlm.prefix import ForwardResult, TreeBatch
+from genlm_hf.forward import accepted, taken_logits
+from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.layout import AttentionLayout
-from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.packed.plan import PackedPlan, plan_forward
+from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
-__all__ = ["PACKED_ATTENTION", "packed_step", "register"]
+__all__ = ["PACKED_ATTENTION", "PackedForward", "register", "takes_positions"]
 
 PACKED_ATTENTION = "genlm_packed"
 
-# Most entries of a mask, or of all heads' scores, at once: 4 MiB, or 16 in float32.
+# Most entries of a mask, or of the scores of all heads, at once: 4 MiB, or 16 in float32.
 _MASK_ENTRIES = 2**22
 
 
 class _Step(threading.local):
-    """What the pass that runs on this thread needs."""
+    """State of the forward pass that runs on this thread."""
 
     layout: AttentionLayout
     storage: KVStorage
@@ -43,15 +45,15 @@ _step = _Step()
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
-    """What all tokens of a layer share.
+class _Parameters:
+    """Parameters of a layer's attention.
 
     Attributes:
-        scale: Of products of queries and keys.
-        window: How many tokens a token sees; None for all.
-        softcap: Scores are bent to stay below it; None for no bending.
-        sinks: A score for each head that takes its share of the weights for nothing,
-            shape (heads of keys, heads of queries for each); None for none.
+        scale: Factor of the products of queries and keys.
+        window: Number of tokens that a token sees; None for all.
+        softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
+        sinks: Attention sinks, a score for each head, shape (heads of keys, heads of
+            queries for each); None without sinks.
     """
 
     scale: float
@@ -61,27 +63,57 @@ class _How:
 
 
 def register() -> None:
-    """Make the function known to transformers, which asks no mask for it."""
+    """Register the function with transformers, which makes no mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)
 
 
-@contextmanager
-def packed_step(
-    layout: AttentionLayout,
-    storage: KVStorage,
-    plan: PackedPlan,
-    on_device: dict[torch.device, DevicePlan],
-) -> Iterator[None]:
-    """Let forward passes on this thread follow `plan`, which may be on devices already."""
-    _step.layout, _step.storage = layout, storage
-    _step.plan, _step.on_device = plan, on_device
-    try:
-        with layout.runs(PACKED_ATTENTION):
-            yield
-    finally:
-        del _step.layout, _step.storage, _step.plan, _step.on_device
+class PackedForward:
+    """Runs a model over the uncached tokens of a tree, as one sequence; a `ForwardFn`.
+
+    Args:
+        served: The model.
+        layout: Its attention layers.
+        storage: Keeps keys and values.
+
+    Attributes:
+        storage: As above.
+    """
+
+    def __init__(
+        self, served: ServedModel, layout: AttentionLayout, storage: KVStorage
+    ) -> None:
+        self.storage, self._layout = storage, layout
+        self._model, self._device = served.model, served.device
+
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        """Run one pass with explicit positions and without a mask."""
+        plan = plan_forward(batch)
+        first = DevicePlan(plan, self._device)
+        inputs = {
+            "input_ids": first.tokens[None],
+            "position_ids": first.positions[None],
+            "use_cache": False,
+            "return_dict": True,
+        }
+
+        def take(states: torch.Tensor) -> torch.Tensor:
+            return states[:, first.results.to(states.device)]
+
+        _step.layout, _step.storage = self._layout, self.storage
+        _step.plan, _step.on_device = plan, {self._device: first}
+        try:
+            with self._layout.runs(PACKED_ATTENTION):
+                logits = taken_logits(self._model, inputs, (1, len(plan.tokens)), take)[0]
+        finally:
+            del _step.layout, _step.storage, _step.plan, _step.on_device
+        return ForwardResult(logits.to(self._device), tokens=len(plan.tokens), forwards=1)
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether a model accepts the position of each token."""
+    return bool(accepted(model, {"position_ids": None}))
 
 
 def _packed_attention(  # noqa: PLR0917 - as transformers calls it
@@ -94,10 +126,10 @@ def _packed_attention(  # noqa: PLR0917 - as transformers calls it
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend: `query` is `(1, heads, tokens, width)`; returns `(1, tokens, heads, width)`.
+    """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`.
 
-    Keyword arguments beyond these were checked when the layout was made. `s_aux` is what
-    transformers calls attention sinks.
+    `s_aux` is transformers' name of attention sinks. Other keyword arguments were checked
+    when the layout was read.
     """
     assert attention_mask is None  # noqa: S101 - our own mistake
     layer = _step.layout.layer(module)
@@ -107,135 +139,145 @@ def _packed_attention(  # noqa: PLR0917 - as transformers calls it
     keys, values = _step.storage.write(layer.index, plan.writes, key[0], value[0])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = s_aux.view(keys.shape[0], -1) if s_aux is not None and layer.sinks else None
-    how = _How(scale, layer.window, layer.softcap, sinks)
+    parameters = _Parameters(scale, layer.window, layer.softcap, sinks)
     parts, first = [], 0
     for group in plan.groups:
         part = query[0, :, first : first + group.count]
-        parts.append(_rows(part, keys, values, group=group, how=how))
+        parts.append(_attend_group(part, keys, values, group=group, parameters=parameters))
         first += group.count
-    for run in plan.runs:
-        part = query[0, :, first : first + run.length]
-        parts.append(_run(part, keys, values, run=run, how=how))
-        first += run.length
+    for chunk in plan.chunks:
+        part = query[0, :, first : first + chunk.length]
+        parts.append(_attend_chunk(part, keys, values, chunk=chunk, parameters=parameters))
+        first += chunk.length
     return _joined(parts).transpose(0, 1)[None].contiguous(), None
 
 
-def _rows(
+def _attend_group(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
     group: DeviceGroup,
-    how: _How,
+    parameters: _Parameters,
 ) -> torch.Tensor:
-    """Attend from `(heads, rows, width)` to the trunk, read once, and to each row's tail.
+    """Attend from `(heads, tokens, width)` to the shared prefix and to each token's suffix.
 
     One softmax covers both, in float32.
     """
-    heads, count, trunk = keys.shape[0], group.count, group.trunk_length
+    heads, count, prefix = keys.shape[0], group.count, group.prefix_length
     per_head = query.shape[0] // heads
-    grouped = query.view(heads, per_head, count, -1).transpose(1, 2) * how.scale
+    grouped = query.view(heads, per_head, count, -1).transpose(1, 2) * parameters.scale
     scores = _joined(
-        [grouped[:, rows] @ tails.transpose(2, 3) for rows, tails in group.tails_of(keys)]
+        [
+            grouped[:, tokens] @ suffixes.transpose(2, 3)
+            for tokens, suffixes in group.suffixes_of(keys)
+        ]
     )
-    if trunk:
+    if prefix:
         flat = grouped.reshape(heads, count * per_head, -1)
-        shared = torch.bmm(flat, group.trunk_of(keys).transpose(1, 2))
-        scores = torch.cat([shared.view(heads, count, per_head, trunk), scores], dim=-1)
-    weights = _weights(scores, group.hidden(how.window), how).to(query.dtype)
+        shared = torch.bmm(flat, group.prefix_of(keys).transpose(1, 2))
+        scores = torch.cat([shared.view(heads, count, per_head, prefix), scores], dim=-1)
+    weights = _weights(scores, group.hidden(parameters.window), parameters).to(query.dtype)
     output = _joined(
-        [weights[:, rows, :, trunk:] @ tails for rows, tails in group.tails_of(values)]
+        [
+            weights[:, tokens, :, prefix:] @ suffixes
+            for tokens, suffixes in group.suffixes_of(values)
+        ]
     )
-    if trunk:
-        flat = weights[..., :trunk].reshape(heads, count * per_head, trunk)
-        output = output + torch.bmm(flat, group.trunk_of(values)).view(output.shape)
+    if prefix:
+        flat = weights[..., :prefix].reshape(heads, count * per_head, prefix)
+        output = output + torch.bmm(flat, group.prefix_of(values)).view(output.shape)
     return output.transpose(1, 2).reshape(query.shape[0], count, -1)
 
 
-def _run(
+def _attend_chunk(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
-    run: DeviceRun,
-    how: _How,
+    chunk: DeviceChunk,
+    parameters: _Parameters,
 ) -> torch.Tensor:
-    """Attend from the consecutive tokens `(heads, run, width)` to their past and themselves."""
-    if how.softcap is not None or how.sinks is not None:
-        return _unusual_run(query, keys, values, run=run, how=how)
-    own_keys, own_values = run.all_of(keys)[None], run.all_of(values)[None]
+    """Attend from a chunk, `(heads, chunk, width)`, to its past and itself."""
+    if parameters.softcap is not None or parameters.sinks is not None:
+        return _attend_chunk_eagerly(query, keys, values, chunk=chunk, parameters=parameters)
+    own_keys, own_values = chunk.all_of(keys)[None], chunk.all_of(values)[None]
     shared_heads = keys.shape[0] != query.shape[0]
-    if run.past == 0 and (how.window is None or run.length <= how.window):
+    if chunk.past == 0 and (parameters.window is None or chunk.length <= parameters.window):
         return scaled_dot_product_attention(
             query[None],
             own_keys,
             own_values,
             is_causal=True,
-            scale=how.scale,
+            scale=parameters.scale,
             enable_gqa=shared_heads,
         )[0]
-    rows = max(1, _MASK_ENTRIES // (run.past + run.length))
+    step = max(1, _MASK_ENTRIES // (chunk.past + chunk.length))
     parts = []
-    for first in range(0, run.length, rows):
-        end = min(first + rows, run.length)
-        seen = run.seen(first, end, how.window)
+    for first in range(0, chunk.length, step):
+        end = min(first + step, chunk.length)
+        seen = chunk.seen(first, end, parameters.window)
         part = scaled_dot_product_attention(
             query[None, :, first:end],
             own_keys[:, :, seen],
             own_values[:, :, seen],
-            attn_mask=run.visible(first, end, how.window)[:, seen],
-            scale=how.scale,
+            attn_mask=chunk.visible(first, end, parameters.window)[:, seen],
+            scale=parameters.scale,
             enable_gqa=shared_heads,
         )
         parts.append(part[0])
     return _joined(parts)
 
 
-def _unusual_run(
+def _attend_chunk_eagerly(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
-    run: DeviceRun,
-    how: _How,
+    chunk: DeviceChunk,
+    parameters: _Parameters,
 ) -> torch.Tensor:
-    """Do as `_run`, where torch's own function knows no caps or sinks."""
-    own_keys, own_values = run.all_of(keys), run.all_of(values)
+    """Attend as `_attend_chunk` does, with caps and sinks, which torch's function lacks."""
+    own_keys, own_values = chunk.all_of(keys), chunk.all_of(values)
     heads, seen = own_keys.shape[:2]
-    grouped = query.view(heads, -1, run.length, query.shape[-1]).transpose(1, 2) * how.scale
+    grouped = (
+        query.view(heads, -1, chunk.length, query.shape[-1]).transpose(1, 2) * parameters.scale
+    )
     per_head = grouped.shape[2]
-    rows = max(1, _MASK_ENTRIES // (seen * query.shape[0]))
+    step = max(1, _MASK_ENTRIES // (seen * query.shape[0]))
     parts = []
-    for first in range(0, run.length, rows):
-        part = grouped[:, first : first + rows]
+    for first in range(0, chunk.length, step):
+        part = grouped[:, first : first + step]
         count = part.shape[1]
         flat = part.reshape(heads, count * per_head, -1)
         scores = torch.bmm(flat, own_keys.transpose(1, 2)).view(heads, count, per_head, seen)
-        hidden = ~run.visible(first, first + count, how.window)
-        weights = _weights(scores, hidden, how).to(query.dtype)
+        hidden = ~chunk.visible(first, first + count, parameters.window)
+        weights = _weights(scores, hidden, parameters).to(query.dtype)
         found = torch.bmm(weights.view(heads, count * per_head, seen), own_values)
         parts.append(found.view(heads, count, per_head, -1))
-    return _joined(parts).transpose(1, 2).reshape(query.shape[0], run.length, -1)
+    return _joined(parts).transpose(1, 2).reshape(query.shape[0], chunk.length, -1)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put parts one after the other along the second dimension."""
+    """Concatenate parts along the second dimension."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=1)
 
 
-def _weights(scores: torch.Tensor, hidden: torch.Tensor | None, how: _How) -> torch.Tensor:
-    """From scores (heads of keys, rows, heads for each, keys) to weights, in float32.
+def _weights(
+    scores: torch.Tensor, hidden: torch.Tensor | None, parameters: _Parameters
+) -> torch.Tensor:
+    """Compute attention weights from scores, in float32.
 
     Args:
-        scores: Scaled products of queries and keys.
-        hidden: What a row must not see, (rows, keys); None if every row sees all.
-        how: Caps and sinks.
+        scores: Scaled products, (heads of keys, tokens, heads for each, keys).
+        hidden: Keys that are hidden from each token, (tokens, keys); None if all are visible.
+        parameters: Caps and sinks.
     """
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
+    if parameters.softcap is not None:
+        scores = torch.tanh(scores / parameters.softcap) * parameters.softcap
     if hidden is not None:
         scores = scores.masked_fill(hidden[:, None], float("-inf"))
-    if how.sinks is None:
+    if parameters.sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
-    sinks = how.sinks[:, None, :, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+    sinks = parameters.sinks[:, None, :, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]

@@ -1,9 +1,13 @@
-"""Which attention layers a model has, found out by running it once.
+"""The attention layers of a model, read by running it once.
 
-A forward pass over a few tokens with a recording attention function shows the
-layers in order, their heads and widths, the masks they are given, and every
-argument that the packed attention would have to know. What it does not know makes
-the model unfit; nothing is guessed from the model's name.
+A forward pass over a few tokens with a recording attention function shows the layers in
+order, their heads and widths, their masks, and every argument that the packed attention
+would have to support. An unknown one makes the model unsupported; nothing is inferred from
+the model's name.
+
+transformers' masks are functions of two positions. Evaluated at positions far beyond any
+test sequence, they tell a window of 4,096 from full attention without a forward pass of
+4,096 tokens.
 """
 
 from __future__ import annotations
@@ -16,25 +20,27 @@ from typing import Any
 
 import torch
 
-from genlm_hf.packed.windows import UnknownMaskError, window_of
+from genlm.prefix import UnsupportedModelError
 from genlm_hf.storage import LayerShape
-from genlm_hf.unfit import UnfitMaskError, UnfitModelError
 
 __all__ = [
     "AttentionLayer",
     "AttentionLayout",
+    "UnknownMaskError",
+    "UnsupportedMaskError",
     "read_layout",
     "register",
+    "window_of",
 ]
 
 _RECORDING_ATTENTION = "genlm_recording"
 
-# Where a config says which attention function to use. The public setter would also reset the
-# configs inside a config.
+# Attribute of configs that names the attention function. The public setter would also reset
+# the configs inside a config.
 _ATTRIBUTE = "_attn_implementation_internal"
 
-# What may be passed to an attention function: what the packed attention heeds too, and
-# what changes nothing.
+# Arguments of attention functions that the packed attention supports, or that do not change
+# the result.
 _KNOWN_ARGUMENTS = frozenset(
     {"is_causal", "scaling", "sliding_window", "softcap", "s_aux"}
     | {"dropout", "position_ids", "cache_position", "use_cache"}
@@ -42,16 +48,29 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 
 
+# The last decides how long a window can be told from none. Chunks would have to
+# divide all their differences to pass for a window.
+_POSITIONS = (5, 4_099, 131_101, 1_100_003)
+
+
+class UnsupportedMaskError(UnsupportedModelError):
+    """A model's mask is neither causal nor a causal sliding window."""
+
+
+class UnknownMaskError(ValueError):
+    """A mask function is neither causal nor a causal sliding window."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One attention layer.
 
     Attributes:
-        index: In the order in which layers run.
-        window: How many tokens a token sees, itself included; None for all.
-        shape: What the layer keeps of a token.
-        softcap: Scores are bent to stay below it; None for no bending.
-        sinks: Whether each head has a score that takes weight for nothing.
+        index: Index in the order in which layers run.
+        window: Number of tokens that a token sees, itself included; None for all.
+        shape: Shape of the keys and values of a token.
+        softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
+        sinks: Whether the heads have attention sinks.
     """
 
     index: int
@@ -62,7 +81,7 @@ class AttentionLayer:
 
 
 class AttentionLayout:
-    """The attention layers of one model, and the switch that exchanges their function."""
+    """The attention layers of one model; `runs` replaces their attention function."""
 
     def __init__(self, model: torch.nn.Module, layers: dict[torch.nn.Module, AttentionLayer]):
         self._layers = layers
@@ -74,18 +93,18 @@ class AttentionLayout:
         return list(self._layers.values())
 
     def layer(self, module: torch.nn.Module) -> AttentionLayer:
-        """Return the layer that a module of the model is."""
+        """Return the layer of a module of the model."""
         return self._layers[module]
 
     @contextmanager
     def runs(self, attention: str) -> Iterator[None]:
-        """Let the model use the registered function of that name while in this context."""
+        """Let the model use the registered function of that name within this context."""
         with _attention_function(self._configs, attention):
             yield
 
 
 def register() -> None:
-    """Make the recording attention function and its masks known to transformers."""
+    """Register the recording attention function and its masks with transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -94,28 +113,28 @@ def register() -> None:
 
 
 def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> AttentionLayout:
-    """Return the attention layers that a forward pass goes through.
+    """Return the attention layers that a forward pass uses.
 
     Args:
-        model: Of transformers' interface.
+        model: A transformers model.
         forward: Runs it on a few tokens of one sequence, with mask, without cache.
 
     Raises:
-        UnfitModelError: Its attention differs from a plain decoder's in a way that
-            the packed attention does not know.
+        UnsupportedModelError: Its attention differs from a plain decoder's in a way that
+            the packed attention does not support.
     """
     configs = _configs(model)
     if not configs:
-        raise UnfitModelError(f"none of its configs has the attribute {_ATTRIBUTE}")
+        raise UnsupportedModelError(f"none of its configs has the attribute {_ATTRIBUTE}")
     own = {getattr(config, _ATTRIBUTE) for config in configs}
     recorder = _active.recorder = _Recorder(eager=own != {"sdpa"})
     try:
         with _attention_function(configs, _RECORDING_ATTENTION):
             forward()
-    except UnfitModelError:
+    except UnsupportedModelError:
         raise
     except Exception as error:
-        raise UnfitModelError(
+        raise UnsupportedModelError(
             f"with another attention function its forward pass raises "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -125,7 +144,7 @@ def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> Attent
 
 
 class _Recorder:
-    """What the layers of one forward pass were called with."""
+    """The layers of one forward pass and their arguments."""
 
     def __init__(self, *, eager: bool) -> None:
         self.layers: dict[torch.nn.Module, AttentionLayer] = {}
@@ -133,7 +152,7 @@ class _Recorder:
         self._windows: dict[float, int | None] = {}
 
     def add_mask(self, window: int | None) -> float:
-        """Return what to fill a mask with, by which it is known again on any device."""
+        """Return a value that fills a mask and identifies its window on any device."""
         mark = len(self._windows) + 1000.5
         self._windows[mark] = window
         return mark
@@ -147,13 +166,17 @@ class _Recorder:
     ) -> None:
         query, key, value = states
         if module in self.layers:
-            raise UnfitModelError("an attention layer runs twice in a forward pass")
+            raise UnsupportedModelError("an attention layer runs twice in a forward pass")
         if query.shape[2] != key.shape[2] or query.shape[0] != 1:
-            raise UnfitModelError("an attention layer attends to other tokens than its own")
+            raise UnsupportedModelError(
+                "an attention layer attends to other tokens than its own"
+            )
         self._check_arguments(module, arguments)
         sinks = arguments.get("s_aux") if self._eager else None
         if sinks is not None and sinks.shape != query.shape[1:2]:
-            raise UnfitModelError(f"its attention sinks have the shape {tuple(sinks.shape)}")
+            raise UnsupportedModelError(
+                f"its attention sinks have the shape {tuple(sinks.shape)}"
+            )
         self.layers[module] = AttentionLayer(
             index=len(self.layers),
             window=self._window(mask, arguments),
@@ -164,26 +187,28 @@ class _Recorder:
 
     def _check_arguments(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         if not arguments.get("is_causal", getattr(module, "is_causal", True)):
-            raise UnfitModelError("an attention layer is not causal")
-        # transformers' sdpa ignores what it does not know; a model's own eager may not.
+            raise UnsupportedModelError("an attention layer is not causal")
+        # transformers' sdpa ignores unknown arguments; a model's own eager function may not.
         decisive = None if self._eager else {"position_bias", "cache"}
         for name, value in arguments.items():
             if value is None or name in _KNOWN_ARGUMENTS:
                 continue
             if decisive is None or name in decisive:
-                raise UnfitModelError(f"its attention has an argument {name!r}")
+                raise UnsupportedModelError(f"its attention has an argument {name!r}")
 
     def _window(self, mask: torch.Tensor | None, arguments: dict[str, Any]) -> int | None:
         if mask is None:
             if arguments.get("sliding_window") is not None:
-                raise UnfitModelError("an attention layer has a sliding window without a mask")
+                raise UnsupportedModelError(
+                    "an attention layer has a sliding window without a mask"
+                )
             return None
         marks = torch.unique(mask).tolist()
         if len(marks) != 1 or marks[0] not in self._windows:
-            raise UnfitMaskError("an attention layer makes a mask of its own")
+            raise UnsupportedMaskError("an attention layer makes a mask of its own")
         window = self._windows[marks[0]]
-        if window == 0:  # Qwen2-MoE makes such a mask for layers that it need not have
-            raise UnfitMaskError("an attention layer has a mask that hides every token")
+        if window == 0:  # Qwen2-MoE makes such a mask for layers that may be absent
+            raise UnsupportedMaskError("an attention layer has a mask that hides every token")
         return window
 
 
@@ -221,13 +246,13 @@ def _record_mask(
     try:
         window = window_of(mask_function)
     except UnknownMaskError as error:
-        raise UnfitMaskError(f"one of its masks is unknown: {error}") from error
+        raise UnsupportedMaskError(f"one of its masks is unknown: {error}") from error
     mark = _active.recorder.add_mask(window)
     return torch.full((batch_size, 1, q_length, kv_length), mark, device=device)
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """Return the configs that the model's modules ask for their attention function."""
+    """Return the configs from which modules read the name of their attention function."""
     found: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -246,3 +271,41 @@ def _attention_function(configs: Sequence[Any], name: str) -> Iterator[None]:
     finally:
         for config, own in zip(configs, before, strict=True):
             setattr(config, _ATTRIBUTE, own)
+
+
+def window_of(mask_function: Callable[..., Any]) -> int | None:
+    """Return how many tokens a token sees, itself included; None for all, 0 for none.
+
+    Args:
+        mask_function: Whether, in `(batch, head, query position, key position)`,
+            the query sees the key, as in `transformers.masking_utils`.
+
+    Raises:
+        UnknownMaskError: A token sees later tokens, blocks, chunks or something else.
+    """
+    seen = [_seen(mask_function, position) for position in _POSITIONS]
+    window = seen[-1]
+    expected = [min(position + 1, window) for position in _POSITIONS]
+    if seen != expected:
+        raise UnknownMaskError(
+            f"tokens at positions {_POSITIONS} see {seen} tokens, which is not a sliding window"
+        )
+    return None if window > _POSITIONS[-1] else window
+
+
+def _seen(mask_function: Callable[..., Any], position: int) -> int:
+    """Return how many consecutive tokens up to itself the token at `position` sees."""
+    keys = torch.arange(position + 3)
+    zero = torch.zeros((), dtype=torch.long)
+    try:
+        visible = mask_function(zero, zero, torch.tensor(position), keys)
+        visible = torch.as_tensor(visible).expand(keys.shape).bool()
+    except Exception as error:
+        raise UnknownMaskError(
+            f"it cannot be evaluated at single positions: {error}"
+        ) from error
+    count = int(visible.sum())
+    first = position + 1 - count
+    if not bool(visible[first : position + 1].all()):
+        raise UnknownMaskError(f"the token at position {position} sees later tokens or gaps")
+    return count

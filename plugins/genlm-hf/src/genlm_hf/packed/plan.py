@@ -1,36 +1,85 @@
-"""What one packed forward pass runs, in which order, and where its results are.
+"""The plan of one packed forward pass: its tokens, their order, and their attention groups.
 
-The pass is one sequence of tokens for the model, `[1, tokens]`: first the rows,
-group by group, then the long runs. Numbers only; `packed.attention` puts them on
-devices.
+The pass is one sequence of tokens for the model, `[1, tokens]`: first single query tokens,
+group by group, then prefill chunks. A query token attends to its whole past. Query tokens
+whose paths through the tree have a prefix in common form a group: attention reads the shared
+prefix once, as one matrix, and gathers the suffix of each. The plan holds numbers only;
+`packed.device_plan` copies it to devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.prefix import SCRATCH_SLOT, Node, PrefixTree, Slots
-from genlm_hf.packed.rows import Row, RowGroup, group_rows
+from genlm.prefix import SCRATCH_SLOT, BatchLimits, Node, Slots, TreeBatch, plan_batches
 
-__all__ = ["PackedPlan", "Run", "plan_forward"]
+__all__ = [
+    "PackedPlan",
+    "PrefillChunk",
+    "QueryGroup",
+    "QueryToken",
+    "group_tokens",
+    "plan_forward",
+]
 
-# Runs up to this length are cheaper as rows, which share trunks and calls.
-_LONGEST_RUN_OF_ROWS = 8
+# In slots read, measured on two CPU cores: a group costs as much as reading 2,000
+# slots, and gathering a slot as much as reading three.
+_GROUP_COST = 2000
+_GATHER_COST = 3
+
+# Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.
+_GATHERED_AT_ONCE = 2**16
+
+# Nodes of up to this many uncached tokens run faster as query tokens than as a chunk.
+_LONGEST_UNGROUPED = 8
 
 Integers = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryToken:
+    """One token to run.
+
+    Attributes:
+        token: Its id.
+        position: Its position in its sequence, from 0.
+        write: The slot for its keys and values; the scratch slot if it is cached.
+        node: The node of the tree that holds it.
+    """
+
+    token: int
+    position: int
+    write: int
+    node: Node
+
+
 @dataclass(frozen=True, slots=True)
-class Run:
+class QueryGroup:
+    """Query tokens with a shared prefix.
+
+    Attributes:
+        tokens: At least one.
+        prefix: Slots of the first tokens of every sequence, without the query tokens' own.
+        suffixes: The slots after the prefix up to the query token's own, shape (tokens,
+            longest suffix); shorter suffixes are padded with the query token's own slot.
+    """
+
+    tokens: Sequence[QueryToken]
+    prefix: Slots
+    suffixes: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
     """Consecutive tokens of one sequence, computed together.
 
     Attributes:
         past: Number of tokens before them.
-        slots: Of the past and of the run itself.
+        slots: Slots of the past and of the chunk.
     """
 
     past: int
@@ -47,77 +96,129 @@ class PackedPlan:
     """One packed forward pass of `len(tokens)` tokens.
 
     Attributes:
-        tokens: Ids, in the order of the pass.
-        positions: Of each in its own sequence.
+        tokens: Token ids, in the order of the pass.
+        positions: Position of each in its own sequence.
         writes: The slot that takes the keys and values of each.
-        groups: The first tokens of the pass.
-        runs: The tokens after those of the groups.
-        results: Place in the pass of each sequence's last token.
+        groups: Groups of the first tokens of the pass.
+        chunks: Chunks of the tokens after the groups.
+        results: Index in the pass of each sequence's last token.
     """
 
     tokens: Integers
     positions: Integers
     writes: Slots
-    groups: Sequence[RowGroup]
-    runs: Sequence[Run]
+    groups: Sequence[QueryGroup]
+    chunks: Sequence[PrefillChunk]
     results: Integers
 
 
-def plan_forward(
-    tree: PrefixTree,
-    adapter: str | None,
-    sequences: Sequence[tuple[int, ...]],
-    last_slots: Sequence[int],
-) -> PackedPlan:
-    """Plan the pass that computes what is fresh in a tree, and all results.
-
-    Args:
-        tree: All sequences have been inserted in the current batch.
-        adapter: Under which they were.
-        sequences: Whose next tokens are wanted.
-        last_slots: What `insert` returned for each.
-    """
-    rows, nodes = _rows_and_runs(tree.fresh())
-    fresh = {row.write for row in rows}
-    fresh.update(slot for node in nodes for slot in node.slots[node.computed :].tolist())
+def plan_forward(batch: TreeBatch) -> PackedPlan:
+    """Plan the pass that computes the uncached tokens of a tree, and all results."""
+    queries, nodes = _queries_and_nodes(batch.tree.uncached())
+    uncached = {query.write for query in queries}
+    uncached.update(slot for node in nodes for slot in node.slots[node.computed :].tolist())
     again = {
-        slot: Row(sequence[-1], len(sequence) - 1, SCRATCH_SLOT, tree.find(adapter, sequence))
-        for sequence, slot in zip(sequences, last_slots, strict=True)
-        if slot not in fresh
+        slot: QueryToken(
+            sequence[-1],
+            len(sequence) - 1,
+            SCRATCH_SLOT,
+            batch.tree.find(batch.adapter, sequence),
+        )
+        for sequence, slot in zip(batch.sequences, batch.last_slots, strict=True)
+        if slot not in uncached
     }
-    groups = list(group_rows([*rows, *again.values()]))
-    ordered = [row for group in groups for row in group.rows]
-    tokens = [row.token for row in ordered]
-    positions = [row.position for row in ordered]
-    writes = [row.write for row in ordered]
+    groups = list(group_tokens([*queries, *again.values()]))
+    ordered = [query for group in groups for query in group.tokens]
+    tokens = [query.token for query in ordered]
+    positions = [query.position for query in ordered]
+    writes = [query.write for query in ordered]
     for node in nodes:
         tokens.extend(node.tokens[node.computed :])
         positions.extend(range(node.start + node.computed, node.end))
         writes.extend(node.slots[node.computed :].tolist())
     places = {slot: place for place, slot in enumerate(writes)}
     if again:
-        place_of_row = {row: place for place, row in enumerate(ordered)}
-        places.update({slot: place_of_row[row] for slot, row in again.items()})
+        place_of = {query: place for place, query in enumerate(ordered)}
+        places.update({slot: place_of[query] for slot, query in again.items()})
     return PackedPlan(
         tokens=np.array(tokens, np.int64),
         positions=np.array(positions, np.int64),
         writes=np.array(writes, np.int64),
         groups=groups,
-        runs=[Run(n.start + n.computed, n.path_slots(0, n.end)) for n in nodes],
-        results=np.array([places[slot] for slot in last_slots], np.int64),
+        chunks=[PrefillChunk(n.start + n.computed, n.path_slots(0, n.end)) for n in nodes],
+        results=np.array([places[slot] for slot in batch.last_slots], np.int64),
     )
 
 
-def _rows_and_runs(fresh: Sequence[Node]) -> tuple[list[Row], list[Node]]:
-    """Divide fresh nodes into single rows and those that are run in one piece."""
-    rows: list[Row] = []
+def _queries_and_nodes(uncached: Sequence[Node]) -> tuple[list[QueryToken], list[Node]]:
+    """Divide uncached tokens into query tokens and nodes that run as prefill chunks."""
+    queries: list[QueryToken] = []
     nodes: list[Node] = []
-    for node in fresh:
+    for node in uncached:
         length = len(node.tokens) - node.computed
-        if length > _LONGEST_RUN_OF_ROWS:
+        if length > _LONGEST_UNGROUPED:
             nodes.append(node)
             continue
         for offset in range(node.computed, len(node.tokens)):
             slot = int(node.slots[offset])
-            rows.append(Row(node.tokens[offset], node.start + offset, slot, node))
-    return rows, nodes
+            queries.append(QueryToken(node.tokens[offset], node.start + offset, slot, node))
+    return queries, nodes
+
+
+def group_tokens(queries: Sequence[QueryToken]) -> Iterator[QueryGroup]:
+    """Divide query tokens into groups, each token into exactly one.
+
+    From the leaves upwards, query tokens move to the parent node until a group of their
+    own, with a longer shared prefix, saves more gathering than it costs.
+    """
+    waiting: dict[Node, list[QueryToken]] = {}
+    shortest: dict[Node, int] = {}
+    for query in queries:
+        waiting.setdefault(query.node, []).append(query)
+        known = shortest.get(query.node, query.position)
+        shortest[query.node] = min(known, query.position)
+    # Descendants end after their ancestors; a root has length 0.
+    for node in sorted(_nodes_above(waiting), key=lambda node: node.end, reverse=True):
+        members = waiting.pop(node, [])
+        prefix = shortest.get(node, node.end)
+        if node.parent is None or _is_worth_a_group(node, len(members), prefix):
+            yield from _cut_to_size(members, prefix)
+        else:
+            waiting.setdefault(node.parent, []).extend(members)
+
+
+def _nodes_above(nodes: dict[Node, list[QueryToken]]) -> set[Node]:
+    found: set[Node] = set()
+    for start in nodes:
+        node: Node | None = start
+        while node is not None and node not in found:
+            found.add(node)
+            node = node.parent
+    return found
+
+
+def _is_worth_a_group(node: Node, members: int, prefix: int) -> bool:
+    """Whether a prefix of that length saves more than the parent's does."""
+    saved = _GATHER_COST * members * (prefix - node.start)
+    if saved <= _GROUP_COST + prefix:
+        return False
+    is_contiguous = bool((np.diff(node.slots) == 1).all())
+    return saved > _GROUP_COST + (1 if is_contiguous else _GATHER_COST) * prefix
+
+
+def _cut_to_size(members: Sequence[QueryToken], prefix: int) -> Iterator[QueryGroup]:
+    """Group similar lengths and bound the number of slots gathered at once."""
+    limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=len(members) or 1)
+    for chosen in plan_batches([query.position + 1 - prefix for query in members], limits):
+        yield _group([members[i] for i in chosen], prefix)
+
+
+def _group(queries: Sequence[QueryToken], prefix: int) -> QueryGroup:
+    longest = max(query.position for query in queries) + 1 - prefix
+    suffixes = np.empty((len(queries), longest), np.int64)
+    for suffix, query in zip(suffixes, queries, strict=True):
+        end = query.position + 1
+        query.node.write_path_slots(suffix, prefix, end)
+        if end - prefix < longest:
+            suffix[end - prefix :] = suffix[end - prefix - 1]
+    return QueryGroup(queries, queries[0].node.path_slots(0, prefix), suffixes)

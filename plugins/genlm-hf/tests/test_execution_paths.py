@@ -1,4 +1,4 @@
-"""Which tier is chosen, why, and what is refused."""
+"""Which execution path is chosen, why, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from genlm import AsyncLM, Capability, ModelLoadError, UnsupportedCapability
+from genlm.prefix import PrefixRows
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import layout
-from genlm_hf.packed.windows import UnknownMaskError, window_of
-from genlm_hf.tiers.cached import CachedTier
+from genlm_hf.packed.layout import UnknownMaskError, window_of
 
 from .families import FAMILIES
 from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
@@ -33,12 +33,17 @@ def test_the_choice_and_its_reason_are_figures_and_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "genlm_hf")
     figures = HFEngine.from_model(llama, tokenizer).statistics()
-    assert (figures["tier"], figures["tier_reason"]) == ("packed", "the fastest")
+    assert (figures["execution_path"], figures["execution_path_reason"]) == (
+        "packed",
+        "the fastest",
+    )
     assert 0 < float(figures["self_test_error"]) <= 1e-5
     assert "'packed' (the fastest; self-test error" in caplog.text
     figures = HFEngine.from_model(mamba, tokenizer).statistics()
-    assert figures["tier"] == "padded"
-    assert "not packed: its forward takes no position_ids" in str(figures["tier_reason"])
+    assert figures["execution_path"] == "padded"
+    assert "not packed: its forward takes no position_ids" in str(
+        figures["execution_path_reason"]
+    )
 
 
 def test_limits_that_make_no_sense_are_refused(llama: Any, tokenizer: Any) -> None:
@@ -64,15 +69,18 @@ def test_a_lost_private_name_is_a_warning_that_says_what_to_do(
     expected = [alone(llama, ids) for ids in SEQUENCES]
     monkeypatch.setattr(layout, "_ATTRIBUTE", "_attn_implementation_of_next_year")
     engine = HFEngine.from_model(llama, tokenizer)
-    assert engine.statistics()["tier"] == "gathered"
+    assert engine.statistics()["execution_path"] == "slot_cache"
     (warning,) = warnings_in(caplog)
-    assert "LlamaForCausalLM is served by tier 'gathered', much slower" in warning
+    assert (
+        "LlamaForCausalLM is served by the execution path 'slot_cache', which is much slower"
+        in warning
+    )
     assert f"'packed' with transformers {transformers.__version__} (installed:" in warning
     assert "none of its configs has the attribute _attn_implementation_of_next" in warning
     assert "Install the versions named" in warning
     torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
     caplog.clear()
-    HFEngine.from_model(llama, tokenizer, tier="gathered")
+    HFEngine.from_model(llama, tokenizer, execution_path="slot_cache")
     assert not warnings_in(caplog)
 
 
@@ -81,8 +89,11 @@ def test_models_that_no_version_served_faster_are_no_warning(
 ) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     dynamic = build_model("llama", **llama_settings(rope_parameters=rope))
-    tiers = [HFEngine.from_model(m, tokenizer).statistics()["tier"] for m in (mamba, dynamic)]
-    assert tiers == ["padded", "padded"]
+    paths = [
+        HFEngine.from_model(m, tokenizer).statistics()["execution_path"]
+        for m in (mamba, dynamic)
+    ]
+    assert paths == ["padded", "padded"]
     assert not warnings_in(caplog)
 
 
@@ -92,50 +103,68 @@ def test_a_family_that_fails_its_self_test_is_a_warning_too(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rows = CachedTier.rows
-    monkeypatch.setattr(CachedTier, "rows", lambda *args: rows(*args) + 2e-4)
+    rows = PrefixRows.rows
+    monkeypatch.setattr(PrefixRows, "rows", lambda *args: rows(*args) + 2e-4)
     HFEngine.from_model(llama, tokenizer)
     (warning,) = warnings_in(caplog)
-    assert "tier 'padded'" in warning
+    assert "the execution path 'padded'" in warning
     assert "in the self-test" in warning
 
 
-def test_a_tier_can_be_asked_for(llama: Any, mamba: Any, tokenizer: Any) -> None:
-    engine = HFEngine.from_model(llama, tokenizer, tier="padded")
-    assert (engine.statistics()["tier"], engine.statistics()["tier_reason"]) == (
+def test_an_execution_path_can_be_requested(llama: Any, mamba: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer, execution_path="padded")
+    assert (
+        engine.statistics()["execution_path"],
+        engine.statistics()["execution_path_reason"],
+    ) == (
         "padded",
         "asked for",
     )
-    with pytest.raises(ModelLoadError, match="tier='packed' cannot serve MambaForCausalLM"):
-        HFEngine.from_model(mamba, tokenizer, tier="packed")
     with pytest.raises(
-        ValueError, match="no tier 'fast'; the tiers are 'packed', 'gathered', 'padded'"
+        ModelLoadError, match="execution_path='packed' cannot serve MambaForCausalLM"
     ):
-        HFEngine.from_model(llama, tokenizer, tier="fast")
+        HFEngine.from_model(mamba, tokenizer, execution_path="packed")
+    with pytest.raises(
+        ValueError,
+        match="no execution path 'fast'; choose one of 'packed', 'slot_cache', 'padded'",
+    ):
+        HFEngine.from_model(llama, tokenizer, execution_path="fast")
+
+
+def test_names_of_genlm_1_0_work_with_a_warning(llama: Any, tokenizer: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="use execution_path='slot_cache'"):
+        engine = HFEngine.from_model(llama, tokenizer, tier="gathered")
+    assert engine.statistics()["execution_path"] == "slot_cache"
+    with AsyncLM(lambda: engine, name="hf") as llm:
+        figures = llm.statistics().engine
+        with pytest.warns(DeprecationWarning, match="until genlm 1.1; use 'execution_path'"):
+            assert figures["tier"] == "gathered"
+        with pytest.warns(DeprecationWarning, match="use 'execution_path_reason'"):
+            assert figures["tier_reason"] == "asked for"
 
 
 def test_the_self_test_can_be_turned_off(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    rows = CachedTier.rows
-    monkeypatch.setattr(CachedTier, "rows", lambda *args: seen.append(1) or rows(*args))
+    rows = PrefixRows.rows
+    monkeypatch.setattr(PrefixRows, "rows", lambda *args: seen.append(1) or rows(*args))
     engine = HFEngine.from_model(llama, tokenizer, self_test=False)
     assert not seen
-    assert engine.statistics()["tier"] == "packed"
+    assert engine.statistics()["execution_path"] == "packed"
     assert "self_test_error" not in engine.statistics()
     HFEngine.from_model(llama, tokenizer)
     assert len(seen) == 3
 
 
-def test_a_tier_that_is_slightly_wrong_is_refused(
+def test_an_execution_path_that_is_slightly_wrong_is_refused(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = CachedTier.rows
-    monkeypatch.setattr(CachedTier, "rows", lambda *args: rows(*args) + 2e-4)
+    rows = PrefixRows.rows
+    monkeypatch.setattr(PrefixRows, "rows", lambda *args: rows(*args) + 2e-4)
     figures = HFEngine.from_model(llama, tokenizer).statistics()
-    assert figures["tier"] == "padded"
-    assert "off by 2.0e-04, more than 1.0e-04" in str(figures["tier_reason"])
+    assert figures["execution_path"] == "padded"
+    assert "off by 2.0e-04, more than 1.0e-04" in str(figures["execution_path_reason"])
 
 
 def test_what_the_self_test_computed_is_forgotten(llama: Any, tokenizer: Any) -> None:
@@ -172,7 +201,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_not_packed(
         rope |= {"original_max_position_embeddings": 16}
     model = build_model("llama", **llama_settings(rope_parameters=rope))
     figures = HFEngine.from_model(model, tokenizer).statistics()
-    assert "depends on the longest sequence" in str(figures["tier_reason"])
+    assert "depends on the longest sequence" in str(figures["execution_path_reason"])
 
 
 def attention_functions(model: Any) -> set[str]:

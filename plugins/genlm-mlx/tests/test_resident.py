@@ -1,4 +1,4 @@
-"""Pasts held from pass to pass: used where they fit, never another sequence's."""
+"""Resident batches: used where they fit, never for another sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genlm.testing import TINY_LLAMA, TinyModel
-from genlm_mlx import held, storage
+from genlm_mlx import resident, storage
 from genlm_mlx.engine import MLXEngine
 
 from .conftest import Make
@@ -65,10 +65,10 @@ def test_columns_are_added_as_particles_outgrow_them(
     particles = grow([(5, 6, 7)] * 3, program)
     rows_of(engine, particles)
     gathered.clear()
-    for step in range(2 * held._STEP + 3):
+    for step in range(2 * resident._STEP + 3):
         particles = grow(particles, program)
         rows = rows_of(engine, particles)
-        if step % 20 == 0 or step > 2 * held._STEP:
+        if step % 20 == 0 or step > 2 * resident._STEP:
             expected = torch.stack([long_llama.logprobs(ids) for ids in particles])
             torch.testing.assert_close(rows.double(), expected, rtol=0, atol=1e-4)
     assert gathered == []
@@ -76,7 +76,7 @@ def test_columns_are_added_as_particles_outgrow_them(
 
 def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Compare with the budget what storage and held batches take; how much the latter do."""
-    tier: Any = engine._tier
+    path: Any = engine._choice.path
     settle, make_room = storage.KVStorage.settle, storage.KVStorage.make_room
     found: list[int] = []
 
@@ -84,13 +84,13 @@ def watch(engine: MLXEngine, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
         """At the end of a pass, with what it holds itself."""
         layers = [layer for result in results if isinstance(result, list) for layer in result]
         own = sum(array.nbytes for pair in layers for array in pair)
-        found.append(tier._forward._held.nbytes + own)
+        found.append(path.forward._resident.nbytes + own)
         assert self.nbytes + found[-1] <= budget
         settle(self, *results)
 
     def grown(self: Any, slot: int) -> None:
         make_room(self, slot)
-        assert self.nbytes + tier._forward._held.nbytes <= budget
+        assert self.nbytes + path.forward._resident.nbytes <= budget
 
     monkeypatch.setattr(storage.KVStorage, "settle", settled)
     monkeypatch.setattr(storage.KVStorage, "make_room", grown)
@@ -104,11 +104,11 @@ def test_what_is_held_fits_into_the_budget_beside_the_storage(
     monkeypatch.setattr(storage, "_FIRST_SLOTS", 4)
     budget = (slots + 1) * TOKEN_BYTES
     engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=budget)
-    held_bytes = watch(engine, budget, monkeypatch)
+    resident_bytes = watch(engine, budget, monkeypatch)
     oracle = functools.cache(llama.logprobs)
     for step in population(slots, 20, count=5):
         assert largest_error(engine, step, oracle) <= 1e-5
-    assert max(held_bytes) > 0
+    assert max(resident_bytes) > 0
 
 
 def test_an_older_batch_makes_way_before_the_next_is_held(
@@ -119,11 +119,11 @@ def test_an_older_batch_makes_way_before_the_next_is_held(
         64 + 200
     ) * TOKEN_BYTES  # of either population 5 * 26 tokens are held, not of both
     engine = MLXEngine(llama.path, dtype="float32", kv_budget_bytes=budget)
-    held_bytes = watch(engine, budget, monkeypatch)
+    resident_bytes = watch(engine, budget, monkeypatch)
     for first in (3, 100):
         step = [(*range(first, first + 25), i) for i in range(200, 205)]
         assert largest_error(engine, step, llama.logprobs) <= 1e-5
-    assert held_bytes[-1] == 5 * 26 * TOKEN_BYTES
+    assert resident_bytes[-1] == 5 * 26 * TOKEN_BYTES
 
 
 def test_slots_that_get_other_tokens_are_not_taken_for_what_they_held(

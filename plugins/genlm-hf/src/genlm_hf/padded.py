@@ -1,6 +1,6 @@
-"""Tier `padded`: every context anew, in padded batches, without a cache.
+"""Execution path `padded`: every context anew, in padded batches, without a cache.
 
-Right for every decoder-only model, and the reference for anything faster.
+It supports every decoder-only model and is the reference for faster paths.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from genlm_hf.forward import next_logits
 from genlm_hf.probe import padding_is_safe, sample_ids
 from genlm_hf.quantised import is_quantised
 from genlm_hf.rope import depends_on_longest, forget_longest
-from genlm_hf.tiers.tier import ServedModel
+from genlm_hf.served_model import ServedModel
 
-__all__ = ["PaddedTier"]
+__all__ = ["PaddedPath"]
 
-# Kinds of layers that padding on the right does not reach. Others may choose the tokens
+# Kinds of layers that padding on the right does not change. Others may choose the tokens
 # that they attend to by scores, of which many are equal, and padding decides between them.
-_UNDISTURBED_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
-_UNDISTURBED_LAYERS |= {"chunked_attention", "linear_attention", "recurrent", "mamba", "conv"}
-_UNDISTURBED_LAYERS |= {"hybrid", "hybrid_sliding", "moe", "mlp", "dense"}
+_PADDABLE_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
+_PADDABLE_LAYERS |= {"chunked_attention", "linear_attention", "recurrent", "mamba", "conv"}
+_PADDABLE_LAYERS |= {"hybrid", "hybrid_sliding", "moe", "mlp", "dense"}
 
 
-class PaddedTier:
-    """Rows from padded forward passes; see `Tier`.
+class PaddedPath:
+    """Rows from padded forward passes; an `ExecutionPath`.
 
     Raises:
-        ModelLoadError: The model is no causal language model.
+        ModelLoadError: The model is not a causal language model.
     """
-
-    name = "padded"
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -50,7 +48,7 @@ class PaddedTier:
         self._limits = BatchLimits(
             max_tokens=served.max_tokens,
             max_rows=served.max_rows,
-            equal_lengths=self._by_longest or not safe or not kinds <= _UNDISTURBED_LAYERS,
+            equal_lengths=self._by_longest or not safe or not kinds <= _PADDABLE_LAYERS,
         )
 
     @property
@@ -58,7 +56,7 @@ class PaddedTier:
         """Whether sequences of different lengths may share a pass."""
         return not self._limits.equal_lengths
 
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see Tier
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see ExecutionPath
         """Compute rows in as few passes as the limits allow, similar lengths together."""
         vocabulary = self._served.vocabulary
         rows = torch.empty((len(sequences), vocabulary.size), device=self._served.device)
@@ -69,7 +67,7 @@ class PaddedTier:
 
     def next_pass(
         self,
-        adapter: str | None,  # noqa: ARG002 - see Tier
+        adapter: str | None,  # noqa: ARG002 - see ExecutionPath
         sequences: Sequence[tuple[int, ...]],
     ) -> Sequence[int]:
         """Choose the first and those that share its pass when all are computed."""
@@ -79,7 +77,7 @@ class PaddedTier:
     def logits(
         self, sequences: Sequence[Sequence[int]], positions: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Run one pass; logits at one position of each sequence, by default the last."""
+        """Run one pass; return logits at one position of each sequence, by default the last."""
         if self._by_longest:
             forget_longest(self._served.model)
         logits = next_logits(

@@ -1,8 +1,8 @@
-"""Pasts of recent passes, side by side as attention read them.
+"""The resident batch cache: pasts of recent passes in the layout that attention reads.
 
-Gathering the past of every sequence from its slots copies it. A population that grows by a
-token a step would have the same pasts copied at every step; kept as they were, they only
-get the new tokens appended.
+Gathering the past of every sequence from its slots copies it. For a population that grows by
+a token a step, the same pasts would be copied at every step; a resident batch only appends
+the new tokens.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import mlx.core as mx
 
 from genlm.prefix import Segment, SegmentBatch
 
-__all__ = ["HeldBatch", "HeldBatches"]
+__all__ = ["ResidentBatch", "ResidentBatches"]
 
-# Columns that are added when there is no room for more tokens.
+# Columns that are added when a batch has no column left.
 _STEP = 64
 
-# More than these are looked through in vain.
+# Searching more batches rarely finds a past.
 _MOST_BATCHES = 8
 
-# Padding columns before the longest past that are read rather than copied away.
+# Padding columns before the longest past that are read rather than removed by a copy.
 _MOST_PADDING = 64
 
 
-class HeldBatch:
+class ResidentBatch:
     """Keys and values of the sequences of one pass.
 
     Attributes:
-        arrays: Of each layer, keys and values, `(sequences, heads, columns, width)`.
-        columns: How many of these are in use.
-        rows: Which sequence ends in a slot.
+        arrays: Keys and values of each layer, `(sequences, heads, columns, width)`.
+        columns: Number of columns in use.
+        rows: Index of the sequence that ends in a slot.
     """
 
     def __init__(self, segments: Sequence[Segment], layers: int) -> None:
@@ -46,7 +46,7 @@ class HeldBatch:
         return sum(int(array.nbytes) for pair in self.arrays for array in pair)
 
     def sources(self, segments: Sequence[Segment]) -> list[int] | None:
-        """Return the row that each segment's past is, None if one of them is none."""
+        """Return the row of each segment's past, None if one of the pasts is missing."""
         found = [
             self.rows.get(int(segment.slots[segment.past - 1])) if segment.past else None
             for segment in segments
@@ -55,12 +55,12 @@ class HeldBatch:
         return rows if len(rows) == len(found) else None
 
     def tokens_after(self, rows: int, new: int) -> int:
-        """Return for how many tokens it has memory once it is of `rows`, `new` longer."""
+        """Return the capacity in tokens after `new` tokens are appended to `rows` sequences."""
         end, have = self.columns + new, int(self.arrays[0][0].shape[2])
         return rows * (have if end <= have else end + _STEP)
 
     def continue_with(self, segments: Sequence[Segment], sources: Sequence[int]) -> None:
-        """Become a batch of these segments, whose new tokens are still to be appended."""
+        """Select the pasts of these segments; `append` then adds their new tokens."""
         same = list(sources) == list(range(self._count))
         self._sources = None if same else mx.array(list(sources))
         self._name_rows(segments)
@@ -73,7 +73,7 @@ class HeldBatch:
         """Append a layer's new keys and values; return those of whole sequences.
 
         Args:
-            layer: Its place.
+            layer: Index of the layer.
             new: Keys and values, `(sequences, heads, new, width)`.
         """
         return [self._appended(layer, which, states) for which, states in enumerate(new)]
@@ -88,26 +88,26 @@ class HeldBatch:
             room = mx.zeros((rows, heads, end - array.shape[2] + _STEP, width), array.dtype)
             array = mx.concatenate([array, room], axis=2)
         self.arrays[layer][which] = array
-        # In place: once this is evaluated, nothing else holds the array as it was.
+        # In place: after evaluation no other array refers to the old one.
         array[:, :, self.columns : end] = new
         return array[:, :, :end]
 
 
-class HeldBatches:
-    """Those of the last passes, as many as there is memory for."""
+class ResidentBatches:
+    """The batches of the last passes that fit into memory."""
 
     def __init__(self) -> None:
-        self._batches: list[HeldBatch] = []
+        self._batches: list[ResidentBatch] = []
 
     @property
     def nbytes(self) -> int:
-        """Size of all of them."""
+        """Size of all batches."""
         return sum(batch.nbytes for batch in self._batches)
 
-    def take(self, segments: Sequence[Segment], most_tokens: int) -> HeldBatch | None:
-        """Hand over the batch that has the pasts of all segments, ready to continue them.
+    def take(self, segments: Sequence[Segment], most_tokens: int) -> ResidentBatch | None:
+        """Remove and return the batch that has the pasts of all segments, ready to continue.
 
-        None as well if it would then have memory for more than so many tokens.
+        None if there is no such batch, or if it would then hold more than `most_tokens`.
         """
         past = max(segment.past for segment in segments)
         new = max(len(segment.tokens) for segment in segments)
@@ -123,21 +123,21 @@ class HeldBatches:
         return None
 
     def forget_slots(self, batch: SegmentBatch) -> None:
-        """Note that slots were written: what ended in one of them does so no longer."""
+        """Forget the sequences that end in slots which a pass has written."""
         for slot in batch.writes.reshape(-1).tolist():
-            for held in self._batches:
-                held.rows.pop(slot, None)
+            for resident in self._batches:
+                resident.rows.pop(slot, None)
 
-    def put(self, batch: HeldBatch) -> None:
-        """Keep a batch, for which `fit` has left room."""
+    def put(self, batch: ResidentBatch) -> None:
+        """Keep a batch, for which `fit` has freed memory."""
         self._batches.append(batch)
 
     def fit(self, room: int) -> None:
-        """Let go of the oldest until all of them take no more than `room` bytes."""
+        """Free the oldest batches until all take at most `room` bytes."""
         self._batches = [batch for batch in self._batches if batch.rows][-_MOST_BATCHES:]
         while self._batches and self.nbytes > room:
             del self._batches[0]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Free all batches."""
         self._batches.clear()

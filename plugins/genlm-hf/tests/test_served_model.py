@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from genlm_hf.limits import context_window, embedding_rows, input_device, padding_id
+from genlm_hf.served_model import context_window, embedding_rows, input_device, padding_id
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from genlm import ModelLoadError, Query
+from genlm_hf import execution_paths, slot_cache
 from genlm_hf.engine import HFEngine
-from genlm_hf.gathered import cache
-from genlm_hf.tiers import choice
-from genlm_hf.tiers.padded import PaddedTier
+from genlm_hf.padded import PaddedPath
 
 from .families import FAMILIES
 from .population import Oracle, used
@@ -43,7 +42,7 @@ def test_padding_never_reaches_beyond_the_positions_that_a_model_has(
     names = {"gpt_neo": "max_position_embeddings", "mpt": "max_seq_len"}
     model = build_model(model_type, **options | {names.get(name, "n_positions"): 64})
     engine = HFEngine.from_model(model, tokenizer)
-    assert engine.statistics()["tier"] == "gathered"
+    assert engine.statistics()["execution_path"] == "slot_cache"
     long, new = ids_of_lengths(60, 33)
     oracle = Oracle(model)
     for step in ([long], [[*long, 4], new], [[*new, 4], [*long, 9]]):
@@ -57,23 +56,23 @@ def test_chunks_too_long_for_the_self_test_are_refused_by_their_masks(
 ) -> None:
     model_type, options = FAMILIES["llama4_text"]
     model = build_model(model_type, **options | {"attention_chunk_size": 8192})
-    monkeypatch.setattr(choice, "_refuse_by_config", lambda served: None)
+    monkeypatch.setattr(execution_paths, "_refuse_by_config", lambda served: None)
     figures = HFEngine.from_model(model, tokenizer).statistics()
-    assert figures["tier"] == "padded"
-    assert str(figures["tier_reason"]).count("one of its masks is unknown") == 2
+    assert figures["execution_path"] == "padded"
+    assert str(figures["execution_path_reason"]).count("one of its masks is unknown") == 2
 
 
-def test_models_that_padding_disturbs_are_not_gathered(
+def test_models_that_padding_disturbs_are_not_served_by_the_slot_cache(
     gptj: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PaddedTier, "pads", False)
+    monkeypatch.setattr(PaddedPath, "pads", False)
     with pytest.raises(
-        ModelLoadError, match=r"tier='gathered' cannot serve .* padding changes"
+        ModelLoadError, match=r"execution_path='slot_cache' cannot serve .* padding changes"
     ):
-        HFEngine.from_model(gptj, tokenizer, tier="gathered")
+        HFEngine.from_model(gptj, tokenizer, execution_path="slot_cache")
 
 
-def test_models_with_other_caches_are_not_gathered(tokenizer: Any) -> None:
+def test_models_with_other_caches_are_not_served_by_the_slot_cache(tokenizer: Any) -> None:
     for name, reason in {
         "rwkv": "takes no past_key_values",
         "recurrent_gemma": "only its layers",
@@ -82,17 +81,17 @@ def test_models_with_other_caches_are_not_gathered(tokenizer: Any) -> None:
         model_type, options = FAMILIES[name]
         model = build_model(model_type, **options)
         with pytest.raises(ModelLoadError, match=reason):
-            HFEngine.from_model(model, tokenizer, tier="gathered")
+            HFEngine.from_model(model, tokenizer, execution_path="slot_cache")
 
 
 @pytest.mark.parametrize("name", ["gptj", "bloom", "falcon with grouped heads"])
 def test_layers_that_share_memory_for_their_pasts_give_the_same(
     name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_LARGE", 0)
+    monkeypatch.setattr(slot_cache, "_LARGE", 0)
     model_type, settings = FAMILIES[name]
     model = build_model(model_type, **settings)
-    engine = HFEngine.from_model(model, tokenizer, tier="gathered")
+    engine = HFEngine.from_model(model, tokenizer, execution_path="slot_cache")
     oracle, sequences = Oracle(model), ids_of_lengths(20, 9, 3, 1)
     for _ in range(3):
         assert oracle.largest_error(sequences, answers(engine, sequences)) <= 1e-5

@@ -1,26 +1,63 @@
-"""What a model can take: the length of a context, the ids that it can embed."""
+"""A model, and what its execution paths need to know of it.
+
+Among that are its limits: the length of a context, the ids that it can embed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from genlm import rope_settings
+from genlm import Vocabulary, rope_settings
 
-__all__ = ["context_window", "embedding_rows", "input_device", "is_offloaded", "padding_id"]
+__all__ = [
+    "ServedModel",
+    "context_window",
+    "embedding_rows",
+    "input_device",
+    "is_offloaded",
+    "padding_id",
+]
 
-# What configs call the number of positions; transformers maps most to the first.
+# Names of the number of positions in configs; transformers maps most to the first.
 _WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model and what all execution paths need to know of it.
+
+    Attributes:
+        model: A transformers model.
+        vocabulary: The tokenizer's vocabulary.
+        device: Device of the model's input.
+        embedding_rows: The model can embed ids from 0 up to here.
+        pad_id: Id that pads batches.
+        max_context: Most tokens of a context, None for no limit.
+        max_tokens: Most positions in one forward pass; without a cache a longer context
+            still passes, alone.
+        max_rows: Most results of one forward pass, which bounds its logits.
+    """
+
+    model: Any
+    vocabulary: Vocabulary
+    device: torch.device
+    embedding_rows: int
+    pad_id: int
+    max_context: int | None
+    max_tokens: int
+    max_rows: int
+
+
 def context_window(config: Any) -> int | None:
-    """Return the most tokens that a model takes, None without such a limit.
+    """Return the most tokens that a model takes, None for no limit.
 
     Read from the model's config, never from its tokenizer, whose
     `model_max_length` is often arbitrary. Models without positions (Mamba) and
     with ALiBi biases computed on the fly (BLOOM, Falcon) have no limit; a sliding
-    attention window is none.
+    attention window does not limit the context.
     """
     text = config.get_text_config()
     if getattr(text, "alibi", False):
@@ -33,7 +70,7 @@ def context_window(config: Any) -> int | None:
 
 
 def _scaled_windows(config: Any, window: int) -> list[int]:
-    """Longer windows that rotary scaling gives, where the config states the short one."""
+    """Return longer windows by rotary scaling, where the config states the original one."""
     scaled = []
     for settings in rope_settings(config):
         kind = settings.get("rope_type", settings.get("type"))
@@ -47,7 +84,7 @@ def _scaled_windows(config: Any, window: int) -> list[int]:
 
 
 def embedding_rows(model: Any) -> int | None:
-    """Return how many ids the model can embed, None if it does not say."""
+    """Return how many ids the model can embed, None if that is unknown."""
     embedding = model.get_input_embeddings()
     rows = getattr(embedding, "num_embeddings", None)
     if isinstance(rows, int):
@@ -57,19 +94,19 @@ def embedding_rows(model: Any) -> int | None:
 
 
 def padding_id(config: Any, rows: int | None) -> int:
-    """Return an id that the model can embed, its own padding id where it has one."""
+    """Return an id that the model can embed; its own padding id if it has one."""
     own = getattr(config.get_text_config(), "pad_token_id", None)
     known = isinstance(own, int) and own >= 0 and (rows is None or own < rows)
     return int(own) if known and own is not None else 0
 
 
 def input_device(model: Any) -> torch.device:
-    """Return where to put token ids for a model, which may be spread over devices."""
+    """Return the device of the input of a model, which may be spread over devices."""
     device: torch.device = model.get_input_embeddings().weight.device
     # Offloaded weights rest on "meta"; accelerate then moves what it is given.
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def is_offloaded(model: Any) -> bool:
-    """Whether weights are elsewhere, on disk or a CPU, until a pass needs them."""
+    """Whether weights are on disk or a CPU until a pass needs them."""
     return any(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,204 @@
+"""`PrefixEngine`: the base class of engines that run a model over a prefix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from genlm.core.engine import BatchEngine, Capability
+from genlm.core.errors import TokenIdError, UnknownAdapterError, UnsupportedCapability
+from genlm.core.query import Query
+from genlm.prefix.execution_path import PathChoice
+from genlm.prefix.renamed import EngineStatistics
+from genlm.prefix.rows import PrefixRows
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adapters", "PrefixEngine"]
+
+
+class Adapters(Protocol):
+    """The adapters of one model."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, in the order in which they were loaded."""
+        ...
+
+    def load(self, name: str, path: str) -> None:
+        """Load the adapter in folder `path` under a name.
+
+        Raises:
+            AdapterError: It cannot be loaded; the model is unchanged.
+        """
+        ...
+
+    def activate(self, name: str) -> AbstractContextManager[None]:
+        """Apply one adapter in forward passes within the context."""
+        ...
+
+
+class PrefixEngine(BatchEngine):
+    """Base class of engines that run a model themselves, through an execution path.
+
+    A subclass loads its model and calls `serve` once. It may extend `activate`,
+    `model_statistics`, `add_adapter`, `clear_prefix_cache` and `close`.
+
+    Attributes:
+        backend: Name of the engine in messages.
+        capability_hints: What to do about each capability that this model lacks.
+    """
+
+    backend: ClassVar[str]
+    capability_hints: Mapping[Capability, str]
+
+    _choice: PathChoice
+    _adapters: Adapters
+    _embedding_rows: int
+    _tokens_asked = 0
+    _final_statistics: EngineStatistics | None = None
+
+    def serve(
+        self,
+        choice: PathChoice,
+        adapters: Adapters,
+        *,
+        embedding_rows: int,
+        hints: Mapping[Capability, str] | None = None,
+    ) -> None:
+        """Set what serves queries; `vocabulary` and `max_context` are set by the subclass.
+
+        Args:
+            choice: Computes the rows.
+            adapters: Loads and activates adapters.
+            embedding_rows: The model can embed ids from 0 up to here.
+            hints: What to do about the capabilities that the model lacks.
+        """
+        self._choice, self._adapters = choice, adapters
+        self._embedding_rows = embedding_rows
+        hints = dict(hints or {})
+        if not isinstance(choice.path, PrefixRows):
+            hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
+        self.capability_hints = hints
+        self.capabilities = frozenset({Capability.LORA, Capability.PREFIX_CACHE} - hints.keys())
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that queries can use."""
+        return self._adapters.names
+
+    def submit(self, query: Query) -> None:
+        """Accept a query for the next step.
+
+        Raises:
+            UnknownAdapterError: Its adapter was not loaded.
+            TokenIdError: The tokenizer has the id, but the model has no embedding
+                for it.
+            UnsupportedCapability: It requests a continuation.
+        """
+        if query.sampling is not None:
+            raise self._unsupported(Capability.SAMPLE)
+        self._check(query.token_ids, query.adapter)
+        super().submit(query)
+
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Select about one forward pass: the oldest query and others of its adapter.
+
+        A context longer than a pass, or of more slots than are free, takes several passes.
+        """
+        adapter = pending[0].adapter
+        candidates = [query for query in pending if query.adapter == adapter]
+        sequences = [query.token_ids for query in candidates]
+        return [candidates[i] for i in self._choice.path.next_pass(adapter, sequences)]
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the row of each query; all have the same adapter.
+
+        Returns:
+            Shape `(len(queries), vocabulary.size)`, float32.
+        """
+        adapter = queries[0].adapter
+        self._tokens_asked += sum(len(query.token_ids) for query in queries)
+        with self.activate(adapter):
+            return self._choice.path.rows(adapter, [query.token_ids for query in queries])
+
+    def activate(self, adapter: str | None) -> AbstractContextManager[None]:
+        """Prepare the model for forward passes with an adapter, None for none."""
+        return nullcontext() if adapter is None else self._adapters.activate(adapter)
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix and keep it until `clear_prefix_cache`.
+
+        Raises:
+            UnsupportedCapability: The model is served without a cache.
+            EvaluationError: It does not fit beside the prefixes kept already.
+            GenlmError: As `submit`.
+        """
+        cache = self._prefix_cache()
+        self._check(token_ids, adapter)
+        with self.activate(adapter):
+            cache.keep(adapter, tuple(token_ids))
+
+    def clear_prefix_cache(self) -> None:
+        """Free everything computed, kept prefixes included. Rows do not change."""
+        self._prefix_cache().clear()
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in folder `path`, which queries use as `name`.
+
+        Raises:
+            UnsupportedCapability: The model cannot have adapters.
+            AdapterError: The name is taken, the folder holds no LoRA adapter, or
+                it does not fit the model; the engine is unchanged.
+        """
+        if Capability.LORA not in self.capabilities:
+            raise self._unsupported(Capability.LORA)
+        self._adapters.load(name, path)
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of work, the execution path and facts about the model.
+
+        `tokens_asked` counts the tokens of all contexts, `tokens_computed` those that
+        went through the model. `execution_path_reason` says why the path was chosen,
+        `self_test_error` is its largest error in the self-test. After `close`, the last
+        statistics.
+        """
+        if self._final_statistics is not None:
+            return self._final_statistics
+        return EngineStatistics(
+            {
+                **self._choice.path.statistics(),
+                **self._choice.statistics(),
+                "tokens_asked": self._tokens_asked,
+                "adapters": len(self._adapters.names),
+                **self.model_statistics(),
+            }
+        )
+
+    def model_statistics(self) -> Mapping[str, int | float | str]:
+        """Return statistics of the subclass, such as the model's class and device."""
+        return {}
+
+    def close(self) -> None:
+        """Free the execution path and the adapters; `statistics` stays available."""
+        self._final_statistics = EngineStatistics(self.statistics())
+        del self._choice, self._adapters
+
+    def _check(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        if adapter is not None and adapter not in self._adapters.names:
+            raise UnknownAdapterError(adapter, self._adapters.names)
+        rows = self._embedding_rows
+        if max(token_ids) >= rows:
+            position = next(i for i, token_id in enumerate(token_ids) if token_id >= rows)
+            raise TokenIdError(token_ids[position], position, rows)
+
+    def _prefix_cache(self) -> PrefixRows:
+        if not isinstance(self._choice.path, PrefixRows):
+            raise self._unsupported(Capability.PREFIX_CACHE)
+        return self._choice.path
+
+    def _unsupported(self, capability: Capability) -> UnsupportedCapability:
+        hint = self.capability_hints.get(capability, "")
+        return UnsupportedCapability(capability, self.backend, hint)

@@ -1,0 +1,279 @@
+"""Execution paths: the ways to run a model, and the choice of the fastest right one.
+
+Which models a path serves correctly cannot be read from their configs. A faster path must
+therefore be built without an `UnsupportedModelError` and pass a `SelfTest` against a
+reference path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from genlm.core.errors import ModelLoadError
+from genlm.prefix.renamed import current_execution_path
+from genlm.prefix.rows import PrefixRows
+
+__all__ = [
+    "ExecutionPath",
+    "PathChoice",
+    "SelfTest",
+    "ServeOptions",
+    "UnsupportedModelError",
+    "choose_path",
+]
+
+Path = TypeVar("Path", bound=PrefixRows)
+
+_LONGEST_TEXT = 24
+
+# The rounding error of a model grows with its size; that of batching shows how much.
+_ROUNDING_FACTOR = 4
+
+
+class UnsupportedModelError(ValueError):
+    """An execution path does not support a model; the message states the reason."""
+
+
+class ExecutionPath(Protocol):
+    """Computes next-token rows with one model; the caller activates the adapter."""
+
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Compute the next-token row of each sequence.
+
+        Args:
+            adapter: Name of the active adapter.
+            sequences: At least one; ids that the model can embed, none empty.
+
+        Returns:
+            Shape `(len(sequences), vocabulary.size)`, float32.
+        """
+        ...
+
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        """Choose sequences whose rows take about one forward pass.
+
+        Args:
+            adapter: Adapter of all sequences.
+            sequences: At least one, the most urgent first.
+
+        Returns:
+            Their indices, 0 among them.
+        """
+        ...
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of work. Thread-safe."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options that all engines of `PrefixEngine` have.
+
+    Attributes:
+        paths: Names of the engine's execution paths, fastest first; the last one has no
+            prefix cache.
+        max_tokens_per_batch: Most positions, padding included, in one forward pass; None
+            for the engine's default.
+        kv_budget_bytes: Most memory for cached keys and values; None for the default.
+        max_context: Most tokens of a context, if fewer than the model takes.
+        execution_path: One of `paths`, or None for the fastest that gives the right rows.
+        self_test: Whether to compare a faster path with the reference at loading.
+        tier: Older name of `execution_path`, accepted until genlm 1.1 with a
+            `DeprecationWarning`.
+
+    Raises:
+        ValueError: An option has an invalid value.
+    """
+
+    paths: Sequence[str]
+    max_tokens_per_batch: int | None = None
+    kv_budget_bytes: int | None = None
+    max_context: int | None = None
+    execution_path: str | None = None
+    self_test: bool = True
+    tier: InitVar[str | None] = None
+
+    def __post_init__(self, tier: str | None) -> None:
+        limits = (
+            ("max_tokens_per_batch", "a whole number", 1),
+            ("kv_budget_bytes", "a whole number of bytes", 0),
+            ("max_context", "a whole number of tokens", 1),
+        )
+        for name, expected, least in limits:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= least):
+                raise ValueError(f"{name}={value!r}; {expected}, at least {least}")
+        path = current_execution_path(self.execution_path, tier)
+        object.__setattr__(self, "execution_path", path)
+        if path is not None and path not in self.paths:
+            names = ", ".join(map(repr, self.paths))
+            raise ValueError(f"no execution path {path!r}; choose one of {names}, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class PathChoice:
+    """The execution path that serves a model.
+
+    Attributes:
+        name: One of the engine's `ServeOptions.paths`.
+        path: Computes the rows.
+        reason: Why no faster path was chosen, `"the fastest"` or `"asked for"`.
+        error: Largest error in log-probability in the self-test; None without a test.
+    """
+
+    name: str
+    path: ExecutionPath
+    reason: str
+    error: float | None = None
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return name, reason and error as statistics."""
+        error = {} if self.error is None else {"self_test_error": self.error}
+        return {"execution_path": self.name, "execution_path_reason": self.reason, **error}
+
+
+class SelfTest:
+    """Compares an execution path with a reference that runs each sequence alone.
+
+    Three batches of mixed lengths, forks, repeats, and one and several new tokens show
+    state that leaks between sequences, forgotten biases, wrong positions and short
+    windows. What needs thousands of tokens (long windows, scaling of positions) must be
+    checked by other rules.
+
+    Args:
+        text: Token ids; at least one. At most 24 are used.
+        reference: Gives the right rows.
+        tolerance: Largest error in log-probability that passes.
+        max_context: Most tokens of a sequence, None for no limit.
+        scale_tolerance: Whether errors pass up to four times the difference that batching
+            makes in the reference.
+    """
+
+    def __init__(
+        self,
+        text: Sequence[int],
+        reference: ExecutionPath,
+        *,
+        tolerance: float,
+        max_context: int | None,
+        scale_tolerance: bool = False,
+    ) -> None:
+        longest = min(_LONGEST_TEXT, max_context or _LONGEST_TEXT)
+        self._steps = _steps((list(text) * _LONGEST_TEXT)[:longest])
+        self._reference, self._tolerance = reference, tolerance
+        self._scale_tolerance = scale_tolerance
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def largest_error(self, path: PrefixRows) -> float:
+        """Return the largest error of a path's rows; its cache is empty afterwards.
+
+        Raises:
+            UnsupportedModelError: The error exceeds the tolerance, or the path raised.
+        """
+        tolerance, worst = self._tolerance, 0.0
+        if self._scale_tolerance:
+            batch = max(self._steps, key=len)
+            rounding = self._error(self._reference.rows(None, batch), batch)
+            tolerance = max(tolerance, _ROUNDING_FACTOR * rounding)
+        for step in self._steps:
+            try:
+                rows = path.rows(None, step)
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"in the self-test it raised {type(error).__name__}: {error}"
+                ) from error
+            worst = max(worst, self._error(rows, step))
+        if not worst <= tolerance:
+            raise UnsupportedModelError(
+                f"in the self-test its log-probabilities were off by {worst:.1e}, more than "
+                f"{tolerance:.1e}"
+            )
+        path.clear()
+        return worst
+
+    def _error(self, rows: torch.Tensor, step: Sequence[tuple[int, ...]]) -> float:
+        for sequence in step:
+            if sequence not in self._rows:
+                self._rows[sequence] = self._reference.rows(None, [sequence])[0]
+        expected = torch.stack([self._rows[sequence] for sequence in step])
+        finite = expected.isfinite()
+        if not torch.equal(rows.isfinite(), finite):
+            return float("inf")
+        return float((rows - expected)[finite].abs().max())
+
+
+def _steps(text: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    long, other = tuple(text), text[0]
+    short, middle = long[:2], long[: max(1, len(long) // 2)]
+    first = [middle, long[:-2] or long, (*reversed(short),)]
+    second = [middle, long[:-1] or long, (*middle[:-1], other), (*short, other)[: len(long)]]
+    third = [long, middle[: max(1, len(middle) - 2)]]
+    return [list(dict.fromkeys(step)) for step in (first, second, third)]
+
+
+def choose_path(
+    model_name: str,
+    faster: Mapping[str, Callable[[], Path]],
+    reference: ExecutionPath,
+    *,
+    options: ServeOptions,
+    self_test: Callable[[Path], float],
+    logger: logging.Logger,
+) -> PathChoice:
+    """Return the fastest path that gives the right rows, or the requested one.
+
+    Args:
+        model_name: Name of the model in messages.
+        faster: Builds each path but the last of `options.paths`, or raises
+            `UnsupportedModelError`; the fastest first.
+        reference: The last of `options.paths`, which supports every model.
+        options: Options of the engine.
+        self_test: Returns the largest error of a faster path, or raises
+            `UnsupportedModelError`; not called if `options.self_test` is False.
+        logger: Gets the choice, at the level INFO.
+
+    Raises:
+        ModelLoadError: The requested path does not support the model.
+    """
+    wanted = options.execution_path
+    reason, refusals = "asked for" if wanted else "the fastest", []
+    choice = None
+    for name, build in faster.items():
+        if wanted not in {None, name}:
+            continue
+        try:
+            path, error = _tested(build, self_test if options.self_test else None)
+        except UnsupportedModelError as unsupported:
+            if wanted is not None:
+                raise ModelLoadError(
+                    f"execution_path={name!r} cannot serve {model_name}: {unsupported}"
+                ) from unsupported
+            refusals.append(f"not {name}: {unsupported}")
+        else:
+            choice = PathChoice(name, path, "; ".join(refusals) or reason, error)
+            break
+    if choice is None:
+        choice = PathChoice(options.paths[-1], reference, "; ".join(refusals) or reason)
+    logger.info(
+        "%s is served by the execution path %r (%s; %s)",
+        model_name,
+        choice.name,
+        choice.reason,
+        "not tested" if choice.error is None else f"self-test error {choice.error:.1e}",
+    )
+    return choice
+
+
+def _tested(
+    build: Callable[[], Path], self_test: Callable[[Path], float] | None
+) -> tuple[Path, float | None]:
+    path = build()
+    return path, None if self_test is None else self_test(path)

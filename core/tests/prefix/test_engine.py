@@ -1,0 +1,191 @@
+"""An engine over a prefix tree: which queries it accepts, how it is chosen, what it reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import (
+    Capability,
+    ModelLoadError,
+    Query,
+    SamplingParams,
+    TokenIdError,
+    UnknownAdapterError,
+    UnsupportedCapability,
+)
+from genlm.prefix import (
+    PrefixEngine,
+    PrefixRows,
+    SelfTest,
+    ServeOptions,
+    UnsupportedModelError,
+    choose_path,
+)
+
+from .test_rows import SIZE, assert_right, expected, serve
+
+PATHS = ("tree", "alone")
+
+
+class Alone:
+    """The reference: each sequence without a cache."""
+
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        return torch.stack([expected(adapter, sequence) for sequence in sequences])
+
+    def next_pass(
+        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+    ) -> Sequence[int]:
+        return [0]
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        return {"forwards": 0}
+
+
+class Adapters:
+    """Adapters by name; `active` is the one that is applied."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        self.active: str | None = None
+
+    def load(self, name: str, path: str) -> None:
+        self.names += (name,)
+
+    @contextmanager
+    def activate(self, name: str) -> Iterator[None]:
+        self.active = name
+        yield
+        self.active = None
+
+
+class Engine(PrefixEngine):
+    backend = "toy"
+
+    def __init__(
+        self, *, error: float = 0, hints: Mapping[Capability, str] | None = None, **options: Any
+    ) -> None:
+        rows, self.model = serve(200)
+        self.vocabulary = rows._vocabulary
+
+        def build() -> PrefixRows:
+            if error == float("inf"):
+                raise UnsupportedModelError("it has no layers")
+            return rows
+
+        def self_test(path: PrefixRows) -> float:
+            if error:
+                compute = path.rows
+                path.rows = lambda *args: compute(*args) + error  # type: ignore[method-assign]
+            return SelfTest(
+                range(SIZE), Alone(), tolerance=1e-3, max_context=None
+            ).largest_error(path)
+
+        choice = choose_path(
+            "Toy",
+            {"tree": build},
+            Alone(),
+            options=ServeOptions(paths=PATHS, **options),
+            self_test=self_test,
+            logger=logging.getLogger("toy"),
+        )
+        self.loaded = Adapters()
+        self.serve(choice, self.loaded, embedding_rows=SIZE - 1, hints=hints)
+
+    def model_statistics(self) -> Mapping[str, int | float | str]:
+        return {"model": "Toy"}
+
+
+def test_rows_are_right_and_each_step_has_one_adapter() -> None:
+    engine = Engine()
+    engine.add_adapter("red", "folder")
+    asked = [Query(i, (1, 2, i), name) for i, name in enumerate([None, "red", None, "red"])]
+    for query in asked:
+        engine.submit(query)
+    for adapter, answered in ((None, [0, 2]), ("red", [1, 3])):
+        completions = engine.step()
+        assert [each.query_id for each in completions] == answered
+        for each in completions:
+            row = expected(adapter, asked[each.query_id].token_ids)
+            torch.testing.assert_close(each.result, row, rtol=0, atol=1e-6)
+    assert engine.adapters == ("red",)
+    assert engine.loaded.active is None
+
+
+def test_queries_that_cannot_be_answered_are_refused_before_a_step() -> None:
+    engine = Engine()
+    with pytest.raises(UnknownAdapterError):
+        engine.submit(Query(0, (1,), "red"))
+    with pytest.raises(TokenIdError, match=f"{SIZE - 1}"):
+        engine.submit(Query(0, (1, SIZE - 1)))
+    with pytest.raises(UnsupportedCapability, match="toy"):
+        engine.submit(Query(0, (1,), None, SamplingParams(3)))
+    with pytest.raises(TokenIdError):
+        engine.cache_prefix((SIZE - 1,), None)
+    assert engine.step() == []
+
+
+def test_the_faster_path_is_chosen_if_its_rows_are_right() -> None:
+    figures = Engine().statistics()
+    assert (figures["execution_path"], figures["execution_path_reason"]) == (
+        "tree",
+        "the fastest",
+    )
+    assert figures["self_test_error"] == 0
+    assert figures["kv_tokens"] == 0
+    assert "self_test_error" not in Engine(self_test=False, error=1).statistics()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(float("inf"), "no layers"), (2e-3, r"off by 2\.0e-03, more than 1")]
+)
+def test_a_path_that_is_unsupported_or_wrong_is_refused(error: float, reason: str) -> None:
+    engine = Engine(error=error)
+    assert engine.statistics()["execution_path"] == "alone"
+    with pytest.raises(UnsupportedCapability, match=f"has no cache .not tree: .*{reason}"):
+        engine.clear_prefix_cache()
+    assert Capability.PREFIX_CACHE not in engine.capabilities
+    with pytest.raises(
+        ModelLoadError, match=f"execution_path='tree' cannot serve Toy: .*{reason}"
+    ):
+        Engine(error=error, execution_path="tree")
+
+
+def test_the_path_without_a_cache_can_be_requested() -> None:
+    figures = Engine(execution_path="alone").statistics()
+    assert (figures["execution_path"], figures["execution_path_reason"]) == (
+        "alone",
+        "asked for",
+    )
+
+
+def test_prefixes_are_kept_until_they_are_cleared() -> None:
+    engine = Engine()
+    engine.cache_prefix((1, 2, 3), None)
+    assert engine.statistics()["kv_tokens"] == 3
+    assert_right(engine._prefix_cache(), None, [(1, 2, 3, 4)])
+    engine.clear_prefix_cache()
+    assert engine.statistics()["kv_tokens"] == 0
+
+
+def test_a_model_without_adapters_says_why() -> None:
+    engine = Engine(hints={Capability.LORA: "install lora"})
+    assert Capability.LORA not in engine.capabilities
+    with pytest.raises(UnsupportedCapability, match="install lora"):
+        engine.add_adapter("red", "folder")
+
+
+def test_statistics_outlive_the_engine() -> None:
+    engine = Engine()
+    engine.evaluate([Query(0, (1, 2))])
+    engine.close()
+    assert engine.statistics()["tokens_asked"] == 2
+    assert engine.statistics()["model"] == "Toy"
+    with pytest.warns(DeprecationWarning, match="until genlm 1.1"):
+        assert engine.statistics()["tier"] == "tree"

@@ -1,0 +1,219 @@
+"""Which execution path serves a model: by rules first, then by a self-test.
+
+`execution_paths.json` lists the path of each family of models;
+`scripts/architectures.py --backend hf` writes it together with docs/hf-architectures.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.resources
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from genlm import ModelFacts
+from genlm.prefix import (
+    ForwardFn,
+    PathChoice,
+    PrefixRows,
+    SelfTest,
+    ServeOptions,
+    UnsupportedModelError,
+    choose_path,
+)
+from genlm_hf.packed.attention import PackedForward, takes_positions
+from genlm_hf.packed.layout import AttentionLayout, UnsupportedMaskError, read_layout
+from genlm_hf.padded import PaddedPath
+from genlm_hf.probe import sample_ids
+from genlm_hf.quantised import is_quantised
+from genlm_hf.rope import depends_on_longest
+from genlm_hf.served_model import ServedModel
+from genlm_hf.slot_cache import SlotCacheForward, read_cache
+from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
+
+__all__ = ["PATHS", "KnownPaths", "choose_execution_path"]
+
+_logger = logging.getLogger("genlm_hf")
+
+PATHS = ("packed", "slot_cache", "padded")
+"""Execution paths, fastest first."""
+
+# Kinds of layers that see their whole past, or the end of it.
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
+
+# Largest errors in log-probability; other dtypes and few bits round more.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 3e-2}
+_COARSE_TOLERANCE = 0.3
+
+
+def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathChoice:
+    """Return the fastest execution path that gives the right rows, or the requested one.
+
+    Raises:
+        ModelLoadError: The model is not a causal language model, or the requested path
+            does not support it.
+    """
+    padded = PaddedPath(served)
+    known_ids = min(served.embedding_rows, served.vocabulary.size)
+    tolerances = {} if is_quantised(served.model) else _TOLERANCE
+    self_test = SelfTest(
+        sample_ids(served.vocabulary.tokenizer, known_ids, served.max_context),
+        padded,
+        tolerance=tolerances.get(served.model.dtype, _COARSE_TOLERANCE),
+        max_context=served.max_context,
+        scale_tolerance=True,
+    )
+    choice = choose_path(
+        type(served.model).__name__,
+        {
+            "packed": lambda: _packed(served, padded, options),
+            "slot_cache": lambda: _slot_cache(served, padded, options),
+        },
+        padded,
+        options=options,
+        self_test=self_test.largest_error,
+        logger=_logger,
+    )
+    if options.execution_path is None:
+        _warn_if_slow(served.model, choice)
+    return choice
+
+
+def _warn_if_slow(model: Any, choice: PathChoice) -> None:
+    faster = KnownPaths.shipped().faster(model, choice.name)
+    if faster is not None:
+        # Logged, not warned: programs that turn warnings into errors still get right rows,
+        # and Python prints records of this level where logging is not configured.
+        _logger.warning(
+            "%s is served by the execution path %r, which is much slower than %s, by which "
+            "models of its kind were served. Rows are right. Reason: %s. Install the versions "
+            "named, or report this; execution_path=%r suppresses this message",
+            type(model).__name__,
+            choice.name,
+            faster,
+            choice.reason,
+            choice.name,
+        )
+
+
+@dataclass(frozen=True)
+class KnownPaths:
+    """Execution paths that were chosen for families of models.
+
+    Attributes:
+        versions: Versions of the libraries that were used.
+        execution_paths: Path by `ModelFacts.key`.
+    """
+
+    versions: Mapping[str, str]
+    execution_paths: Mapping[str, str]
+
+    @classmethod
+    @functools.cache
+    def shipped(cls) -> Self:
+        """Read the list of this package."""
+        folder = importlib.resources.files("genlm_hf")
+        return cls(**json.loads(folder.joinpath("execution_paths.json").read_text("utf-8")))
+
+    def path_of(self, model: Any) -> str | None:
+        """Return the execution path of a model's family, None if it is not listed."""
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        return self.execution_paths.get(ModelFacts.of(config).key)
+
+    def faster(self, model: Any, path: str) -> str | None:
+        """Return which faster path served the family, with which versions; None if none."""
+        known = self.path_of(model)
+        if known is None or PATHS.index(known) >= PATHS.index(path):
+            return None
+        versions = [
+            f"{library} {version} (installed: {importlib.metadata.version(library)})"
+            for library, version in self.versions.items()
+        ]
+        return f"{known!r} with {' and '.join(versions)}"
+
+
+def _packed(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
+    """Return the path `packed`.
+
+    Raises:
+        UnsupportedModelError: The model breaks one of the rules.
+    """
+    if not takes_positions(served.model):
+        raise UnsupportedModelError("its forward takes no position_ids")
+    _refuse_by_config(served)
+    layout = _layout(served, padded)
+    _refuse_few_layers(served, len(layout.layers), "use transformers' attention interface")
+    storage = _storage([layer.shape for layer in layout.layers], options)
+    return _prefix_rows(PackedForward(served, layout, storage), served, padded, storage)
+
+
+def _slot_cache(served: ServedModel, padded: PaddedPath, options: ServeOptions) -> PrefixRows:
+    """Return the path `slot_cache`.
+
+    Raises:
+        UnsupportedModelError: The model breaks one of the rules.
+    """
+    _refuse_by_config(served)
+    if not padded.pads:
+        raise UnsupportedModelError("padding changes its rows")
+    try:
+        _layout(served, padded)
+    except UnsupportedMaskError:
+        raise
+    except UnsupportedModelError:
+        pass  # attention of its own does not matter here
+    shapes = read_cache(served, _probe_length(served))
+    _refuse_few_layers(served, len(shapes), "keep keys and values")
+    storage = _storage(shapes, options)
+    return _prefix_rows(SlotCacheForward(served, storage), served, padded, storage)
+
+
+def _storage(shapes: list[LayerShape], options: ServeOptions) -> KVStorage:
+    budget = options.kv_budget_bytes
+    return KVStorage(shapes, default_budget_bytes(shapes) if budget is None else budget)
+
+
+def _prefix_rows(
+    forward: ForwardFn, served: ServedModel, padded: PaddedPath, storage: KVStorage
+) -> PrefixRows:
+    return PrefixRows(
+        forward,
+        without_cache=lambda sequence: padded.rows(None, [sequence]),
+        vocabulary=served.vocabulary,
+        budget_bytes=storage.budget_bytes,
+        bytes_per_token=storage.bytes_per_token,
+        max_tokens=served.max_tokens,
+        max_rows=served.max_rows,
+    )
+
+
+def _layout(served: ServedModel, padded: PaddedPath) -> AttentionLayout:
+    return read_layout(served.model, lambda: padded.logits([[0] * _probe_length(served)]))
+
+
+def _probe_length(served: ServedModel) -> int:
+    return min(3, served.max_context or 3)
+
+
+def _refuse_by_config(served: ServedModel) -> None:
+    config = served.model.config.get_text_config()
+    if depends_on_longest(config):
+        raise UnsupportedModelError("its rotary embedding depends on the longest sequence")
+    others = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
+    if others:
+        raise UnsupportedModelError(
+            f"it has layers of kind {', '.join(sorted(map(str, others)))}"
+        )
+
+
+def _refuse_few_layers(served: ServedModel, count: int, what: str) -> None:
+    config = served.model.config.get_text_config()
+    expected = getattr(config, "num_hidden_layers", None)
+    if not count or count != expected:
+        raise UnsupportedModelError(f"{count} of its {expected} layers {what}")

@@ -1,1 +1,0 @@
-"""Forward passes through a model's own cache, each sequence's past gathered from slots."""

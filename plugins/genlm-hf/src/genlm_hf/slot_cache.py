@@ -1,0 +1,256 @@
+"""Execution path `slot_cache`: every token once, through the model's own attention and cache.
+
+For decoder-only models whose layers keep plain keys and values, but attend in code of their
+own. In place of transformers' cache the model gets a `SlotCache`, which writes the keys and
+values of new tokens into their slots and returns the whole past of each sequence, gathered
+from the slots. The model's own cache would copy the pasts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from genlm.prefix import (
+    ForwardResult,
+    Segment,
+    SegmentBatch,
+    SegmentLimits,
+    TreeBatch,
+    UnsupportedModelError,
+    group_segments,
+    places_of,
+    prefill_stages,
+)
+from genlm_hf.forward import accepted, evaluation_mode, taken_logits
+from genlm_hf.served_model import ServedModel
+from genlm_hf.storage import KVStorage, LayerShape
+
+__all__ = ["RecordingCache", "SlotCache", "SlotCacheForward", "read_cache"]
+
+_NEEDED = ("past_key_values", "attention_mask", "use_cache")
+
+# CPU tensors of more bytes get new pages from the system at each allocation, which takes
+# longer than filling them.
+_LARGE = 2**25
+
+
+class SlotCache(Cache):  # type: ignore[misc] # transformers is untyped
+    """The cache that a model gets for one forward pass.
+
+    Args:
+        storage: Takes the new keys and values.
+        batch: The slots to write and to read.
+    """
+
+    def __init__(self, storage: KVStorage, batch: SegmentBatch) -> None:
+        slots = _Slots(batch)
+        super().__init__(
+            layers=[
+                _SlotLayer(batch.past, layer, storage, slots) for layer in range(storage.layers)
+            ]
+        )
+
+
+class _SlotLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer that sees all of its past, padding included."""
+
+    def __init__(self, past: int, index: int, storage: KVStorage, slots: _Slots) -> None:
+        super().__init__()
+        self._length = past
+        self._index, self._storage, self._slots = index, storage, slots
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens in the cache."""
+        return self._length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store `(segments, heads, new, width)`; return `(segments, heads, all, width)`."""
+        self._length += key_states.shape[2]
+        keys, values = self._storage.write(
+            self._index,
+            self._slots.writes(key_states.device),
+            _by_head(key_states),
+            _by_head(value_states),
+        )
+        return self._slots.gathered("keys", keys), self._slots.gathered("values", values)
+
+
+def _by_head(states: torch.Tensor) -> torch.Tensor:
+    """Reshape (segments, heads, tokens, width) to (heads, segments * tokens, width)."""
+    return states.transpose(0, 1).flatten(1, 2)
+
+
+class _Slots:
+    """A batch's slots as tensors, made once for each device and number of heads."""
+
+    def __init__(self, batch: SegmentBatch) -> None:
+        self._batch = batch
+        self._writes: dict[torch.device, torch.Tensor] = {}
+        self._reads: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._gathered: dict[Hashable, torch.Tensor] = {}
+
+    def writes(self, device: torch.device) -> torch.Tensor:
+        """Return the slots of new tokens, segment by segment."""
+        if device not in self._writes:
+            self._writes[device] = torch.from_numpy(self._batch.writes.reshape(-1)).to(device)
+        return self._writes[device]
+
+    def gathered(self, what: str, states: torch.Tensor) -> torch.Tensor:
+        """Return the past of every sequence, `(segments, heads, all, width)`.
+
+        A large result is overwritten by that of the next layer.
+
+        Args:
+            what: Whether `states` are keys or values.
+            states: Keys or values of a layer, `(heads, slots, width)`.
+        """
+        index = self._read(states)
+        key = (what, states.device, states.dtype, states.shape)
+        found = torch.index_select(
+            states.flatten(0, 1), 0, index.reshape(-1), out=self._gathered.get(key)
+        )
+        if found.nbytes > _LARGE:
+            self._gathered[key] = found
+        return found.view(*index.shape, states.shape[2])
+
+    def _read(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the past's indices in `states.flatten(0, 1)`, (segments, heads, all)."""
+        heads, slots, _ = states.shape
+        key = (states.device, heads)
+        if key not in self._reads:
+            reads = torch.from_numpy(self._batch.reads).to(states.device)
+            offsets = torch.arange(heads, device=states.device) * slots
+            self._reads[key] = reads[:, None] + offsets[:, None]
+        return self._reads[key]
+
+
+class RecordingCache(Cache):  # type: ignore[misc]
+    """Records the shapes of the keys and values of each layer in one pass.
+
+    Attributes:
+        shapes: Shape by the index of the layer.
+        problems: What a `SlotCache` could not give back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, LayerShape] = {}
+        self.problems: list[str] = []
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record the keys and values of a layer and return them."""
+        keys, values = key_states.shape, value_states.shape
+        if len(keys) != 4 or keys[:3] != values[:3]:
+            self.problems.append(f"a layer caches tensors of shape {keys} and {values}")
+        elif layer_idx in self.shapes:
+            self.problems.append("a layer caches twice in a forward pass")
+        else:
+            self.shapes[layer_idx] = LayerShape(
+                keys[1], keys[3], values[3], key_states.dtype, key_states.device
+            )
+        return key_states, value_states
+
+
+class SlotCacheForward:
+    """Runs a model over the uncached tokens of a tree, in padded batches; a `ForwardFn`.
+
+    Args:
+        served: The model.
+        storage: Keeps keys and values.
+
+    Attributes:
+        storage: As above.
+    """
+
+    def __init__(self, served: ServedModel, storage: KVStorage) -> None:
+        self.storage, self._served = storage, served
+        self._limits = SegmentLimits(served.max_tokens, served.max_context)
+
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        """Run each prefill stage in as few passes as padding allows."""
+        wanted = set(batch.last_slots)
+        parts: list[torch.Tensor] = []
+        places: dict[int, int] = {}
+        tokens = forwards = 0
+        for stage in prefill_stages(batch):
+            for segments in group_segments(stage, self._limits):
+                ends = places_of(segments, wanted)
+                for slot, _, _ in ends:
+                    places[slot] = len(places)
+                results = np.array([end[1:] for end in ends], np.int64).reshape(-1, 2)
+                side_by_side = SegmentBatch(segments, self._served.pad_id)
+                parts.append(self._logits(side_by_side, results))
+                tokens += sum(len(segment.tokens) for segment in segments)
+                forwards += 1
+        logits = torch.cat(parts).to(self._served.device)
+        order = torch.tensor([places[slot] for slot in batch.last_slots], device=logits.device)
+        return ForwardResult(logits[order], tokens, forwards)
+
+    def _logits(self, batch: SegmentBatch, results: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Run one pass; return logits at the given (segment, token) places."""
+        device, model = self._served.device, self._served.model
+        where = torch.from_numpy(results).to(device)
+        inputs = _inputs(model, batch, device)
+        inputs["past_key_values"] = SlotCache(self.storage, batch)
+
+        def take(states: torch.Tensor) -> torch.Tensor:
+            rows, tokens = where.to(states.device).unbind(1)
+            return states[rows, tokens][None]
+
+        return taken_logits(model, inputs, batch.tokens.shape, take)[0]
+
+
+def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
+    """Run a model once and return what each of its layers stores in the cache.
+
+    Args:
+        served: The model.
+        length: How many tokens to run.
+
+    Raises:
+        UnsupportedModelError: It does not use a cache of keys and values.
+    """
+    model, device = served.model, served.device
+    missing = [name for name in _NEEDED if not accepted(model, {name: None})]
+    if missing:
+        raise UnsupportedModelError(f"its forward takes no {missing[0]}")
+    cache = RecordingCache()
+    slots = np.arange(1, length + 1, dtype=np.int64)
+    batch = SegmentBatch([Segment((0,) * length, slots, slots)], served.pad_id)
+    try:
+        with torch.inference_mode(), evaluation_mode(model):
+            model(**_inputs(model, batch, device), past_key_values=cache)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"with another cache its forward pass raises {type(error).__name__}: {error}"
+        ) from error
+    if cache.problems:
+        raise UnsupportedModelError(cache.problems[0])
+    if sorted(cache.shapes) != list(range(len(cache.shapes))):
+        raise UnsupportedModelError(f"only its layers {sorted(cache.shapes)} use the cache")
+    return [cache.shapes[index] for index in range(len(cache.shapes))]
+
+
+def _inputs(model: Any, batch: SegmentBatch, device: torch.device) -> dict[str, Any]:
+    inputs = {
+        "input_ids": torch.from_numpy(batch.tokens).to(device),
+        "attention_mask": torch.from_numpy(batch.is_token).to(device).long(),
+        "use_cache": True,
+        "position_ids": torch.from_numpy(batch.positions).to(device),
+        "return_dict": True,
+    }
+    return accepted(model, inputs)

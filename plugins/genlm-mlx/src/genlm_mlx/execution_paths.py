@@ -1,0 +1,233 @@
+"""The two execution paths: a prefix tree over slots, or mlx-lm's own cache for each context.
+
+The prefix tree supports models whose layers keep plain keys and values of their past. A
+self-test at loading compares its rows with those of mlx-lm's own cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import torch
+
+from genlm import Vocabulary, rows_from_logits
+from genlm.prefix import (
+    BatchLimits,
+    PathChoice,
+    PrefixRows,
+    SegmentLimits,
+    SelfTest,
+    ServeOptions,
+    UnsupportedModelError,
+    choose_path,
+    plan_batches,
+    slots_within,
+)
+from genlm_mlx.forward import SlotCacheForward, own_logits, read_shapes, read_windows
+from genlm_mlx.rotary import PublishedRoPE
+from genlm_mlx.storage import KVStorage, default_budget_bytes
+
+__all__ = [
+    "DEFAULT_TOKENS_PER_BATCH",
+    "PATHS",
+    "SlotCachePath",
+    "UncachedPath",
+    "choose_execution_path",
+]
+
+PATHS = ("slot_cache", "uncached")
+"""Execution paths, fastest first."""
+
+DEFAULT_TOKENS_PER_BATCH = 2048
+
+# Logits of one pass: 2**26 in float32 are 256 MiB.
+_LOGITS_PER_PASS = 2**26
+
+# Largest errors in log-probability in float32 and in half precision.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.3
+
+
+def choose_execution_path(
+    model: Any,
+    vocabulary: Vocabulary,
+    options: ServeOptions,
+    *,
+    max_context: int | None,
+    embedding_rows: int,
+    rotary: Sequence[PublishedRoPE] = (),
+) -> PathChoice:
+    """Return the faster execution path that gives the right rows, or the requested one.
+
+    Args:
+        model: An mlx-lm model.
+        vocabulary: The tokenizer's vocabulary.
+        options: Options of the engine.
+        max_context: Most tokens that the model takes.
+        embedding_rows: The model can embed ids from 0 up to here.
+        rotary: The model's rotary embeddings that depend on the length of the context.
+
+    Raises:
+        ModelLoadError: The requested path does not support the model.
+    """
+    max_tokens = options.max_tokens_per_batch or DEFAULT_TOKENS_PER_BATCH
+    uncached = UncachedPath(model, vocabulary, max_tokens, rotary)
+
+    def slot_cache() -> SlotCachePath:
+        if rotary:
+            longest = rotary[0].longest
+            raise UnsupportedModelError(
+                f"beyond {longest} tokens its rotary embeddings depend on the length of the "
+                f"context; max_context={longest} permits this path"
+            )
+        return SlotCachePath(
+            model,
+            vocabulary,
+            max_tokens=max_tokens,
+            kv_budget_bytes=options.kv_budget_bytes,
+            max_context=max_context,
+            uncached=uncached,
+        )
+
+    def self_test(path: SlotCachePath) -> float:
+        text = range(min(embedding_rows, vocabulary.size))
+        tolerance = _TOLERANCE if path.is_exact else _COARSE_TOLERANCE
+        test = SelfTest(text, uncached, tolerance=tolerance, max_context=max_context)
+        return test.largest_error(path)
+
+    return choose_path(
+        type(model).__module__,
+        {"slot_cache": slot_cache},
+        uncached,
+        options=options,
+        self_test=self_test,
+        logger=logging.getLogger("genlm_mlx"),
+    )
+
+
+class UncachedPath:
+    """Every context anew through mlx-lm's own cache; contexts of one length together.
+
+    Args:
+        model: An mlx-lm model.
+        vocabulary: The tokenizer's vocabulary.
+        max_tokens: Most new positions in one pass.
+        rotary: Rotary embeddings that depend on the length of the context.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        vocabulary: Vocabulary,
+        max_tokens: int,
+        rotary: Sequence[PublishedRoPE] = (),
+    ) -> None:
+        self._model, self._vocabulary = model, vocabulary
+        self._rotary, self._max_tokens = rotary, max_tokens
+        self._forwards = self._tokens_computed = 0
+
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see ExecutionPath
+        """Compute rows in as few passes as limits and lengths allow."""
+        rows = torch.empty(len(sequences), self._vocabulary.size)
+        for batch in self._batches([len(sequence) for sequence in sequences]):
+            chosen = [sequences[i] for i in batch]
+            piece = max(1, self._max_tokens // len(chosen))
+            for rope in self._rotary:
+                rope.set_length(len(chosen[0]))
+            logits = own_logits(self._model, chosen, piece)
+            rows[batch] = rows_from_logits(logits, self._vocabulary)
+            self._forwards += 1 + -(-(len(chosen[0]) - 1) // piece)
+            self._tokens_computed += sum(map(len, chosen))
+        return rows
+
+    def next_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see ExecutionPath
+        sequences: Sequence[tuple[int, ...]],
+    ) -> Sequence[int]:
+        """Choose the first and others, up to about the tokens of one pass in total."""
+        totals = itertools.accumulate(map(len, sequences))
+        return range(max(1, sum(total <= self._max_tokens for total in totals)))
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        most = max(1, min(self._max_tokens, _LOGITS_PER_PASS // self._vocabulary.size))
+        unlimited = max(lengths) * most
+        return plan_batches(lengths, BatchLimits(unlimited, most, equal_lengths=True))
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of work."""
+        return {"tokens_computed": self._tokens_computed, "forwards": self._forwards}
+
+
+class SlotCachePath(PrefixRows):
+    """Every token once, from a prefix tree.
+
+    Args:
+        model: An mlx-lm model.
+        vocabulary: The tokenizer's vocabulary.
+        max_tokens: Most new positions in one pass.
+        kv_budget_bytes: Most memory of keys and values; None for the default.
+        max_context: Most tokens of a context, None for no limit.
+        uncached: Computes contexts that exceed the budget.
+
+    Attributes:
+        is_exact: Whether the model computes in float32.
+
+    Raises:
+        UnsupportedModelError: The layers keep something else than keys and values of
+            their past.
+    """
+
+    forward: SlotCacheForward
+
+    def __init__(
+        self,
+        model: Any,
+        vocabulary: Vocabulary,
+        *,
+        max_tokens: int,
+        kv_budget_bytes: int | None,
+        max_context: int | None,
+        uncached: UncachedPath,
+    ) -> None:
+        windows = read_windows(model)
+        shapes, width = read_shapes(model, len(windows))
+        token_bytes = sum(shape.bytes_per_token for shape in shapes)
+        budget = (
+            default_budget_bytes(token_bytes) if kv_budget_bytes is None else kv_budget_bytes
+        )
+        self.is_exact = all(shape.dtype == mx.float32 for shape in shapes)
+        forward = SlotCacheForward(
+            model,
+            windows,
+            KVStorage(shapes, slots_within(budget, token_bytes)),
+            limits=SegmentLimits(max_tokens, max_context),
+            width=width,
+            budget_bytes=budget,
+        )
+        super().__init__(
+            forward,
+            without_cache=lambda sequence: uncached.rows(None, [sequence]),
+            vocabulary=vocabulary,
+            budget_bytes=budget,
+            bytes_per_token=token_bytes,
+            max_tokens=max_tokens,
+            max_rows=max(1, _LOGITS_PER_PASS // width),
+        )
+
+    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Compute rows in one pass, or in several if limits or memory require it."""
+        try:
+            return super().rows(adapter, sequences)
+        except BaseException:
+            if self.forward.storage.lost:
+                self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Remove everything computed, kept prefixes included, and free its memory."""
+        super().clear()
+        self.forward.clear()

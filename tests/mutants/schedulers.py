@@ -123,7 +123,7 @@ def one_loop_a_step(send):
 
 
 @front_mutant(
-    AsyncLM, "_asked", killed_by="threads-and-event-loops-share", shows_as="exception"
+    AsyncLM, "_request", killed_by="threads-and-event-loops-share", shows_as="exception"
 )
 def ids_of_each_thread(asked):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""

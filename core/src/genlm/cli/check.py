@@ -1,4 +1,4 @@
-"""`genlm check`: does an engine or a trie keep every law?"""
+"""`genlm check`: run the conformance suite on an engine or a trie."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def check(
 ) -> None:
     """Run the conformance suite against a backend.
 
-    Exit code 0: nothing speaks against it. 1: a check failed, or the backend cannot be
-    used. 2: what was asked for does not exist.
+    Exit code 0: every check passed. 1: a check failed, or the backend cannot be used. 2: a
+    check, profile or file does not exist.
     """
     _require_hypothesis()
     from genlm.testing.run import Settings, prepared

@@ -1,4 +1,4 @@
-"""`genlm trie`: look at the token trie of a few texts."""
+"""`genlm trie`: print or draw the token trie of a few texts."""
 
 from __future__ import annotations
 

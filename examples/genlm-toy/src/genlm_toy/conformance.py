@@ -1,4 +1,4 @@
-"""What `genlm check toy` needs: a model to load and the rows that it must give."""
+"""What `genlm check toy` needs: a model to load and its correct rows."""
 
 from math import log
 

@@ -7,6 +7,7 @@ again. A model may come with peft layers of its maker; those stay.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,7 @@ class Adapters:
         _refuse_unservable(given, base)
         self.model = base if in_place else share_weights(base)
         self._inner_names = {name: name for name in given}
+        self._numbers = itertools.count()
         self._peft_model: Any = None  # of what is loaded here
         self._handed_over = _Snapshot(self.model) if given else None
         self._positions: dict[str | None, Positions] = {}
@@ -74,7 +76,7 @@ class Adapters:
         folder = str(Path(path).expanduser())
         config = _read_config(name, folder)
         # peft forbids some names (dots, for one), so it never sees the user's.
-        inner = f"genlm_{len(self._inner_names)}"
+        inner = f"genlm_{next(self._numbers)}"
         before = _Snapshot(self.model)
         try:
             peft_model = self._inject(inner, config)
@@ -97,6 +99,17 @@ class Adapters:
         self._handed_over.switch_back()
         self._handed_over.make_trainable_again()
         self._positions.clear()
+
+    def remove(self, name: str) -> None:
+        """Delete the weights of an adapter that `load` added."""
+        self._delete(self._inner_names.pop(name))
+        self._positions.clear()
+        if self._handed_over is not None:
+            self._handed_over.switch_back()
+            if not self._peft_model.peft_config:  # a model of peft without adapters takes none
+                self._handed_over.restore()
+                self._peft_model = None
+            self._handed_over.make_trainable_again()
 
     @contextmanager
     def at_work(self, name: str | None) -> Iterator[None]:

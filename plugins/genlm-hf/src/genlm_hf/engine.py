@@ -284,6 +284,17 @@ class HFEngine(BatchEngine):
         with packed_weights_kept(self._served.model):
             self._adapters.load(name, path)
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+        """
+        if name not in self._adapters.names:
+            raise UnknownAdapterError(name, self._adapters.names)
+        with packed_weights_kept(self._served.model):
+            self._adapters.remove(name)
+
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return what was computed and with what.
 

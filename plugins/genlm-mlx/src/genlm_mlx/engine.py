@@ -273,6 +273,16 @@ class MLXEngine(BatchEngine):
         """
         self._adapters.load(name, path)
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` loaded.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+        """
+        if name not in self._adapters.names:
+            raise UnknownAdapterError(name, self._adapters.names)
+        self._adapters.remove(name)
+
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return what was computed and with what.
 

@@ -89,7 +89,7 @@ def check_query(
 
     Raises:
         UnknownAdapterError: Its adapter is not among `adapters`.
-        EmptySequenceError: It is empty.
+        EmptySequenceError: It has no tokens.
         ContextLengthError: It has more than `max_context` tokens.
         TokenIdError: It has a token id below 0 or from `embedding_rows` on.
     """

@@ -22,6 +22,7 @@ from genlm.core.errors import (
     UnsupportedCapability,
 )
 from genlm.core.lm import AsyncLM
+from genlm.core.query import Query
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -262,6 +263,173 @@ def test_an_engine_may_say_how_it_gets_a_capability(make_model: MakeModel) -> No
         llm.add_new_lora("folder", "c")
     with pytest.raises(UnsupportedCapability, match="'prefix_cache'; `genlm plugins` lists"):
         llm.clear_kv_cache()
+
+
+# -- removing -------------------------------------------------------------------------
+
+
+class RemovingEngine(ScriptedEngine):
+    """Answers as `ScriptedEngine`; refuses queries of adapters that it does not have."""
+
+    def submit(self, query: Query) -> None:
+        if query.adapter is not None and query.adapter not in self.adapters:
+            raise UnknownAdapterError(query.adapter, self.adapters)
+        super().submit(query)
+
+    def remove_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+
+@pytest.fixture
+def removing(make_model: MakeModel) -> AsyncLM:
+    llm = make_model(RemovingEngine(VOCAB_SIZE), name="removing")
+    llm.add_new_lora("folder/a", "a")
+    llm.add_new_lora("folder/b", "b")
+    return llm
+
+
+def engine_adapters(llm: AsyncLM) -> dict[str, str]:
+    """What the engine has loaded, once its thread has done what was asked before."""
+    return dict(llm._scheduler.run(lambda engine: engine.adapters))
+
+
+def test_the_names_of_adapters_are_listed(removing: AsyncLM) -> None:
+    assert removing.lora_names == removing.with_lora("a").lora_names == ("a", "b")
+    assert (removing.lora_name, removing.with_lora("a").lora_name) == (None, "a")
+
+
+@asking
+def test_a_removed_adapter_is_unknown(removing: AsyncLM, ask: Callable[[AsyncLM], Any]) -> None:
+    removing.add_new_lora("folder/c", "c")
+    ask(removing)
+    removing.clear_lora()
+    removing.remove_lora("c")
+    with pytest.raises(UnknownAdapterError):
+        ask(removing)
+    assert removing.lora_names == tuple(engine_adapters(removing)) == ("a", "b")
+    assert torch.equal(
+        removing.next_token_logprobs_sync([1], lora_name="a"), expected([1], "a")
+    )
+
+
+def test_a_default_adapter_that_is_removed_is_unknown(removing: AsyncLM) -> None:
+    view = removing.with_lora("a")
+    removing.remove_lora("a")
+    with pytest.raises(UnknownAdapterError):
+        view.next_token_logprobs_sync([1])
+    view.clear_lora()
+    assert torch.equal(view.next_token_logprobs_sync([1]), expected([1], None))
+
+
+def test_the_rows_of_a_removed_adapter_leave_the_output_cache(removing: AsyncLM) -> None:
+    for name in ("a", "b"):
+        removing.next_token_logprobs_sync([1], lora_name=name)
+    removing.remove_lora("a")
+    assert list(engine_adapters(removing)) == ["b"]
+    assert removing.statistics().cache_entries == 1
+    assert removing.cached_logprobs([1], lora_name="b") is not None
+
+
+def test_a_name_that_is_given_again_is_another_adapter_of_the_engine(removing: AsyncLM) -> None:
+    removing.next_token_logprobs_sync([1], lora_name="a")
+    removing.remove_lora("a")
+    removing.add_new_lora("folder/new", "a")
+    assert engine_adapters(removing) == {"b": "folder/b", "a@2": "folder/new"}
+    row = removing.next_token_logprobs_sync([1], lora_name="a")
+    assert torch.equal(row, expected([1], "a@2"))
+    assert removing.lora_names == ("b", "a")
+
+
+def test_an_adapter_is_replaced_if_that_is_asked_for(removing: AsyncLM) -> None:
+    removing.add_new_lora("folder/new", "a", replace=True)
+    assert engine_adapters(removing) == {"b": "folder/b", "a@2": "folder/new"}
+    assert removing.lora_names == ("a", "b")
+
+
+def test_requests_under_way_are_answered_with_the_adapter(make_model: MakeModel) -> None:
+    class Held(RemovingEngine):
+        entered, may_go_on = threading.Event(), threading.Event()
+
+        def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+            self.entered.set()
+            assert self.may_go_on.wait(TIMEOUT_S)
+            return super().evaluate(queries)
+
+    engine = Held(VOCAB_SIZE)
+    llm = make_model(engine)
+    llm.add_new_lora("folder/a", "a")
+
+    async def main() -> list[torch.Tensor]:
+        first = asyncio.ensure_future(llm.next_token_logprobs([1]))
+        assert await asyncio.to_thread(engine.entered.wait, TIMEOUT_S)
+        in_inbox = asyncio.ensure_future(llm.next_token_logprobs([2], lora_name="a"))
+        await asyncio.sleep(0)
+        llm.remove_lora("a")
+        engine.may_go_on.set()
+        return [await first, await in_inbox]
+
+    base, adapted = asyncio.run(main())
+    assert torch.equal(base, expected([1], None))
+    assert torch.equal(adapted, expected([2], "a"))
+    assert engine_adapters(llm) == {}
+    assert llm.statistics().cache_entries == 1
+
+
+def test_a_removal_waits_no_longer_than_a_cancelled_request(make_model: MakeModel) -> None:
+    engine = RemovingEngine(VOCAB_SIZE)
+    llm = make_model(engine, max_wait_s=1e6)
+    llm.add_new_lora("folder/a", "a")
+
+    async def main() -> None:
+        request = asyncio.ensure_future(llm.next_token_logprobs([1], lora_name="a"))
+        await asyncio.sleep(0)
+        llm.remove_lora("a")
+        assert engine_adapters(llm) == {"a": "folder/a"}
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+    asyncio.run(main())
+    assert engine_adapters(llm) == {}
+
+
+def test_of_an_adapter_that_the_model_came_with_only_the_name_is_removed(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    engine.adapters["own"] = ""
+    llm = make_model(engine)
+    llm.remove_lora("own")
+    assert (llm.lora_names, engine.adapters) == ((), {"own": ""})
+    llm.add_new_lora("folder", "own")
+    assert engine.adapters == {"own": "", "own@2": "folder"}
+
+
+def test_an_engine_that_cannot_remove_adapters_says_so(loaded: Loaded) -> None:
+    with pytest.raises(
+        UnsupportedCapability, match=r"'remove_lora'; .* no method remove_adapter"
+    ):
+        loaded.llm.remove_lora("a")
+    assert loaded.llm.lora_names == ("a", "b")
+
+
+def test_removing_an_unknown_adapter_is_an_error(removing: AsyncLM) -> None:
+    with pytest.raises(UnknownAdapterError):
+        removing.remove_lora("c")
+    with pytest.raises(TypeError):
+        removing.remove_lora(3)
+
+
+def test_an_engine_that_fails_to_remove_is_logged(make_model: MakeModel, caplog: Any) -> None:
+    class Failing(RemovingEngine):
+        def remove_adapter(self, name: str) -> None:
+            raise RuntimeError("no")
+
+    llm = make_model(Failing(VOCAB_SIZE))
+    llm.add_new_lora("folder/a", "a")
+    llm.remove_lora("a")
+    llm._scheduler.run(lambda _: None)
+    assert "a call on the engine's thread failed" in caplog.text
+    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], None))
 
 
 # -- prefixes -------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from scripted import TIMEOUT_S, oracle_row
 import genlm
 from genlm.core.cache import OutputCache
 from genlm.core.errors import ModelLoadError, UnknownBackendError
-from genlm.core.lm import AsyncLM
-from genlm.core.loading import load_model, load_model_by_name
+from genlm.core.lm import AsyncLM, load_model, load_model_by_name
 from genlm.core.plugins import refresh
 
 BACKENDS = """

@@ -99,7 +99,7 @@ def test_of_what_makes_an_engine(caplog) -> None:
     for make in (AsyncLM, genlm.Scheduler):
         with pytest.raises(TypeError, match="build_engine='hf'; expected a function"):
             make("hf")
-    with pytest.raises(TypeError, match="made None, which is no engine: it has no vocab"):
+    with pytest.raises(TypeError, match="made None, which is not an engine: it lacks vocab"):
         AsyncLM(lambda: None)  # type: ignore[arg-type, return-value]
     assert not caplog.records
 

@@ -133,13 +133,13 @@ def test_a_joined_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> No
 
 def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
     kept: list[Any] = []
-    asked = AsyncLM._asked
+    asked = AsyncLM._request
 
     def keeping(*arguments: Any) -> Any:
         kept.append([list(arguments[1]), asked(*arguments)])
         return kept[-1][1]
 
-    monkeypatch.setattr(AsyncLM, "_asked", keeping)
+    monkeypatch.setattr(AsyncLM, "_request", keeping)
     with pytest.raises(CheckFailure, match="more blocks after"):
         run(tmp_path, requests=3000)
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 
 from genlm import AsyncLM, Capability, OutputCache, UnknownAdapterError
+from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 
 from .attention import ADAPTER_SEEDS, base_model
@@ -81,26 +82,23 @@ class AbsentMeansBase(CachedEngine):
             self.models[name] = self.models[None]
 
 
-@core_mutant(
-    AsyncLM, "_check_adapter", killed_by="wrong-adapters-are-refused", on=cached_target
-)
-def unknown_means_base(check):
+@core_mutant(AsyncLM, "_engine_name", killed_by="wrong-adapters-are-refused", on=cached_target)
+def unknown_means_base(find):
     """Answers requests for an unknown adapter with the base model."""
 
     def broken(self, lora_name):
         with contextlib.suppress(UnknownAdapterError):
-            check(self, lora_name)
-            return
-        self._adapters[lora_name] = "unknown"
+            return find(self, lora_name)
         self._scheduler.run(lambda engine: engine.models.setdefault(lora_name, base_model()))
+        return lora_name
 
     return broken
 
 
 @core_mutant(
-    AsyncLM, "_check_adapter", killed_by="undeclared-adapters-are-refused", on=plain_target
+    AsyncLM, "_engine_name", killed_by="undeclared-adapters-are-refused", on=plain_target
 )
-def adapters_silently_ignored(_check):
+def adapters_silently_ignored(_find):
     """Takes the name of an adapter although the engine serves none."""
     return lambda _self, _lora_name: None
 
@@ -146,10 +144,44 @@ def with_lora_returns_itself(_with_lora):
 
     def broken(self, lora_name):
         if lora_name is not None:
-            self._check_adapter(lora_name)
+            self._engine_name(lora_name)
         return self
 
     return broken
+
+
+@core_mutant(
+    AsyncLM, "_unused_engine_name", killed_by="removed-adapters-are-gone", on=cached_target
+)
+def names_of_removed_adapters_reused(_choose):
+    """The engine gets the same name for an adapter and for its successor."""
+    return lambda _self, lora_name: lora_name
+
+
+@core_mutant(
+    Scheduler,
+    "run_after",
+    killed_by="removed-adapters-are-gone",
+    on=cached_target,
+    shows_as="exception",
+)
+def removed_under_requests(_run_after):
+    """Removes an adapter that an unfinished request needs."""
+    return lambda self, _blocks, function: self._worker.call(function)
+
+
+@core_mutant(AsyncLM, "remove_lora", killed_by="removed-adapters-are-gone", on=cached_target)
+def removed_in_name_only(_remove):
+    """`remove_lora` does nothing."""
+    return lambda _self, _lora_name: None
+
+
+@engine_mutant(killed_by="removed-adapters-are-gone")
+class RemovedIntoTheBase(CachedEngine):
+    """Keeps the weights of a removed adapter as those of the base model."""
+
+    def remove_adapter(self, name):
+        self.models[None] = self.models.pop(name)
 
 
 @engine_mutant(killed_by="capabilities-are-implemented")

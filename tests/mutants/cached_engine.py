@@ -200,6 +200,9 @@ class CachedEngine(BatchEngine):
             raise AdapterError(f"no adapter in {path!r}")
         self.models[name] = base_model().adapted(ADAPTER_SEEDS[path])
 
+    def remove_adapter(self, name: str) -> None:
+        del self.models[name]
+
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         prefix = tuple(token_ids)
         self.prefixes.pin(adapter, prefix, self.computed(prefix, adapter)[0])

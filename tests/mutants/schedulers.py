@@ -120,7 +120,9 @@ def one_loop_a_step(send):
     return broken
 
 
-@core_mutant(AsyncLM, "_asked", killed_by="threads-and-event-loops-share", shows_as="exception")
+@core_mutant(
+    AsyncLM, "_request", killed_by="threads-and-event-loops-share", shows_as="exception"
+)
 def ids_of_each_thread(asked):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
     counters = threading.local()

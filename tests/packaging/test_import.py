@@ -2,12 +2,14 @@
 
 import ast
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from programs import run_code
 
 import genlm
+import genlm.plugin
 from genlm.core import errors
 
 
@@ -32,11 +34,32 @@ def test_listing_the_public_names_loads_nothing_either():
     )
 
 
-@pytest.mark.parametrize("name", genlm.__all__)
-def test_every_public_name_is_the_object_of_the_module_that_lists_it(name):
-    module = import_module(genlm._MODULE_OF[name])
-    assert getattr(genlm, name) is getattr(module, name)
-    assert name in module.__all__
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [(package, name) for package in (genlm, genlm.plugin) for name in package._MODULE_OF],
+)
+def test_every_public_name_is_the_object_of_the_module_that_lists_it(package, name):
+    module = import_module(package._MODULE_OF[name])
+    assert getattr(package, name) is getattr(module, name)
+    assert name in module.__all__ or name == "UnsupportedCapability"  # an alias
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert genlm.__version__ == version("genlm-core")
+
+
+def test_names_for_plugin_authors_stay_where_they_were_published():
+    assert {"BatchEngine", "BackendSpec", "hookimpl", "refresh"} <= set(genlm.plugin.__all__)
+    assert "BatchEngine" not in {*genlm.__all__, *dir(genlm)} - {*vars(genlm)}
+    assert genlm.UnsupportedCapability is genlm.UnsupportedCapabilityError
+    assert genlm.load_model_by_name == genlm.load_model
+
+
+def test_importing_the_names_of_a_hook_loads_no_torch():
+    run(
+        "import sys; from genlm.plugin import BackendSpec, hookimpl\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
 
 
 def test_a_star_import_gives_exactly_the_public_names():
@@ -50,8 +73,9 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = genlm.load_modle
 
 
-def test_type_checkers_see_the_names_that_programs_see():
-    tree = ast.parse(Path(genlm.__file__).read_text())
+@pytest.mark.parametrize("package", [genlm, genlm.plugin])
+def test_type_checkers_see_the_names_that_programs_see(package):
+    tree = ast.parse(Path(package.__file__).read_text())
     seen = {
         alias.asname or alias.name: node.module
         for block in tree.body
@@ -60,8 +84,9 @@ def test_type_checkers_see_the_names_that_programs_see():
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == genlm._MODULE_OF
+    assert seen == package._MODULE_OF
 
 
 def test_every_error_is_public():
-    assert set(errors.__all__) <= set(genlm.__all__)
+    public = {*genlm.__all__, *genlm.plugin.__all__}
+    assert set(errors.__all__) <= public

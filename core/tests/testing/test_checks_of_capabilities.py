@@ -114,7 +114,7 @@ def test_a_front_that_does_not_refuse_what_is_undeclared_fails(run_check: RunChe
     target = scripted_target(front=Obliging)
     outcome = run_check("undeclared-prefix-cache-is-refused", target)
     assert outcome.status == "failed"
-    assert (outcome.expected, outcome.found) == ("UnsupportedCapability", "None")
+    assert (outcome.expected, outcome.found) == ("UnsupportedCapabilityError", "None")
 
 
 def test_an_error_that_only_the_event_loop_sees_is_a_failure(run_check: RunCheck) -> None:

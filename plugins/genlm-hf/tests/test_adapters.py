@@ -116,6 +116,26 @@ def test_the_order_of_loading_does_not_matter(
     assert largest_error(engine, saved, *reversed(order), None) <= 1e-4
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(["red", "green", "blue"])))
+def test_removed_adapters_leave_the_others_and_can_be_loaded_again(
+    engine: Any, base: Any, saved: Any, order: tuple[str, ...]
+) -> None:
+    for name in order:
+        engine.add_adapter(name, saved[name][0])
+    assert largest_error(engine, saved, None, *order) <= 1e-4
+    for place, name in enumerate(order):
+        engine.remove_adapter(name)
+        assert largest_error(engine, saved, None, *order[place + 1 :]) <= 1e-4
+        with pytest.raises(UnknownAdapterError):
+            engine.submit(Query(0, (1, 2), name))
+        with pytest.raises(UnknownAdapterError):
+            engine.remove_adapter(name)
+    assert engine.statistics()["adapters"] == 0
+    assert not [name for name, _ in base.named_parameters() if "lora_" in name]
+    engine.add_adapter("red", saved["red"][0])
+    assert largest_error(engine, saved, None, "red") <= 1e-4
+
+
 def test_adapters_change_rows_by_far_more_than_rounding(base: Any, saved: Any) -> None:
     rows = torch.stack([alone(model, SEQUENCES[0]) for _, model in saved.values()])
     assert torch.pdist(rows).min() > 0.1

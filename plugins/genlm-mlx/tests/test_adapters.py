@@ -17,7 +17,7 @@ import transformers
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from genlm import AdapterError, Query
+from genlm import AdapterError, Query, UnknownAdapterError
 from genlm.testing import TINY_VOCABULARY, TinyModel
 from genlm_mlx.engine import MLXEngine
 
@@ -103,6 +103,21 @@ def test_adapters_of_different_layouts_mix_in_a_batch(
             ids, name = asked[answer.query_id]
             found = answer.result.double()
             torch.testing.assert_close(found, oracles[name](ids), rtol=0, atol=1e-4)
+
+
+def test_a_removed_adapter_leaves_the_base_model_and_can_be_loaded_again(
+    engine: MLXEngine, llama: TinyModel
+) -> None:
+    for folder in (llama.adapters["red"], llama.adapters["blue"]):
+        engine.add_adapter("one", folder)
+        engine.remove_adapter("one")
+        with pytest.raises(UnknownAdapterError):
+            engine.remove_adapter("one")
+        assert engine.adapters == ()
+        engine.submit(Query(0, (3, 1, 4)))
+        [answer] = engine.step()
+        expected = llama.logprobs((3, 1, 4))
+        torch.testing.assert_close(answer.result.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_weights_of_dora_are_served_as_mlx_lm_does(

@@ -13,7 +13,14 @@ import pytest
 import torch
 import transformers
 
-from genlm import AdapterError, Capability, Query, SamplingParams, UnsupportedCapability
+from genlm import (
+    AdapterError,
+    Capability,
+    Query,
+    SamplingParams,
+    UnknownAdapterError,
+    UnsupportedCapability,
+)
 from genlm_sgl.conformance import TinyLlama
 
 from .driving import collected, continuation, prompts_of
@@ -99,6 +106,19 @@ def test_an_adapter_can_be_added_while_others_are_asked(
     assert float((row - tiny.logprobs(PROMPTS[0])).abs().max()) <= TOLERANCE
     check(engine, tiny, [None, "red"])
     assert "".join(capfd.readouterr()) == ""
+
+
+def test_a_removed_adapter_leaves_the_others_and_can_be_loaded_again(
+    adapted: Any, tiny: TinyLlama
+) -> None:
+    engine = adapted()
+    check(engine, tiny)
+    engine.remove_adapter("red")
+    check(engine, tiny, [None, "blue"])
+    with pytest.raises(UnknownAdapterError):
+        engine.remove_adapter("red")
+    engine.add_adapter("red", tiny.adapters["red"])
+    check(engine, tiny)
 
 
 def test_without_enable_lora_the_error_says_what_to_do(build: Any, tiny: TinyLlama) -> None:

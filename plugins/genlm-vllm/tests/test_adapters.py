@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from genlm import AdapterError, Capability
+from genlm import AdapterError, Capability, UnknownAdapterError
 from genlm_vllm.adapter_files import check_config
 from genlm_vllm.conformance import TinyLlama
 
@@ -161,6 +161,13 @@ def test_as_many_adapters_as_asked_for_leave_the_base_model_alone(
         engine.add_adapter("fifth", tiny.adapters["blue"])
     shutil.rmtree(tmp_path)  # never read again
     assert largest_error(tiny, rows(engine, asked, copies[-1]), asked, "red") <= 1e-4
+    for name in copies:
+        engine.remove_adapter(name)
+    with pytest.raises(UnknownAdapterError):
+        engine.remove_adapter(copies[0])
+    engine.add_adapter("fifth", tiny.adapters["blue"])
+    assert largest_error(tiny, rows(engine, asked, "fifth"), asked, "blue") <= 1e-4
+    engine.remove_adapter("fifth")
     check(engine, tiny)
 
 

@@ -1,4 +1,4 @@
-"""`genlm check`: run the conformance suite against an engine or a trie."""
+"""`genlm check`: run the conformance suite on an engine or a trie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`genlm compare`: do engines give the same rows of a model, and at what cost?"""
+"""`genlm compare`: compare the rows, memory and speed of several engines on one model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def compare(
     model: Annotated[str, typer.Argument(help="What all engines call the model.")],
     *,
     backends: Annotated[
-        str, typer.Option(help="Two or more engines, separated by commas; the first is right.")
+        str,
+        typer.Option(
+            help="Two or more engines, separated by commas; the first is the reference."
+        ),
     ],
     dtype: Annotated[str, typer.Option(help="What they compute in.")] = "float32",
     texts: Annotated[
@@ -61,8 +64,8 @@ def compare(
     Contexts are short, fork, and go beyond the windows that the model's config states. Each
     engine runs in a process of its own.
 
-    Exit code 0: all agree within the bound. 1: one does not, or failed. 2: what was asked for
-    does not exist.
+    Exit code 0: all agree within the bound. 1: one does not, or failed. 2: an
+    argument is invalid.
     """
     from genlm.cli.comparison.runs import answer_of, asked_of, judged
 
@@ -94,7 +97,7 @@ def compare(
     raise typer.Exit(code=any(outcome.status not in good for outcome in outcomes))
 
 
-# -- what was asked for ---------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------
 
 
 def _backends(text: str) -> list[str]:

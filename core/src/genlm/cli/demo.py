@@ -1,4 +1,4 @@
-"""`genlm demo`: a few samples, then the SMC example on the same model, with figures."""
+"""`genlm demo`: sample freely, run the SMC example on the same model, and report speed."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of all randomness.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Draw texts freely, then in short words only, and say how fast it went."""
-    from genlm.core.loading import load_model
+    """Sample texts freely, then with a limit on the length of words, and report the speed."""
+    from genlm.core.lm import load_model
 
     if max(map(len, _WORD.findall(prompt.encode())), default=0) > max_letters:
         raise typer.BadParameter(
@@ -178,10 +178,12 @@ def _text(llm: AsyncLM, token_ids: Sequence[int]) -> str:
 
 
 def _print(report: Report, console: Console) -> None:
-    console.print(Text(f"{report.backend}, model {report.model!r}: as it likes", "bold"))
+    console.print(
+        Text(f"{report.backend}, model {report.model!r}: unconstrained samples", "bold")
+    )
     for sample in report.samples:
         console.print(Text(f"  {sample!r}"))
-    console.print(Text(f"\nsteered so that {report.constraint}", "bold"))
+    console.print(Text(f"\nconstrained: {report.constraint}", "bold"))
     console.print(_table(report.particles))
     figures = report.statistics
     console.print(
@@ -190,8 +192,8 @@ def _print(report: Report, console: Console) -> None:
             f"of {len(report.particles)}, log-evidence {report.log_evidence:.3f}\n"
             f"{report.tokens} tokens in {report.seconds:.2f} s: "
             f"{report.tokens_per_second:,.0f} a second\n"
-            f"{figures['requests']} rows asked for: {figures['joined']} joined another in "
-            f"flight, {figures['cache_hits']} were in the output cache;\n"
+            f"{figures['requests']} requests for rows: {figures['joined']} joined a pending "
+            f"request, {figures['cache_hits']} were in the output cache;\n"
             f"{figures['batches']} batches, {figures['mean_batch_size']:.1f} sequences each, "
             f"{figures['largest_batch']} at most"
         )

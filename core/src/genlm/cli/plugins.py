@@ -1,4 +1,4 @@
-"""`genlm plugins`: what is installed and whether it can be used."""
+"""`genlm plugins`: list the installed backends and their status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genlm.core.plugins import BackendInfo, list_backends
 __all__ = ["plugins"]
 
 _COLOURS = {"ok": "green", "disabled": "bright_black"}
-_PIPE_WIDTH = 10_000  # nothing wraps where nobody looks at columns
+_PIPE_WIDTH = 10_000  # no wrapping in a pipe
 
 
 def plugins(

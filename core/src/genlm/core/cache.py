@@ -1,4 +1,4 @@
-"""`OutputCache`: rows of log-probabilities that were asked for, bounded twice."""
+"""`OutputCache`: recently used rows of log-probabilities, bounded by number and by bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["OutputCache"]
 
 
 class OutputCache:
-    """Remembers the most recently used rows, bounded by entries and by bytes.
+    """Keeps the most recently used rows, bounded by entries and by bytes.
 
-    Counted are the bytes of the rows and of the token ids in their keys, 4 for each id.
+    The bytes of the rows count, and those of the token ids in their keys, 4 for each id.
 
     Rows go in and come out as copies, so what a caller does to a row never reaches
     the cache. Safe to use from several threads.
@@ -34,7 +34,7 @@ class OutputCache:
             they were put.
 
     Raises:
-        TypeError: A bound that is no integer.
+        TypeError: A bound that is not an integer.
         ValueError: A negative bound.
     """
 
@@ -63,8 +63,8 @@ class OutputCache:
     def put(self, key: Hashable, row: torch.Tensor) -> None:
         """Keep a copy of a row, evicting the least recently used ones it displaces.
 
-        Overwriting a row with one of its size evicts nobody else. A row that takes more
-        than `max_bytes` is not kept, and neither is the one that it was to replace.
+        Overwriting a row with one of its size evicts no other row. A row that takes more
+        than `max_bytes` is not kept, and the row under its key is removed.
         """
         if self.max_entries == 0:
             return
@@ -84,7 +84,7 @@ class OutputCache:
                 self._entries.popitem()
 
     def clear(self, which: Callable[[Hashable], bool] = lambda _key: True) -> None:
-        """Forget the rows with keys for which `which` is true; by default all."""
+        """Drop the rows with keys for which `which` is true; by default all."""
         with self._lock:
             for key in [key for key in self._entries if which(key)]:
                 del self._entries[key]
@@ -119,7 +119,7 @@ class OutputCache:
 
 
 def _nbytes(key: Hashable) -> int:
-    """Memory of what is long in a key: packed token ids."""
+    """Memory of the packed token ids in a key."""
     total = 0
     for part in key if type(key) is tuple else (key,):
         if type(part) is bytes:

@@ -1,9 +1,8 @@
 """The engine protocol: what the scheduler drives and a plugin implements.
 
-An engine is built, called and closed on one thread. It knows nothing of
-asyncio, output caching or other callers. Plugins that drive a server loop of
-their own (continuous batching) implement `Engine`; everybody else derives from
-`BatchEngine` and writes `evaluate`.
+An engine is built, called and closed on one thread. asyncio, output caching and the number of
+callers do not concern it. Plugins that drive the loop of a server (continuous batching)
+implement `Engine`; others derive from `BatchEngine` and write `evaluate`.
 """
 
 from __future__ import annotations
@@ -74,17 +73,17 @@ class Engine(Protocol):
         ...
 
     def abort(self, query_id: int) -> None:
-        """Forget a query; its completion, if one comes, is ignored."""
+        """Drop a query; its completion, if one comes, is ignored."""
         ...
 
     def close(self) -> None:
-        """Free everything. Called once, last but for `statistics`."""
+        """Free everything. Called once; only `statistics` may be called afterwards."""
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Figures of the engine's own, `tokens_computed` among them if it counts.
+        """Return the engine's own figures, `tokens_computed` among them if it counts tokens.
 
-        The one method that is called from any thread, also while `step` runs and after
+        The only method that is called from any thread, also while `step` runs and after
         `close`.
         """
         ...
@@ -97,15 +96,15 @@ _MEMBERS = (
 
 
 def checked_engine(engine: Engine) -> Engine:
-    """Return an engine as it is.
+    """Return `engine` unchanged.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It lacks a member of `Engine`.
     """
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
-            f"build_engine made {engine!r}, which is no engine: it has no "
+            f"build_engine made {engine!r}, which is not an engine: it lacks "
             f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
         )
     return engine
@@ -115,11 +114,13 @@ def checked_engine(engine: Engine) -> Engine:
 class LoraEngine(Engine, Protocol):
     """What an engine with `Capability.LORA` also has.
 
-    It may also have `adapters`, the names of those that its model came with.
+    It may also have `adapters`, the names of those that its model came with, and a method
+    `remove_adapter(name)` that frees one which `add_adapter` loaded. `AsyncLM` calls it when
+    no unfinished query names the adapter, and never gives the name to another adapter.
     """
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in folder `path`, to be asked for as `name`.
+        """Load the adapter in folder `path`, which queries then name `name`.
 
         Raises:
             AdapterError: It cannot be loaded; the engine stays as it was.
@@ -141,10 +142,10 @@ class PrefixCacheEngine(Engine, Protocol):
 
 
 class BatchEngine(abc.ABC):
-    """An engine that evaluates batches: derive, set three attributes, write `evaluate`.
+    """An engine that evaluates batches: derive, set the attributes, write `evaluate`.
 
-    `step` evaluates in one call what `choose` picks, by default all that was submitted.
-    When `evaluate` raises, the batch is halved until the queries that make it raise stand
+    `step` evaluates in one call the queries that `choose` returns, by default all pending
+    ones. When `evaluate` raises, the batch is halved until each query that makes it raise is
     alone; only those fail.
 
     Attributes:
@@ -179,10 +180,10 @@ class BatchEngine(abc.ABC):
         """
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Pick what the next step evaluates; everything by default.
+        """Choose the queries that the next step evaluates; all by default.
 
-        The rest stays pending: it can be cancelled, and what arrives joins it. So an engine
-        picks no more than it computes in one go, and the oldest, which must not starve.
+        The others stay pending and can be cancelled. Choose no more than the engine computes
+        at once, and the oldest query among them, so that every query is evaluated.
 
         Args:
             pending: At least one, oldest first.
@@ -197,22 +198,22 @@ class BatchEngine(abc.ABC):
         self._pending[query.query_id] = query
 
     def step(self) -> list[Completion]:
-        """Evaluate what `choose` picks; halve the batch around queries that raise.
+        """Evaluate what `choose` returns; halve the batch around queries that raise.
 
         Raises:
-            EvaluationError: It picked nothing, or something that is not pending.
+            EvaluationError: `choose` returned nothing, or a query that is not pending.
         """
         return self._evaluate_or_halve(self._take_chosen()) if self._pending else []
 
     def abort(self, query_id: int) -> None:
-        """Forget a query that no step has evaluated yet."""
+        """Drop a query that no step has evaluated yet."""
         self._pending.pop(query_id, None)
 
     def close(self) -> None:  # noqa: B027 - optional for subclasses
         """Free the engine's resources; nothing by default."""
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Figures of the engine's own; none by default."""
+        """Return the engine's own figures; none by default."""
         return {}
 
     def _take_chosen(self) -> list[Query]:

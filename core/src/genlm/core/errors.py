@@ -5,10 +5,10 @@
     │   ├── EmptySequenceError              no token ids
     │   ├── ContextLengthError              longer than the engine's window
     │   ├── TokenIdError                    an id outside the vocabulary
-    │   ├── TokenTypeError (TypeError)      an id that is no integer
+    │   ├── TokenTypeError (TypeError)      an id that is not an integer
     │   └── UnknownAdapterError (LookupError)
     ├── AdapterError (ValueError)           an adapter that could not be loaded
-    ├── UnsupportedCapability (NotImplementedError)
+    ├── UnsupportedCapabilityError (NotImplementedError)
     ├── EngineError (RuntimeError)          the engine could not answer
     │   ├── EvaluationError                 it raised for this request; see __cause__
     │   ├── EngineClosedError               it was closed before it answered
@@ -55,7 +55,7 @@ __all__ = [
     "TokenTypeError",
     "UnknownAdapterError",
     "UnknownBackendError",
-    "UnsupportedCapability",
+    "UnsupportedCapabilityError",
     "VocabularyError",
     "WeightsError",
 ]
@@ -171,7 +171,7 @@ class AdapterError(GenlmError, ValueError):
     """An adapter could not be loaded or conflicts with one that is."""
 
 
-class UnsupportedCapability(GenlmError, NotImplementedError):
+class UnsupportedCapabilityError(GenlmError, NotImplementedError):
     """The engine does not have the ability that a call needs.
 
     Attributes:
@@ -189,6 +189,10 @@ class UnsupportedCapability(GenlmError, NotImplementedError):
     def __str__(self) -> str:
         hint = self.hint or "`genlm plugins` lists what each installed engine supports"
         return f"engine {self.engine!r} does not support {str(self.capability)!r}; {hint}"
+
+
+UnsupportedCapability = UnsupportedCapabilityError
+"""The earlier name of `UnsupportedCapabilityError`."""
 
 
 class EngineError(GenlmError, RuntimeError):
@@ -247,7 +251,7 @@ class UnknownBackendError(PluginError, LookupError):
     """No plugin provides the name asked for, or none could be chosen.
 
     Attributes:
-        name: The name asked for; None when none was given and none stood out.
+        name: The name asked for; None when none was given and several could be meant.
         kind: `"engine"` or `"trie"`.
         installed: The names of that kind that are installed.
         hint: What to do about it, in a sentence or two.
@@ -322,11 +326,11 @@ class MissingRequirementError(PluginError, ImportError):
 
 
 class BrokenPluginError(PluginError):
-    """A plugin raised, or answered nonsense, when it was imported or asked for its backends.
+    """A plugin raised when it was imported or its hook was called, or its hook gave no specs.
 
     Attributes:
         plugin: The plugin, `"distribution:name"`.
-        reason: What is wrong with it; `__cause__` is what it raised, if it did.
+        reason: Why; `__cause__` is the exception that it raised, if it did.
     """
 
     def __init__(self, plugin: str, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""Locks in a forked process: their holders may be threads that it does not have.
+"""Renewing locks in forked processes.
 
-A lock that another thread held at the moment of `os.fork` is never released in the child.
-Whoever owns one renews it there, or does without.
+A lock that another thread held at the moment of `os.fork` is never released in the child, so
+its owner replaces it there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class LockOwner(Protocol):
     """An object with locks of its own."""
 
     def _after_fork(self) -> None:
-        """Renew the locks, and whatever a thread may have left half done under them."""
+        """Renew the locks, and restore the state that a thread may have left inconsistent."""
         ...
 
 
-class cached_property(functools.cached_property[T]):  # noqa: N801 - as the one it stands for
+class cached_property(functools.cached_property[T]):  # noqa: N801 - as in functools
     """`functools.cached_property` as Python 3.12 has it: without a lock.
 
     Python 3.11 holds one for the attribute of all instances while it is computed.
@@ -47,7 +47,7 @@ def renew_in_forks(owner: LockOwner) -> None:
 
 def _renew_all() -> None:
     for owner in list(_owners):
-        owner._after_fork()  # noqa: SLF001 - nobody else is to call it
+        owner._after_fork()  # noqa: SLF001 - called here only
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,9 +1,8 @@
 """`AsyncLM`: the language model that users hold, the same class for every engine.
 
-It validates, looks into the output cache, and asks the engine through the scheduler.
-It knows which adapter a request is for; the engine knows what an adapter is. Longer than
-other modules because it is the whole public interface in one place, most of it
-docstrings; every method is a few lines.
+It validates requests, looks them up in the output cache and passes them to the scheduler, which
+runs the engine. Longer than other modules because it is the whole public interface in one
+place, most of it docstrings; every method is a few lines.
 """
 
 from __future__ import annotations
@@ -15,14 +14,19 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 
 from genlm.core.cache import OutputCache
 from genlm.core.engine import Capability, Engine, checked_engine
-from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapability
+from genlm.core.errors import (
+    AdapterError,
+    UnknownAdapterError,
+    UnsupportedCapabilityError,
+)
 from genlm.core.forking import renew_in_forks
+from genlm.core.loading import engine_builder
 from genlm.core.query import Query, SamplingParams
 from genlm.core.rows import invalid_rows
 from genlm.core.sampling import draw_tokens, stream_seeds
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     from genlm.core.engine import LoraEngine, PrefixCacheEngine
     from genlm.core.validation import TokenBatch, TokenIds
 
-__all__ = ["AsyncLM"]
+__all__ = ["AsyncLM", "load_model", "load_model_by_name"]
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 """A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
@@ -50,14 +54,14 @@ DEFAULT_CACHE_BYTES = 256 * 2**20
 DEFAULT_CACHE_ENTRIES = 65_536
 
 RowKey = tuple[object, str | None, bytes]
-"""What makes two requests the same: model, adapter and token ids, of 32 bits each.
+"""Identifies a request: model, adapter, and token ids packed in 32 bits each.
 
-Unlike a tuple's, the hash of bytes is computed once, and they take a tenth of the memory.
+The hash of bytes is computed once, unlike a tuple's, and they take a tenth of the memory.
 """
 
 
 class _Counters:
-    """What was asked, counted by any thread."""
+    """Counters of requests; any thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,6 +86,16 @@ class _Counters:
         self._lock = threading.Lock()
 
 
+_MODEL_ITSELF = "the model itself"
+
+
+class _Adapter(NamedTuple):
+    """A loaded adapter: what the engine calls it, and its folder."""
+
+    engine_name: str
+    folder: str
+
+
 class AsyncLM:
     """A language model: next-token log-probabilities of any number of sequences at once.
 
@@ -91,20 +105,20 @@ class AsyncLM:
 
     Rows are natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
     device, `logsumexp` 0 within 1e-4. They belong to the caller: changing one changes
-    neither the cache nor anybody else's row.
+    neither the cache nor another caller's row.
 
     Args:
         build_engine: Makes the engine; called on a thread that the engine then owns.
         name: Of the engine, for messages.
-        output_cache: Rows to remember; by default up to 65,536 rows and 256 MiB.
-            `OutputCache(0)` remembers nothing.
+        output_cache: Rows to keep; by default up to 65,536 rows and 256 MiB.
+            `OutputCache(0)` keeps none.
         max_batch_size: Most queries in the engine at a time, None for no limit.
         max_wait_s: How long an incomplete batch waits for more requests.
-        max_pending: Most queries accepted at a time; more wait their turn outside.
+        max_pending: Most queries accepted at a time; further requests wait.
 
     Raises:
-        TypeError: `output_cache` is no `OutputCache`, what is built is no engine, or a limit
-            is no number.
+        TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not make an
+            engine, or a limit is not a number.
         ValueError: A limit below 1, or a wait that is negative or not finite.
         Exception: Whatever `build_engine` raised.
     """
@@ -144,26 +158,64 @@ class AsyncLM:
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
-        # Folders by name; a model may come with adapters.
-        own: Iterable[str] = getattr(engine, "adapters", ())
-        self._adapters = dict.fromkeys(own, "the model itself")
-        self._adapter: str | None = None
+        own: Iterable[str] = getattr(engine, "adapters", ())  # those that the model came with
+        self._adapters = {name: _Adapter(name, _MODEL_ITSELF) for name in own}
+        self._engine_names = {*self._adapters}  # never given to another adapter
+        self._default_lora: str | None = None
         self._counters = _Counters()
         self._query_ids = itertools.count()
 
     @classmethod
     def from_name(
-        cls, model: str | os.PathLike[str], backend: str | None = None, **options: Any
+        cls,
+        model: str | os.PathLike[str],
+        backend: str | None = None,
+        *,
+        output_cache: OutputCache | None = None,
+        max_batch_size: int | None = None,
+        max_wait_s: float = 0.0,
+        max_pending: int | None = None,
+        **engine_options: Any,
     ) -> AsyncLM:
-        """Load a model; the same as `genlm.load_model`."""
-        from genlm.core.loading import load_model
+        """Load a model with one of the installed engines; `genlm.load_model` is this method.
 
-        return load_model(model, backend, **options)
+        The engine computes one row before this returns, so that a model whose kernels fail
+        is refused here. Blocks while the model loads; in a coroutine use `asyncio.to_thread`.
+
+        Args:
+            model: What the engine calls a model: a hub id, a folder, `"demo"`.
+            backend: Name of an engine, see `genlm plugins`; by default the one chosen with
+                `use_backend` or `GENLM_BACKEND`, or the only one installed.
+            output_cache: Rows to keep; see `AsyncLM`.
+            max_batch_size: Most queries in the engine at a time, None for no limit.
+            max_wait_s: How long an incomplete batch waits for more requests; 0 for no timer.
+            max_pending: Most queries accepted at a time; further requests wait.
+            **engine_options: Passed to the engine's constructor.
+
+        Returns:
+            The model; close it, or use it as a context manager.
+
+        Raises:
+            PluginError: The backend is unknown, ambiguous, broken or lacks a library.
+            ModelLoadError: The engine cannot serve this model, or its first row fails.
+            TypeError: The engine takes no such option.
+            ValueError: A limit below 1, or a wait that is negative or not finite.
+        """
+        common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending")
+        name, build = engine_builder(model, backend, engine_options, common)
+        return AsyncLM(
+            build,
+            name=name,
+            output_cache=output_cache,
+            max_batch_size=max_batch_size,
+            max_wait_s=max_wait_s,
+            max_pending=max_pending,
+        )
 
     def __repr__(self) -> str:
         context = "any length" if self.max_context is None else f"{self.max_context} tokens"
         abilities = ", ".join(["rows", *sorted(self.capabilities)])
-        lora = "" if self._adapter is None else f"; lora {self._adapter!r}"
+        lora = "" if self._default_lora is None else f"; lora {self._default_lora!r}"
         closed = "; closed" if self._scheduler.closed else ""
         return (
             f"<{type(self).__name__} {self.name!r}: {self.vocab_size} token ids, context of "
@@ -214,14 +266,14 @@ class AsyncLM:
             TokenIdError: An id outside the vocabulary.
             TokenTypeError: Not a flat sequence of integers.
             UnknownAdapterError: `lora_name` was not loaded.
-            UnsupportedCapability: The engine serves no adapters, and one is asked for.
+            UnsupportedCapabilityError: An adapter is named, and the engine serves none.
             EvaluationError: The engine raised for this sequence, or computed a row that is
                 not a distribution.
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset_async_queries` came before the answer.
         """
-        query, key = self._asked(token_ids, lora_name)
+        query, key = self._request(token_ids, lora_name)
         row = self._cached(query, key)
         if row is None:
             row = await self._scheduler.answer(query, key)
@@ -231,7 +283,7 @@ class AsyncLM:
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs`, never from the output cache."""
-        query, key = self._asked(token_ids, lora_name)
+        query, key = self._request(token_ids, lora_name)
         self._counters.count(len(query.token_ids), hit=False)
         row: torch.Tensor = await self._scheduler.answer(query, key)
         return row
@@ -257,6 +309,21 @@ class AsyncLM:
         """
         rows, asked = self._cached_and_missing(token_ids_list, lora_name)
         return self._stacked(rows, await self._scheduler.answer_all(asked))
+
+    def next_token_logprobs_uncached_sync(
+        self, token_ids: TokenIds, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Score the next token as `next_token_logprobs_uncached` and wait."""
+        query, key = self._request(token_ids, lora_name)
+        self._counters.count(len(query.token_ids), hit=False)
+        row: torch.Tensor = self._scheduler.answer_sync([(query, key)])[0]
+        return row
+
+    def cached_logprobs(
+        self, token_ids: TokenIds, *, lora_name: str | None = None
+    ) -> torch.Tensor | None:
+        """Return a copy of the row if the output cache has it, else None."""
+        return self._cache.get(self._request(token_ids, lora_name)[1])
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, lora_name: str | None = None
@@ -306,7 +373,7 @@ class AsyncLM:
         Raises:
             ValueError: A temperature that is negative or not finite, or a negative
                 number of tokens or seed.
-            TypeError: One that is no number.
+            TypeError: One that is not a number.
             TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
             TokenIdError: One of them is outside the vocabulary.
             GenlmError: As `next_token_logprobs`.
@@ -335,7 +402,7 @@ class AsyncLM:
         temperature = checked_number("temperature", temperature)
         stop = checked_stop_ids(eos_token_ids, self.vocabulary.size)
         seed = None if seed is None else checked_integer("seed", seed, 0)
-        queries = [self._asked(prompt, lora_name)[0] for prompt in checked_batch(prompts)]
+        queries = [self._request(prompt, lora_name)[0] for prompt in checked_batch(prompts)]
         if max_tokens == 0:
             return [[] for _ in queries]
         plans = [
@@ -352,31 +419,42 @@ class AsyncLM:
             first = errors.exceptions[0]
         else:
             return [task.result() for task in tasks]
-        raise first  # here, where its own __cause__ survives
+        raise first  # outside `except`, which would replace its __cause__
 
     async def _continuation(self, query: Query, params: SamplingParams) -> list[int]:
         if Capability.SAMPLE in self.capabilities:
             self._counters.count(len(query.token_ids), hit=False)
             drawn: list[int] = await self._scheduler.answer(query._replace(sampling=params))
             return drawn
-        rows = self.with_lora(query.adapter).next_token_logprobs
-        return await draw_tokens(rows, query.token_ids, params, self.max_context)
+
+        async def next_row(token_ids: list[int]) -> torch.Tensor:
+            one, key = self._request_of(token_ids, query.adapter)
+            row = self._cached(one, key)
+            return await self._scheduler.answer(one, key) if row is None else row
+
+        return await draw_tokens(next_row, query.token_ids, params, self.max_context)
 
     # -- adapters ---------------------------------------------------------------------
 
     def add_new_lora(
-        self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1"
+        self,
+        lora_path: str | os.PathLike[str],
+        lora_name: str = "lora_1",
+        *,
+        replace: bool = False,
     ) -> None:
-        """Load a LoRA adapter, to be asked for by name. Loading it again does nothing.
+        """Load a LoRA adapter. Loading the same folder under its name again does nothing.
 
         Args:
             lora_path: Folder of the adapter.
-            lora_name: How requests ask for it.
+            lora_name: The name that requests give.
+            replace: Whether a name that is in use changes to the new adapter, as if
+                `remove_lora` had been called for the one before.
 
         Raises:
-            UnsupportedCapability: The engine serves no adapters.
-            AdapterError: It cannot be loaded, or the name stands for another folder.
-            TypeError: The name is no string, or the folder no path.
+            UnsupportedCapabilityError: The engine serves no adapters.
+            AdapterError: It cannot be loaded, or the name is that of another folder.
+            TypeError: The name is not a string, or the folder not a path.
         """
         self._require(Capability.LORA)
         _check_adapter_name(lora_name)
@@ -385,16 +463,51 @@ class AsyncLM:
 
         def load(engine: Engine) -> None:  # on the engine's thread, so one at a time
             known = self._adapters.get(lora_name)
-            if known is None:
-                cast("LoraEngine", engine).add_adapter(lora_name, path)
-                self._adapters[lora_name] = folder
-            elif known != folder:
+            if known is not None and not replace:
+                if known.folder == folder:
+                    return
                 raise AdapterError(
                     f"asked to load {path!r} as adapter {lora_name!r}, which is already "
-                    f"loaded from {known!r}; choose another name"
+                    f"loaded from {known.folder!r}; choose another name, or pass replace=True"
                 )
+            name = self._unused_engine_name(lora_name)
+            cast("LoraEngine", engine).add_adapter(name, path)
+            self._engine_names.add(name)
+            self._adapters[lora_name] = _Adapter(name, folder)
+            if known is not None:
+                self._free_adapter(known)
 
         self._scheduler.run(load)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Take away an adapter; its name can then be given again.
+
+        Requests under way are answered with the adapter; its rows leave the output cache and
+        its weights are freed once the last of them has ended. A continuation that is drawn
+        row by row ends with `UnknownAdapterError`. Of an adapter that the model came with
+        only the name is taken away.
+
+        Raises:
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: The engine serves no adapters, or cannot remove one.
+        """
+        self._engine_name(lora_name)
+        own = self._adapters[lora_name].folder == _MODEL_ITSELF
+        if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
+            raise UnsupportedCapabilityError(
+                "remove_lora", self.name, "its engine has no method remove_adapter"
+            )
+        self._free_adapter(self._adapters.pop(lora_name))
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, those that the model came with first."""
+        return tuple(self._adapters)
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter of requests that name none, None for the base model."""
+        return self._default_lora
 
     def with_lora(self, lora_name: str | None) -> AsyncLM:
         """Return this model with another default adapter, None for the base model.
@@ -404,12 +517,12 @@ class AsyncLM:
 
         Raises:
             UnknownAdapterError: `lora_name` was not loaded.
-            UnsupportedCapability: The engine serves no adapters.
+            UnsupportedCapabilityError: The engine serves no adapters.
         """
         if lora_name is not None:
-            self._check_adapter(lora_name)
+            self._engine_name(lora_name)
         bound = copy.copy(self)
-        bound._adapter = lora_name  # noqa: SLF001 - a copy of this object
+        bound._default_lora = lora_name  # noqa: SLF001 - a copy of this object
         return bound
 
     def set_lora(self, lora_name: str = "lora_1") -> None:
@@ -417,14 +530,26 @@ class AsyncLM:
 
         Raises:
             UnknownAdapterError: `lora_name` was not loaded.
-            UnsupportedCapability: The engine serves no adapters.
+            UnsupportedCapabilityError: The engine serves no adapters.
         """
-        self._check_adapter(lora_name)
-        self._adapter = lora_name
+        self._engine_name(lora_name)
+        self._default_lora = lora_name
 
     def clear_lora(self) -> None:
         """Use the base model for all later requests of this object that name no adapter."""
-        self._adapter = None
+        self._default_lora = None
+
+    # -- parts ------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Its own thread calls it; others may read attributes and `statistics`."""
+        return self._scheduler.engine
+
+    @property
+    def output_cache(self) -> OutputCache:
+        """The rows that are kept."""
+        return self._cache
 
     # -- caches, statistics, end ------------------------------------------------------
 
@@ -432,11 +557,11 @@ class AsyncLM:
         """Compute a prefix and keep it in the engine until `clear_kv_cache`.
 
         Raises:
-            UnsupportedCapability: The engine keeps no prefixes.
+            UnsupportedCapabilityError: The engine does not keep prefixes.
             GenlmError: As `next_token_logprobs`.
         """
         self._require(Capability.PREFIX_CACHE)
-        query, _ = self._asked(prompt, lora_name)
+        query, _ = self._request(prompt, lora_name)
         self._scheduler.run(
             lambda engine: cast("PrefixCacheEngine", engine).cache_prefix(
                 query.token_ids, query.adapter
@@ -447,7 +572,7 @@ class AsyncLM:
         """Free the prefixes that the engine keeps. Answers do not change.
 
         Raises:
-            UnsupportedCapability: The engine keeps no prefixes.
+            UnsupportedCapabilityError: The engine does not keep prefixes.
         """
         self._require(Capability.PREFIX_CACHE)
         self._scheduler.run(
@@ -455,7 +580,7 @@ class AsyncLM:
         )
 
     def clear_cache(self) -> None:
-        """Forget this model's rows in the output cache. Answers do not change."""
+        """Drop this model's rows from the output cache. Answers do not change."""
         self._forget_rows()
 
     def reset_async_queries(self) -> None:
@@ -463,7 +588,7 @@ class AsyncLM:
         self._scheduler.reset()
 
     def statistics(self) -> Statistics:
-        """What was asked and how it was answered since the model was loaded."""
+        """Return counters of requests and answers since the model was loaded."""
         engine = self._scheduler.engine.statistics()
         return Statistics(
             **asdict(self._scheduler.statistics()),
@@ -496,13 +621,16 @@ class AsyncLM:
 
     # -- one request ------------------------------------------------------------------
 
-    def _asked(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
-        if lora_name is not None:
-            self._check_adapter(lora_name)
+    def _request(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
+        name = self._default_lora if lora_name is None else lora_name
+        adapter = None if name is None else self._engine_name(name)
+        return self._request_of(token_ids, adapter)
+
+    def _request_of(self, token_ids: TokenIds, adapter: str | None) -> tuple[Query, RowKey]:
+        """Check token ids and make the query; `adapter` is the engine's name."""
         ids, packed = checked_token_ids(
             token_ids, vocab_size=self.vocabulary.size, max_context=self.max_context
         )
-        adapter = self._adapter if lora_name is None else lora_name
         return Query(next(self._query_ids), ids, adapter), (self._model, adapter, packed)
 
     def _cached(self, query: Query, key: RowKey) -> torch.Tensor | None:
@@ -514,15 +642,18 @@ class AsyncLM:
         self, token_ids_list: TokenBatch, lora_name: str | None
     ) -> tuple[list[torch.Tensor | None], list[tuple[Query, RowKey]]]:
         sequences = checked_batch(token_ids_list)
-        asked = [self._asked(token_ids, lora_name) for token_ids in sequences]
+        asked = [self._request(token_ids, lora_name) for token_ids in sequences]
         rows = [self._cached(*one) for one in asked]
         return rows, [one for one, row in zip(asked, rows, strict=True) if row is None]
 
-    def _forget_rows(self) -> None:
-        def is_own(key: Any) -> bool:
-            return isinstance(key, tuple) and key != () and key[0] is self._model
+    def _forget_rows(self, *adapter: str) -> None:
+        """Drop this model's rows from the output cache, or those of one adapter."""
 
-        self._cache.clear(is_own)
+        def is_dropped(key: Any) -> bool:
+            own = isinstance(key, tuple) and key != () and key[0] is self._model
+            return own and (not adapter or key[1] == adapter[0])
+
+        self._cache.clear(is_dropped)
 
     def _stacked(
         self, rows: Sequence[torch.Tensor | None], answers: Sequence[torch.Tensor]
@@ -536,13 +667,44 @@ class AsyncLM:
     def _require(self, capability: Capability) -> None:
         if capability not in self.capabilities:
             hints = getattr(self._scheduler.engine, "capability_hints", {})
-            raise UnsupportedCapability(capability, self.name, hints.get(capability, ""))
+            raise UnsupportedCapabilityError(capability, self.name, hints.get(capability, ""))
 
-    def _check_adapter(self, lora_name: str) -> None:
+    def _engine_name(self, lora_name: str) -> str:
+        """Return the engine's name of a loaded adapter."""
         _check_adapter_name(lora_name)
-        if lora_name not in self._adapters:
+        adapter = self._adapters.get(lora_name)
+        if adapter is None:
             self._require(Capability.LORA)
             raise UnknownAdapterError(lora_name, self._adapters)
+        return adapter.engine_name
+
+    def _unused_engine_name(self, lora_name: str) -> str:
+        """Choose a name that no adapter of this engine ever had.
+
+        Cached rows and prefixes of a removed adapter are then never taken for its successor's.
+        """
+        others = (f"{lora_name}@{number}" for number in itertools.count(2))
+        return next(
+            n for n in itertools.chain([lora_name], others) if n not in self._engine_names
+        )
+
+    def _free_adapter(self, adapter: _Adapter) -> None:
+        """Free an adapter that has lost its name once the requests that use it have ended."""
+        if adapter.folder == _MODEL_ITSELF:
+            return
+
+        def remove(engine: Engine) -> None:
+            self._forget_rows(adapter.engine_name)
+            if hasattr(engine, "remove_adapter"):
+                engine.remove_adapter(adapter.engine_name)
+
+        self._scheduler.run_after(lambda query: query.adapter == adapter.engine_name, remove)
+
+
+load_model = AsyncLM.from_name
+
+load_model_by_name = load_model
+"""The name under which genlm-backend published it."""
 
 
 def _invalid_rows(engine: Engine, results: Sequence[Any]) -> dict[int, Exception]:

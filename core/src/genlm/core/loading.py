@@ -1,24 +1,21 @@
-"""`load_model`: from a backend's name to a language model."""
+"""From a backend's name to a function that builds its engine and tests it with one row."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from genlm.core.cache import OutputCache
 from genlm.core.engine import Engine
 from genlm.core.errors import ModelLoadError, TokenIdError
-from genlm.core.lm import AsyncLM
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.query import Query
 from genlm.core.rows import invalid_rows
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["load_model", "load_model_by_name"]
-
+__all__ = ["engine_builder", "with_first_row"]
 
 _FIRST_ROW_ID = -1
 """The scheduler's query ids begin at 0."""
@@ -26,67 +23,44 @@ _FIRST_ROW_ID = -1
 _FIRST_ROW_TOKENS = 3
 
 _MAX_STEPS = 10_000
-"""Many more than an engine takes that works on a prompt in several steps."""
+"""Far more steps than any engine takes for a short prompt."""
 
 
-def load_model(
+def engine_builder(
     model: str | os.PathLike[str],
-    backend: str | None = None,
-    *,
-    output_cache: OutputCache | None = None,
-    max_batch_size: int | None = None,
-    max_wait_s: float = 0.0,
-    max_pending: int | None = None,
-    **engine_options: Any,
-) -> AsyncLM:
-    """Load a model with one of the installed engines.
-
-    The engine computes one row before this returns, so that a model whose kernels fail is
-    refused here. Blocks while the model loads; in a coroutine use `asyncio.to_thread`.
+    backend: str | None,
+    options: Mapping[str, Any],
+    common_options: Sequence[str],
+) -> tuple[str, Callable[[], Engine]]:
+    """Find the engine that `load_model` asks for.
 
     Args:
-        model: What the engine calls a model: a hub id, a folder, `"demo"`.
-        backend: Name of an engine, see `genlm plugins`; by default the one chosen with
-            `use_backend` or `GENLM_BACKEND`, or the only one installed.
-        output_cache: Rows to remember; see `AsyncLM`.
-        max_batch_size: Most queries in the engine at a time, None for no limit.
-        max_wait_s: How long an incomplete batch waits for more requests; 0 for no timer.
-        max_pending: Most queries accepted at a time; more wait their turn outside.
-        **engine_options: Passed to the engine's constructor.
+        model: Passed to the engine.
+        backend: Name of an engine; None follows the order of choice of `find_backend`.
+        options: Passed to the engine.
+        common_options: Options of `load_model` itself, for messages.
 
     Returns:
-        The model; close it, or use it as a context manager.
+        The name of the backend, and a function that builds the engine and computes one row
+        with it.
 
     Raises:
         PluginError: The backend is unknown, ambiguous, broken or lacks a library.
-        ModelLoadError: The engine cannot serve this model, or fails to compute a row of it.
         TypeError: The engine takes no such option.
-        ValueError: A limit below 1, or a wait that is negative or not finite.
     """
     info = find_backend(backend)
     build = get_backend(info.provider)
-    _check_options(build, info.name, engine_options)
-    return AsyncLM(
-        lambda: with_first_row(build(model, **engine_options), info.name, model),
-        name=info.name,
-        output_cache=output_cache,
-        max_batch_size=max_batch_size,
-        max_wait_s=max_wait_s,
-        max_pending=max_pending,
-    )
-
-
-load_model_by_name = load_model
-"""The name under which genlm-backend published it."""
+    _check_options(build, info.name, options, common_options)
+    return info.name, lambda: with_first_row(build(model, **options), info.name, model)
 
 
 def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
     """Compute one row with a new engine and return the engine.
 
     Args:
-        engine: Not yet used; called on the thread that owns it.
+        engine: A new one; the call is on the thread that owns it.
         backend: Its name, for the message.
-        model: What was asked for, for the message.
+        model: What the user calls the model, for the message.
 
     Raises:
         ModelLoadError: The row could not be computed or is not a distribution. The engine
@@ -110,7 +84,7 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
 
 
 def _first_row(engine: Engine) -> Any:
-    """Compute the row of a few tokens, each the first one that the model can embed."""
+    """Compute the row of a few equal tokens: the first id that the model can embed."""
     length = min(_FIRST_ROW_TOKENS, engine.max_context or _FIRST_ROW_TOKENS)
     for token_id in _token_ids(engine.vocabulary):
         try:
@@ -142,7 +116,9 @@ def _token_ids(vocabulary: Vocabulary) -> Iterator[int]:
     yield from known
 
 
-def _check_options(build: Callable[..., Any], backend: str, options: dict[str, Any]) -> None:
+def _check_options(
+    build: Callable[..., Any], backend: str, options: Mapping[str, Any], common: Sequence[str]
+) -> None:
     """Refuse unknown options before anything is loaded."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -150,10 +126,9 @@ def _check_options(build: Callable[..., Any], backend: str, options: dict[str, A
     known = [parameter.name for parameter in parameters]
     unknown = [option for option in options if option not in known]
     if unknown:
-        own = list(inspect.signature(load_model).parameters)[2:-1]
-        close = difflib.get_close_matches(unknown[0], [*known, *own], 1)
+        close = difflib.get_close_matches(unknown[0], [*known, *common], 1)
         raise TypeError(
             f"backend {backend!r} takes no option {', '.join(map(repr, unknown))}. "
-            f"It takes: {', '.join(known) or 'none'}. On any backend: {', '.join(own)}"
+            f"It takes: {', '.join(known) or 'none'}. On any backend: {', '.join(common)}"
             + "".join(f". Did you mean {name!r}?" for name in close)
         )

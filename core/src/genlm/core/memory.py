@@ -1,8 +1,8 @@
-"""How much memory is free, within every limit that holds for this process.
+"""Free memory of this process, for engines that choose the size of a cache.
 
-For engines that choose the size of a cache. On the CPU that is the smallest of what the
-machine has available, what Linux' control groups (versions 1 and 2, nested, in containers)
-leave, what the memory nodes have to which the process is bound, and what RLIMIT_AS leaves.
+On the CPU it is the smallest of: the memory available on the machine, the remainder of each
+Linux control group (versions 1 and 2, nested, in containers), the free memory of the NUMA nodes
+to which the process is bound, and the remainder of RLIMIT_AS.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`ModelFacts`: what a model's config says about how it computes, and which were verified.
+"""`ModelFacts`: the mechanisms that a model uses, read from its config.
 
-Reads the plain mapping of a config; imports neither transformers nor an engine. What a config
-leaves to the defaults of its class is unknown here, so pass `config.to_dict()` of
-transformers where it knows the model, and the text of config.json only where it does not.
+Imports neither transformers nor an engine. The defaults of a config class are unknown here, so
+pass `config.to_dict()` of transformers where it supports the model, and the content of
+config.json otherwise.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ModelFacts:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """What beyond plain attention, feed-forward layers and positions the model uses."""
+        """Mechanisms beyond plain attention, feed-forward layers and positions."""
         found = {
             "alibi": self.alibi,
             "attention_sinks": self.attention_sinks,

@@ -1,4 +1,4 @@
-"""Where a model is to be loaded from, as far as its name tells; for engines that load one."""
+"""`model_source`: from a model's name to a folder, a file or a hub id."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ELSEWHERE = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?|[a-z][a-z0-9+]*://\
 
 
 def model_source(model: str | os.PathLike[str]) -> str:
-    """Return the folder or file that a model's name means if there is one, else the name.
+    """Return the folder or file of a model if it exists, else the name.
 
-    Looks nothing up elsewhere. What cannot be found elsewhere is refused at once, which
-    spares users a misleading message when the hub has been asked for it in vain.
+    Does not contact a hub. A name that can be neither a hub id nor an address is refused at
+    once, instead of with the hub's error message.
 
     Args:
         model: A path, the id of a repository on a hub, or an address.
 
     Raises:
-        ModelLoadError: A path at which there is nothing, or no name at all.
+        ModelLoadError: A path that does not exist, or an empty name.
         TypeError: Neither a string nor a path.
     """
     if not isinstance(model, (str, os.PathLike)):

@@ -1,8 +1,7 @@
 """What travels between the scheduler and an engine: queries and completions.
 
-Plain values without behaviour. Nothing here knows of asyncio, caching or
-torch's devices. What is made for every request is a named tuple, which takes half the time
-of a frozen dataclass to make.
+Plain values without behaviour. `Query` and `Completion` are made for every request, so they
+are named tuples, which take half the time of a frozen dataclass to make.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class Completion(NamedTuple):
         query_id: The query that this answers.
         result: The row of log-probabilities, shape `(vocab_size,)`, or, for a
             query with `sampling`, the list of drawn token ids. A row shares its
-            memory with nothing else: whoever takes the completion owns it.
-        error: Why there is no result.
+            memory with no other tensor; it belongs to the receiver.
+        error: The error, if the query failed.
     """
 
     query_id: int

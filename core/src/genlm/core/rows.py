@@ -1,4 +1,4 @@
-"""Rows: how every engine makes them from logits, and the check that each one passes.
+"""Rows of log-probabilities: making them from logits, and checking that they are distributions.
 
 A row is natural-log probabilities over the vocabulary, float32, normalised.
 Models often have more logits than the tokenizer has ids (embeddings padded to a

@@ -10,13 +10,13 @@ __all__ = ["SchedulerStatistics", "Statistics"]
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerStatistics:
-    """What became of the requests that reached the scheduler, since it started.
+    """Counters of the scheduler since it started.
 
     Attributes:
         joined: Requests that shared the evaluation of an identical one in flight.
         answered: Evaluations that gave a result.
         failed: Evaluations that gave an error.
-        abandoned: Evaluations dropped because every caller had left.
+        abandoned: Evaluations dropped because every caller was cancelled.
         batches: Engine steps that finished something.
         batch_sizes: How many batches had how many evaluations.
         queue_seconds: Time from arrival to the engine, summed over evaluations.
@@ -48,16 +48,16 @@ class SchedulerStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics(SchedulerStatistics):
-    """What a language model was asked and how it was answered, since it was loaded.
+    """Counters of a language model since it was loaded.
 
     Attributes:
-        requests: Rows and continuations asked for.
+        requests: Requests for rows and continuations.
         cache_hits: Requests answered from the output cache.
-        tokens_asked: Lengths of the sequences asked for, summed.
+        tokens_asked: Sum of the lengths of the requested sequences.
         cache_entries: Rows in the output cache now.
         cache_bytes: Their memory and that of the token ids in their keys.
-        engine: The engine's own figures; `tokens_computed` against `tokens_asked`
-            says how much work was saved.
+        engine: The engine's own figures; the ratio of `tokens_computed` to `tokens_asked`
+            shows how much work was saved.
     """
 
     requests: int

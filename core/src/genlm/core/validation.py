@@ -1,10 +1,10 @@
-"""Checks of what users pass, before anything is scheduled."""
+"""Checks of arguments and queries."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
@@ -13,11 +13,14 @@ from genlm.core.errors import (
     EmptySequenceError,
     TokenIdError,
     TokenTypeError,
+    UnknownAdapterError,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from genlm.core.query import Query
 
     TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
     TokenBatch = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "check_query",
     "checked_batch",
     "checked_builder",
     "checked_integer",
@@ -57,12 +61,47 @@ def checked_token_ids(
     if max_context is not None and len(ids) > max_context:
         raise ContextLengthError(len(ids), max_context)
     try:
-        packed = array("I", ids)  # of numbers from 0 on
+        packed = array("I", ids)  # refuses negative numbers
     except OverflowError:
         packed = None
     if packed is None or max(ids) >= vocab_size:
         raise _outside(ids, vocab_size)
     return ids, packed.tobytes()
+
+
+def check_query(
+    query: Query,
+    *,
+    embedding_rows: int | None = None,
+    max_context: int | None = None,
+    adapters: Collection[str] = (),
+) -> None:
+    """Check what only an engine knows about a query; for `Engine.submit`.
+
+    `AsyncLM` has checked the token ids against the vocabulary and `max_context`. Engines that
+    are driven without it, or fail as a whole on a wrong query, check the rest.
+
+    Args:
+        query: The query.
+        embedding_rows: Number of ids that the model embeds; the vocabulary may have more.
+        max_context: The most tokens, None for no limit.
+        adapters: Names of the loaded adapters.
+
+    Raises:
+        UnknownAdapterError: Its adapter is not among `adapters`.
+        EmptySequenceError: It has no tokens.
+        ContextLengthError: It has more than `max_context` tokens.
+        TokenIdError: It has a token id below 0 or from `embedding_rows` on.
+    """
+    if query.adapter is not None and query.adapter not in adapters:
+        raise UnknownAdapterError(query.adapter, adapters)
+    ids = query.token_ids
+    if not ids:
+        raise EmptySequenceError
+    if max_context is not None and len(ids) > max_context:
+        raise ContextLengthError(len(ids), max_context)
+    if embedding_rows is not None and (min(ids) < 0 or max(ids) >= embedding_rows):
+        raise _outside(ids, embedding_rows)
 
 
 def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]:
@@ -81,13 +120,13 @@ def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]
 def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int, ...]:
     """Return a flat sequence of integers as a tuple of Python integers.
 
-    Sets, mappings and generators are refused: they have no order or give it once. So
-    are arrays of booleans, which are masks.
+    Sets, mappings and generators are refused: their order is undefined, or they can be
+    read only once. Arrays of booleans are masks and refused too.
 
     Raises:
         TokenTypeError: Not a flat sequence of integers.
     """
-    if type(values) is list or type(values) is tuple:  # most often, so without more ado
+    if type(values) is list or type(values) is tuple:  # most frequent
         return _integers(values, argument)
     array_values = getattr(values, "tolist", None)
     if array_values is None and (
@@ -100,10 +139,10 @@ def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int
 
 
 def checked_batch(sequences: TokenBatch) -> Iterable[TokenIds]:
-    """Return what can be iterated as it is.
+    """Return `sequences` unchanged.
 
     Raises:
-        TypeError: It cannot.
+        TypeError: It cannot be iterated.
     """
     if not isinstance(sequences, Iterable):
         raise TypeError(
@@ -114,7 +153,7 @@ def checked_batch(sequences: TokenBatch) -> Iterable[TokenIds]:
 
 
 def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
-    """Return what makes an engine as it is.
+    """Return `build_engine` unchanged.
 
     Raises:
         TypeError: It cannot be called.
@@ -136,7 +175,7 @@ def checked_integer(name: str, value: Any, least: int) -> int:
         least: The smallest that is allowed.
 
     Raises:
-        TypeError: No integer.
+        TypeError: Not an integer.
         ValueError: It is less.
     """
     if not _is_integer(value):
@@ -151,7 +190,7 @@ def checked_number(name: str, value: Any) -> float:
     """Return an argument, a finite number that is not negative, as a float.
 
     Raises:
-        TypeError: No number.
+        TypeError: Not a number.
         ValueError: It is negative or not finite.
     """
     number = None if isinstance(value, (str, bytes)) else _float(value)

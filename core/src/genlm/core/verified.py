@@ -1,4 +1,4 @@
-"""Which model families an engine was verified on, and what happens to the others."""
+"""The model families on which an engine was verified; a warning or an error for others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHOICES = ("warn", "refuse")
 
 
 class UnverifiedModelWarning(UserWarning):
-    """A model is served whose family was not compared with an unbatched forward pass."""
+    """The family of a model was not compared with an unbatched forward pass."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class VerifiedFamilies:
         """Read `verified.json` of an engine's package.
 
         Raises:
-            FileNotFoundError: It has none.
+            FileNotFoundError: The package does not have the file.
         """
         text = importlib.resources.files(package).joinpath("verified.json").read_text("utf-8")
         return cls(**json.loads(text))
@@ -53,9 +53,9 @@ def check_verified(
 ) -> None:
     """Warn about a model of a family that was not verified, or refuse it.
 
-    A family is an architecture with the mechanisms that the config puts to use: that a plain
-    Llama was verified says nothing about one with dynamic rotary embeddings. Neither dtype
-    nor quantisation is part of it.
+    A family is an architecture with the mechanisms that the config enables: a plain Llama and
+    one with dynamic rotary embeddings are two families. Dtype and quantisation are not part
+    of it.
 
     Args:
         engine: The engine and its version, for the message.
@@ -64,8 +64,8 @@ def check_verified(
         unverified: `"warn"` or `"refuse"`.
 
     Raises:
-        ModelLoadError: The family was not verified, and such are to be refused.
-        ValueError: `unverified` is neither.
+        ModelLoadError: The family was not verified, and `unverified` is `"refuse"`.
+        ValueError: `unverified` is another value.
 
     Warns:
         UnverifiedModelWarning: The family was not verified.
@@ -82,7 +82,7 @@ def check_verified(
         f"genlm compare MODEL --backends hf,..."
     )
     if unverified == "refuse":
-        raise ModelLoadError(f"{found} unverified='warn' serves them all the same")
+        raise ModelLoadError(f"{found} unverified='warn' serves them nevertheless")
     warnings.warn(
         f"{found} unverified='refuse' refuses such models", UnverifiedModelWarning, stacklevel=2
     )

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from genlm.core.engine import BatchEngine, Capability
-from genlm.core.errors import TokenIdError, UnknownAdapterError, UnsupportedCapability
+from genlm.core.errors import UnknownAdapterError, UnsupportedCapability
 from genlm.core.query import Query
+from genlm.core.validation import check_query
 from genlm.prefix.execution_path import PathChoice
 from genlm.prefix.renamed import EngineStatistics
 from genlm.prefix.rows import PrefixRows
@@ -35,6 +36,10 @@ class Adapters(Protocol):
         """
         ...
 
+    def remove(self, name: str) -> None:
+        """Free an adapter that `load` added."""
+        ...
+
     def activate(self, name: str) -> AbstractContextManager[None]:
         """Apply one adapter in forward passes within the context."""
         ...
@@ -44,7 +49,7 @@ class PrefixEngine(BatchEngine):
     """Base class of engines that run a model themselves, through an execution path.
 
     A subclass loads its model and calls `serve` once. It may extend `activate`,
-    `model_statistics`, `add_adapter`, `clear_prefix_cache` and `close`.
+    `model_statistics`, `add_adapter`, `remove_adapter`, `clear_prefix_cache` and `close`.
 
     Attributes:
         backend: Name of the engine in messages.
@@ -100,7 +105,7 @@ class PrefixEngine(BatchEngine):
         """
         if query.sampling is not None:
             raise self._unsupported(Capability.SAMPLE)
-        self._check(query.token_ids, query.adapter)
+        self._check(query)
         super().submit(query)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
@@ -137,7 +142,7 @@ class PrefixEngine(BatchEngine):
             GenlmError: As `submit`.
         """
         cache = self._prefix_cache()
-        self._check(token_ids, adapter)
+        self._check(Query(0, tuple(token_ids), adapter))
         with self.activate(adapter):
             cache.keep(adapter, tuple(token_ids))
 
@@ -156,6 +161,16 @@ class PrefixEngine(BatchEngine):
         if Capability.LORA not in self.capabilities:
             raise self._unsupported(Capability.LORA)
         self._adapters.load(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` loaded.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+        """
+        if name not in self._adapters.names:
+            raise UnknownAdapterError(name, self._adapters.names)
+        self._adapters.remove(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work, the execution path and facts about the model.
@@ -186,13 +201,8 @@ class PrefixEngine(BatchEngine):
         self._final_statistics = EngineStatistics(self.statistics())
         del self._choice, self._adapters
 
-    def _check(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        if adapter is not None and adapter not in self._adapters.names:
-            raise UnknownAdapterError(adapter, self._adapters.names)
-        rows = self._embedding_rows
-        if max(token_ids) >= rows:
-            position = next(i for i, token_id in enumerate(token_ids) if token_id >= rows)
-            raise TokenIdError(token_ids[position], position, rows)
+    def _check(self, query: Query) -> None:
+        check_query(query, embedding_rows=self._embedding_rows, adapters=self._adapters.names)
 
     def _prefix_cache(self) -> PrefixRows:
         if not isinstance(self._choice.path, PrefixRows):

@@ -1,4 +1,4 @@
-"""The target of `genlm check toy`: a model to load and its expected rows."""
+"""What `genlm check toy` needs: a model to load and its correct rows."""
 
 from math import log
 

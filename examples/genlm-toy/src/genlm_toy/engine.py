@@ -2,7 +2,7 @@
 
 import torch
 
-from genlm import BatchEngine, Token, Vocabulary
+from genlm.plugin import BatchEngine, Token, Vocabulary
 
 
 class Bytes:

@@ -1,6 +1,6 @@
 """Registers the engine; imports nothing heavy."""
 
-from genlm import BackendSpec, hookimpl
+from genlm.plugin import BackendSpec, hookimpl
 
 
 @hookimpl

@@ -7,6 +7,7 @@ model came with stay.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,7 @@ class Adapters:
         _refuse_unservable(given, base)
         self.model = base if in_place else share_weights(base)
         self._inner_names = {name: name for name in given}
+        self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
         self._original = _Snapshot(self.model) if given else None
         self._states: dict[str | None, AdapterState] = {}
@@ -74,7 +76,7 @@ class Adapters:
         folder = str(Path(path).expanduser())
         config = _read_config(name, folder)
         # peft forbids some names (dots, for one), so adapters have other names in it.
-        inner = f"genlm_{len(self._inner_names)}"
+        inner = f"genlm_{next(self._numbers)}"
         before = _Snapshot(self.model)
         try:
             peft_model = self._inject(inner, config)
@@ -97,6 +99,17 @@ class Adapters:
         self._original.switch_back()
         self._original.make_trainable_again()
         self._states.clear()
+
+    def remove(self, name: str) -> None:
+        """Delete the weights of an adapter that `load` added."""
+        self._delete(self._inner_names.pop(name))
+        self._states.clear()
+        if self._original is not None:
+            self._original.switch_back()
+            if not self._peft_model.peft_config:  # a model of peft without adapters takes none
+                self._original.restore()
+                self._peft_model = None
+            self._original.make_trainable_again()
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:

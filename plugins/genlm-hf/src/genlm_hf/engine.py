@@ -204,6 +204,15 @@ class HFEngine(PrefixEngine):
         with packed_weights_kept(self._served.model):
             super().add_adapter(name, path)
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+        """
+        with packed_weights_kept(self._served.model):
+            super().remove_adapter(name)
+
     def model_statistics(self) -> Mapping[str, int | float | str]:
         """Return the model's class, device and dtype, and the size of prepacked weights."""
         return {

@@ -72,6 +72,10 @@ class Adapters:
         self._own[name] = {path: own[path] for path in layers}
         self._layers[name] = layers
 
+    def remove(self, name: str) -> None:
+        """Drop the layers of an adapter."""
+        del self._layers[name], self._own[name]
+
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
         """Apply an adapter in forward passes within the context."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from genlm import AdapterError, read_adapter_config
+from genlm import AdapterError, EvaluationError, read_adapter_config
 from genlm_sgl.scheduler_api import SchedulerApi
 
 __all__ = ["Adapters", "check_config"]
@@ -99,6 +99,18 @@ class Adapters:
                 f"engine_opts['max_lora_rank'] and ['lora_target_modules'])"
             )
         self._ids[name] = number
+
+    def remove(self, name: str) -> None:
+        """Have SGLang drop an adapter; nothing may run.
+
+        Raises:
+            EvaluationError: It did not.
+        """
+        number = self._ids[name]
+        problem = self._api.unload_adapter(number, f"{number}-{name}")
+        if problem is not None:
+            raise EvaluationError(f"SGLang did not remove adapter {name!r}: {problem}")
+        del self._ids[name]
 
 
 def check_config(name: str, folder: Path) -> None:

@@ -295,6 +295,19 @@ class SGLEngine:
         with quiet():
             self._adapters.load(name, path)
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter, once what is running has ended.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+            EvaluationError: SGLang did not remove it.
+        """
+        if name not in self._adapters.names:
+            raise UnknownAdapterError(name, self._adapters.names)
+        self._settle()
+        with quiet():
+            self._adapters.remove(name)
+
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix, which then stands in the radix cache.
 

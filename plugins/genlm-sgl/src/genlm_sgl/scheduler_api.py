@@ -253,6 +253,15 @@ class SchedulerApi:
                 return str(error)
         return None
 
+    def unload_adapter(self, adapter_id: str, name: str) -> str | None:
+        """Have SGLang drop a LoRA adapter, while nothing runs; return why it did not."""
+        from sglang.srt.managers import io_struct
+
+        request = io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=adapter_id)
+        with self._working():
+            result = self._scheduler.unload_lora_adapter(request)
+        return None if result.success else str(result.error_message)
+
     # -- the loop ---------------------------------------------------------------------
 
     def turn(self) -> tuple[list[Ended], bool]:

@@ -77,6 +77,11 @@ class Adapters:
             )
         self._requests[name] = request
 
+    def remove(self, name: str) -> None:
+        """Have every worker drop an adapter."""
+        request = self._requests.pop(name)
+        ask_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
+
     def _added(self, request: Any) -> str | None:
         """Have every worker load an adapter; return why it did not, and undo it then."""
         try:

@@ -297,6 +297,22 @@ class VLLMEngine:
         with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter from every worker, which makes room for another one.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+        """
+        if name not in self._adapters.names:
+            raise UnknownAdapterError(name, self._adapters.names)
+        with preserve_process_state(), self._guarding():
+            self._adapters.remove(name)
+
+    @property
+    def llm_engine(self) -> Any:
+        """VLLM's own `LLMEngine`, for inspection."""
+        return self._vllm
+
     # -- statistics, end --------------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:

@@ -26,7 +26,7 @@ class Context(NamedTuple):
 
 
 def limits_of(facts: ModelFacts | None) -> dict[str, int]:
-    """Return the lengths at which a model begins to compute something else, by name."""
+    """Return the lengths at which a model's computation changes, by name."""
     if facts is None:
         return {}
     limits = {f"window of {size}": size for size in facts.sliding_windows}
@@ -64,16 +64,16 @@ def contexts_of(
         Contexts without duplicates, none longer than `longest`.
 
     Raises:
-        ValueError: The texts have no tokens.
+        ValueError: All texts are empty.
     """
     everything = "\n".join(texts)
-    trunk = [int(i) for i in encode(everything)]
-    if not trunk:
+    base = [int(i) for i in encode(everything)]
+    if not base:
         raise ValueError("the texts have no tokens; pass some text")
-    while len(trunk) < longest:
-        trunk += trunk[: longest - len(trunk)]
+    while len(base) < longest:
+        base += base[: longest - len(base)]
     found: dict[tuple[int, ...], str] = {}
-    for kind, ids in _all(encode, texts, trunk[:longest], limits):
+    for kind, ids in _all(encode, texts, base[:longest], limits):
         if 0 < len(ids) <= longest:
             found.setdefault(tuple(ids), kind)
     return [Context(kind, list(ids)) for ids, kind in found.items()]
@@ -82,24 +82,24 @@ def contexts_of(
 def _all(
     encode: Callable[[str], Sequence[int]],
     texts: Sequence[str],
-    trunk: Sequence[int],
+    base: Sequence[int],
     limits: dict[str, int],
 ) -> Iterator[tuple[str, Sequence[int]]]:
     for length in _SHORT:
-        yield "short", trunk[:length]
-    stem = trunk[:_STEM]
+        yield "short", base[:length]
+    stem = base[:_STEM]
     for fork in range(_FORKS):
-        start = (7 * fork) % max(len(trunk) - 4, 1)
-        yield "fork", [*stem, *trunk[start : start + 1 + fork % 4]]
+        start = (7 * fork) % max(len(base) - 4, 1)
+        yield "fork", [*stem, *base[start : start + 1 + fork % 4]]
     for name, limit in limits.items():
         for more in _AROUND:
             yield (
                 f"around the {name}",
-                trunk[: limit + more] if limit + more <= len(trunk) else [],
+                base[: limit + more] if limit + more <= len(base) else [],
             )
     for text in texts:
         ids: list[Any] = [int(i) for i in encode(text)]
         for part in range(1, _CUTS + 1):
             yield "text", ids[: len(ids) * part // _CUTS]
     for part in range(1, _CUTS + 1):
-        yield "long", trunk[: len(trunk) * part // _CUTS]
+        yield "long", base[: len(base) * part // _CUTS]

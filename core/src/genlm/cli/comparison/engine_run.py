@@ -1,7 +1,7 @@
 """One engine's answers, in a process of its own: `python -m genlm.cli.comparison.engine_run`.
 
-A process gives all memory back when it ends, and an engine that changes or kills its process
-harms no other. The request is a file of JSON; rows and figures go to files beside it.
+The memory of a process is freed when it ends, and an engine that changes or ends its process
+affects no other one. The request is a file of JSON; rows and figures go to files beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genlm.cli.comparison.contexts import Context, contexts_of, limits_of, longest_of
-from genlm.core.loading import load_model
+from genlm.core.lm import load_model
 from genlm.core.model_facts import ModelFacts
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.reference.text import default_text

@@ -1,4 +1,4 @@
-"""Engines in processes, one after the other, and the verdict on each."""
+"""Run engines in processes, one after the other, and compare their rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Outcome", "answer_of", "asked_of", "judged"]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one engine did.
+    """The result of one engine.
 
     Attributes:
         backend: Its name.
@@ -94,7 +94,7 @@ def _compared(
     folder: Path,
     seed: int,
 ) -> tuple[Differences, int] | str:
-    """Return differences and how many contexts have none, or why there are no differences."""
+    """Return the differences and the number of skipped contexts, or why there are none."""
     (_, expected), (_, found) = first, second
     if expected["vocab_size"] != found["vocab_size"]:
         return f"rows of {found['vocab_size']} ids; expected {expected['vocab_size']}"

@@ -1,4 +1,4 @@
-"""Plugins: `spec` is what they say of their backends, `registry` reads it, `lookup` chooses.
+"""Plugin discovery: `spec` describes backends, `registry` reads plugins, `lookup` chooses.
 
 This package knows specs, never engines: it imports an engine's module only to return it.
 """

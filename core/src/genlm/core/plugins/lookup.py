@@ -1,8 +1,8 @@
 """Which backend a name means, and the public functions that find and import it.
 
 Order of choice: the argument, the innermost `use_backend` block, the environment
-variable `GENLM_BACKEND` or `GENLM_TRIE`, the only usable one installed. What comes
-with the core itself is that "only one" when no other plugin of the kind is installed.
+variable `GENLM_BACKEND` or `GENLM_TRIE`, the only usable one installed. The
+core's own backends count only when no other plugin of the kind is installed.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator
         with genlm.use_backend("hf"):
             llm = genlm.load_model("demo")
 
-    The choice holds for this thread and asyncio task, and for the tasks and
-    `asyncio.to_thread` calls that they start inside the block. A plain
-    `threading.Thread` starts without it. Blocks nest; an argument of a call wins.
-    Names are looked up when a backend is asked for, not here.
+    The choice holds for this thread and asyncio task and for the tasks and
+    `asyncio.to_thread` calls that they start inside the block, not for new threads. Blocks
+    nest; an argument of a call wins. Names are looked up when a backend is asked for.
 
     Args:
         name: An engine's name, or `"distribution:name"`; None leaves it as it is.
@@ -120,17 +119,15 @@ def _chosen(kind: Kind) -> tuple[str | None, str | None]:
 def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
     """Describe every installed backend, by name.
 
-    Imports the plugins' small modules, never an engine. A broken or disabled
-    plugin is an entry with that status; its kind may be unknown, and then it is
-    listed whichever kind is asked for.
+    Imports the modules of the plugins' hooks, never an engine. A broken or disabled plugin of
+    unknown kind is listed for every `kind`.
 
     Args:
         kind: `"engine"` or `"trie"`, None for both.
 
     Raises:
-        ValueError: There is no such kind.
-        BrokenPluginError: A plugin is broken and `GENLM_STRICT=1`.
-        PluginApiError: A plugin is incompatible and `GENLM_STRICT=1`.
+        ValueError: Another kind.
+        PluginError: A plugin is broken or incompatible and `GENLM_STRICT=1`.
     """
     if kind is not None:
         _check_kind(kind)
@@ -151,12 +148,12 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
         Its description; its status is `"ok"`.
 
     Raises:
-        UnknownBackendError: Nothing provides the name, or none stands out.
+        UnknownBackendError: No plugin provides the name, or several could be meant.
         AmbiguousBackendError: Several distributions provide the name.
-        MissingRequirementError: The library that it drives is not installed.
+        MissingRequirementError: A library that it needs is not installed.
         BrokenPluginError: The plugin that provides the name is broken.
         PluginApiError: It was written for another plugin interface.
-        ValueError: There is no such kind.
+        ValueError: Another kind.
     """
     _check_kind(kind)
     source = None
@@ -184,43 +181,25 @@ def get_backend(name: str | None = None) -> Callable[..., Engine]:
     """Import an engine and return it, not yet built.
 
     Args:
-        name: An engine's name, or `"distribution:name"`. None takes that of the
-            innermost `use_backend` block, else of `GENLM_BACKEND`, else the only
-            usable engine installed; the reference engine, which comes with the
-            core, is that one only if no other is installed.
+        name: A name, or `"distribution:name"`; None follows the order of choice.
 
     Returns:
         A callable `target(model, **options) -> Engine`.
 
     Raises:
-        UnknownBackendError: Nothing provides the name, or none stands out.
-        AmbiguousBackendError: Several distributions provide the name.
-        MissingRequirementError: The library that it drives is not installed.
         BrokenPluginError: The plugin or the engine's module cannot be imported.
-        PluginApiError: It was written for another plugin interface.
+        PluginError: As for `find_backend`.
     """
     return cast("Callable[..., Engine]", _target(find_backend(name, "engine")))
 
 
 def get_trie(name: str | None = None) -> Callable[..., TokenCharacterTrie]:
-    """Import a token trie's class and return it; `get_backend` for tries.
-
-    Args:
-        name: A trie's name, or `"distribution:name"`. None takes that of the
-            innermost `use_backend(trie=...)` block, else of `GENLM_TRIE`, else the
-            only usable one installed, the core's own if there is no other.
-
-    Returns:
-        A class `target(vocabulary)`.
-
-    Raises:
-        PluginError: As for `get_backend`.
-    """
+    """Import a token trie's class, `target(vocabulary)`, and return it; as `get_backend`."""
     return cast("Callable[..., TokenCharacterTrie]", _target(find_backend(name, "trie")))
 
 
 def _target(info: BackendInfo) -> Any:
-    """Import what a spec points at; an error of genlm's own passes unchanged."""
+    """Import the target of a spec; errors of genlm pass unchanged."""
     try:
         found = pkgutil.resolve_name(info.target)
     except GenlmError:

@@ -1,7 +1,7 @@
-"""The installed plugins: found in metadata, imported when their name is asked for, read once.
+"""The installed plugins: found in metadata, imported on use, read once.
 
-A plugin is one entry point of the group `genlm` in one distribution. This module runs the
-plugins' code; whatever goes wrong there becomes the status of that plugin.
+A plugin is one entry point of the group `genlm` in one distribution. An error in a plugin's
+code becomes the status of that plugin.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from genlm.core.plugins.spec import (
     Status,
 )
 
-__all__ = ["CORE", "PUBLISHED", "Plugin", "Registry", "find_plugins"]
+__all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins"]
 
 CORE = "genlm-core"
 """The distribution whose own backends are always installed."""
@@ -51,6 +51,8 @@ _SPEC_FIELDS = {field.name for field in fields(BackendSpec)} - {"install"}
 
 _log = logging.getLogger("genlm.plugins")
 
+_Specs = tuple[BackendSpec, ...] | BrokenPluginError
+
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
@@ -63,33 +65,32 @@ class Plugin:
 
     @property
     def id(self) -> str:
-        """`"distribution:name"`, unique; settles which of several is meant."""
+        """`"distribution:name"`, unique."""
         return f"{self.distribution}:{self.name}"
 
     def why_disabled(self) -> str | None:
         """Say which environment variable disables it, None if it is enabled.
 
         `GENLM_PLUGINS` lists the plugins allowed beside the core's own,
-        `GENLM_DISABLE_PLUGINS` those that are not. Entries are separated by commas
-        and are names of backends, of distributions, or `distribution:name`.
+        `GENLM_DISABLE_PLUGINS` those that are not: names of backends, of distributions, or
+        `distribution:name`, separated by commas.
         """
-        if self._is_in(os.environ.get("GENLM_DISABLE_PLUGINS", "")):
+        names = {self.name, self.distribution, self.id}
+        if names & _listed("GENLM_DISABLE_PLUGINS"):
             return "GENLM_DISABLE_PLUGINS lists it"
-        allowed = os.environ.get("GENLM_PLUGINS", "")
-        if allowed.strip() and self.distribution != CORE and not self._is_in(allowed):
+        allowed = _listed("GENLM_PLUGINS")
+        if allowed and self.distribution != CORE and not names & allowed:
             return "GENLM_PLUGINS does not list it"
         return None
 
-    def _is_in(self, value: str) -> bool:
-        for entry in map(str.strip, value.split(",")):
-            distribution, colon, name = entry.rpartition(":")
-            if colon and (_normalized(distribution), name) == (self.distribution, self.name):
-                return True
-            if not colon and entry and self.name == entry:
-                return True
-            if not colon and entry and self.distribution == _normalized(entry):
-                return True
-        return False
+
+def _listed(variable: str) -> set[str]:
+    found = set()
+    for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+        distribution, colon, name = entry.rpartition(":")
+        full = f"{_normalized(distribution)}:{name}"
+        found |= {full} if colon else {entry, _normalized(entry)}
+    return found
 
 
 def _normalized(distribution: str) -> str:
@@ -100,10 +101,8 @@ def _normalized(distribution: str) -> str:
 def find_plugins() -> tuple[Plugin, ...]:
     """List the installed plugins, by name and distribution, without importing any.
 
-    A distribution that is seen several times on `sys.path` (an editable
-    installation beside a leftover folder of metadata, a path listed twice)
-    counts once: the first one found is the one that `import` would serve.
-    Metadata that cannot be read is logged and left out.
+    Of a distribution that is on `sys.path` several times the first one counts, which is the
+    one that `import` finds. Metadata that cannot be read is logged and left out.
     """
     found: dict[tuple[str, str], Plugin] = {}
     for candidate in importlib.metadata.distributions():
@@ -115,7 +114,7 @@ def find_plugins() -> tuple[Plugin, ...]:
             entry_points = first.entry_points.select(group=PROJECT)
             name, version = _normalized(first.metadata["Name"]), first.metadata["Version"]
             version.strip()  # raises where there is none
-        except Exception as error:  # noqa: BLE001 - somebody else's broken metadata
+        except Exception as error:  # noqa: BLE001 - another distribution's broken metadata
             _log.warning("cannot read the metadata of %s: %r", candidate, error)
             continue
         for entry_point in entry_points:
@@ -127,17 +126,14 @@ def find_plugins() -> tuple[Plugin, ...]:
 class Registry:
     """The plugins of one scan, all in one pluggy manager.
 
-    Safe to use from several threads: no lock is held while a plugin's code runs
-    (it may itself wait for an import that another thread does), so two threads
-    may read the same plugin's specs at once and keep the same answer.
-
-    Args:
-        plugins: What `find_plugins` returned.
+    Safe to use from several threads. No lock is held while a plugin's code runs, which may
+    itself wait for an import in another thread; two threads may read the same plugin at once
+    and keep the same answer.
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         self._plugins = tuple(plugins)
-        self._specs: dict[str, tuple[BackendSpec, ...] | BrokenPluginError] = {}
+        self._specs: dict[str, _Specs] = {}
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._lock = threading.Lock()
@@ -151,16 +147,12 @@ class Registry:
     def named(self, name: str) -> list[BackendInfo]:
         """Describe the backends of a name or `"distribution:name"`; import only those."""
         distribution, colon, name = name.rpartition(":")
-        wanted = _normalized(distribution)
-        plugins = [
-            plugin
-            for plugin in self._plugins
-            if plugin.name == name and (not colon or plugin.distribution == wanted)
-        ]
+        ids = {name, f"{_normalized(distribution)}:{name}"} - ({name} if colon else set())
+        plugins = [plugin for plugin in self._plugins if {plugin.name, plugin.id} & ids]
         return _with_ambiguity([info for each in plugins for info in self._backends(each)])
 
     def cause(self, provider: str) -> BaseException | None:
-        """What a broken plugin raised, None if it raised nothing."""
+        """Return what a broken plugin raised, None if it raised nothing."""
         outcome = self._specs.get(provider)
         return outcome.__cause__ if isinstance(outcome, BrokenPluginError) else None
 
@@ -176,22 +168,21 @@ class Registry:
 
     def _undeclared(self) -> Iterator[BackendInfo]:
         """Describe specs that no entry point of their distribution names."""
-        declared = {(plugin.distribution, plugin.name) for plugin in self._plugins}
+        declared = {plugin.id for plugin in self._plugins}
         for plugin in self._plugins:
             specs = () if plugin.why_disabled() else self._read(plugin)
             for spec in () if isinstance(specs, BrokenPluginError) else specs:
-                key = (plugin.distribution, spec.name)
-                if key not in declared:
-                    declared.add(key)
+                provider = f"{plugin.distribution}:{spec.name}"
+                if provider not in declared:
+                    declared.add(provider)
                     reason = f"{plugin.id} yields it, but no entry point is named {spec.name!r}"
                     info = _unread(plugin, "broken", reason)
-                    provider = f"{plugin.distribution}:{spec.name}"
                     yield replace(info, name=spec.name, kind=spec.kind, provider=provider)
 
-    def _read(self, plugin: Plugin) -> tuple[BackendSpec, ...] | BrokenPluginError:
+    def _read(self, plugin: Plugin) -> _Specs:
         """Import a plugin's module and collect every spec that its hook yields."""
         if plugin.id not in self._specs:
-            outcome: tuple[BackendSpec, ...] | BrokenPluginError
+            outcome: _Specs
             try:
                 outcome = _checked_specs(plugin.name, self._yielded(plugin))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - becomes its status
@@ -217,7 +208,13 @@ class Registry:
                     raise
             others = [each for each in manager.get_plugins() if each is not module]
             hook = manager.subset_hook_caller("genlm_backends", others)
-        return [spec for answer in hook() for spec in _iterated(answer)]
+        yielded: list[Any] = []
+        for answer in hook():
+            if not isinstance(answer, Iterable):
+                found = type(answer).__name__
+                raise TypeError(f"genlm_backends returned {found}; yield BackendSpec objects")
+            yielded += answer
+        return yielded
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -227,24 +224,13 @@ class _SpecError(Exception):
     """Specs that contradict each other or the entry point."""
 
 
-def _iterated(answer: object) -> Iterable[Any]:
-    if not isinstance(answer, Iterable):
-        raise TypeError(
-            f"genlm_backends returned {type(answer).__name__}; yield BackendSpec objects"
-        )
-    return answer
-
-
 def _checked_specs(name: str, yielded: list[Any]) -> tuple[BackendSpec, ...]:
     for spec in yielded:
         if not isinstance(spec, BackendSpec):
-            raise TypeError(
-                f"genlm_backends yielded {type(spec).__name__}, expected BackendSpec"
-            )
+            found = type(spec).__name__
+            raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
     if not yielded:
-        raise _SpecError(
-            "it yields no BackendSpec; implement genlm_backends with @genlm.hookimpl"
-        )
+        raise _SpecError("it yields no BackendSpec; implement genlm_backends with @hookimpl")
     for (kind, each), count in Counter((spec.kind, spec.name) for spec in yielded).items():
         if count > 1:
             raise _SpecError(f"it yields the {kind} {each!r} twice")
@@ -265,12 +251,9 @@ def _info(plugin: Plugin, spec: BackendSpec) -> BackendInfo:
     elif missing := tuple(module for module in spec.requires if not _is_installed(module)):
         status, install = "missing", spec.install or f"pip install {plugin.distribution}"
         reason = f"needs {', '.join(missing)}"
-    return replace(
-        _unread(plugin, status, reason),
-        missing=missing,
-        install=install,
-        **{name: getattr(spec, name) for name in _SPEC_FIELDS},
-    )
+    declared = {name: getattr(spec, name) for name in _SPEC_FIELDS}
+    info = _unread(plugin, status, reason)
+    return replace(info, missing=missing, install=install, **declared)
 
 
 def _unread(plugin: Plugin, status: Status, reason: str) -> BackendInfo:

@@ -1,4 +1,4 @@
-"""What a plugin says of its backends, and what is known of those that are installed."""
+"""`BackendSpec`, which plugins yield, and `BackendInfo`, which describes what is installed."""
 
 from __future__ import annotations
 
@@ -36,43 +36,40 @@ Kind = Literal["engine", "trie"]
 
 Status = Literal["ok", "missing", "ambiguous", "incompatible", "broken", "disabled"]
 
-hookspec = pluggy.HookspecMarker(PROJECT)
-
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's implementation of `genlm_backends`."""
 
 
-@hookspec
+@pluggy.HookspecMarker(PROJECT)
 def genlm_backends() -> Iterable[BackendSpec]:
-    """Yield a `BackendSpec` for each backend that the module offers.
+    """Yield a `BackendSpec` for each backend of the module; a hook that plugins implement.
 
-    The module that an entry point names is imported to read its specs, so it
-    imports nothing heavy itself: the engine's own module is `BackendSpec.target`.
-    Each name that is yielded needs an entry point of that name.
+    The module that an entry point names is imported whenever backends are listed, so it imports
+    nothing heavy: the engine's own module is `BackendSpec.target`. Each name that is yielded
+    needs an entry point of that name.
     """
-    raise NotImplementedError  # a specification, called by nobody
+    raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """A backend on offer: what it is, where it lives and what it needs.
+    """A backend: its name, what it is, where it is and what it needs.
 
     Attributes:
-        name: What users ask for, the entry point's name as well.
+        name: What users ask for, and the name of the entry point.
         kind: `"engine"` or `"trie"`.
-        target: `"package.module:attribute"`, imported when the backend is used.
-            For an engine a callable `target(model, **options) -> Engine`, called on
-            the engine's thread; for a trie a class `target(vocabulary)`.
+        target: `"package.module:attribute"`, imported when the backend is used. For an engine
+            a callable `target(model, **options) -> Engine`, called on the engine's thread; for
+            a trie a class `target(vocabulary)`.
         summary: One line for people.
         capabilities: `Capability` values that the backend declares.
         requires: Top-level modules it needs, looked up without importing them.
-        install: Command that installs what is missing; derived from the
-            distribution's name when empty.
+        install: Command that installs them; by default `pip install` of the distribution.
         api: Version of the plugin interface that it was written for.
         conformance: `"package.module:attribute"` of its conformance target.
 
     Raises:
-        TypeError: A list field is a bare string or holds something else.
+        TypeError: `capabilities` or `requires` is not a tuple of strings.
         ValueError: The kind, a reference or a required module is malformed.
     """
 
@@ -94,9 +91,11 @@ class BackendSpec:
             raise ValueError(f"name={name!r}: expected a name without ':'")
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind={self.kind!r}: expected one of {get_args(Kind)}")
-        _check_reference("target", self.target)
-        if self.conformance is not None:
-            _check_reference("conformance", self.conformance)
+        optional = {} if self.conformance is None else {"conformance": self.conformance}
+        references: dict[str, object] = {"target": self.target, **optional}
+        for field, reference in references.items():
+            if not isinstance(reference, str) or not all(reference.partition(":")):
+                raise ValueError(f"{field}={reference!r}: expected 'package.module:attribute'")
         for field in ("capabilities", "requires"):
             value: object = getattr(self, field)
             if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
@@ -108,28 +107,18 @@ class BackendSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """One installed backend and whether it can be used.
+    """One installed backend and whether it can be used; other attributes as in `BackendSpec`.
 
     Attributes:
-        name: What users ask for.
-        kind: `"engine"` or `"trie"`; None where a plugin that could not or may
-            not be imported left it unknown.
-        status: `"ok"`; `"missing"`, a required module is not installed;
-            `"ambiguous"`, another distribution provides the same name, ask for
-            `provider`; `"incompatible"`, written for another plugin interface;
-            `"broken"`; `"disabled"`, by an environment variable.
+        kind: None where a plugin that could not or must not be imported left it unknown.
+        status: `"ok"`; `"missing"`, a required module is not installed; `"ambiguous"`, another
+            distribution provides the same name, ask for `provider`; `"incompatible"`, written
+            for another plugin interface; `"broken"`; `"disabled"`, by an environment variable.
         reason: Why the status is not `"ok"`, in words.
         provider: `"distribution:name"`, accepted wherever a name is.
         distribution: Normalised name of the distribution.
         version: Its version.
-        api: Version of the plugin interface it was written for, None if unknown.
-        summary: One line for people.
-        capabilities: What it can do beyond next-token rows.
-        requires: Modules that it needs.
-        missing: Those of them that are not installed.
-        install: Command that installs what is missing.
-        target: `"package.module:attribute"` of the engine or trie, `""` if unknown.
-        conformance: `"package.module:attribute"` of its conformance target.
+        missing: Modules in `requires` that are not installed.
     """
 
     name: str
@@ -154,10 +143,7 @@ class BackendInfo:
         return f"<{kind} {self.provider} {self.version}: {self.status}{reason}>"
 
     def error(self) -> PluginError | None:
-        """The error that using this backend raises, None if nothing speaks against it.
-
-        Being disabled or ambiguous is no fault of the backend's and gives None.
-        """
+        """Return the error that using this backend raises; None if it works or is disabled."""
         if self.status == "missing":
             return MissingRequirementError(self.provider, self.missing, self.install)
         if self.status == "incompatible":
@@ -165,8 +151,3 @@ class BackendInfo:
         if self.status == "broken":
             return BrokenPluginError(self.provider, self.reason)
         return None
-
-
-def _check_reference(field: str, value: object) -> None:
-    if not isinstance(value, str) or not all(value.partition(":")):
-        raise ValueError(f"{field}={value!r}: expected 'package.module:attribute'")

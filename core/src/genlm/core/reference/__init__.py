@@ -1,7 +1,7 @@
-"""The reference engine: a byte n-gram model whose every probability is known exactly.
+"""The reference engine: a byte n-gram model with exact probabilities in closed form.
 
-For teaching, for tests and as everybody's oracle. Names are imported on first use,
-because the plugin module in this package must load without numpy or torch.
+For teaching and as an oracle in tests. Names are imported on first use, because the plugin
+module in this package must load without numpy or torch.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
 """`ReferenceEngine`: serves the byte n-gram model of `ngram.py`.
 
-Its adapters are honest analogues of LoRA adapters: small, loaded by name, chosen
-per request, and exact. An adapter is a folder with a `text.txt`; a second model of
-the same order is counted on that text, and a request for it is answered with
+Its adapters stand for LoRA adapters: loaded by name and chosen per request. An adapter is a
+folder with a `text.txt`; a second model of the same order is counted on that text, and a
+request for it is answered with
 
     (1 - w) P_base + w P_adapter,    w = adapter_weight.
 """
@@ -100,7 +100,7 @@ class ReferenceEngine(BatchEngine):
     def exact_row(self, token_ids: Sequence[int], adapter: str | None = None) -> Floats:
         """Compute one distribution straight from the formula, by scanning the text.
 
-        Shares no code with `evaluate`: the oracle to test it, or a client, against.
+        Shares no code with `evaluate`; an oracle for tests of engines and clients.
 
         Returns:
             Probabilities (no logs), shape `(257,)`, float64.
@@ -115,12 +115,12 @@ class ReferenceEngine(BatchEngine):
         return self._mixed(row, exact_row(documents, token_ids, self.order))
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Count the text of `path/text.txt`, to be asked for as `name`.
+        """Count the text of `path/text.txt` as adapter `name`.
 
         Loading the same folder under the same name again changes nothing.
 
         Raises:
-            AdapterError: The folder has no readable `text.txt`, or it is empty, or
+            AdapterError: `text.txt` in the folder is missing, unreadable or empty, or
                 another folder is loaded under that name; the engine stays as it was.
         """
         folder = Path(path).resolve()
@@ -141,6 +141,15 @@ class ReferenceEngine(BatchEngine):
         if not documents:
             raise AdapterError(f"the text.txt of the adapter in {path!r} is empty")
         self._adapters[name] = _Adapter(folder, documents, self.order)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            UnknownAdapterError: No adapter of that name is loaded.
+        """
+        self._adapter(name)
+        del self._adapters[name]
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Tokens looked at, at most `order - 1` a query, and the size of the model."""

@@ -1,8 +1,7 @@
-"""The n-gram formula without machinery: the oracle that the fast paths must match.
+"""The n-gram formula computed directly, as an oracle for `NgramModel`.
 
-Slow on purpose: it scans the whole training text for every row, shares nothing
-with `NgramModel` but the two constants, and fits on a page. The formula is in
-`ngram.py`.
+It scans the whole training text for every row and shares only constants with `NgramModel`.
+The formula is in `ngram.py`.
 """
 
 from __future__ import annotations

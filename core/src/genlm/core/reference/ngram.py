@@ -8,15 +8,14 @@ its sum over b, and d(h) the number of different b, the model is Witten and Bell
     P_k(b | h) = (c(h b) + d(h) P_{k-1}(b | h')) / (c(h) + d(h))
 
 where h is the newest k-1 symbols of the context and h' is h without its oldest
-symbol. A history that never occurred, or is longer than the context, says nothing:
-P_k = P_{k-1}. There is no parameter to fit, and no probability is 0.
+symbol. For a history that never occurred, or is longer than the context, P_k = P_{k-1}.
+The model is without free parameters, and all probabilities are positive.
 
 Symbols are the bytes 0-255 and `END_OF_TEXT` = 256. A document b1 ... bm is read as
 256 b1 ... bm 256: the first 256 is only history (so 256 also marks the beginning
 of a text), the last one is predicted. No history reaches across documents.
 
-All arithmetic is float64 numpy. The module knows nothing of engines or torch;
-`exact.py` has the same formula without any of the machinery below.
+All arithmetic is float64 numpy. `exact.py` computes the same formula directly.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _Level:
     """What followed every history of one length.
 
     A history is a node of a tree that grows from the newest symbol to the oldest,
-    so finding the longest history seen is a walk that stops where a child lacks.
+    so the longest history seen is found by a walk that stops at the first missing child.
 
     Attributes:
         node_keys: `parent node * _RADIX + oldest symbol`, ascending; node i is at i.
@@ -91,7 +90,7 @@ class NgramModel:
         order: Length of the longest n-gram: 1 is a unigram model, 3 a trigram model.
 
     Raises:
-        ValueError: There is no document, or `order` is less than 1.
+        ValueError: `documents` is empty, or `order` is less than 1.
     """
 
     def __init__(self, documents: Iterable[bytes], order: int = 3) -> None:
@@ -104,8 +103,8 @@ class NgramModel:
         """Compute the distribution of the symbol after each context.
 
         Args:
-            contexts: Symbols 0-256, oldest first. An empty one knows nothing of what
-                came before; `[256]` is the beginning of a text.
+            contexts: Symbols 0-256, oldest first. An empty one gives the distribution
+                without history; `[256]` is the beginning of a text.
 
         Returns:
             Shape `(len(contexts), 257)`, float64, positive, each row's sum 1 up to
@@ -158,7 +157,7 @@ class NgramModel:
             Negative log2 probability of all documents over their length in bytes.
 
         Raises:
-            ValueError: The documents have no bytes.
+            ValueError: All documents are empty.
         """
         nats, size = [], 0
         for document in documents:
@@ -170,7 +169,7 @@ class NgramModel:
         return -math.fsum(nats) / math.log(2) / size
 
     def _histories(self, contexts: Sequence[Sequence[int]]) -> Ints:
-        """Cut contexts to the symbols that matter, newest first."""
+        """Return the newest `order - 1` symbols of each context, newest first."""
         width = self.order - 1
         padding = (_NOTHING,) * width
         newest_first = [(*context[: -width - 1 : -1], *padding)[:width] for context in contexts]

@@ -34,7 +34,7 @@ class ByteTokenizer:
         return list(text.encode() if isinstance(text, str) else text)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of the ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the ids; bytes that are not UTF-8 become U+FFFD."""
         pieces = (
             END_OF_TEXT_BYTES if index == END_OF_TEXT else bytes((index,))
             for index in token_ids

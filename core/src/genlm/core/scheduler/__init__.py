@@ -2,7 +2,7 @@
 
 `scheduler` is the interface that callers use, `worker` the engine's thread. `request_table`
 holds the unfinished requests, `batching` decides when a batch is dispatched, `delivery`
-hands answers to the event loops and threads that wait.
+passes answers to the event loops and threads that wait.
 """
 
 from genlm.core.scheduler.scheduler import Scheduler

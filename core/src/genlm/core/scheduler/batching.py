@@ -62,12 +62,12 @@ class BatchingPolicy:
         self._grace_until_s: float | None = None
 
     def flush(self, table: RequestTable) -> None:
-        """Dispatch what is in the inbox; a later request needs another flush."""
+        """Dispatch the inbox; a later request needs another flush."""
         self._grace_until_s = None
         self._is_flushed = bool(table.inbox)
 
     def hold(self) -> None:
-        """Keep what arrives from now on until the next flush."""
+        """Keep later requests until the next flush."""
         self._grace_until_s = None
         self._is_flushed = False
 
@@ -100,7 +100,7 @@ class BatchingPolicy:
 
 
 class IdleFlush:
-    """Flushes the inbox once the running event loop has no more requests to add.
+    """Flushes the inbox once the running event loop adds no further requests.
 
     Args:
         flush: Called on an event loop's thread.
@@ -114,7 +114,7 @@ class IdleFlush:
         self._scheduled: set[asyncio.AbstractEventLoop] = set()
 
     def schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Flush when the running event loop has run what is ready now."""
+        """Flush when the running event loop has run the callbacks that are ready now."""
         if loop not in self._scheduled:
             for other in list(self._scheduled):
                 if other.is_closed():  # its callback never runs

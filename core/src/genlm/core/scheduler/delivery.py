@@ -35,7 +35,7 @@ class Delivery:
         for position, waiter in enumerate(waiters):
             try:
                 own = copy_result(result) if position else result
-            except Exception as error:  # noqa: BLE001 - out of memory hurts this one alone
+            except Exception as error:  # noqa: BLE001 - out of memory; only this waiter fails
                 self._add(waiter, _own_error(error), failed=True)
             else:
                 self._add(waiter, own, failed=False)

@@ -1,13 +1,14 @@
 """The request table: where each unfinished request is, and who waits for it.
 
 Bookkeeping only: no threads, no event loops, no engine. The worker guards it with
-its lock. Every operation is O(1) in the number of requests.
+its lock. Every operation but `has_query` and `clear` is
+O(1) in the number of requests.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from genlm.core.scheduler.delivery import Waiter
@@ -140,6 +141,11 @@ class RequestTable:
         else:
             self._answered += 1
         return request.take_waiters()
+
+    def has_query(self, matches: Callable[[Any], bool]) -> bool:
+        """Whether `matches` is true for the query of an unfinished request."""
+        places = (self.in_engine, self.inbox, self._held_back)
+        return any(matches(request.query) for place in places for request in place.values())
 
     def count_batch(self, size: int) -> None:
         """Record that one step finished `size` evaluations."""

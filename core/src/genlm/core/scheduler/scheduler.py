@@ -1,7 +1,6 @@
-"""`Scheduler`: what callers, coroutines and threads alike, use to ask an engine.
+"""`Scheduler`: batches concurrent requests of coroutines and threads on one engine thread.
 
-It turns many concurrent requests into batches on one engine thread. It knows nothing
-of language models: the token trie's asynchronous front uses it as well.
+Queries may be of any kind: `AsyncTokenCharacterTrie` uses it as well as `AsyncLM`.
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ EXIT_TIMEOUT_S = 10.0
 class Scheduler(Generic[EngineT]):
     """Answers requests through an engine on a thread of its own, batching without timers.
 
-    When the engine is idle, a batch leaves as soon as the asking event loop has run
-    what was ready; while the engine steps, arrivals collect for its next step. Requests
-    with equal keys share one evaluation while it is in flight. A caller that is
-    cancelled disturbs nobody; an evaluation that nobody waits for is aborted. Methods may
-    be called from any thread and from several event loops, but of one process: a fork of it
-    gets `EngineClosedError`.
+    When the engine is idle, a batch is dispatched as soon as the caller's event loop has run
+    the callbacks that were ready; while the engine steps, requests collect for its next step.
+    Requests with equal keys share one unfinished evaluation. The cancellation of a caller
+    affects no other one; an evaluation whose callers are all cancelled is aborted. Methods may
+    be called from any thread and from several event loops of one process; in a fork of it
+    they raise `EngineClosedError`.
 
     Args:
         build_engine: Makes the engine; called on the engine's thread. The engine has
             `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
             query with a `query_id`.
         find_invalid: Given the engine and the results of a step, returns an error for each
-            result that must not be handed out, by its position; called on the engine's thread.
-        on_result: Sees `(key, result)` of a request with a key, on the engine's thread,
-            before any caller does.
+            invalid result, by its position; called on the engine's thread.
+        on_result: Called with `(key, result)` of a request with a key, on the engine's thread,
+            before the callers are woken.
         copy_result: Copies a result for the second and later callers that share it.
         max_batch_size: Most queries in the engine at a time, None for no limit.
         max_wait_s: How long an incomplete batch waits for more requests when the
             engine is idle; 0 for no timer.
-        max_pending: Most queries accepted at a time; further requests wait their turn
-            outside, first come, first served. None for no limit.
+        max_pending: Most queries accepted at a time; further requests wait,
+            first come, first served. None for no limit.
         name: Of the engine's thread.
 
     Raises:
-        TypeError: `build_engine` cannot be called, or a limit is no number.
+        TypeError: `build_engine` cannot be called, or a limit is not a number.
         ValueError: A limit below 1, or a wait that is negative or not finite.
         Exception: Whatever `build_engine` raised.
     """
@@ -104,10 +103,10 @@ class Scheduler(Generic[EngineT]):
 
         Args:
             query: Its `query_id` must be unique among this scheduler's queries.
-            key: Requests with equal keys get the same answer; None shares with nobody.
+            key: Requests with equal keys get the same answer; None is never shared.
 
         Returns:
-            The engine's result; the caller's own (`copy_result`).
+            The engine's result, which belongs to the caller (`copy_result`).
 
         Raises:
             EvaluationError: The engine raised for this query; errors of genlm's own
@@ -156,7 +155,7 @@ class Scheduler(Generic[EngineT]):
 
         Raises:
             GenlmError: As `answer`; the first error in order, the rest is abandoned.
-            RuntimeError: Called on the engine's own thread, where it would never end.
+            RuntimeError: Called on the engine's own thread, which would wait for itself.
         """
         self._refuse_own_thread()
         asked: list[tuple[Waiter, PendingRequest]] = []
@@ -182,8 +181,22 @@ class Scheduler(Generic[EngineT]):
         result: T = self._worker.call(function).result()
         return result
 
+    def run_after(
+        self, blocks: Callable[[Any], bool], function: Callable[[EngineT], object]
+    ) -> None:
+        """Have `function(engine)` called once no unfinished query is one that `blocks`.
+
+        Returns at once; the call happens on the engine's thread between two steps. What it
+        raises is logged. When the engine is closed first, the call does not happen.
+
+        Args:
+            blocks: Whether the call must wait for a query to end; called under a lock.
+            function: What to call.
+        """
+        self._worker.call_after(blocks, function)
+
     def reset(self) -> None:
-        """End all unanswered requests with `QueryResetError`; the engine works on."""
+        """End all unanswered requests with `QueryResetError`; the engine stays usable."""
         self._worker.reset(
             QueryResetError("the request was dropped by reset_async_queries; ask again")
         )
@@ -237,7 +250,7 @@ def _reaper() -> queue.SimpleQueue[Worker]:
     """A queue whose workers are stopped by a thread of its own.
 
     Finalizers run on any thread at any moment, also on one that holds the worker's lock.
-    `SimpleQueue.put` is the one hand-over that is safe there.
+    `SimpleQueue.put` is safe there.
     """
     dropped: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 

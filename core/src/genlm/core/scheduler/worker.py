@@ -41,9 +41,13 @@ FindInvalid = Callable[[Any, Sequence[Any]], Mapping[int, Exception]]
 
 @dataclass
 class Call:
-    """A function to run on the engine's thread and the future of its result."""
+    """A function to run on the engine's thread and the future of its result.
+
+    It waits until no unfinished query is one that `blocks` it.
+    """
 
     function: Callable[[Any], Any]
+    blocks: Callable[[Any], bool] | None = None
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
     def run(self, engine: Any) -> None:
@@ -56,6 +60,12 @@ class Call:
             self.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
+
+
+def _log_failure(future: concurrent.futures.Future[Any]) -> None:
+    error = future.exception()
+    if error is not None and not isinstance(error, EngineError):
+        logger.error("a call on the engine's thread failed", exc_info=error)
 
 
 class Worker:
@@ -84,7 +94,7 @@ class Worker:
         self._stopped: EngineError | None = None  # why nothing is accepted any more
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        # No attributes: a model's memory must not wait for the garbage collector.
+        # Arguments, not attributes: a model's memory must not wait for the garbage collector.
         arguments = (build_engine, self._built)
         self._thread = threading.Thread(
             target=self._run, args=arguments, name=name, daemon=True
@@ -129,7 +139,7 @@ class Worker:
         with self._lock:
             if self._table.leave(request, waiter):
                 self._aborts.append(request.query.query_id)
-            if self._aborts or self._table.admitted_late:
+            if self._aborts or self._calls or self._table.admitted_late:
                 self._changed.notify()
 
     def flush(self) -> None:
@@ -141,7 +151,15 @@ class Worker:
 
     def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
         """Run `function(engine)` on the engine's thread, between two steps."""
-        call = Call(function)
+        return self._add_call(Call(function))
+
+    def call_after(
+        self, blocks: Callable[[Any], bool], function: Callable[[Any], object]
+    ) -> None:
+        """Run `function(engine)` as `call` does, once no unfinished query `blocks` it."""
+        self._add_call(Call(function, blocks)).add_done_callback(_log_failure)
+
+    def _add_call(self, call: Call) -> concurrent.futures.Future[Any]:
         with self._lock:
             self._raise_if_stopped()
             self._calls.append(call)
@@ -149,7 +167,7 @@ class Worker:
         return call.future
 
     def reset(self, error: EngineError) -> None:
-        """Fail all unanswered requests; the engine forgets them and works on."""
+        """Fail all unanswered requests; the engine drops them and stays usable."""
         with self._lock:
             delivery = self._fail_all(error)
             self._changed.notify()
@@ -206,7 +224,7 @@ class Worker:
     ) -> None:
         try:
             engine = build_engine()
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+        except BaseException as error:  # noqa: BLE001 - raised by `wait_until_built`
             self._stopped = EngineDiedError("the engine could not be built")
             built.set_exception(error)
             del built  # else the error, whose traceback has this frame, would hold itself
@@ -214,7 +232,7 @@ class Worker:
         built.set_result(engine)
         try:
             self._serve(engine)
-        except BaseException as error:  # noqa: BLE001 - every waiter is told
+        except BaseException as error:  # noqa: BLE001 - every waiter gets it
             self._die(error)
         try:
             engine.close()
@@ -234,7 +252,7 @@ class Worker:
             self._work(engine)  # a call of its own, so that no row outlives it here
 
     def _work(self, engine: Any) -> None:
-        """Do what there is to do, and one step if there are queries in the engine."""
+        """Run aborts, calls and submissions, and one step if queries are in the engine."""
         with self._lock:
             aborts, self._aborts = self._aborts, []
             requests = self._take_requests()
@@ -254,14 +272,22 @@ class Worker:
         for _ in range(len(self._calls)):
             with self._lock:
                 call = self._calls.popleft() if self._calls else None
+                if call is not None and self._is_blocked(call):
+                    self._calls.append(call)
+                    call = None
             if call is not None:
                 call.run(engine)
+
+    def _is_blocked(self, call: Call) -> bool:
+        return call.blocks is not None and self._table.has_query(call.blocks)
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False once the worker is stopped."""
         with self._lock:
             while self._stopped is None:
-                if self._aborts or self._calls or self._table.in_engine:
+                if self._aborts or self._table.in_engine:
+                    return True
+                if not all(map(self._is_blocked, self._calls)):
                     return True
                 wait_s = self._policy.seconds_to_dispatch(self._table)
                 if wait_s is not None and wait_s <= 0:
@@ -295,7 +321,7 @@ class Worker:
     def _step(self, engine: Any) -> list[Completion]:
         try:
             return list(engine.step())
-        except Exception as error:  # noqa: BLE001 - every query in the engine is told
+        except Exception as error:  # noqa: BLE001 - every query in the engine gets it
             with self._lock:
                 query_ids = list(self._table.in_engine)
             for query_id in query_ids:
@@ -316,8 +342,8 @@ class Worker:
 
     def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
         """Store the results, remove their requests from the table and wake the callers."""
-        # Stored before the requests end: else all repeated requests in between, which join
-        # no request and find nothing stored, would be evaluated again.
+        # Stored before the requests end: a repeated request in between would find neither
+        # the row nor the request, and be evaluated again.
         completions = [self._stored(completion) for completion in completions]
         with self._lock:
             finished = [
@@ -339,12 +365,12 @@ class Worker:
         delivery.send(afterwards=self._idle_flush.schedule if waits else None)
 
     def _stored(self, completion: Completion) -> Completion:
-        """Show a result to `on_result`; a completion with its error if that raises."""
+        """Pass a result to `on_result`; return a completion with its error if that raises."""
         request = self._table.in_engine.get(completion.query_id)
         if request is None or completion.error is not None:
             return completion
         if completion.result is None:
-            error = EvaluationError("the engine gave neither a result nor an error")
+            error = EvaluationError("the engine returned neither a result nor an error")
             return Completion(completion.query_id, error=error)
         if request.key is None:
             return completion

@@ -163,6 +163,47 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
     fixture.saw("loaded later")
 
 
+@engine_check(needs=Capability.LORA, cases=("removed or refused",))
+def removed_adapters_are_gone(trial: EngineTrial) -> None:
+    """After `remove_lora` only requests under way get the adapter; its name can be reused."""
+    paths = [trial.target.adapters[name] for name in trial.adapter_names()[:2]]
+    first, second = trial.adapter_names()[:2]
+    lm, probe = trial.load_probed()
+    before, waiting = trial.some_sequences(2)
+    lm.add_new_lora(paths[0], first)
+    row = trial.run(lm.next_token_logprobs(before, lora_name=first))
+    trial.check_row(row, before, first)
+
+    if not hasattr(probe.engine, "remove_adapter"):
+        remove = functools.partial(lm.remove_lora, first)
+        trial.expect_error(UnsupportedCapability, remove, call="remove_lora")
+        trial.saw("removed or refused")
+        return
+
+    async def remove_while_a_request_waits() -> torch.Tensor:
+        probe.hold()
+        base = asyncio.ensure_future(lm.next_token_logprobs(waiting))
+        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        row = asyncio.ensure_future(lm.next_token_logprobs(waiting, lora_name=first))
+        await asyncio.sleep(0)
+        try:
+            lm.remove_lora(first)
+        finally:
+            probe.release()
+        await base
+        return await row
+
+    trial.check_row(trial.run(remove_while_a_request_waits()), waiting, first)
+    ask = functools.partial(lm.next_token_logprobs, before, lora_name=first)
+    trial.expect_error(UnknownAdapterError, ask, call="next_token_logprobs")
+    lm.add_new_lora(paths[1], first)
+    for token_ids in (before, waiting):
+        for adapter, name in ((second, first), (None, None)):
+            row = trial.run(lm.next_token_logprobs(token_ids, lora_name=name))
+            trial.check_row(row, token_ids, adapter, after="the name was given again")
+    trial.saw("removed or refused")
+
+
 @engine_check(unless=Capability.LORA, cases=("refused",))
 def undeclared_adapters_are_refused(fixture: EngineFixture) -> None:
     """Without `lora` declared, every call that names an adapter is refused as unsupported."""

@@ -15,7 +15,7 @@ __all__ = ["OutputCache", "TokenTrie"]
 class OutputCache(genlm.OutputCache):
     """Maps to `genlm.OutputCache`, with the published spelling and `cache[key]`.
 
-    Rows go in and come out as copies; overwriting evicts nobody else.
+    Rows go in and come out as copies; overwriting evicts no other row.
 
     Args:
         maxsize: Most rows kept; 0 keeps none.
@@ -46,13 +46,13 @@ class OutputCache(genlm.OutputCache):
 class TokenTrie:
     """A tree of token sequences with a row of log-probabilities at each node.
 
-    Models don't use it: engines keep prefixes themselves. `AsyncTransformer.walk_cache`
+    Models do not use it: engines keep prefixes themselves. `AsyncTransformer.walk_cache`
     shows what the output cache remembers in this form.
 
     Attributes:
         children: The nodes one token further, by token id.
         logprobs: What follows this sequence, None if unknown.
-        past_key_values: Whatever the caller puts there.
+        past_key_values: Set by the caller.
     """
 
     def __init__(self, logprobs: torch.Tensor | None = None) -> None:
@@ -80,7 +80,7 @@ class TokenTrie:
         """The node one token further.
 
         Raises:
-            KeyError: There is none.
+            KeyError: It does not exist.
         """
         return self.children[token_id]
 

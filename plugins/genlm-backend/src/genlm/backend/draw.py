@@ -39,8 +39,8 @@ Row = torch.Tensor | npt.NDArray[Any] | Sequence[float]
 Picker = Callable[[torch.Tensor], torch.Tensor]
 """From rows of log-probabilities `(n, vocab)` to the index drawn from each, `(n,)`."""
 
-MOST_TURNS = 8
-"""Most turns of an event loop that calls wait for further calls."""
+MAX_ITERATIONS = 8
+"""Most iterations of an event loop that calls wait for further calls."""
 
 MOST_VALUES = 2**22
 """Most entries of rows in one reduction: 32 MiB in float64, 32 rows of 128,000 tokens."""
@@ -104,7 +104,7 @@ def set_draw_method(method: str | Picker) -> None:
             to indices `(n,)`.
 
     Raises:
-        ValueError: There is no method of this name.
+        ValueError: Another name.
         TypeError: It is neither a name nor callable.
     """
     if isinstance(method, str):
@@ -174,7 +174,7 @@ async def logp_at(weights: Row, index: int) -> float:
         index: Of the entry; negative ones count from the end.
 
     Raises:
-        IndexError: There is no such entry.
+        IndexError: The index is out of range.
         ValueError: The row is not one-dimensional or holds no real numbers.
     """
     row = _checked(weights)
@@ -219,10 +219,10 @@ class _Window:
         self._waiting: list[_Call] = []
 
     def add(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer a call once the event loop has run whoever is about to call as well."""
+        """Answer a call once the event loop adds no further calls."""
         self._waiting.append(call)
         if len(self._waiting) == 1:
-            loop.call_soon(self._turn, loop, 0, MOST_TURNS)
+            loop.call_soon(self._turn, loop, 0, MAX_ITERATIONS)
 
     def _turn(self, loop: asyncio.AbstractEventLoop, before: int, turns: int) -> None:
         if len(self._waiting) > before and turns:
@@ -261,7 +261,7 @@ def _settle(batch: list[_Call]) -> None:
     """Finish the futures of a batch, each with its answer or an error."""
     try:
         answers = _REDUCE[batch[0].kind](batch)
-    except Exception as error:  # noqa: BLE001 - it is the callers'
+    except Exception as error:  # noqa: BLE001 - passed to the callers
         answers = [_failure(error) for _ in batch]
     for call, answer in zip(batch, answers, strict=True):
         if call.future.done():
@@ -315,7 +315,7 @@ _REDUCE: dict[str, Callable[[list[_Call]], list[Any]]] = {
 
 
 def _checked_total(total: float, answer: Any) -> Any:
-    """The answer, or an error if the log-weights that it is about make no distribution."""
+    """Return the answer, or an error if the sum of the log-weights is not finite."""
     if total < math.inf:
         return answer
     return ValueError(f"log-weights whose sum is e^{total}; expected a finite sum, without NaN")

@@ -13,6 +13,7 @@ from genlm.backend.llm.mlx import AsyncMlxLM
 from genlm.backend.llm.served import ServedLM
 from genlm.backend.llm.sgl import AsyncSGLTransformer
 from genlm.backend.llm.vllm import AsyncVirtualLM
+from genlm.plugin import get_backend
 
 __all__ = [
     "AsyncLM",
@@ -43,11 +44,11 @@ def load_model_by_name(
 
     Args:
         name: A hub id or folder; with `"hf"` also `"demo"`, the packaged model.
-        backend: `"vllm"`, `"hf"`, `"sgl"`, `"mlx"`, `"mock"`, or any other engine that is
-            installed. By default `"vllm"` if there is a CUDA device and genlm-vllm can
+        backend: `"vllm"`, `"hf"`, `"sgl"`, `"mlx"`, `"mock"`, or any other installed
+            engine. By default `"vllm"` if there is a CUDA device and genlm-vllm can
             be used, else `"hf"`.
-        llm_opts: Arguments of the class's `from_name`; the engine's options for one that
-            has no class here.
+        llm_opts: Arguments of the class's `from_name`; the engine's options for another
+            engine.
 
     Raises:
         ValueError: No such backend.
@@ -61,7 +62,7 @@ def load_model_by_name(
         model: AsyncLM = _CLASSES[backend].from_name(name, **options)
         return model
     try:
-        engine = genlm.get_backend(backend)
+        engine = get_backend(backend)
     except genlm.UnknownBackendError as error:
         raise ValueError(
             f"backend={backend!r}: expected one of {', '.join(_CLASSES)}, or None; {error}"

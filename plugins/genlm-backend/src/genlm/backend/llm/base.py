@@ -18,13 +18,13 @@ import torch
 
 import genlm
 from genlm.backend.tokenization import decode_vocab
-from genlm.core.sampling import draw_tokens, stream_seeds
+from genlm.plugin import SamplingParams, draw_tokens, stream_seeds
 
 __all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
 
 class BatchAbandoned(RuntimeError):
-    """Never raised: no caller leads a batch here. For programs that expect it."""
+    """Never raised; defined for programs that catch it."""
 
 
 def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -55,7 +55,7 @@ def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
 class AsyncLM(abc.ABC):
     """The published interface; a class derived from it needs the two abstract methods.
 
-    Maps to `genlm.AsyncLM`, which is no base class but serves any engine.
+    Maps to `genlm.AsyncLM`, which is not a base class but serves any engine.
 
     Args:
         tokenizer: Any that `decode_vocab` takes.
@@ -82,7 +82,7 @@ class AsyncLM(abc.ABC):
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Rows of several sequences, asked for at once; `(0, vocabulary)` for none."""
+        """Return the rows of several sequences, concurrently; `(0, vocabulary)` for none."""
         named = _named(lora_name)
         asked = [self.next_token_logprobs(token_ids, **named) for token_ids in token_ids_list]
         return self._table(await asyncio.gather(*asked))
@@ -90,7 +90,7 @@ class AsyncLM(abc.ABC):
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Rows of several sequences, one after the other; `(0, vocabulary)` for none."""
+        """Return rows of several sequences, one after the other; `(0, vocabulary)` for none."""
         named = _named(lora_name)
         return self._table(
             [self.next_token_logprobs_sync(token_ids, **named) for token_ids in token_ids_list]
@@ -141,7 +141,7 @@ class AsyncLM(abc.ABC):
             draw_tokens(
                 rows,
                 tuple(map(int, prompt)),
-                genlm.SamplingParams(max_tokens, temperature, stop, stream),
+                SamplingParams(max_tokens, temperature, stop, stream),
                 None,
             )
             for prompt, stream in zip(prompt_token_ids_list, seeds, strict=True)
@@ -149,26 +149,26 @@ class AsyncLM(abc.ABC):
         return list(await asyncio.gather(*continuations))
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter; a class that can overrides it.
+        """Load a LoRA adapter; classes that serve adapters override it.
 
         Raises:
-            UnsupportedCapability: This class serves no adapters.
+            UnsupportedCapabilityError: This class serves no adapters.
         """
-        raise genlm.UnsupportedCapability(genlm.Capability.LORA, type(self).__name__)
+        raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Forget a LoRA adapter; as `add_new_lora`."""
-        raise genlm.UnsupportedCapability(genlm.Capability.LORA, type(self).__name__)
+        """Remove a LoRA adapter; as `add_new_lora`."""
+        raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
         """Use an adapter for all later requests; as `add_new_lora`."""
-        raise genlm.UnsupportedCapability(genlm.Capability.LORA, type(self).__name__)
+        raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
 
     def clear_lora(self) -> None:  # noqa: B027 - optional for subclasses
-        """Use the base model for all later requests; without adapters that is the case."""
+        """Use the base model for all later requests; nothing by default."""
 
     def clear_cache(self) -> None:  # noqa: B027 - optional for subclasses
-        """Forget what was computed; nothing by default."""
+        """Clear the caches; nothing by default."""
 
     def cleanup(self) -> None:  # noqa: B027 - optional for subclasses
         """Free the model; nothing by default."""
@@ -195,7 +195,7 @@ class MockAsyncLM(AsyncLM):
     """A model for tests: rows are random and depend on nothing except the token ids.
 
     Each sequence of token ids has a row of its own, the same in every process: the softmax
-    of uniform numbers, computed where it is asked for, without an engine.
+    of uniform numbers, computed on the caller's thread.
 
     Args:
         tokenizer: Gives the vocabulary.
@@ -224,7 +224,7 @@ class MockAsyncLM(AsyncLM):
         """Draw the row of a sequence, which may be empty.
 
         Raises:
-            UnknownAdapterError: An adapter was named; there are none.
+            UnknownAdapterError: An adapter was named.
         """
         return self.next_token_logprobs_sync(token_ids, lora_name)
 
@@ -241,5 +241,5 @@ class MockAsyncLM(AsyncLM):
 
 
 def _named(lora_name: str | None) -> dict[str, str]:
-    """Older subclasses have no parameter for the adapter."""
+    """Omit the argument where it is None: older subclasses lack the parameter."""
     return {} if lora_name is None else {"lora_name": lora_name}

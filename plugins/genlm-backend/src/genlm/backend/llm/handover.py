@@ -1,7 +1,7 @@
-"""Engine objects handed to constructors: what to load in their place.
+"""Engine objects passed to constructors: shut down, and their models loaded again.
 
-An engine that its caller made lacks what makes rows come out of it, so it is ended and its
-model loaded again with the same settings.
+Rows need hooks that are installed while an engine is built, so an engine that the caller built
+is shut down and its model loaded again with the same settings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def recipe_of_vllm(llm: Any) -> Recipe:
     """End a `vllm.LLM` or `vllm.LLMEngine` and return how to load its model.
 
     Raises:
-        TypeError: It is none.
+        TypeError: Another object.
     """
     engine = getattr(llm, "llm_engine", llm)
     config = getattr(engine, "vllm_config", None)
@@ -76,7 +76,7 @@ def recipe_of_sglang(scheduler: Any) -> Recipe:
     """End an SGLang `Scheduler` and return how to load its model.
 
     Raises:
-        TypeError: It is none.
+        TypeError: Another object.
     """
     arguments = getattr(scheduler, "server_args", None)
     if arguments is None or not hasattr(scheduler, "tp_worker"):
@@ -98,7 +98,7 @@ def recipe_of_sglang(scheduler: Any) -> Recipe:
 
 
 def _end_sglang(scheduler: Any) -> None:
-    """Free a scheduler's memory and what it holds of the process; SGLang has no call for it."""
+    """Free a scheduler's memory and process groups; SGLang has no method for that."""
     from sglang.srt.distributed import parallel_state
 
     with warnings.catch_warnings():

@@ -11,13 +11,71 @@ import torch
 
 import genlm
 from genlm.backend.cache import TokenTrie
-from genlm.backend.llm.query import Query
-from genlm.backend.llm.served import ServedLM
+from genlm.backend.llm.served import ServedLM, with_rows_on_cpu
 
 if TYPE_CHECKING:
     from genlm.core.validation import TokenIds
 
 __all__ = ["AsyncTransformer", "Query"]
+
+
+class Query:
+    """Maps to `genlm.Query`: token ids, whose logits a future waits for.
+
+    Attributes:
+        prompt: The token ids.
+        future: Gets the logits.
+        past: Keys and values of what comes before, None if nothing does.
+        lora_name: The adapter, None for the base model.
+        past_len: Tokens in `past`.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        future: asyncio.Future[Any],
+        past: Any = None,
+        lora_name: str | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.future = future
+        self.past = past
+        self.lora_name = lora_name
+        self.past_len = 0 if past is None else int(past.get_seq_length())
+
+    def past_padded(
+        self,
+        layer: int,
+        side: str,
+        to_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        past_shape: Any,
+    ) -> torch.Tensor:
+        """A layer's `"keys"` or `"values"`, zeros after the end, `(1, h, to_length, d)`."""
+        _, heads, _, width = past_shape
+        padded = torch.zeros(1, heads, to_length, width, dtype=dtype, device=device)
+        if self.past is not None:
+            padded[:, :, : self.past_len] = getattr(self.past.layers[layer], side).detach()
+        return padded
+
+    def prompt_padded(self, pad_token: int, to_length: int) -> list[int]:
+        """The token ids with `pad_token` after the end."""
+        return list(self.prompt) + [pad_token] * (to_length - len(self.prompt))
+
+    def attention_mask(self, total_past_length: int, total_seq_length: int) -> list[int]:
+        """1 for the past and the prompt, 0 for the padding after each."""
+        mask = [0] * (total_past_length + total_seq_length)
+        mask[: self.past_len] = [1] * self.past_len
+        begin = total_past_length
+        mask[begin : begin + len(self.prompt)] = [1] * len(self.prompt)
+        return mask
+
+    def position_ids(self, total_past_length: int, total_seq_length: int) -> list[int]:
+        """Positions of the prompt after the past, 0 for the padding."""
+        del total_past_length  # padding of the past takes no positions
+        positions = list(range(self.past_len, self.past_len + len(self.prompt)))
+        return positions + [0] * (total_seq_length - len(self.prompt))
 
 
 class AsyncTransformer(ServedLM):
@@ -26,9 +84,9 @@ class AsyncTransformer(ServedLM):
     Args:
         hf_model: A decoder-only transformers model; any thread may run it meanwhile. A
             `peft.PeftModel` is served as it is handed over. Adapters that
-            `hf_model.load_adapter` put in are switched off and asked for by name.
+            `hf_model.load_adapter` added are deactivated and used by name.
         hf_tokenizer: Its tokenizer.
-        batch_size: Most sequences in one batch; by default as many as are waiting.
+        batch_size: Most sequences in one batch; by default all that are pending.
         timeout: Has no effect: batches leave without a timer.
 
     Attributes:
@@ -44,13 +102,13 @@ class AsyncTransformer(ServedLM):
         batch_size: int | None = None,
         timeout: float = 0.02,
     ) -> None:
-        from genlm.backend.llm.cpu_rows import RowsOnCpu
+        from genlm_hf.engine import HFEngine
 
         hf_model.eval()
         if getattr(hf_model, "_hf_peft_config_loaded", False):
             hf_model.disable_adapters()
         super().__init__(
-            lambda: RowsOnCpu.from_model(hf_model, hf_tokenizer),
+            lambda: with_rows_on_cpu(HFEngine.from_model(hf_model, hf_tokenizer)),
             name="hf",
             batch_size=batch_size,
         )
@@ -102,16 +160,34 @@ class AsyncTransformer(ServedLM):
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
         """Score every possible next token and wait, never from the output cache."""
-        query, _ = self._asked(token_ids, lora_name)
-        row: torch.Tensor = self._scheduler.answer_sync([(query, None)])[0]
-        return row
+        return self.next_token_logprobs_uncached_sync(
+            token_ids, lora_name=self._known(lora_name)
+        )
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it, which `walk_cache` finds until `clear_kv_cache`."""
         super().cache_kv(prompt_tokens, lora_name)
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
-            query, _ = self._asked(prompt_tokens, lora_name)
-            self._kept.add((query.adapter, query.token_ids))
+            self._kept.add((lora_name or self.lora_name, tuple(map(int, prompt_tokens))))
+
+    def add_new_lora(
+        self,
+        lora_path: str | os.PathLike[str],
+        lora_name: str = "lora_1",
+        *,
+        replace: bool = True,
+    ) -> None:
+        """Load a LoRA adapter; see `ServedLM.add_new_lora`."""
+        super().add_new_lora(lora_path, lora_name, replace=replace)
+        self._forget_kept(lora_name)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Take away an adapter; see `genlm.AsyncLM.remove_lora`."""
+        super().remove_lora(lora_name)
+        self._forget_kept(lora_name)
+
+    def _forget_kept(self, lora_name: str) -> None:
+        self._kept = {kept for kept in self._kept if kept[0] != lora_name}
 
     def clear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps, if any."""
@@ -123,7 +199,7 @@ class AsyncTransformer(ServedLM):
         super().clear_cache()
         self.clear_kv_cache()
 
-    # -- the queue and the tree that the published class was made of ------------------
+    # -- the queue and the cache tree of the published class ---------------------------
 
     def add_query(
         self,
@@ -154,7 +230,7 @@ class AsyncTransformer(ServedLM):
             future.get_loop().call_soon(self.batch_evaluate_queries)
 
     def batch_evaluate_queries(self) -> None:
-        """Let the collected queries go; their futures are finished by the event loop."""
+        """Submit the collected queries; their futures are finished by the event loop."""
         queries, self.queries = self.queries, []
         for query in queries:
             task = query.future.get_loop().create_task(self._answer(query))
@@ -165,7 +241,7 @@ class AsyncTransformer(ServedLM):
         prefixes = [query.prompt[: end + 1] for end in range(len(query.prompt))]
         try:
             rows = await self.batch_next_token_logprobs(prefixes, query.lora_name)
-        except Exception as error:  # noqa: BLE001 - it is the future's
+        except Exception as error:  # noqa: BLE001 - passed to the future
             if not query.future.done():
                 query.future.set_exception(error)
         else:
@@ -184,13 +260,14 @@ class AsyncTransformer(ServedLM):
 
         Returns:
             A node with the row, how many tokens lead to it, and None and 0: the engine has
-            the keys and values, and reuses them for whoever asks for the whole sequence.
+            the keys and values, and reuses them for longer sequences.
         """
-        query, _ = self._asked(token_ids, lora_name)
-        for length in range(len(query.token_ids), 0, -1):
-            beginning = query.token_ids[:length]
-            row = self._cache.get(self._asked(beginning, lora_name)[1])
-            if row is None and (query.adapter, beginning) in self._kept:
+        lora_name = self._known(lora_name) or self.lora_name
+        ids = tuple(map(int, token_ids))
+        for length in range(len(ids) or 1, 0, -1):  # an empty sequence is refused below
+            beginning = ids[:length]
+            row = self.cached_logprobs(beginning, lora_name=lora_name)
+            if row is None and (lora_name, beginning) in self._kept:
                 row = self.next_token_logprobs_sync(beginning, lora_name)
             if row is not None:
                 return TokenTrie(row), length, None, 0

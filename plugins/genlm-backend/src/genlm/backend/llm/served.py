@@ -1,32 +1,32 @@
 """`ServedLM`: a published model class on the core's `AsyncLM`.
 
-The core validates, caches, batches and runs the engine; this adds the published spellings
-and what they promised beyond the core's: names of adapters that can be given again, and
-calls that are harmless with engines to which they mean nothing.
+The core validates, caches, batches and runs the engine; this adds the published spellings,
+adapters' names that can be given again, and cache calls that do nothing on engines without
+prefix caches. It uses the core's public methods only.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import genlm
+from genlm.backend.cache import OutputCache
 from genlm.backend.llm.base import AsyncLM
 from genlm.backend.tokenization import Token
 from genlm.backend.tokenization.token import published_tokens
 from genlm.backend.tokenization.vocab import bytes_to_strs
+from genlm.plugin import Completion, Engine, get_backend
 
 if TYPE_CHECKING:
-    from genlm.core.lm import RowKey
     from genlm.core.validation import TokenBatch, TokenIds
 
-__all__ = ["ServedLM", "installed_engine", "output_cache"]
+__all__ = ["ServedLM", "installed_engine", "output_cache", "with_rows_on_cpu"]
 
 
 class ServedLM(genlm.AsyncLM, AsyncLM):
@@ -41,17 +41,14 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
 
     def __init__(
         self,
-        build_engine: Callable[[], genlm.Engine],
+        build_engine: Callable[[], Engine],
         *,
         name: str,
         cache: genlm.OutputCache | None = None,
         batch_size: int | None = None,
     ) -> None:
         super().__init__(build_engine, name=name, output_cache=cache, max_batch_size=batch_size)
-        self.cache = self._cache
-        # Of adapters, to what the engine calls them; a model may come with some.
-        self._names = {name: name for name in self._adapters}
-        self._numbers = itertools.count(1)
+        self.cache = self.output_cache
 
     @cached_property
     def byte_vocab(self) -> list[Token]:  # type: ignore[override]
@@ -74,25 +71,29 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score every possible next token; see `genlm.AsyncLM.next_token_logprobs`."""
-        return await super().next_token_logprobs(token_ids, lora_name=lora_name)
+        return await super().next_token_logprobs(token_ids, lora_name=self._known(lora_name))
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score every possible next token and wait."""
-        return super().next_token_logprobs_sync(token_ids, lora_name=lora_name)
+        return super().next_token_logprobs_sync(token_ids, lora_name=self._known(lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`."""
-        return await super().batch_next_token_logprobs(token_ids_list, lora_name=lora_name)
+        return await super().batch_next_token_logprobs(
+            token_ids_list, lora_name=self._known(lora_name)
+        )
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences and wait."""
-        return super().batch_next_token_logprobs_sync(token_ids_list, lora_name=lora_name)
+        return super().batch_next_token_logprobs_sync(
+            token_ids_list, lora_name=self._known(lora_name)
+        )
 
     async def sample(
         self,
@@ -105,7 +106,12 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     ) -> list[int]:
         """Draw a continuation; see `genlm.AsyncLM.sample`."""
         return await super().sample(
-            prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora_name=lora_name
+            prompt_token_ids,
+            max_tokens,
+            eos_token_ids,
+            temperature,
+            seed,
+            lora_name=self._known(lora_name),
         )
 
     async def batch_sample(
@@ -124,82 +130,72 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             eos_token_ids,
             temperature,
             seed,
-            lora_name=lora_name,
+            lora_name=self._known(lora_name),
         )
 
-    # -- adapters: a name may be given again, and taken away --------------------------
+    # -- adapters: a name may be given again ------------------------------------------
 
     def add_new_lora(
-        self, lora_path: str | os.PathLike[str], lora_name: str = "lora_1"
+        self,
+        lora_path: str | os.PathLike[str],
+        lora_name: str = "lora_1",
+        *,
+        replace: bool = True,
     ) -> None:
-        """Load a LoRA adapter; a name that is known stands for the new one from now on.
-
-        Requests under way finish with the adapter that they were asked for. What a name
-        stood for before stays in the engine until the model is closed.
+        """Load a LoRA adapter; see `genlm.AsyncLM.add_new_lora`.
 
         Args:
             lora_path: Folder of the adapter, or its hub id.
-            lora_name: How requests ask for it.
+            lora_name: The name that requests give.
+            replace: Whether a name that is in use changes to this adapter; requests under
+                way are answered with the adapter before.
 
         Raises:
-            UnsupportedCapability: The engine serves no adapters.
+            UnsupportedCapabilityError: The engine serves no adapters.
             AdapterError: It cannot be found or loaded.
         """
-        inner = f"{lora_name}@{next(self._numbers)}"
-        super().add_new_lora(_adapter_folder(lora_path), inner)
-        if lora_name in self._names:
-            self.remove_lora(lora_name)
-        self._names[lora_name] = inner
-
-    def remove_lora(self, lora_name: str) -> None:
-        """Forget an adapter's name; see `add_new_lora`.
-
-        Raises:
-            UnknownAdapterError: There is no such adapter.
-        """
-        if lora_name not in self._names:
-            raise genlm.UnknownAdapterError(lora_name, self._names)
-        del self._adapters[self._names.pop(lora_name)]
+        super().add_new_lora(_adapter_folder(lora_path), lora_name, replace=replace)
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:  # type: ignore[override]
         """Use an adapter for all later requests, with a `DeprecationWarning`.
 
         Args:
             lora_path: Not read; `add_new_lora` has loaded the adapter.
-            lora_name: Which.
+            lora_name: Name of the adapter.
 
         Raises:
             UnknownAdapterError: There is no such adapter.
         """
         _warn_of_state("set_lora")
-        super().set_lora(self._inner(lora_name))
+        self._known(lora_name)
+        super().set_lora(lora_name)
 
     def clear_lora(self) -> None:
         """Use the base model for all later requests, with a `DeprecationWarning`."""
         _warn_of_state("clear_lora")
         super().clear_lora()
 
-    def _inner(self, lora_name: str) -> str:
-        return self._names.get(lora_name, lora_name)
-
-    def _asked(self, token_ids: TokenIds, lora_name: str | None) -> tuple[genlm.Query, RowKey]:
-        inner = None if lora_name is None else self._inner(lora_name)
-        return super()._asked(token_ids, inner)
-
     def with_lora(self, lora_name: str | None) -> genlm.AsyncLM:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
-        return super().with_lora(None if lora_name is None else self._inner(lora_name))
+        return super().with_lora(self._known(lora_name))
 
-    def _check_adapter(self, lora_name: str) -> None:
-        if lora_name not in self._adapters:
-            raise genlm.UnknownAdapterError(lora_name, self._names)
+    def remove_lora(self, lora_name: str) -> None:
+        """Take away an adapter; see `genlm.AsyncLM.remove_lora`."""
+        self._known(lora_name)
+        super().remove_lora(lora_name)
+
+    def _known(self, lora_name: str | None) -> str | None:
+        """Refuse unknown adapters as published: by `ValueError`, whatever the engine serves."""
+        if lora_name is not None and lora_name not in self.lora_names:
+            raise genlm.UnknownAdapterError(lora_name, self.lora_names)
+        return lora_name
 
     # -- caches and the end: harmless where they mean nothing -------------------------
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it, if the engine keeps prefixes."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
-            super().cache_kv(prompt_tokens, lora_name=lora_name)
+            super().cache_kv(prompt_tokens, lora_name=self._known(lora_name))
 
     def clear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps, if any."""
@@ -212,27 +208,38 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
 
 
 def installed_engine(backend: str, asked_for: str, install: str) -> Any:
-    """What a plugin registers under a name: a callable that makes the engine.
+    """Return the callable that builds an installed engine.
 
     Raises:
-        MissingRequirementError: No plugin does, or its library is missing.
+        MissingRequirementError: The plugin or its library is not installed.
     """
     try:
-        return genlm.get_backend(backend)
+        return get_backend(backend)
     except genlm.UnknownBackendError as error:
         plugin = f"a plugin for the engine {backend!r}"
         raise genlm.MissingRequirementError(asked_for, [plugin], install) from error
 
 
-def output_cache(cache_size: int, cache_opts: dict[str, Any] | None) -> Any:
-    """The output cache of published options."""
-    from genlm.backend.cache import OutputCache
+def with_rows_on_cpu(engine: Any) -> Any:
+    """Have an engine deliver its rows on the CPU, as published, wherever it computes."""
+    step = engine.step
 
+    def step_to_cpu() -> Iterable[Completion]:
+        for answer in step():
+            is_row = isinstance(answer.result, torch.Tensor)
+            yield answer._replace(result=answer.result.cpu()) if is_row else answer
+
+    engine.step = step_to_cpu
+    return engine
+
+
+def output_cache(cache_size: int, cache_opts: dict[str, Any] | None) -> OutputCache:
+    """Make the output cache of published options."""
     return OutputCache(cache_size, **(cache_opts or {}))
 
 
 def _adapter_folder(lora_path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The folder of an adapter that may be given by its hub id."""
+    """Return the folder of an adapter, downloaded if a hub id is given."""
     if os.path.isdir(lora_path):  # noqa: PTH112 - may be a hub id
         return lora_path
     import huggingface_hub

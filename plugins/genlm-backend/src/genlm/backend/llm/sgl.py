@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, Self
 
-import torch
-
-import genlm
 from genlm.backend.llm.handover import Recipe, recipe_of_sglang
-from genlm.backend.llm.served import ServedLM, installed_engine, output_cache
+from genlm.backend.llm.served import ServedLM, installed_engine, output_cache, with_rows_on_cpu
 
 __all__ = ["HAS_SGL", "AsyncSGLTransformer"]
 
@@ -39,7 +35,7 @@ class AsyncSGLTransformer(ServedLM):
         )
         recipe = sgl_model if isinstance(sgl_model, Recipe) else recipe_of_sglang(sgl_model)
         super().__init__(
-            lambda: _with_rows_on_cpu(
+            lambda: with_rows_on_cpu(
                 engine(recipe.model, engine_opts=recipe.engine_opts, gpu_id=recipe.gpu_id)
             ),
             name="sgl",
@@ -71,15 +67,3 @@ class AsyncSGLTransformer(ServedLM):
         """Free the prefixes that SGLang keeps. Returns True; a failure raises."""
         super().clear_kv_cache()
         return True
-
-
-def _with_rows_on_cpu(engine: Any) -> Any:
-    step = engine.step
-
-    def step_to_cpu() -> Iterable[genlm.Completion]:
-        for answer in step():
-            is_row = isinstance(answer.result, torch.Tensor)
-            yield answer._replace(result=answer.result.cpu()) if is_row else answer
-
-    engine.step = step_to_cpu
-    return engine

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from importlib.util import find_spec
 from typing import Any, Self
 
-from genlm.backend.llm.capture import GlobalLogprobsCapture
+import torch
+
 from genlm.backend.llm.handover import Recipe, recipe_of_vllm
 from genlm.backend.llm.served import ServedLM, installed_engine, output_cache
 
@@ -65,8 +67,8 @@ class AsyncVirtualLM(ServedLM):
 
     @property
     def llm_engine(self) -> Any:
-        """The engine of vLLM itself; only to be looked at while requests are under way."""
-        return self._scheduler.engine._vllm  # type: ignore[attr-defined]  # noqa: SLF001
+        """VLLM's own engine, for inspection."""
+        return self.engine.llm_engine  # type: ignore[attr-defined]
 
     @property
     def underlying_model(self) -> Any:
@@ -75,9 +77,53 @@ class AsyncVirtualLM(ServedLM):
         return core.model_executor.driver_worker.worker.model_runner.model
 
     def hash_to_int(self, value: str) -> int:
-        """A number from 0 to 255 that depends on nothing but the string."""
+        """Return a number from 0 to 255 that depends on the string only."""
         return hashlib.shake_128(value.encode()).digest(1)[0]
 
     async def release_all(self) -> None:
         """Free the prefixes that vLLM keeps; see `clear_kv_cache`."""
         self.clear_kv_cache()
+
+
+class GlobalLogprobsCapture:
+    """Keeps the log-probabilities of the last batch; `AsyncVirtualLM` does not need it.
+
+    Args:
+        device: Where the logits are; not needed.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+        self._last: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Keep the normalised logits, shape `(batch, vocabulary)`; return them as given."""
+        rows = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        with self._lock:
+            self._last = rows
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        """True: no logit is changed."""
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Do nothing: rows are indexed by their place in the batch."""
+
+    def get_logprobs(self, batch_index: int = 0) -> torch.Tensor | None:
+        """Return a copy of one row, None if it does not exist."""
+        with self._lock:
+            if self._last is None or batch_index >= len(self._last):
+                return None
+            return self._last[batch_index].clone()
+
+    def get_all_logprobs(self) -> torch.Tensor | None:
+        """Return a copy of all rows, None before the first batch."""
+        with self._lock:
+            return None if self._last is None else self._last.clone()
+
+    def clear(self) -> None:
+        """Drop the rows."""
+        with self._lock:
+            self._last = None

@@ -1,4 +1,4 @@
-"""The bytes of tokens, with the core's exact decoding or with a decoder of one's own."""
+"""The bytes of tokens, by the core's exact decoding or by a decoder that the caller gives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ByteDecoderError(Exception):
 
 
 class ByteVocabError(genlm.VocabularyError):
-    """A tokenizer whose tokens have no exact bytes."""
+    """The exact bytes of a tokenizer's tokens are unknown."""
 
 
 def get_byte_vocab(tokenizer: Any) -> list[bytes]:
@@ -45,14 +45,14 @@ def get_byte_vocab(tokenizer: Any) -> list[bytes]:
 def get_byte_tokens_from_byte_decoder(
     tokenizer: Any, byte_decoder: Mapping[str, int]
 ) -> list[bytes]:
-    """The bytes of every id by a decoder of one's own; added tokens are their content.
+    """The bytes of every id by a decoder that the caller gives; added tokens are their content.
 
     Args:
         tokenizer: From transformers.
         byte_decoder: The byte that each character of a token stands for.
 
     Raises:
-        ByteDecoderError: A character has no byte.
+        ByteDecoderError: The decoder lacks a character.
     """
     added = {token_id: content for content, token_id in tokenizer.get_added_vocab().items()}
     try:

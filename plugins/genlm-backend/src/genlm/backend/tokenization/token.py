@@ -24,14 +24,14 @@ class Token(genlm.Token, metaclass=_AnyToken):
     """Maps to `genlm.Token`; in addition it equals plain bytes of its content.
 
     Among themselves tokens are compared, hashed and ordered by id, against plain bytes by
-    content. As the hash is that of the id, don't mix both as keys of one dictionary.
+    content. As the hash is that of the id, do not mix both as keys of one dictionary.
 
     Args:
         token_id: Position in the vocabulary.
         byte_string: The bytes.
 
     Raises:
-        TypeError: The id is no integer or the bytes are none.
+        TypeError: The id is not an integer, or the bytes are not `bytes`.
     """
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
@@ -52,7 +52,7 @@ class Token(genlm.Token, metaclass=_AnyToken):
 
     @staticmethod
     def is_plain_bytes(x: Any) -> bool:
-        """Whether `x` is bytes and no token."""
+        """Whether `x` is bytes and not a token."""
         return isinstance(x, bytes) and not isinstance(x, genlm.Token)
 
     def __eq__(self, other: object) -> bool:

@@ -1,0 +1,120 @@
+"""What authors of engines and tries import: `from genlm.plugin import BatchEngine, hookimpl`.
+
+- the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
+  `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
+- engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
+  `Capability`, `Query`, `SamplingParams`, `Completion`, `check_query`, `rows_from_logits`,
+  `draw_tokens`, `stream_seeds`; `Scheduler`, which runs an engine on its thread
+- vocabularies: `Vocabulary`, `Token`, `decode_vocab`
+- tries: `TokenCharacterTrie`, `TrieLayout`
+- models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,
+  `UnverifiedModelWarning`, `read_adapter_config`
+- resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`
+- the errors that engines and plugins raise
+
+Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _HOME
+    from genlm.core.adapter_files import read_adapter_config as read_adapter_config
+    from genlm.core.engine import BatchEngine as BatchEngine
+    from genlm.core.engine import Capability as Capability
+    from genlm.core.engine import Engine as Engine
+    from genlm.core.engine import LoraEngine as LoraEngine
+    from genlm.core.engine import PrefixCacheEngine as PrefixCacheEngine
+    from genlm.core.errors import AdapterError as AdapterError
+    from genlm.core.errors import AmbiguousBackendError as AmbiguousBackendError
+    from genlm.core.errors import BrokenPluginError as BrokenPluginError
+    from genlm.core.errors import ContextLengthError as ContextLengthError
+    from genlm.core.errors import EmptySequenceError as EmptySequenceError
+    from genlm.core.errors import EvaluationError as EvaluationError
+    from genlm.core.errors import GenlmError as GenlmError
+    from genlm.core.errors import MissingRequirementError as MissingRequirementError
+    from genlm.core.errors import ModelLoadError as ModelLoadError
+    from genlm.core.errors import PluginApiError as PluginApiError
+    from genlm.core.errors import PluginError as PluginError
+    from genlm.core.errors import QueryError as QueryError
+    from genlm.core.errors import TokenIdError as TokenIdError
+    from genlm.core.errors import UnknownAdapterError as UnknownAdapterError
+    from genlm.core.errors import UnknownBackendError as UnknownBackendError
+    from genlm.core.errors import UnsupportedCapabilityError as UnsupportedCapabilityError
+    from genlm.core.errors import VocabularyError as VocabularyError
+    from genlm.core.errors import WeightsError as WeightsError
+    from genlm.core.memory import cache_budget_bytes as cache_budget_bytes
+    from genlm.core.memory import free_memory_bytes as free_memory_bytes
+    from genlm.core.model_facts import ModelFacts as ModelFacts
+    from genlm.core.model_facts import rope_settings as rope_settings
+    from genlm.core.model_source import model_source as model_source
+    from genlm.core.plugins import BackendInfo as BackendInfo
+    from genlm.core.plugins import BackendSpec as BackendSpec
+    from genlm.core.plugins import find_backend as find_backend
+    from genlm.core.plugins import get_backend as get_backend
+    from genlm.core.plugins import get_trie as get_trie
+    from genlm.core.plugins import hookimpl as hookimpl
+    from genlm.core.plugins import list_backends as list_backends
+    from genlm.core.plugins import refresh as refresh
+    from genlm.core.process_state import preserve_process_state as preserve_process_state
+    from genlm.core.query import Completion as Completion
+    from genlm.core.query import Query as Query
+    from genlm.core.query import SamplingParams as SamplingParams
+    from genlm.core.rows import rows_from_logits as rows_from_logits
+    from genlm.core.sampling import draw_tokens as draw_tokens
+    from genlm.core.sampling import stream_seeds as stream_seeds
+    from genlm.core.scheduler import Scheduler as Scheduler
+    from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
+    from genlm.core.trie import TrieLayout as TrieLayout
+    from genlm.core.validation import check_query as check_query
+    from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
+    from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
+    from genlm.core.verified import check_verified as check_verified
+    from genlm.core.vocab import Token as Token
+    from genlm.core.vocab import Vocabulary as Vocabulary
+    from genlm.core.vocab import decode_vocab as decode_vocab
+
+_HOME = {
+    "genlm.core.adapter_files": "read_adapter_config",
+    "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
+    "genlm.core.errors": (
+        "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "
+        "EmptySequenceError EvaluationError GenlmError MissingRequirementError "
+        "ModelLoadError PluginApiError PluginError QueryError TokenIdError "
+        "UnknownAdapterError UnknownBackendError UnsupportedCapabilityError "
+        "VocabularyError WeightsError"
+    ),
+    "genlm.core.memory": "cache_budget_bytes free_memory_bytes",
+    "genlm.core.model_facts": "ModelFacts rope_settings",
+    "genlm.core.model_source": "model_source",
+    "genlm.core.plugins": (
+        "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
+        "refresh"
+    ),
+    "genlm.core.process_state": "preserve_process_state",
+    "genlm.core.query": "Completion Query SamplingParams",
+    "genlm.core.rows": "rows_from_logits",
+    "genlm.core.sampling": "draw_tokens stream_seeds",
+    "genlm.core.scheduler": "Scheduler",
+    "genlm.core.trie": "TokenCharacterTrie TrieLayout",
+    "genlm.core.validation": "check_query",
+    "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",
+    "genlm.core.vocab": "Token Vocabulary decode_vocab",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot go stale
+
+
+if not TYPE_CHECKING:  # as in `genlm`
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -67,6 +67,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.query import Query as Query
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.rows import rows_from_logits as rows_from_logits
+    from genlm.core.sampling import draw_tokens as draw_tokens
+    from genlm.core.sampling import stream_seeds as stream_seeds
+    from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.statistics import Statistics as Statistics
     from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
@@ -104,6 +107,7 @@ _HOME = {
     "genlm.core.process_state": "preserve_process_state",
     "genlm.core.query": "Completion Query SamplingParams",
     "genlm.core.rows": "rows_from_logits",
+    "genlm.core.sampling": "draw_tokens stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.statistics": "Statistics",
     "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie TokenTrie TrieLayout",

@@ -17,8 +17,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
+from genlm import stream_uniform
 from genlm_vllm.capture import ARGUMENT, Capture, Draw, WantedRow
-from genlm_vllm.draws import uniform
 from genlm_vllm.kept_rows import KEPT, TokenIds
 
 SIZE, WIDTH = 5, 8
@@ -98,7 +98,7 @@ def test_a_drawn_token_is_the_only_possible_one(capture: Capture) -> None:
         found = capture.apply(logits.clone())
         assert torch.equal(found[0], logits[0])
         cumulative = expected(logits[1]).double().exp().cumsum(-1)
-        token = int(torch.searchsorted(cumulative, uniform(3, place), right=True))
+        token = int(torch.searchsorted(cumulative, stream_uniform(3, place), right=True))
         assert found[1].argmax() == token
         assert int(found[1].isfinite().sum()) == 1
         outputs.append(token)
@@ -236,5 +236,5 @@ def test_the_second_runner_draws_by_the_length_of_the_sequence(capture: Capture)
         logits = torch.randn(1, WIDTH)
         found = capture.apply(logits.clone(), context([3], [6 + place]))
         cumulative = expected(logits[0]).double().exp().cumsum(-1)
-        token = int(torch.searchsorted(cumulative, uniform(11, place), right=True))
+        token = int(torch.searchsorted(cumulative, stream_uniform(11, place), right=True))
         assert found[0].argmax() == token

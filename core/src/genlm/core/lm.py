@@ -25,7 +25,7 @@ from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapa
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Query, SamplingParams
 from genlm.core.rows import invalid_rows
-from genlm.core.sampling import draw_tokens, stream_seeds
+from genlm.core.sampling import sample_continuation, stream_seeds
 from genlm.core.scheduler import Scheduler
 from genlm.core.statistics import Statistics
 from genlm.core.validation import (
@@ -296,7 +296,8 @@ class AsyncLM:
             eos_token_ids: Drawing one of these ends the continuation; as `prompt`, or
                 empty.
             temperature: Divides the log-probabilities; 0 takes the most likely token.
-            seed: Makes the continuation reproducible with the same engine.
+            seed: Makes the continuation reproducible, also on another engine as far as its
+                rows are the same.
             lora_name: A loaded adapter; by default the one set with `set_lora`.
 
         Returns:
@@ -360,7 +361,7 @@ class AsyncLM:
             drawn: list[int] = await self._scheduler.answer(query._replace(sampling=params))
             return drawn
         rows = self.with_lora(query.adapter).next_token_logprobs
-        return await draw_tokens(rows, query.token_ids, params, self.max_context)
+        return await sample_continuation(rows, query.token_ids, params, self.max_context)
 
     # -- adapters ---------------------------------------------------------------------
 

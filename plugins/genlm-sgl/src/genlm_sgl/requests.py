@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from genlm import Completion, EvaluationError, Query, Vocabulary, rows_from_logits
-from genlm_sgl.drawing import UniformStream, draw_tokens
+from genlm import (
+    Completion,
+    EvaluationError,
+    Query,
+    Vocabulary,
+    draw_tokens,
+    rows_from_logits,
+    stream_uniform,
+)
 from genlm_sgl.scheduler_api import Ended
 
 __all__ = ["Request", "Requests"]
@@ -24,7 +32,7 @@ class Request:
         query: What was asked.
         most_tokens: How many tokens to draw, unless it stops before.
         row: Its row, once the pass over its last token was seen.
-        uniforms: The randomness of its continuation.
+        seed: Of its continuation.
         invalid: For each token drawn, whether its row was not a distribution; scalars on the
             engine's device, which are read when the continuation ends.
     """
@@ -32,12 +40,13 @@ class Request:
     query: Query
     most_tokens: int
     row: torch.Tensor | None = None
-    uniforms: UniformStream = field(init=False)
+    seed: int = field(init=False)
     invalid: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.query.sampling is not None:
-            self.uniforms = UniformStream(self.query.sampling.seed)
+            seed = self.query.sampling.seed
+            self.seed = secrets.randbits(63) if seed is None else seed
 
 
 class Requests:
@@ -119,7 +128,7 @@ class Requests:
                 continue
             position = length - len(request.query.token_ids)
             if position >= 0:  # else a chunk of its prompt
-                uniform = request.uniforms[position]
+                uniform = stream_uniform(request.seed, position)
                 drawing.append((j, request, request.query.sampling.temperature, uniform))
         drawn = torch.zeros(len(rids), dtype=torch.int64, device=logits.device)
         if drawing:

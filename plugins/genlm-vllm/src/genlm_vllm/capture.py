@@ -17,8 +17,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor as _Runner1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
-from genlm import rows_from_logits
-from genlm_vllm.draws import drawn_tokens, uniform
+from genlm import draw_tokens, rows_from_logits, stream_uniform
 from genlm_vllm.kept_rows import KEPT
 
 if TYPE_CHECKING:
@@ -162,6 +161,6 @@ def _draw(logits: torch.Tensor, places: list[int], draws: list[tuple[Draw, int]]
     index = torch.tensor(places, device=logits.device)
     rows = rows_from_logits(logits[index], cast("Vocabulary", KEPT.ids))
     temperatures = [draw.temperature for draw, _ in draws]
-    tokens = drawn_tokens(rows, temperatures, [uniform(d.seed, k) for d, k in draws])
+    tokens = draw_tokens(rows, temperatures, [stream_uniform(d.seed, k) for d, k in draws])
     logits.index_fill_(0, index, float("-inf"))
     logits[index, tokens] = 0.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -160,7 +159,7 @@ class VLLMEngine:
         self._vllm.add_request(
             name,
             tokens_input(list(query.token_ids)),
-            params_of(request, secrets.randbits(63)),
+            params_of(request),
             lora_request=lora,
         )
         self._requests[name] = request

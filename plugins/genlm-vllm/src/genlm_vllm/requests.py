@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +59,11 @@ def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
     return drawn
 
 
-def params_of(request: Request, fresh_seed: int) -> Any:
+def params_of(request: Request) -> Any:
     """Make vLLM's parameters of a request.
 
     `genlm_vllm.capture` draws, so vLLM itself is always greedy and has no seed: its own
     seeds fail on the CPU when a prompt is computed in chunks.
-
-    Args:
-        request: The request.
-        fresh_seed: For a continuation without a seed.
     """
     import vllm
 
@@ -76,7 +73,7 @@ def params_of(request: Request, fresh_seed: int) -> Any:
     wish: WantedRow | Draw = WantedRow(request.number)
     length, stops = 1, []
     if sampling is not None:
-        seed = fresh_seed if sampling.seed is None else sampling.seed % 2**63
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64
         wish = Draw(seed, float(sampling.temperature), len(request.query.token_ids))
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
     return vllm.SamplingParams(

@@ -18,8 +18,10 @@ from genlm.core.errors import (
     EmptySequenceError,
     TokenIdError,
     TokenTypeError,
+    UnknownAdapterError,
 )
-from genlm.core.validation import checked_integers, checked_token_ids
+from genlm.core.query import Query
+from genlm.core.validation import check_query, checked_integers, checked_token_ids
 
 NUMPY_INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 TORCH_INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16]
@@ -182,3 +184,32 @@ def test_integers_alone_are_bound_by_no_vocabulary() -> None:
     assert checked_integers(()) == ()
     with pytest.raises(TokenTypeError):
         checked_integers({1})  # type: ignore[arg-type]
+
+
+# -- queries at an engine -------------------------------------------------------------
+
+
+def check(*token_ids: int, adapter: str | None = None) -> None:
+    query = Query(0, token_ids, adapter)
+    check_query(query, embedding_rows=7, max_context=3, adapters=("red", "blue"))
+
+
+def test_a_query_that_an_engine_can_compute_passes() -> None:
+    check(0, 6, 3)
+    check(0, adapter="red")
+    check_query(Query(0, (10**6,) * 10**3))
+
+
+def test_a_query_that_an_engine_cannot_compute_is_refused_with_the_reason() -> None:
+    with pytest.raises(EmptySequenceError):
+        check()
+    with pytest.raises(ContextLengthError) as too_long:
+        check(1, 2, 3, 4)
+    assert (too_long.value.length, too_long.value.max_context) == (4, 3)
+    for token_id in (7, -1):
+        with pytest.raises(TokenIdError) as unknown:
+            check(6, token_id)
+        found = unknown.value.token_id, unknown.value.position, unknown.value.vocab_size
+        assert found == (token_id, 1, 7)
+    with pytest.raises(UnknownAdapterError, match=r"'green'\. Loaded: blue, red"):
+        check(1, adapter="green")

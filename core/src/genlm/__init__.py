@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against _HOME
     from genlm.core.adapter_files import read_adapter_config as read_adapter_config
+    from genlm.core.adapter_files import read_lora_config as read_lora_config
     from genlm.core.cache import OutputCache as OutputCache
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
@@ -62,7 +63,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import refresh as refresh
     from genlm.core.plugins import use_backend as use_backend
+    from genlm.core.process_state import claim_process as claim_process
     from genlm.core.process_state import preserve_process_state as preserve_process_state
+    from genlm.core.process_state import release_process as release_process
     from genlm.core.query import Completion as Completion
     from genlm.core.query import Query as Query
     from genlm.core.query import SamplingParams as SamplingParams
@@ -76,6 +79,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TokenTrie as TokenTrie
     from genlm.core.trie import TrieLayout as TrieLayout
+    from genlm.core.validation import check_query as check_query
     from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
     from genlm.core.verified import check_verified as check_verified
@@ -84,7 +88,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it against
     from genlm.core.vocab import decode_vocab as decode_vocab
 
 _HOME = {
-    "genlm.core.adapter_files": "read_adapter_config",
+    "genlm.core.adapter_files": "read_adapter_config read_lora_config",
     "genlm.core.cache": "OutputCache",
     "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
     "genlm.core.errors": (
@@ -104,13 +108,14 @@ _HOME = {
         "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
         "refresh use_backend"
     ),
-    "genlm.core.process_state": "preserve_process_state",
+    "genlm.core.process_state": "claim_process preserve_process_state release_process",
     "genlm.core.query": "Completion Query SamplingParams",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.statistics": "Statistics",
     "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie TokenTrie TrieLayout",
+    "genlm.core.validation": "check_query",
     "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",
     "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }

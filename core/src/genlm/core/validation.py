@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
@@ -13,11 +13,14 @@ from genlm.core.errors import (
     EmptySequenceError,
     TokenIdError,
     TokenTypeError,
+    UnknownAdapterError,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from genlm.core.query import Query
 
     TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
     TokenBatch = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "check_query",
     "checked_batch",
     "checked_builder",
     "checked_integer",
@@ -63,6 +67,41 @@ def checked_token_ids(
     if packed is None or max(ids) >= vocab_size:
         raise _outside(ids, vocab_size)
     return ids, packed.tobytes()
+
+
+def check_query(
+    query: Query,
+    *,
+    embedding_rows: int | None = None,
+    max_context: int | None = None,
+    adapters: Collection[str] = (),
+) -> None:
+    """Check what only an engine knows about a query; for `Engine.submit`.
+
+    `AsyncLM` has checked the token ids against the vocabulary and `max_context`. Engines that
+    are driven without it, or fail as a whole on a wrong query, check the rest.
+
+    Args:
+        query: The query.
+        embedding_rows: Number of ids that the model embeds; the vocabulary may have more.
+        max_context: The most tokens, None for no limit.
+        adapters: Names of the loaded adapters.
+
+    Raises:
+        UnknownAdapterError: Its adapter is not among `adapters`.
+        EmptySequenceError: It has no tokens.
+        ContextLengthError: It has more than `max_context` tokens.
+        TokenIdError: It has a token id below 0 or from `embedding_rows` on.
+    """
+    if query.adapter is not None and query.adapter not in adapters:
+        raise UnknownAdapterError(query.adapter, adapters)
+    ids = query.token_ids
+    if not ids:
+        raise EmptySequenceError
+    if max_context is not None and len(ids) > max_context:
+        raise ContextLengthError(len(ids), max_context)
+    if embedding_rows is not None and (min(ids) < 0 or max(ids) >= embedding_rows):
+        raise _outside(ids, embedding_rows)
 
 
 def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]:

@@ -150,9 +150,12 @@ def renamed(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "absent": (shutil.rmtree, "is no folder with adapter_config.json"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is no folder with"),
-    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "no valid JSON"),
+    "absent": (shutil.rmtree, "is not a folder with adapter_config.json"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        "is not a folder with",
+    ),
+    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid JSON"),
     "no settings": (lambda f: (f / "adapter_config.json").write_text("[]"), "no settings"),
     "another type": (edited(peft_type="PREFIX_TUNING"), "of type PREFIX_TUNING"),
     "dora": (edited(use_dora=True), "has use_dora=True"),

@@ -313,7 +313,7 @@ class SGLEngine:
 
     @property
     def free_tokens(self) -> int:
-        """Number of KV cache slots without a token, cached prefixes included."""
+        """Number of KV cache slots that hold nothing; cached prefixes count as used."""
         return self._api.free_tokens
 
     # -- statistics, close ------------------------------------------------------------

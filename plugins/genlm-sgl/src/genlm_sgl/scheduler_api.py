@@ -157,7 +157,7 @@ class SchedulerApi:
 
     @property
     def free_tokens(self) -> int:
-        """Number of KV cache slots without a token, cached prefixes included."""
+        """Number of KV cache slots that hold nothing; cached prefixes count as used."""
         return int(self._scheduler.token_to_kv_pool_allocator.available_size())
 
     # -- requests ---------------------------------------------------------------------

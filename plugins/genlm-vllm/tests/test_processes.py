@@ -62,7 +62,7 @@ def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
 def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
     engine: Any, tiny: Any, tmp_path: Any
 ) -> None:
-    with pytest.raises(genlm.AdapterError, match="is no folder"):
+    with pytest.raises(genlm.AdapterError, match="is not a folder"):
         engine.add_adapter("bad", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(
         '{"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}'

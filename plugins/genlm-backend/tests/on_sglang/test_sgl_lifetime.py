@@ -30,7 +30,7 @@ def assert_right(llm, tiny):
 
 def test_a_model_that_was_cleaned_up_makes_way_for_the_next(tiny, options):
     first = AsyncSGLTransformer.from_name(str(tiny.path), engine_opts=options)
-    with pytest.raises(genlm.ModelLoadError, match="close that one first"):
+    with pytest.raises(genlm.ModelLoadError, match="Close the first one"):
         AsyncSGLTransformer.from_name(str(tiny.path), engine_opts=options)
     first.cleanup()
     with pytest.raises(genlm.EngineClosedError):

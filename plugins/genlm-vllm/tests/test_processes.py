@@ -82,7 +82,7 @@ def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
 def test_rows_are_fetched_in_parts(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm_vllm.requests._BYTES_A_CALL", 3000)  # two rows
+    monkeypatch.setattr("genlm_vllm.requests._BYTES_PER_CALL", 3000)  # two rows
     asked = prompts(3, 4, 5, 6, 7, 8, 9)
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
@@ -94,7 +94,7 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
 
     def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(engine, method, *arguments)
-        if method == "genlm_take_bytes":
+        if method == "genlm_take_row_bytes":
             keepers.update(rank for rank, (keys, _) in enumerate(answers) if keys)
         return answers
 

@@ -17,7 +17,7 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 from genlm_sgl import cpu_shim
 
-STAND_INS = cpu_shim.standing_in()
+STAND_INS = cpu_shim.stub_packages()
 STAND_INS.__enter__()
 atexit.register(STAND_INS.__exit__, None, None, None)
 

@@ -38,13 +38,13 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (errors.UnknownAdapterError("b"), {"loaded": ()}, ["Loaded: none"]),
     (errors.AdapterError("no folder"), {}, ["no folder"]),
     (
-        errors.UnsupportedCapability("lora", "toy"),
+        errors.UnsupportedCapabilityError("lora", "toy"),
         {"capability": "lora", "engine": "toy"},
         ["engine 'toy'", "support 'lora'", "genlm plugins"],
     ),
-    (errors.UnsupportedCapability(Capability.LORA, "toy"), {}, ["support 'lora'"]),
+    (errors.UnsupportedCapabilityError(Capability.LORA, "toy"), {}, ["support 'lora'"]),
     (
-        errors.UnsupportedCapability("lora", "toy", "load it with lora=True"),
+        errors.UnsupportedCapabilityError("lora", "toy", "load it with lora=True"),
         {"hint": "load it with lora=True"},
         ["support 'lora'; load it with lora=True"],
     ),

@@ -19,7 +19,7 @@ from genlm.core.errors import (
     AdapterError,
     EngineClosedError,
     UnknownAdapterError,
-    UnsupportedCapability,
+    UnsupportedCapabilityError,
 )
 from genlm.core.lm import AsyncLM
 from genlm.core.query import Query
@@ -245,7 +245,9 @@ def test_an_engine_without_adapters_says_so(
     make_model: MakeModel, ask: Callable[[AsyncLM], Any]
 ) -> None:
     llm = make_model(PlainEngine(VOCAB_SIZE), name="plain")
-    with pytest.raises(UnsupportedCapability, match="'plain' does not support 'lora'") as found:
+    with pytest.raises(
+        UnsupportedCapabilityError, match="'plain' does not support 'lora'"
+    ) as found:
         ask(llm)
     assert found.value.capability == Capability.LORA
     llm.clear_lora()
@@ -258,10 +260,13 @@ def test_an_engine_may_say_how_it_gets_a_capability(make_model: MakeModel) -> No
 
     llm = make_model(Hinting(VOCAB_SIZE), name="hinting")
     with pytest.raises(
-        UnsupportedCapability, match="'hinting' does not support 'lora'; load the model with"
+        UnsupportedCapabilityError,
+        match="'hinting' does not support 'lora'; load the model with",
     ):
         llm.add_new_lora("folder", "c")
-    with pytest.raises(UnsupportedCapability, match="'prefix_cache'; `genlm plugins` lists"):
+    with pytest.raises(
+        UnsupportedCapabilityError, match="'prefix_cache'; `genlm plugins` lists"
+    ):
         llm.clear_kv_cache()
 
 
@@ -406,7 +411,7 @@ def test_of_an_adapter_that_the_model_came_with_only_the_name_is_removed(
 
 def test_an_engine_that_cannot_remove_adapters_says_so(loaded: Loaded) -> None:
     with pytest.raises(
-        UnsupportedCapability, match=r"'remove_lora'; .* no method remove_adapter"
+        UnsupportedCapabilityError, match=r"'remove_lora'; .* no method remove_adapter"
     ):
         loaded.llm.remove_lora("a")
     assert loaded.llm.lora_names == ("a", "b")
@@ -439,7 +444,7 @@ def test_an_engine_that_fails_to_remove_is_logged(make_model: MakeModel, caplog:
 def test_an_engine_that_keeps_no_prefixes_says_so(
     loaded: Loaded, call: Callable[[AsyncLM], None]
 ) -> None:
-    with pytest.raises(UnsupportedCapability, match=r"'scripted' .* 'prefix_cache'"):
+    with pytest.raises(UnsupportedCapabilityError, match=r"'scripted' .* 'prefix_cache'"):
         call(loaded.llm)
 
 

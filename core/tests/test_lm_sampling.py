@@ -16,7 +16,7 @@ from genlm.core.engine import Capability
 from genlm.core.errors import EmptySequenceError, EvaluationError, TokenTypeError
 from genlm.core.lm import AsyncLM
 from genlm.core.query import Completion, Query, SamplingParams
-from genlm.core.sampling import draw_token, stream_seeds
+from genlm.core.sampling import draw_tokens, stream_seeds, stream_uniform
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]
@@ -57,11 +57,11 @@ def chain(
     adapter: str | None = None,
 ) -> list[int]:
     """A continuation drawn from the oracle's rows, one token after the other."""
-    generator = np.random.default_rng(stream)
     sequence = list(prompt)
-    for _ in range(count):
-        row = oracle_row(sequence, adapter, VOCAB_SIZE)
-        sequence.append(draw_token(row, temperature, generator))
+    for position in range(count):
+        row = oracle_row(sequence, adapter, VOCAB_SIZE)[None]
+        uniform = stream_uniform(stream, position)
+        sequence.append(int(draw_tokens(row, [temperature], [uniform])))
     return sequence[len(prompt) :]
 
 

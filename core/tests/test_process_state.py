@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -15,7 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from genlm import preserve_process_state
+from genlm import (
+    ModelLoadError,
+    claim_process,
+    preserve_process_state,
+    release_process,
+)
 
 
 def state() -> dict[str, Any]:
@@ -127,3 +133,36 @@ def test_a_library_that_is_not_used_is_not_imported() -> None:
         "assert not {'torch', 'numpy', 'genlm.core.process_state'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- one engine of a library ----------------------------------------------------------
+
+
+class Owner:
+    """Stands for an engine."""
+
+
+def test_a_second_engine_of_a_library_is_refused_until_the_first_is_released() -> None:
+    first, second = Owner(), Owner()
+    claim_process(first, "Solo", "use another process")
+    claim_process(second, "Other", "wait")  # another library
+    with pytest.raises(ModelLoadError, match=r"second Solo engine.*or use another process"):
+        claim_process(second, "Solo", "use another process")
+    release_process(first)
+    claim_process(second, "Solo", "use another process")
+    release_process(first)  # holds no claim any more
+    with pytest.raises(ModelLoadError):
+        claim_process(first, "Solo", "use another process")
+    release_process(second)  # both of its claims
+    claim_process(first, "Solo", "")
+    claim_process(first, "Other", "")
+    release_process(first)
+
+
+def test_an_engine_that_is_garbage_collected_frees_the_process() -> None:
+    owner = Owner()
+    claim_process(owner, "Solo", "")
+    del owner
+    gc.collect()
+    claim_process(last := Owner(), "Solo", "")
+    release_process(last)

@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import oracle_row
 
 from genlm.core.query import SamplingParams
-from genlm.core.sampling import draw_token, draw_tokens, stream_seeds
+from genlm.core.sampling import (
+    draw_tokens,
+    sample_continuation,
+    stream_seeds,
+    stream_uniform,
+)
 
 LARGEST_UNIFORM = 1 - 2**-53
 INF = math.inf
 
 
-class FixedUniform(np.random.Generator):
-    """Gives the uniform numbers that the test chose, and none beyond them."""
-
-    def __init__(self, *values: float) -> None:
-        super().__init__(np.random.PCG64(0))
-        self.values = list(values)
-
-    def random(self, *args: Any, **kwargs: Any) -> Any:
-        return self.values.pop(0)
+def draw_token(row: torch.Tensor, temperature: float, uniform: float) -> int:
+    """One draw from one row."""
+    (token_id,) = draw_tokens(row[None], [temperature], [uniform]).tolist()
+    return int(token_id)
 
 
 # -- one draw -------------------------------------------------------------------------
@@ -53,8 +53,8 @@ def chi_square(draws: list[int], logprobs: torch.Tensor, temperature: float) -> 
 def test_frequencies_follow_the_tempered_distribution_and_no_other(temperature: float) -> None:
     # The seed is fixed, so the outcome is too.
     row = oracle_row([1, 2], None, 6).index_fill(0, torch.tensor([3]), -INF)
-    generator = np.random.default_rng(17)
-    draws = [draw_token(row, temperature, generator) for _ in range(10_000)]
+    uniforms = [stream_uniform(17, position) for position in range(10_000)]
+    draws = draw_tokens(row.expand(10_000, 6), [temperature] * 10_000, uniforms).tolist()
     assert chi_square(draws, row, temperature) < CHI_SQUARE_LIMIT
     for other in (0.8 * temperature, 1.25 * temperature):
         assert chi_square(draws, row, other) > CHI_SQUARE_LIMIT
@@ -63,8 +63,9 @@ def test_frequencies_follow_the_tempered_distribution_and_no_other(temperature: 
 def test_each_uniform_number_gives_the_token_whose_interval_it_is_in() -> None:
     row = torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25]).log()
     uniforms = [0.0, 0.2499, 0.2501, 0.7499, 0.7501, LARGEST_UNIFORM]
-    generator = FixedUniform(*uniforms)
-    assert [draw_token(row, 1.0, generator) for _ in uniforms] == [1, 1, 2, 2, 4, 4]
+    assert [draw_token(row, 1.0, uniform) for uniform in uniforms] == [1, 1, 2, 2, 4, 4]
+    rows = row.expand(len(uniforms), 5)
+    assert draw_tokens(rows, [1.0] * 6, uniforms).tolist() == [1, 1, 2, 2, 4, 4]
 
 
 @given(
@@ -78,7 +79,7 @@ def test_an_impossible_token_is_never_drawn_even_at_the_extremes(
     probabilities: list[float], temperature: float, uniform: float
 ) -> None:
     row = torch.tensor(probabilities, dtype=torch.float64).log()
-    token_id = draw_token(row, temperature, FixedUniform(uniform))
+    token_id = draw_token(row, temperature, uniform)
     assert 0 <= token_id < len(probabilities)
     assert probabilities[token_id] > 0
 
@@ -87,20 +88,36 @@ def test_an_impossible_token_is_never_drawn_even_at_the_extremes(
 def test_the_largest_uniform_number_draws_the_last_possible_token(size: int) -> None:
     row = torch.full((size + 3,), -math.log(size))
     row[size:] = -INF
-    assert draw_token(row, 1.0, FixedUniform(LARGEST_UNIFORM)) == size - 1
+    assert draw_token(row, 1.0, LARGEST_UNIFORM) == size - 1
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-308, 5e-324])
 def test_a_vanishing_temperature_draws_the_most_likely_token(temperature: float) -> None:
     row = torch.tensor([-30.0, -1.0, -0.5, -20.0])
     for uniform in (0.0, 0.5, LARGEST_UNIFORM):
-        assert draw_token(row, temperature, FixedUniform(uniform)) == 2
+        assert draw_token(row, temperature, uniform) == 2
 
 
-def test_temperature_0_takes_the_first_of_the_most_likely_without_drawing() -> None:
+def test_temperature_0_takes_the_first_of_the_most_likely_whatever_the_number() -> None:
     row = torch.tensor([-5.0, -1.0, -INF, -1.0])
-    assert draw_token(row, 0, FixedUniform()) == 1
-    assert draw_token(row, 0.0, FixedUniform()) == 1
+    for uniform in (0.0, 0.5, LARGEST_UNIFORM):
+        assert draw_token(row, 0, uniform) == draw_token(row, 0.0, uniform) == 1
+
+
+def test_temperature_0_is_greedy_beside_other_temperatures() -> None:
+    rows = torch.tensor([[0.4, 0.6]] * 3).log()
+    assert draw_tokens(rows, [0.0, 1.0, 1.0], [0.0, 0.0, 0.9]).tolist() == [1, 0, 1]
+    assert draw_tokens(rows, [0.0] * 3, [0.0, 0.5, 0.9]).tolist() == [1, 1, 1]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9))
+def test_a_draw_does_not_depend_on_the_other_rows_of_its_batch(seed: int, count: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows = torch.from_numpy(generator.normal(0, 4, (count, 300))).float().log_softmax(-1)
+    temperatures = generator.choice([0.0, 0.7, 1.0, 1.9], count).tolist()
+    uniforms = generator.random(count).tolist()
+    alone = [draw_token(*each) for each in zip(rows, temperatures, uniforms, strict=True)]
+    assert draw_tokens(rows, temperatures, uniforms).tolist() == alone
 
 
 class OnApple(torch.Tensor):
@@ -115,29 +132,23 @@ class OnApple(torch.Tensor):
         raise TypeError("the MPS framework doesn't support float64")
 
 
-def test_rows_on_devices_without_float64_are_drawn_from_as_others() -> None:
-    row = oracle_row([1, 2], None, 6)
-    generators = [np.random.default_rng(17) for _ in range(2)]
-    draws = [
-        [draw_token(each, 1.0, generator) for _ in range(20)]
-        for each, generator in zip((row, row.as_subclass(OnApple)), generators, strict=True)
-    ]
-    assert draws[0] == draws[1]
-
-
-def test_one_uniform_number_is_used_whatever_the_row() -> None:
-    for row in (torch.zeros(1), torch.tensor([0.0, -INF]), oracle_row([1], None, 9)):
-        generator = FixedUniform(0.5, 0.5)
-        draw_token(row, 1.0, generator)
-        assert len(generator.values) == 1
+def test_rows_on_devices_without_float64_are_drawn_from_as_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = oracle_row([1, 2], None, 6).expand(20, 6)
+    uniforms = [stream_uniform(17, position) for position in range(20)]
+    expected = draw_tokens(rows, [1.0] * 20, uniforms)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)
+    found = draw_tokens(rows.as_subclass(OnApple), [1.0] * 20, uniforms)
+    assert torch.equal(found, expected)
 
 
 def test_the_row_need_not_be_normalised_and_is_not_changed() -> None:
     row = oracle_row([1, 2, 3], None, 9)
     before = row.clone()
     for uniform in np.linspace(0, LARGEST_UNIFORM, 50):
-        own = draw_token(row, 0.7, FixedUniform(uniform))
-        assert own == draw_token(row + 40, 0.7, FixedUniform(uniform))
+        own = draw_token(row, 0.7, uniform)
+        assert own == draw_token(row + 40, 0.7, uniform)
     assert torch.equal(row, before)
 
 
@@ -166,6 +177,29 @@ def test_without_a_seed_the_streams_are_fresh() -> None:
     assert stream_seeds(None, 3) != stream_seeds(None, 3)
 
 
+def test_the_stream_is_splitmix64() -> None:
+    # The first outputs of the published reference implementation for seed 1234567.
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [stream_uniform(1234567, position) for position in range(3)] == [
+        (value >> 11) / 2**53 for value in published
+    ]
+
+
+def test_the_stream_is_uniform_and_seeds_are_independent() -> None:
+    for numbers in (
+        [stream_uniform(7, position) for position in range(4000)],
+        [stream_uniform(seed, 0) for seed in range(4000)],
+    ):
+        assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-6
+    pairs = np.array([[stream_uniform(s, 0), stream_uniform(s, 1)] for s in range(4000)])
+    assert abs(np.corrcoef(pairs.T)[0, 1]) < 0.08
+
+
+def test_a_seed_of_any_size_gives_a_number_below_one() -> None:
+    for seed in (0, -1, 2**63, 2**64 - 1, 2**200):
+        assert 0 <= stream_uniform(seed, 10**6) < 1
+
+
 # -- a continuation -------------------------------------------------------------------
 
 
@@ -185,7 +219,7 @@ class Successor:
 def drawn(
     model: Successor, params: SamplingParams, max_context: int | None = None
 ) -> list[int]:
-    return asyncio.run(draw_tokens(model, (3, 4), params, max_context))
+    return asyncio.run(sample_continuation(model, (3, 4), params, max_context))
 
 
 def test_a_continuation_asks_for_the_row_after_each_of_its_tokens() -> None:
@@ -226,10 +260,9 @@ def test_a_continuation_is_the_chain_of_draws_from_its_seed() -> None:
         return oracle_row(sequence, None, 30)
 
     params = SamplingParams(12, temperature=1.3, seed=5)
-    found = asyncio.run(draw_tokens(rows, (1,), params, None))
-    generator = np.random.default_rng(5)
+    found = asyncio.run(sample_continuation(rows, (1,), params, None))
     sequence = [1]
-    for _ in range(12):
+    for position in range(12):
         row = oracle_row(sequence, None, 30)
-        sequence.append(draw_token(row, 1.3, generator))
+        sequence.append(draw_token(row, 1.3, stream_uniform(5, position)))
     assert found == sequence[1:]

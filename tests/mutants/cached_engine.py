@@ -6,8 +6,9 @@ subclasses, each with one broken method.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ from genlm import (
     Query,
     SamplingParams,
     rows_from_logits,
+    stream_uniform,
 )
 
 from .attention import ADAPTER_SEEDS, CONTEXT, EMPTY, Attention, Floats, State, base_model
@@ -88,7 +90,7 @@ class Continuation:
 
     query: Query
     params: SamplingParams
-    generator: np.random.Generator
+    uniforms: Iterator[float]
     drawn: list[int] = field(default_factory=list)
 
     @property
@@ -166,9 +168,9 @@ class CachedEngine(BatchEngine):
         super().abort(query_id)
         self.continuations.pop(query_id, None)
 
-    def stream(self, params: SamplingParams) -> np.random.Generator:
-        """The randomness of one continuation."""
-        return np.random.default_rng(params.seed)
+    def stream(self, params: SamplingParams) -> Iterator[float]:
+        """The uniform numbers of one continuation."""
+        return (stream_uniform(params.seed, position) for position in itertools.count())
 
     def draw(self, continuation: Continuation) -> bool:
         """Draw a token; whether the continuation has ended."""
@@ -176,7 +178,7 @@ class CachedEngine(BatchEngine):
         row = self.rows(
             torch.from_numpy(self.logits(token_ids, continuation.query.adapter)[None])
         )
-        token_id = self.drawn(row[0].double().numpy(), params, continuation.generator)
+        token_id = self.drawn(row[0].double().numpy(), params, next(continuation.uniforms))
         if token_id in params.stop_token_ids:
             return True
         continuation.drawn.append(token_id)
@@ -185,13 +187,13 @@ class CachedEngine(BatchEngine):
             or len(continuation.token_ids) > self.max_context
         )
 
-    def drawn(self, row: Floats, params: SamplingParams, generator: np.random.Generator) -> int:
+    def drawn(self, row: Floats, params: SamplingParams, uniform: float) -> int:
         """Draw from a row by inverting its distribution."""
         if params.temperature == 0:
             return int(row.argmax())
         weights = np.exp((row - row.max()) / params.temperature)
         cumulative = np.cumsum(weights)
-        return int(np.searchsorted(cumulative, generator.random() * cumulative[-1], "right"))
+        return int(np.searchsorted(cumulative, uniform * cumulative[-1], "right"))
 
     # -- adapters, prefixes, figures --------------------------------------------------
 

@@ -23,18 +23,18 @@ def without(params, **changes):
 class TemperatureIgnored(CachedEngine):
     """Draws at temperature 1 for every temperature except 0."""
 
-    def drawn(self, row, params, generator):
+    def drawn(self, row, params, uniform):
         temperature = min(params.temperature, 1.0) and 1.0
-        return super().drawn(row, without(params, temperature=temperature), generator)
+        return super().drawn(row, without(params, temperature=temperature), uniform)
 
 
 @engine_mutant(killed_by="samples-follow-the-logprobs")
 class TopTokensOnly(CachedEngine):
     """Draws among the three most likely tokens, by a default of the model's configuration."""
 
-    def drawn(self, row, params, generator):
+    def drawn(self, row, params, uniform):
         least = np.sort(row)[-3]
-        return super().drawn(np.where(row >= least, row, -np.inf), params, generator)
+        return super().drawn(np.where(row >= least, row, -np.inf), params, uniform)
 
 
 @engine_mutant(killed_by="samples-follow-the-logprobs")
@@ -58,7 +58,7 @@ class SeedIgnored(CachedEngine):
     """Draws from fresh entropy although a seed was given."""
 
     def stream(self, params):
-        return np.random.default_rng()
+        return iter(np.random.default_rng().random, None)
 
 
 @engine_mutant(killed_by="sampling-is-reproducible")
@@ -67,7 +67,7 @@ class OneGeneratorForAll(CachedEngine):
 
     def stream(self, params):
         if not self.continuations:
-            self.shared = np.random.default_rng(params.seed)
+            self.shared = super().stream(params)
         return self.shared
 
 
@@ -79,9 +79,17 @@ class AbortShiftsTheStreams(CachedEngine):
         waiting = list(self.continuations)
         for place in range(len(waiting) - 1) if query_id in waiting else ():
             if place >= waiting.index(query_id):
-                above = self.continuations[waiting[place]].generator
-                self.continuations[waiting[place + 1]].generator = above
+                above = self.continuations[waiting[place]].uniforms
+                self.continuations[waiting[place + 1]].uniforms = above
         super().abort(query_id)
+
+
+@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
+class StreamOfItsOwn(CachedEngine):
+    """Draws reproducibly from the seed, by other random numbers than every other engine."""
+
+    def stream(self, params):
+        return iter(np.random.default_rng(params.seed).random, None)
 
 
 @core_mutant(genlm.core.lm, "stream_seeds", killed_by="streams-are-distinct", on=cached_target)
@@ -139,18 +147,18 @@ class ContinuationOneShort(CachedEngine):
 class ZeroMeansDefault(CachedEngine):
     """Takes temperature 0 for "not given" and draws at 1."""
 
-    def drawn(self, row, params, generator):
+    def drawn(self, row, params, uniform):
         return super().drawn(
-            row, without(params, temperature=params.temperature or 1.0), generator
+            row, without(params, temperature=params.temperature or 1.0), uniform
         )
 
 
-@core_mutant(genlm.core.sampling, "draw_token", killed_by="samples-follow-the-logprobs")
-def temperature_multiplies(draw_token):
+@core_mutant(genlm.core.sampling, "draw_tokens", killed_by="samples-follow-the-logprobs")
+def temperature_multiplies(draw_tokens):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
-    def broken(logprobs, temperature, generator):
-        return draw_token(logprobs, 1 / temperature if temperature else 0, generator)
+    def broken(logprobs, temperatures, uniforms):
+        return draw_tokens(logprobs, [1 / t if t else 0 for t in temperatures], uniforms)
 
     return broken
 

@@ -4,12 +4,14 @@
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `SamplingParams`, `Completion`, `check_query`, `rows_from_logits`,
-  `draw_tokens`, `stream_seeds`; `Scheduler`, which runs an engine on its thread
+  `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
+  runs an engine on its thread
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,
-  `UnverifiedModelWarning`, `read_adapter_config`
-- resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`
+  `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
+- resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
+  `claim_process`, `release_process`
 - the errors that engines and plugins raise
 
 Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _HOME
     from genlm.core.adapter_files import read_adapter_config as read_adapter_config
+    from genlm.core.adapter_files import read_lora_config as read_lora_config
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
     from genlm.core.engine import Engine as Engine
@@ -56,13 +59,17 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.plugins import hookimpl as hookimpl
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import refresh as refresh
+    from genlm.core.process_state import claim_process as claim_process
     from genlm.core.process_state import preserve_process_state as preserve_process_state
+    from genlm.core.process_state import release_process as release_process
     from genlm.core.query import Completion as Completion
     from genlm.core.query import Query as Query
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.sampling import draw_tokens as draw_tokens
+    from genlm.core.sampling import sample_continuation as sample_continuation
     from genlm.core.sampling import stream_seeds as stream_seeds
+    from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
@@ -75,7 +82,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.vocab import decode_vocab as decode_vocab
 
 _HOME = {
-    "genlm.core.adapter_files": "read_adapter_config",
+    "genlm.core.adapter_files": "read_adapter_config read_lora_config",
     "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
     "genlm.core.errors": (
         "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "
@@ -91,10 +98,10 @@ _HOME = {
         "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
         "refresh"
     ),
-    "genlm.core.process_state": "preserve_process_state",
+    "genlm.core.process_state": "claim_process preserve_process_state release_process",
     "genlm.core.query": "Completion Query SamplingParams",
     "genlm.core.rows": "rows_from_logits",
-    "genlm.core.sampling": "draw_tokens stream_seeds",
+    "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.trie": "TokenCharacterTrie TrieLayout",
     "genlm.core.validation": "check_query",

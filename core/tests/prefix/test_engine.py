@@ -17,7 +17,7 @@ from genlm import (
     SamplingParams,
     TokenIdError,
     UnknownAdapterError,
-    UnsupportedCapability,
+    UnsupportedCapabilityError,
 )
 from genlm.prefix import (
     PrefixEngine,
@@ -124,7 +124,7 @@ def test_queries_that_cannot_be_answered_are_refused_before_a_step() -> None:
         engine.submit(Query(0, (1,), "red"))
     with pytest.raises(TokenIdError, match=f"{SIZE - 1}"):
         engine.submit(Query(0, (1, SIZE - 1)))
-    with pytest.raises(UnsupportedCapability, match="toy"):
+    with pytest.raises(UnsupportedCapabilityError, match="toy"):
         engine.submit(Query(0, (1,), None, SamplingParams(3)))
     with pytest.raises(TokenIdError):
         engine.cache_prefix((SIZE - 1,), None)
@@ -148,7 +148,7 @@ def test_the_faster_path_is_chosen_if_its_rows_are_right() -> None:
 def test_a_path_that_is_unsupported_or_wrong_is_refused(error: float, reason: str) -> None:
     engine = Engine(error=error)
     assert engine.statistics()["execution_path"] == "alone"
-    with pytest.raises(UnsupportedCapability, match=f"has no cache .not tree: .*{reason}"):
+    with pytest.raises(UnsupportedCapabilityError, match=f"has no cache .not tree: .*{reason}"):
         engine.clear_prefix_cache()
     assert Capability.PREFIX_CACHE not in engine.capabilities
     with pytest.raises(
@@ -177,7 +177,7 @@ def test_prefixes_are_kept_until_they_are_cleared() -> None:
 def test_a_model_without_adapters_says_why() -> None:
     engine = Engine(hints={Capability.LORA: "install lora"})
     assert Capability.LORA not in engine.capabilities
-    with pytest.raises(UnsupportedCapability, match="install lora"):
+    with pytest.raises(UnsupportedCapabilityError, match="install lora"):
         engine.add_adapter("red", "folder")
 
 

@@ -9,7 +9,7 @@ import pytest
 from scripted import oracle_row
 from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
 
-from genlm import AsyncLM, Capability, Completion, OutputCache
+from genlm import AsyncLM, Capability, Completion, OutputCache, stream_uniform
 from genlm.testing import QUICK, all_checks
 
 from .conftest import RunCheck
@@ -41,12 +41,12 @@ class AbleEngine(CertifiedEngine):
 
     def _drawn(self, query):
         params, sequence = query.sampling, list(query.token_ids)
-        generator = np.random.default_rng(params.seed)
-        for _ in range(min(params.max_tokens, self.max_context + 1 - len(sequence))):
+        for position in range(min(params.max_tokens, self.max_context + 1 - len(sequence))):
             row = oracle_row(sequence, query.adapter, VOCAB_SIZE).double()
             if params.temperature:
                 likely = (row / params.temperature).softmax(-1).numpy()
-                token_id = int(generator.choice(VOCAB_SIZE, p=likely))
+                uniform = stream_uniform(params.seed, position)
+                token_id = int(np.searchsorted(likely.cumsum(), uniform, side="right"))
             else:
                 token_id = int(row.argmax())
             if token_id in params.stop_token_ids:

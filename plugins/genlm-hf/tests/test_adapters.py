@@ -21,7 +21,7 @@ from genlm import (
     Capability,
     Query,
     UnknownAdapterError,
-    UnsupportedCapability,
+    UnsupportedCapabilityError,
 )
 from genlm_hf.engine import HFEngine
 
@@ -306,7 +306,7 @@ def test_without_peft_the_engine_declares_no_adapters(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     engine = HFEngine.from_model(base, tokenizer)
     assert Capability.LORA not in engine.capabilities
-    with pytest.raises(UnsupportedCapability, match=r"pip install 'genlm-hf\[lora\]'"):
+    with pytest.raises(UnsupportedCapabilityError, match=r"pip install 'genlm-hf\[lora\]'"):
         engine.add_adapter("red", saved["red"][0])
 
 

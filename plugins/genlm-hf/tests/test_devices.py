@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from genlm import AsyncLM, Capability, OutputCache, Query, UnsupportedCapability
+from genlm import AsyncLM, Capability, OutputCache, Query, UnsupportedCapabilityError
 from genlm_hf import storage
 from genlm_hf.engine import HFEngine
 from genlm_hf.storage import LayerShape, default_budget_bytes
@@ -72,7 +72,7 @@ def test_a_model_with_offloaded_layers_takes_no_adapters(
     options = {"device_map": MAPS["half on disk"], "offload_folder": str(tmp_path)}
     engine = HFEngine(folder, hf_opts=options, dtype="float32")
     assert engine.capabilities == {Capability.PREFIX_CACHE}
-    with pytest.raises(UnsupportedCapability, match="device_map offloads layers"):
+    with pytest.raises(UnsupportedCapabilityError, match="device_map offloads layers"):
         engine.add_adapter("red", str(tmp_path))
     sequences = ids_of_lengths(9, 1, 23)
     assert Oracle(llama).largest_error(sequences, answers(engine, sequences)) <= 1e-5

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from genlm import Engine, LoraEngine, Query, SamplingParams, TokenIdError, UnsupportedCapability
+from genlm import (
+    Engine,
+    LoraEngine,
+    Query,
+    SamplingParams,
+    TokenIdError,
+    UnsupportedCapabilityError,
+)
 from genlm_hf.engine import HFEngine
 
 from .tiny import VOCAB_SIZE, WIDTH, alone, answers, build_model, ids_of_lengths, llama_settings
@@ -157,7 +164,7 @@ def test_an_aborted_query_is_not_computed(engine: HFEngine) -> None:
 
 
 def test_a_continuation_is_refused(engine: HFEngine) -> None:
-    with pytest.raises(UnsupportedCapability, match="sample"):
+    with pytest.raises(UnsupportedCapabilityError, match="sample"):
         engine.submit(Query(1, (3,), sampling=SamplingParams(max_tokens=1)))
 
 

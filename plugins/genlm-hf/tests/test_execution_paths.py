@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from genlm import AsyncLM, Capability, ModelLoadError, UnsupportedCapability
+from genlm import AsyncLM, Capability, ModelLoadError, UnsupportedCapabilityError
 from genlm.prefix import PrefixRows
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import layout
@@ -174,9 +174,9 @@ def test_what_the_self_test_computed_is_forgotten(llama: Any, tokenizer: Any) ->
 def test_an_engine_without_a_cache_keeps_no_prefixes(mamba: Any, tokenizer: Any) -> None:
     engine = HFEngine.from_model(mamba, tokenizer)
     assert Capability.PREFIX_CACHE not in engine.capabilities
-    with pytest.raises(UnsupportedCapability):
+    with pytest.raises(UnsupportedCapabilityError):
         engine.cache_prefix([3, 4], None)
-    with pytest.raises(UnsupportedCapability):
+    with pytest.raises(UnsupportedCapabilityError):
         engine.clear_prefix_cache()
 
 
@@ -185,9 +185,11 @@ def test_what_a_model_cannot_do_is_an_error_that_says_why(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with AsyncLM(lambda: HFEngine.from_model(mamba, tokenizer), name="hf") as llm:
-        with pytest.raises(UnsupportedCapability, match=r"no cache .*takes no position_ids"):
+        with pytest.raises(
+            UnsupportedCapabilityError, match=r"no cache .*takes no position_ids"
+        ):
             llm.cache_kv([3, 4])
-        with pytest.raises(UnsupportedCapability, match=r"pip install 'genlm-hf\[lora\]'"):
+        with pytest.raises(UnsupportedCapabilityError, match=r"pip install 'genlm-hf\[lora\]'"):
             llm.add_new_lora("folder", "red")
 
 

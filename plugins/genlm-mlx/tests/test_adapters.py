@@ -161,9 +161,9 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
         (full, "fine_tune_type 'full'"),
         (broken, "cannot be read"),
         (dora, "use_dora=True"),
-        (other, "peft's type 'IA3'"),
+        (other, "of type IA3"),
         (elsewhere, "has no such layer"),
-        (tmp_path, "no folder with adapter_config.json"),
+        (tmp_path, "not a folder with adapter_config.json"),
     ):
         with pytest.raises(AdapterError, match=message):
             engine.add_adapter("new", str(folder))

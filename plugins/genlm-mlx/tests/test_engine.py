@@ -22,7 +22,7 @@ from genlm import (
     SamplingParams,
     TokenIdError,
     UnknownAdapterError,
-    UnsupportedCapability,
+    UnsupportedCapabilityError,
 )
 from genlm.testing import TINY_LLAMA, TinyModel
 from genlm_mlx import forward
@@ -179,7 +179,7 @@ def test_an_execution_path_that_cannot_serve_is_refused(make: Make) -> None:
     engine = MLXEngine(path)
     assert Capability.PREFIX_CACHE not in engine.capabilities
     for call in (engine.clear_prefix_cache, lambda: engine.cache_prefix((1,), None)):
-        with pytest.raises(UnsupportedCapability, match="has no cache"):
+        with pytest.raises(UnsupportedCapabilityError, match="has no cache"):
             call()
 
 
@@ -188,7 +188,7 @@ def test_requests_that_the_model_cannot_answer_are_refused(engine: MLXEngine) ->
         engine.submit(Query(1, (3, 320)))
     with pytest.raises(UnknownAdapterError):
         engine.submit(Query(1, (3,), "green"))
-    with pytest.raises(UnsupportedCapability):
+    with pytest.raises(UnsupportedCapabilityError):
         engine.submit(Query(1, (3,), None, SamplingParams(3)))
     assert engine.max_context == 64
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from genlm_sgl.alternating import AlternatingEngine
 from genlm_sgl.conformance import TinyLlama
+from genlm_sgl.exclusive import ExclusiveEngine
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 
@@ -34,8 +34,8 @@ def alone(request: pytest.FixtureRequest) -> None:
     """Have the conformance suite's engine make way; it comes back when it is asked."""
     if request.module.__name__.endswith("test_conformance"):
         return
-    if AlternatingEngine.awake is not None:
-        AlternatingEngine.awake.park()
+    if ExclusiveEngine.active is not None:
+        ExclusiveEngine.active.suspend()
 
 
 @pytest.fixture

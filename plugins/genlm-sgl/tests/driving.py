@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm import Query, SamplingParams
+from genlm import Query, SamplingParams, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 
@@ -68,11 +68,10 @@ def continuation(
     tiny: TinyLlama, prompt: tuple[int, ...], params: SamplingParams, adapter: str | None = None
 ) -> list[int]:
     """What must be drawn: token by token from the oracle's rows, by inversion."""
-    generator = np.random.default_rng(params.seed)
     drawn: list[int] = []
     while len(drawn) < params.max_tokens:
         row = tiny.logprobs((*prompt, *drawn), adapter)
-        uniform = generator.random()
+        uniform = stream_uniform(params.seed, len(drawn))
         if params.temperature == 0:
             token = int(row.argmax())
         else:

@@ -19,7 +19,7 @@ from genlm import (
     Query,
     SamplingParams,
     UnknownAdapterError,
-    UnsupportedCapability,
+    UnsupportedCapabilityError,
 )
 from genlm_sgl.conformance import TinyLlama
 
@@ -127,7 +127,7 @@ def test_without_enable_lora_the_error_says_what_to_do(build: Any, tiny: TinyLla
     options = {"device": "cpu", "max_total_tokens": 4096}
     with (
         genlm.load_model(tiny.path, "sgl", engine_opts=options) as lm,
-        pytest.raises(UnsupportedCapability, match="'enable_lora': True"),
+        pytest.raises(UnsupportedCapabilityError, match="'enable_lora': True"),
     ):
         lm.add_new_lora(tiny.adapters["red"], "red")
     engine = build()
@@ -170,9 +170,12 @@ def renamed(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "absent": (shutil.rmtree, "is no folder with adapter_config.json"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is no folder with"),
-    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "no valid JSON"),
+    "absent": (shutil.rmtree, "is not a folder with adapter_config.json"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        "is not a folder with",
+    ),
+    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid JSON"),
     "no settings": (lambda f: (f / "adapter_config.json").write_text("[]"), "no settings"),
     "another type": (edited(peft_type="PREFIX_TUNING"), "of type PREFIX_TUNING"),
     "dora": (edited(use_dora=True), "has use_dora=True"),

@@ -33,10 +33,10 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_any_name_can_be_imported_and_calling_it_raises_and_is_recorded(absent: str) -> None:
-    with cpu_shim.standing_in() as packages:
+    with cpu_shim.stub_packages() as packages:
         assert packages == (absent,)
         module = importlib.import_module(f"{absent}.deep.inside")
-    found = [name for name in cpu_shim.installed_stand_ins() if name.startswith(absent)]
+    found = [name for name in cpu_shim.installed_stubs() if name.startswith(absent)]
     assert found == [absent, f"{absent}.deep", f"{absent}.deep.inside"]
     assert cpu_shim.CALLED == []
     for attempt in (module.gelu, module.modes.BICUBIC):
@@ -48,11 +48,11 @@ def test_any_name_can_be_imported_and_calling_it_raises_and_is_recorded(absent: 
 
 
 def test_nothing_new_is_found_afterwards(absent: str) -> None:
-    with cpu_shim.standing_in():
+    with cpu_shim.stub_packages():
         assert importlib.util.find_spec(absent) is not None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"{absent}.never_asked_for")
-    with cpu_shim.standing_in() as packages:  # again, for the next engine
+    with cpu_shim.stub_packages() as packages:  # again, for the next engine
         assert packages == (absent,)
 
 
@@ -62,13 +62,13 @@ def test_an_installed_package_is_never_replaced(
     (tmp_path / absent).mkdir()
     (tmp_path / absent / "__init__.py").write_text("real = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with cpu_shim.standing_in() as packages:
+    with cpu_shim.stub_packages() as packages:
         assert packages == ()
         module: Any = importlib.import_module(absent)
     assert module.real
-    with cpu_shim.standing_in() as packages:  # imported by now
+    with cpu_shim.stub_packages() as packages:  # imported by now
         assert packages == ()
-    assert absent not in cpu_shim.installed_stand_ins()
+    assert absent not in cpu_shim.installed_stubs()
 
 
 def test_tensors_are_made_without_pinning_in_this_block_and_thread_alone() -> None:
@@ -95,7 +95,7 @@ def test_torchvision_is_unknown_again_to_everybody_else() -> None:
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         assert isinstance(importlib.import_module("torchvision"), ModuleType)
         return
-    with cpu_shim.standing_in():
+    with cpu_shim.stub_packages():
         importlib.import_module("torchvision.transforms")
     assert not [name for name in sys.modules if name.startswith("torchvision")]
     assert not import_utils.is_torchvision_available()

@@ -14,7 +14,7 @@ import torch
 import genlm
 from genlm import ModelLoadError, SamplingParams, UnverifiedModelWarning
 from genlm.testing import Family, TinyModel, families
-from genlm_sgl import review
+from genlm_sgl import corrections
 from genlm_sgl.checkpoint import CheckpointBiases
 from genlm_sgl.engine import SGLEngine
 
@@ -58,7 +58,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture
 def uncorrected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have models as SGLang builds them, as on a device where nothing can be set right."""
-    monkeypatch.setattr(review, "correct_model", lambda *_: [])
+    monkeypatch.setattr(corrections, "correct_model", lambda *_: [])
 
 
 def error_of(engine: Any, model: TinyModel, *lengths: int) -> float:
@@ -221,7 +221,7 @@ def test_parameters_that_the_model_rounds_are_refused_where_they_are_not_set(
 def test_a_bias_of_logits_that_are_scaled_afterwards_is_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(review, "_AFTER_THE_HEAD", ("rotary_dim",))
+    monkeypatch.setattr(corrections, "_POST_BIAS_SETTINGS", ("rotary_dim",))
     with pytest.raises(ModelLoadError, match=r"drops 1 biases .* lm_head\.bias"):
         serve("gptj")
 
@@ -242,7 +242,7 @@ def test_what_a_checkpoint_brings_is_looked_for_in_its_layer_in_any_order() -> N
         "layers.0.mask.bias": torch.ones(1, 1, 2, 2),
     }
     biases = CheckpointBiases()
-    assert dict(biases.watching(weights.items())) == weights
+    assert dict(biases.record(weights.items())) == weights
     lost = biases.lost(module, layers=1, dtype=torch.float32)
     assert lost == ["layers.0.thrice.bias", "layers.0.other.bias"]
 

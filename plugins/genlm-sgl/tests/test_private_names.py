@@ -7,10 +7,10 @@ from pathlib import Path
 from private_names import check
 
 import genlm_sgl
-from genlm_sgl.cpu_shim import standing_in
+from genlm_sgl.cpu_shim import stub_packages
 from genlm_sgl.process_state import quiet
 
 
 def test_every_private_name_that_is_used_exists_and_is_listed() -> None:
-    with quiet(), standing_in():
+    with quiet(), stub_packages():
         check(genlm_sgl, Path(__file__).with_name("private_names.txt"))

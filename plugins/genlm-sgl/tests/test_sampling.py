@@ -5,16 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from genlm import Query, SamplingParams
-from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
-from genlm_sgl.drawing import UniformStream, draw_tokens
 
 from .driving import answers, collected, continuation, prompts_of
 
@@ -98,40 +92,3 @@ def test_a_retracted_continuation_is_drawn_as_if_it_had_not_been(
     drawn = collected(engine, range(len(asked)))
     assert drawn == [continuation(tiny, *each) for each in asked]
     assert retracted
-
-
-@given(
-    st.lists(st.floats(-30, 0), min_size=1, max_size=9),
-    st.sampled_from([0.0, 1e-300, 0.5, 1.0, 40.0]),
-    st.floats(0, 1, exclude_max=True),
-)
-def test_a_draw_inverts_the_cumulative_distribution(
-    logprobs: list[float], temperature: float, uniform: float
-) -> None:
-    rows = torch.tensor([logprobs, logprobs[::-1]], dtype=torch.float32)
-    drawn = draw_tokens(rows, [temperature, 0.0], [uniform, uniform])
-    values = rows[0].double().numpy()
-    if temperature == 0:
-        assert drawn[0] == int(values.argmax())
-    else:
-        weights = np.exp((values - values.max()) / temperature)
-        upper = weights.cumsum() / weights.sum()
-        token = int(drawn[0])
-        assert upper[token] >= uniform - 1e-12
-        assert token == 0 or upper[token - 1] <= uniform + 1e-12
-    assert drawn[1] == int(rows[1].argmax())
-
-
-def test_ids_of_probability_zero_are_never_drawn() -> None:
-    row = torch.full((1, TINY_VOCABULARY), -torch.inf)
-    row[0, 7] = row[0, 9] = -0.7
-    for uniform in (0.0, 0.25, 0.5, 0.75, 1 - 2**-53):
-        assert int(draw_tokens(row, [1.0], [uniform])) in {7, 9}
-
-
-def test_a_stream_is_addressed_by_position() -> None:
-    stream, again = UniformStream(5), UniformStream(5)
-    later = [stream[10], stream[3], stream[3], stream[0]]
-    expected = np.random.default_rng(5).random(11)
-    assert later == [expected[10], expected[3], expected[3], expected[0]]
-    assert [again[i] for i in range(11)] == expected.tolist()

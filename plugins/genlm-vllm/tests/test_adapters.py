@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from genlm import AdapterError, Capability, UnknownAdapterError
-from genlm_vllm.adapter_files import check_config
+from genlm_vllm.adapters import check_config
 from genlm_vllm.conformance import TinyLlama
 
 from .traffic import finish, largest_error, prompts, rows, submit
@@ -75,9 +75,12 @@ def truncated(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "absent": (shutil.rmtree, "is no folder with adapter_config.json"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is no folder with"),
-    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "no valid JSON"),
+    "absent": (shutil.rmtree, "is not a folder with adapter_config.json"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        "is not a folder with",
+    ),
+    "garbage": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid JSON"),
     "no settings": (lambda f: (f / "adapter_config.json").write_text("[]"), "no settings"),
     "another type": (edited({"peft_type": "PREFIX_TUNING"}), "of type PREFIX_TUNING"),
     "dora": (edited({"use_dora": True}), "has use_dora=True"),
@@ -114,9 +117,9 @@ def test_a_bad_adapter_is_refused_and_changes_nothing(
 def test_settings_that_an_old_vllm_ignores_are_refused(tiny: Any, tmp_path: Path) -> None:
     shutil.copytree(tiny.adapters["red"], tmp_path, dirs_exist_ok=True)
     edited({"alpha_pattern": {"q_proj": 9}, "rank_pattern": {}})(tmp_path)
-    check_config("bad", str(tmp_path), known={"alpha_pattern", "rank_pattern"})
+    check_config("bad", str(tmp_path), read={"alpha_pattern", "rank_pattern"})
     with pytest.raises(AdapterError, match=r"has alpha_pattern=\{'q_proj': 9\}, which"):
-        check_config("bad", str(tmp_path), known={"r", "lora_alpha"})
+        check_config("bad", str(tmp_path), read={"r", "lora_alpha"})
 
 
 def test_a_name_keeps_its_adapter(engine: Any, tiny: Any) -> None:

@@ -17,18 +17,18 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from genlm_vllm.capture import ARGUMENT, Capture, Draw, WantedRow
-from genlm_vllm.draws import uniform
-from genlm_vllm.kept_rows import KEPT, TokenIds
+from genlm import stream_uniform
+from genlm_vllm.capture import ARGUMENT, Capture, CaptureRow, DrawToken
+from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
 
 SIZE, WIDTH = 5, 8
 
 
 @pytest.fixture(autouse=True)
-def kept() -> Iterator[None]:
-    KEPT.begin(TokenIds(SIZE), active=True)
+def row_buffer() -> Iterator[None]:
+    ROW_BUFFER.reset(VocabularyIds(SIZE), active=True)
     yield
-    KEPT.begin(TokenIds(0), active=False)
+    ROW_BUFFER.reset(VocabularyIds(0), active=False)
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def capture() -> Capture:
     return Capture(None, torch.device("cpu"), False)
 
 
-def params(wish: Any) -> SamplingParams:
-    return SamplingParams(extra_args=None if wish is None else {ARGUMENT: wish})
+def params(request: Any) -> SamplingParams:
+    return SamplingParams(extra_args=None if request is None else {ARGUMENT: request})
 
 
 def update(removed: Any = (), added: Any = (), moved: Any = ()) -> BatchUpdate:
-    new = [(i, params(wish), [1, 2], outputs) for i, wish, outputs in added]
+    new = [(i, params(request), [1, 2], outputs) for i, request, outputs in added]
     return BatchUpdate(batch_size=0, removed=list(removed), added=new, moved=list(moved))
 
 
@@ -53,18 +53,18 @@ def test_it_is_called_before_temperature_and_in_greedy_batches(capture: Capture)
     assert capture.is_argmax_invariant() is False
 
 
-def test_requests_without_a_wish_are_left_alone(capture: Capture) -> None:
+def test_requests_without_a_capture_request_are_not_changed(capture: Capture) -> None:
     capture.update_state(update(added=[(0, None, []), (1, None, [])]))
     logits = torch.randn(2, WIDTH)
     assert torch.equal(capture.apply(logits.clone()), logits)
-    assert len(KEPT) == 0
+    assert len(ROW_BUFFER) == 0
 
 
-def test_rows_are_kept_and_logits_unchanged(capture: Capture) -> None:
-    capture.update_state(update(added=[(0, WantedRow(7), []), (1, None, []), (2, [9], [])]))
+def test_rows_are_stored_and_logits_unchanged(capture: Capture) -> None:
+    capture.update_state(update(added=[(0, CaptureRow(7), []), (1, None, []), (2, [9], [])]))
     logits = torch.randn(3, WIDTH)
     assert torch.equal(capture.apply(logits.clone()), logits)
-    taken = KEPT.take([9, 7], oldest=10)
+    taken = ROW_BUFFER.take([9, 7], oldest=10)
     assert list(taken) == [9, 7]
     for key, row in ((7, 0), (9, 2)):
         assert torch.allclose(taken[key], expected(logits[row]))
@@ -72,46 +72,46 @@ def test_rows_are_kept_and_logits_unchanged(capture: Capture) -> None:
 
 
 def test_the_last_chunk_of_a_prompt_wins(capture: Capture) -> None:
-    capture.update_state(update(added=[(0, WantedRow(1), [])]))
+    capture.update_state(update(added=[(0, CaptureRow(1), [])]))
     chunks = torch.randn(3, 1, WIDTH)
     for logits in chunks:
         capture.apply(logits.clone())
         capture.update_state(None)
-    assert torch.allclose(KEPT.take([1], 2)[1], expected(chunks[-1, 0]))
+    assert torch.allclose(ROW_BUFFER.take([1], 2)[1], expected(chunks[-1, 0]))
 
 
 def test_a_step_beyond_the_wanted_one_changes_nothing(capture: Capture) -> None:
     outputs: list[int] = []
-    capture.update_state(update(added=[(0, WantedRow(1), outputs)]))
+    capture.update_state(update(added=[(0, CaptureRow(1), outputs)]))
     logits = torch.randn(1, WIDTH)
     capture.apply(logits.clone())
     outputs.append(-1)  # as asynchronous scheduling marks a token on its way
     capture.apply(torch.randn(1, WIDTH))
-    assert torch.allclose(KEPT.take([1], 2)[1], expected(logits[0]))
+    assert torch.allclose(ROW_BUFFER.take([1], 2)[1], expected(logits[0]))
 
 
 def test_a_drawn_token_is_the_only_possible_one(capture: Capture) -> None:
     outputs: list[int] = []
-    capture.update_state(update(added=[(0, None, []), (1, Draw(3, 1.0, 4), outputs)]))
+    capture.update_state(update(added=[(0, None, []), (1, DrawToken(3, 1.0, 4), outputs)]))
     for place in range(20):
         logits = torch.randn(2, WIDTH)
         found = capture.apply(logits.clone())
         assert torch.equal(found[0], logits[0])
         cumulative = expected(logits[1]).double().exp().cumsum(-1)
-        token = int(torch.searchsorted(cumulative, uniform(3, place), right=True))
+        token = int(torch.searchsorted(cumulative, stream_uniform(3, place), right=True))
         assert found[1].argmax() == token
         assert int(found[1].isfinite().sum()) == 1
         outputs.append(token)
 
 
 def test_a_slot_is_used_again(capture: Capture) -> None:
-    capture.update_state(update(added=[(0, WantedRow(1), [])]))
+    capture.update_state(update(added=[(0, CaptureRow(1), [])]))
     capture.update_state(update(removed=[0], added=[(0, None, [])]))
     capture.apply(torch.randn(1, WIDTH))
-    assert len(KEPT) == 0
-    capture.update_state(update(added=[(0, WantedRow(2), [])]))  # without removal
+    assert len(ROW_BUFFER) == 0
+    capture.update_state(update(added=[(0, CaptureRow(2), [])]))  # without removal
     capture.apply(torch.randn(1, WIDTH))
-    assert list(KEPT.take([1, 2], 0)) == [2]
+    assert list(ROW_BUFFER.take([1, 2], 0)) == [2]
 
 
 def test_random_comings_goings_and_moves(capture: Capture) -> None:
@@ -126,8 +126,8 @@ def test_random_comings_goings_and_moves(capture: Capture) -> None:
         for index in range(8):
             if index not in batch and generator.random() < 0.4:
                 batch[index] = next(keys) if generator.random() < 0.7 else None
-                wish = None if batch[index] is None else WantedRow(batch[index])
-                added.append((index, wish, []))
+                request = None if batch[index] is None else CaptureRow(batch[index])
+                added.append((index, request, []))
         moved = []
         for _ in range(generator.randrange(3)):
             a, b = generator.sample(range(8), 2)
@@ -143,36 +143,36 @@ def test_random_comings_goings_and_moves(capture: Capture) -> None:
         logits = torch.randn(8, WIDTH)
         capture.apply(logits.clone())
         wanted = {key: index for index, key in batch.items() if key is not None}
-        taken = KEPT.take(list(wanted), oldest=0)
+        taken = ROW_BUFFER.take(list(wanted), oldest=0)
         assert list(taken) == list(wanted)
-        assert len(KEPT) == 0  # nobody else's
+        assert len(ROW_BUFFER) == 0  # no other rows
         for key, index in wanted.items():
             assert torch.allclose(taken[key], expected(logits[index]))
 
 
 def test_abandoned_rows_are_dropped() -> None:
-    KEPT.put([1, 2, 3, 4], torch.randn(4, SIZE))
-    assert list(KEPT.take([3, 99], oldest=4)) == [3]
-    assert list(KEPT.take([1, 2, 3, 4], oldest=4)) == [4]
+    ROW_BUFFER.put([1, 2, 3, 4], torch.randn(4, SIZE))
+    assert list(ROW_BUFFER.take([3, 99], oldest=4)) == [3]
+    assert list(ROW_BUFFER.take([1, 2, 3, 4], oldest=4)) == [4]
 
 
-def test_only_one_rank_keeps_rows(capture: Capture) -> None:
-    KEPT.begin(TokenIds(SIZE), active=False)
-    capture.update_state(update(added=[(0, WantedRow(1), []), (1, Draw(0, 0.0, 1), [])]))
+def test_only_one_rank_stores_rows(capture: Capture) -> None:
+    ROW_BUFFER.reset(VocabularyIds(SIZE), active=False)
+    capture.update_state(update(added=[(0, CaptureRow(1), []), (1, DrawToken(0, 0.0, 1), [])]))
     logits = torch.randn(2, WIDTH)
     found = capture.apply(logits.clone())
-    assert len(KEPT) == 0
+    assert len(ROW_BUFFER) == 0
     assert found[1].argmax() == logits[1, :SIZE].argmax()  # but all of them draw
 
 
 def test_missing_ids_have_no_probability_and_are_not_drawn(capture: Capture) -> None:
-    KEPT.begin(TokenIds(SIZE, (0, 3)), active=True)
-    capture.update_state(update(added=[(0, WantedRow(1), []), (1, Draw(0, 0.0, 1), [])]))
+    ROW_BUFFER.reset(VocabularyIds(SIZE, (0, 3)), active=True)
+    capture.update_state(update(added=[(0, CaptureRow(1), []), (1, DrawToken(0, 0.0, 1), [])]))
     logits = torch.zeros(2, WIDTH)
     logits[:, [0, 3, 6]] = 10.0
     logits[:, 2] = 1.0
     found = capture.apply(logits.clone())
-    row = KEPT.take([1], 2)[1]
+    row = ROW_BUFFER.take([1], 2)[1]
     assert row.isneginf().tolist() == [True, False, False, True, False]
     assert found[1].argmax() == 2
 
@@ -211,30 +211,30 @@ def test_the_second_runner_accepts_the_processor() -> None:
     [capture] = build_custom_logits_processors(None, states, False, names)
     assert isinstance(capture, Capture)
     capture.apply_staged_writes()
-    capture.validate_params(params(WantedRow(1)))
+    capture.validate_params(params(CaptureRow(1)))
 
 
 @pytest.mark.newer
 def test_the_second_runner_maps_rows_to_slots(capture: Capture) -> None:
-    assert capture.add_request(5, params(WantedRow(1))) is True
+    assert capture.add_request(5, params(CaptureRow(1))) is True
     assert capture.add_request(2, params(None)) is False
-    capture.add_request(0, params(WantedRow(2)))
+    capture.add_request(0, params(CaptureRow(2)))
     logits = torch.randn(3, WIDTH)
     capture.apply(logits.clone(), context([2, 5, 0], [4, 9, 3]))
-    taken = KEPT.take([1, 2], 3)
+    taken = ROW_BUFFER.take([1, 2], 3)
     assert torch.allclose(taken[1], expected(logits[1]))
     assert torch.allclose(taken[2], expected(logits[2]))
     capture.add_request(5, params(None))  # the slot is used again
     capture.apply(logits.clone(), context([5], [4]))
-    assert len(KEPT) == 0
+    assert len(ROW_BUFFER) == 0
 
 
 @pytest.mark.newer
 def test_the_second_runner_draws_by_the_length_of_the_sequence(capture: Capture) -> None:
-    capture.add_request(3, params(Draw(11, 1.0, 6)))
+    capture.add_request(3, params(DrawToken(11, 1.0, 6)))
     for place in range(10):
         logits = torch.randn(1, WIDTH)
         found = capture.apply(logits.clone(), context([3], [6 + place]))
         cumulative = expected(logits[0]).double().exp().cumsum(-1)
-        token = int(torch.searchsorted(cumulative, uniform(11, place), right=True))
+        token = int(torch.searchsorted(cumulative, stream_uniform(11, place), right=True))
         assert found[0].argmax() == token

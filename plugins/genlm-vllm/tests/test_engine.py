@@ -24,7 +24,7 @@ from genlm import (
 )
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.kept_rows import KEPT
+from genlm_vllm.row_buffer import ROW_BUFFER
 
 from .interpreted_triton import SECOND_RUNNER
 from .traffic import drawn, expected_draws, finish, largest_error, prompts, rows, submit
@@ -176,7 +176,9 @@ def test_adapters_and_the_base_model_mix_in_a_batch(engine: Any, tiny: Any) -> N
             assert largest_error(tiny, found[place::3], asked, name) <= 1e-4, name
 
 
-def test_aborted_requests_leave_nothing_and_disturb_nobody(engine: Any, tiny: Any) -> None:
+def test_aborted_requests_leave_nothing_and_do_not_affect_others(
+    engine: Any, tiny: Any
+) -> None:
     asked = prompts(250, 40, 200, 7, 230, 12)
     queries = [submit(engine, ids) for ids in asked]
     for query in queries[::2]:
@@ -188,7 +190,7 @@ def test_aborted_requests_leave_nothing_and_disturb_nobody(engine: Any, tiny: An
     for query in queries[:4]:
         engine.abort(query.query_id)
     assert largest_error(tiny, finish(engine, queries[4:]), asked[4:]) <= 1e-4
-    assert len(KEPT) == 0
+    assert len(ROW_BUFFER) == 0
     plan = SamplingParams(30, 1.0, frozenset(), 1)
     query = submit(engine, asked[1], None, plan)
     engine.step()
@@ -258,7 +260,7 @@ def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) ->
 def test_a_finished_request_without_a_row_is_an_error(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KEPT, "active", False)
+    monkeypatch.setattr(ROW_BUFFER, "active", False)
     [error] = rows(engine, prompts(9))
     assert isinstance(error, EvaluationError)
     assert "without computing its row" in str(error)
@@ -267,7 +269,7 @@ def test_a_finished_request_without_a_row_is_an_error(
 def test_many_requests_leave_no_growth(engine: Any) -> None:
     for _ in range(10):
         rows(engine, prompts(2, 3, 4, 5, 6, 7))
-    assert len(KEPT) == 0
+    assert len(ROW_BUFFER) == 0
     assert not engine._requests
     assert not engine._ids
     assert not engine._ready

@@ -20,7 +20,7 @@ from programs import run_program
 from genlm import ModelLoadError, VocabularyError
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.engine import VLLMEngine
-from genlm_vllm.surroundings import Accelerator
+from genlm_vllm.process_state import Accelerator
 
 from .traffic import largest_error, prompts, rows
 
@@ -71,7 +71,7 @@ def _undecodable(tokenizer: Any) -> None:
 
 
 def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:
-    def surroundings() -> dict[str, Any]:
+    def process_state() -> dict[str, Any]:
         return {
             "torch": torch.get_rng_state().tolist(),
             "python": random.getstate(),
@@ -85,14 +85,14 @@ def test_building_and_stepping_change_nothing_around_them(serve: Any) -> None:
 
     torch.manual_seed(5)
     random.seed(5)
-    before = surroundings()
+    before = process_state()
     synchronize = torch.accelerator.synchronize
     engine = serve()
-    assert surroundings() | {"frozen": False} == before | {"frozen": False}
+    assert process_state() | {"frozen": False} == before | {"frozen": False}
     rows(engine, prompts(5, 70))
-    assert surroundings() | {"frozen": False} == before | {"frozen": False}
+    assert process_state() | {"frozen": False} == before | {"frozen": False}
     engine.close()
-    assert surroundings() == before
+    assert process_state() == before
     assert torch.accelerator.synchronize is synchronize
 
 
@@ -145,7 +145,7 @@ import sys
 sys.path[:0] = [{tests!r}]
 from pathlib import Path
 from genlm_vllm.engine import VLLMEngine
-from genlm_vllm.surroundings import Accelerator
+from genlm_vllm.process_state import Accelerator
 options = dict(enforce_eager=True, kv_cache_memory_bytes=2**24)
 VLLMEngine({model!r}, engine_opts=options).close()
 """

@@ -34,7 +34,7 @@ def test_concurrent_requests_equal_unbatched_forward_passes(lm: Any, tiny: Any) 
     assert lm.statistics().batches > 10  # four at a time
 
 
-def test_cancelled_callers_disturb_nobody(lm: Any, tiny: Any) -> None:
+def test_cancelled_callers_do_not_affect_others(lm: Any, tiny: Any) -> None:
     asked = prompts(200, 5, 250, 33, 90, 7)
 
     async def ask() -> list[Any]:

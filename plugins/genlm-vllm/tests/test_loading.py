@@ -25,9 +25,7 @@ def test_options_that_would_make_rows_wrong_are_refused(tiny: Any) -> None:
 
 
 def test_unknown_options_are_refused_with_a_hint(tiny: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"no option 'max_num_seq' here\. Did you mean 'max_num"
-    ):
+    with pytest.raises(TypeError, match=r"no option 'max_num_seq'\. Did you mean 'max_num"):
         VLLMEngine(tiny.path, engine_opts={"max_num_seq": 3})
     with pytest.raises(TypeError, match=r"'model'.*load_model's first argument"):
         VLLMEngine(tiny.path, engine_opts={"model": "other"})

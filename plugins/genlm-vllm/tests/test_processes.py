@@ -14,7 +14,7 @@ import pytest
 
 import genlm
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.worker import ask_workers
+from genlm_vllm.worker import call_workers
 
 from .traffic import expected_draws, finish, largest_error, prompts, rows, submit
 
@@ -56,13 +56,13 @@ def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
             engine.abort(query.query_id)
         assert largest_error(tiny, finish(engine, queries[2:]), asked[2:]) <= 1e-4
     rows(engine, asked[:1])
-    assert sum(ask_workers(engine._vllm, "genlm_count")) == 0
+    assert sum(call_workers(engine._vllm, "genlm_count_rows")) == 0
 
 
 def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
     engine: Any, tiny: Any, tmp_path: Any
 ) -> None:
-    with pytest.raises(genlm.AdapterError, match="is no folder"):
+    with pytest.raises(genlm.AdapterError, match="is not a folder"):
         engine.add_adapter("bad", str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(
         '{"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}'
@@ -82,7 +82,7 @@ def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
 def test_rows_are_fetched_in_parts(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genlm_vllm.rows._BYTES_A_CALL", 3000)  # two rows
+    monkeypatch.setattr("genlm_vllm.requests._BYTES_PER_CALL", 3000)  # two rows
     asked = prompts(3, 4, 5, 6, 7, 8, 9)
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
@@ -93,12 +93,12 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
     keepers: set[int] = set()
 
     def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
-        answers = ask_workers(engine, method, *arguments)
-        if method == "genlm_take_bytes":
+        answers = call_workers(engine, method, *arguments)
+        if method == "genlm_take_row_bytes":
             keepers.update(rank for rank, (keys, _) in enumerate(answers) if keys)
         return answers
 
-    monkeypatch.setattr("genlm_vllm.rows.ask_workers", ask)
+    monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)
     options = {"pipeline_parallel_size": 2, "enforce_eager": False}
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     engine = tiny.engine(multiprocess=None, lora=False, **options)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from genlm import Query, SamplingParams
+from genlm import Query, SamplingParams, draw_tokens, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.draws import drawn_tokens, uniform
 
 Ids = tuple[int, ...]
 
@@ -78,6 +77,6 @@ def expected_draws(
     sequence = list(prompt)
     for place in range(length):
         row = model.logprobs(tuple(sequence), adapter)[None]
-        token = drawn_tokens(row, [temperature], [uniform(seed, place)])
+        token = draw_tokens(row, [temperature], [stream_uniform(seed, place)])
         sequence.append(int(token))
     return sequence[len(prompt) :]

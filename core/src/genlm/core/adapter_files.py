@@ -1,44 +1,136 @@
-"""The folder of a LoRA adapter, as peft writes it; for engines that check one first."""
+"""Reading and checking the configuration of a LoRA adapter in the format of peft."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from genlm.core.errors import AdapterError
 
-__all__ = ["read_adapter_config"]
+__all__ = ["read_adapter_config", "read_lora_config"]
 
 _WEIGHTS = tuple(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt"))
+
+_PLAIN = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "r",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    }
+)
+"""Settings of plain LoRA, of training, and of which modules have weights in the file."""
+
+_CHANGES_BASE = frozenset(
+    {"alora_invocation_tokens", "bias", "init_lora_weights", "layer_replication"}
+)
+"""Settings by which an adapter changes more than the layers it is active in."""
+
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    # Other initialisations change the weights of the base model.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+    "qalora_group_size": (16,),
+}
+"""Values with which a setting changes nothing, beside None, False and empty ones."""
 
 
 def read_adapter_config(name: str, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the settings of an adapter.
 
     Args:
-        name: What it is to be called, for messages.
-        folder: With `adapter_config.json` and the weights, as peft's `save_pretrained`
+        name: Name of the adapter, for messages.
+        folder: Contains `adapter_config.json` and the weights, as peft's `save_pretrained`
             writes them.
 
     Raises:
         AdapterError: The folder holds no adapter, or its settings cannot be read.
     """
-    place = Path(folder)
-    file = place / "adapter_config.json"
-    if not file.is_file() or not any((place / weights).is_file() for weights in _WEIGHTS):
+    path = Path(folder)
+    file = path / "adapter_config.json"
+    if not file.is_file() or not any((path / weights).is_file() for weights in _WEIGHTS):
         raise AdapterError(
-            f"adapter {name!r}: {str(folder)!r} is no folder with adapter_config.json and "
+            f"adapter {name!r}: {str(folder)!r} is not a folder with adapter_config.json and "
             f"adapter_model.safetensors, as peft's save_pretrained writes it"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise AdapterError(
-            f"adapter {name!r}: {str(file)!r} is no valid JSON: {error}"
+            f"adapter {name!r}: {str(file)!r} is not valid JSON: {error}"
         ) from error
     if not isinstance(config, dict):
         raise AdapterError(f"adapter {name!r}: {str(file)!r} holds no settings")
     return config
+
+
+def read_lora_config(
+    name: str,
+    folder: str | os.PathLike[str],
+    *,
+    engine: str,
+    supported: Collection[str] | None = (),
+) -> Mapping[str, Any]:
+    """Return the settings of a LoRA adapter that an engine computes correctly.
+
+    Libraries ignore settings that they do not know, and rows would be wrong without an error.
+    So a setting that is not part of plain LoRA must be in `supported`, or have a value with
+    which it changes nothing.
+
+    Args:
+        name: Name of the adapter, for messages.
+        folder: As for `read_adapter_config`.
+        engine: Name of the engine, for messages.
+        supported: Settings beyond plain LoRA that the engine honours. None for all of peft's
+            that leave the base model as it is.
+
+    Raises:
+        AdapterError: As `read_adapter_config`; or the adapter is not a LoRA adapter, or has a
+            setting that the engine does not support.
+    """
+    config = read_adapter_config(name, folder)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(
+            f"adapter {name!r} in {str(folder)!r} is of type {kind}; only LORA adapters are "
+            f"supported"
+        )
+    unsupported = {
+        key: value
+        for key, value in config.items()
+        if not _is_supported(key, supported)
+        and value not in (None, False, 0, "", {}, [], *_WITHOUT_EFFECT.get(key, ()))
+    }
+    if unsupported:
+        shown = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
+        raise AdapterError(
+            f"adapter {name!r} in {str(folder)!r} has {shown}, which {engine} does not "
+            f"support; convert it to a plain LoRA adapter (for other values of "
+            f"init_lora_weights: path_initial_model_for_weight_conversion of peft's "
+            f"save_pretrained)"
+        )
+    return config
+
+
+def _is_supported(key: str, supported: Collection[str] | None) -> bool:
+    return key not in _CHANGES_BASE if supported is None else key in _PLAIN or key in supported

@@ -29,7 +29,7 @@ from genlm.core.forking import renew_in_forks
 from genlm.core.loading import engine_builder
 from genlm.core.query import Query, SamplingParams
 from genlm.core.rows import invalid_rows
-from genlm.core.sampling import draw_tokens, stream_seeds
+from genlm.core.sampling import sample_continuation, stream_seeds
 from genlm.core.scheduler import Scheduler
 from genlm.core.statistics import Statistics
 from genlm.core.validation import (
@@ -363,7 +363,8 @@ class AsyncLM:
             eos_token_ids: Drawing one of these ends the continuation; as `prompt`, or
                 empty.
             temperature: Divides the log-probabilities; 0 takes the most likely token.
-            seed: Makes the continuation reproducible with the same engine.
+            seed: Makes the continuation reproducible, also on another engine as far as its
+                rows are the same.
             lora_name: A loaded adapter; by default the one set with `set_lora`.
 
         Returns:
@@ -432,7 +433,7 @@ class AsyncLM:
             row = self._cached(one, key)
             return await self._scheduler.answer(one, key) if row is None else row
 
-        return await draw_tokens(next_row, query.token_ids, params, self.max_context)
+        return await sample_continuation(next_row, query.token_ids, params, self.max_context)
 
     # -- adapters ---------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""`preserve_process_state`: what a library changes in the process around it, put back.
+"""Running a library inside a user's process that is written to own its process.
 
-Inference engines are made to own their process: importing and building one sets environment
-variables, seeds the global random generators and replaces log handlers. For plugins that run
-such an engine inside a user's process.
+Importing and building such an engine sets environment variables, seeds the global random
+generators and replaces log handlers: `preserve_process_state` restores them. Two of its
+engines in one process would share global state: `claim_process` refuses the second.
 """
 
 from __future__ import annotations
@@ -11,26 +11,65 @@ import logging
 import os
 import random
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
 
-__all__ = ["preserve_process_state"]
+from genlm.core.errors import ModelLoadError
+
+__all__ = ["claim_process", "preserve_process_state", "release_process"]
+
+_lock = threading.Lock()
+_owners: dict[str, weakref.ref[object]] = {}
+"""The live engine of each library that may have only one."""
+
+
+def claim_process(engine: object, library: str, advice: str) -> None:
+    """Make an engine the only one of its library in this process.
+
+    It stays so until `release_process`, or until the engine is garbage-collected.
+
+    Args:
+        engine: Any object that supports weak references.
+        library: Name of the library.
+        advice: What else a user can do, for the message.
+
+    Raises:
+        ModelLoadError: Another engine of the library is alive.
+    """
+    with _lock:
+        owner = _owners.get(library)
+        if owner is not None and owner() is not None:
+            raise ModelLoadError(
+                f"asked for a second {library} engine in this process; {library} keeps global "
+                f"state that two engines would corrupt. Close the first one, or {advice}"
+            )
+        _owners[library] = weakref.ref(engine)
+
+
+def release_process(engine: object) -> None:
+    """Let another engine claim the process; does nothing for an engine without a claim."""
+    with _lock:
+        for library, owner in list(_owners.items()):
+            if owner() is engine:
+                del _owners[library]
 
 
 @contextmanager
 def preserve_process_state(**variables: str) -> Iterator[None]:
-    """Restore, when the body ends or raises, the process state that libraries change.
+    """Restore the process state that libraries change when the body ends or raises.
 
-    That is: the environment; the random generators of Python, numpy, torch and of CUDA
+    Restored are the environment; the random generators of Python, numpy, torch and of CUDA
     devices in use; torch's number of threads, default dtype, gradient mode and
     `set_num_threads`; the root logger's handlers and level; `sys.excepthook`.
 
     Other threads see the changes while the body runs, and never an environment that lacks a
-    variable which the body left alone: only differences are put back. What they change
-    themselves in the meantime is put back too.
+    variable that the body did not change: only differences are restored, including those that
+    other threads made meanwhile.
 
     Args:
         **variables: Environment variables to set while the body runs.

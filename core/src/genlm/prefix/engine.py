@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from genlm.core.engine import BatchEngine, Capability
-from genlm.core.errors import UnknownAdapterError, UnsupportedCapability
+from genlm.core.errors import UnknownAdapterError, UnsupportedCapabilityError
 from genlm.core.query import Query
 from genlm.core.validation import check_query
 from genlm.prefix.execution_path import PathChoice
@@ -101,7 +101,7 @@ class PrefixEngine(BatchEngine):
             UnknownAdapterError: Its adapter was not loaded.
             TokenIdError: The tokenizer has the id, but the model has no embedding
                 for it.
-            UnsupportedCapability: It requests a continuation.
+            UnsupportedCapabilityError: It requests a continuation.
         """
         if query.sampling is not None:
             raise self._unsupported(Capability.SAMPLE)
@@ -137,7 +137,7 @@ class PrefixEngine(BatchEngine):
         """Compute a prefix and keep it until `clear_prefix_cache`.
 
         Raises:
-            UnsupportedCapability: The model is served without a cache.
+            UnsupportedCapabilityError: The model is served without a cache.
             EvaluationError: It does not fit beside the prefixes kept already.
             GenlmError: As `submit`.
         """
@@ -154,7 +154,7 @@ class PrefixEngine(BatchEngine):
         """Load the LoRA adapter in folder `path`, which queries use as `name`.
 
         Raises:
-            UnsupportedCapability: The model cannot have adapters.
+            UnsupportedCapabilityError: The model cannot have adapters.
             AdapterError: The name is taken, the folder holds no LoRA adapter, or
                 it does not fit the model; the engine is unchanged.
         """
@@ -209,6 +209,6 @@ class PrefixEngine(BatchEngine):
             raise self._unsupported(Capability.PREFIX_CACHE)
         return self._choice.path
 
-    def _unsupported(self, capability: Capability) -> UnsupportedCapability:
+    def _unsupported(self, capability: Capability) -> UnsupportedCapabilityError:
         hint = self.capability_hints.get(capability, "")
-        return UnsupportedCapability(capability, self.backend, hint)
+        return UnsupportedCapabilityError(capability, self.backend, hint)

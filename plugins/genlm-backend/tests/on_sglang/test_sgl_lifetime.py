@@ -8,9 +8,9 @@ import torch
 import genlm
 from genlm.backend.llm import AsyncSGLTransformer
 from genlm_sgl import cpu_shim
+from genlm_sgl.lifecycle import build_scheduler
 from genlm_sgl.loading import default_options, environment
 from genlm_sgl.process_state import quiet
-from genlm_sgl.starting import started
 
 IDS = [10, 11, 12]
 
@@ -19,8 +19,8 @@ def scheduler_of(folder, **options):
     """SGLang's own object, as a program makes it; on a CPU only genlm-sgl can."""
     options = {**default_options(cpu=True), **options, "model_path": str(folder)}
     variables = environment(cpu=True)
-    with genlm.preserve_process_state(**variables), quiet(), cpu_shim.standing_in():
-        return started(options, gpu_id=0)
+    with genlm.preserve_process_state(**variables), quiet(), cpu_shim.stub_packages():
+        return build_scheduler(options, 0, lambda _model, weights: weights)
 
 
 def assert_right(llm, tiny):
@@ -30,7 +30,7 @@ def assert_right(llm, tiny):
 
 def test_a_model_that_was_cleaned_up_makes_way_for_the_next(tiny, options):
     first = AsyncSGLTransformer.from_name(str(tiny.path), engine_opts=options)
-    with pytest.raises(genlm.ModelLoadError, match="close that one first"):
+    with pytest.raises(genlm.ModelLoadError, match="Close the first one"):
         AsyncSGLTransformer.from_name(str(tiny.path), engine_opts=options)
     first.cleanup()
     with pytest.raises(genlm.EngineClosedError):

@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 
-from genlm import AdapterError, ModelLoadError, read_adapter_config
+from genlm.plugin import AdapterError, ModelLoadError, read_lora_config
 from genlm_hf.peft_layers import AdapterState, adapter_layers, adapter_state, put_beside_base
 from genlm_hf.weight_sharing import share_weights
 
 __all__ = ["Adapters"]
-
-# Other initialisations change the weights of the base model.
-_HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 # Adapter types that act in layers only, so that the model inside a `PeftModel` is complete.
 _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
@@ -240,36 +237,15 @@ def _refuse_unservable(given: dict[str, Any], model: torch.nn.Module) -> None:
 def _read_config(name: str, path: str) -> Any:
     import peft
 
-    read_adapter_config(name, path)
+    read_lora_config(name, path, engine="genlm-hf", supported=None)
     try:
         config = peft.PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise AdapterError(
             f"adapter {name!r}: {path!r} has no valid config: {error}"
         ) from error
-    problem = _unsupported(config)
-    if problem is not None:
-        raise AdapterError(f"adapter {name!r} in {path!r} {problem}")
     config.inference_mode = True
     return config
-
-
-def _unsupported(config: Any) -> str | None:
-    """Return why an adapter cannot be switched per request, None if it can."""
-    if config.peft_type != "LORA":
-        return f"is of type {config.peft_type}; only LORA adapters can be served"
-    if config.bias != "none":
-        return f"has bias={config.bias!r}, which would change the base model's answers too"
-    if config.init_lora_weights not in _HARMLESS_INITS:
-        return (
-            f"was initialised with {config.init_lora_weights!r}, which changes the base model; "
-            f"convert it to a plain LoRA (path_initial_model_for_weight_conversion of "
-            f"peft's save_pretrained)"
-        )
-    for option in ("layer_replication", "alora_invocation_tokens"):
-        if getattr(config, option, None):
-            return f"uses {option}, which cannot be switched per request"
-    return None
 
 
 def _same_but_for_rounding(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from genlm import Capability, Vocabulary
+from genlm.plugin import Capability, Vocabulary
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_hf.adapters import Adapters
 from genlm_hf.execution_paths import PATHS, choose_execution_path
@@ -197,7 +197,7 @@ class HFEngine(PrefixEngine):
         """Load the LoRA adapter in folder `path`, which queries use as `name`.
 
         Raises:
-            UnsupportedCapability: peft is not installed, or layers are offloaded.
+            UnsupportedCapabilityError: peft is not installed, or layers are offloaded.
             AdapterError: The name is taken, the folder holds no LoRA adapter, or
                 it does not fit the model; the engine is unchanged.
         """

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from genlm import ModelFacts
+from genlm.plugin import ModelFacts
 from genlm.prefix import (
     ForwardFn,
     PathChoice,

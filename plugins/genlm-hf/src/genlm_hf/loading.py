@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from genlm import MissingRequirementError, ModelLoadError, model_source
+from genlm.plugin import MissingRequirementError, ModelLoadError, model_source
 from genlm_hf.progress import without_bars
 from genlm_hf.quantised import is_quantised, say_once
 

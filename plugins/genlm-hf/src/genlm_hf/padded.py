@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from genlm import rows_from_logits
+from genlm.plugin import rows_from_logits
 from genlm.prefix import BatchLimits, plan_batches
 from genlm_hf.forward import next_logits
 from genlm_hf.probe import padding_is_safe, sample_ids

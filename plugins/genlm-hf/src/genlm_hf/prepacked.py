@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, pad
 
-from genlm import free_memory_bytes
+from genlm.plugin import free_memory_bytes
 
 __all__ = ["PrepackedWeights"]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from genlm import ModelLoadError
+from genlm.plugin import ModelLoadError
 
 __all__ = ["Logits", "first_pass", "padding_is_safe", "sample_ids"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from genlm import rope_settings
+from genlm.plugin import rope_settings
 
 __all__ = ["depends_on_longest", "forget_longest"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from genlm import Vocabulary, rope_settings
+from genlm.plugin import Vocabulary, rope_settings
 
 __all__ = [
     "ServedModel",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from genlm import free_memory_bytes
+from genlm.plugin import free_memory_bytes
 from genlm.prefix import slots_within
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]

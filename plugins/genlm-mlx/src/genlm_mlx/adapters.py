@@ -20,23 +20,12 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
-from genlm import AdapterError, read_adapter_config
+from genlm.plugin import AdapterError, read_lora_config
 
 __all__ = ["Adapters"]
 
 _Layers = dict[str, Module]
 """Layers by their paths in the model."""
-
-# Settings of peft that are more than a product of two matrices, and their neutral values.
-_REFUSED = {
-    "use_dora": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "trainable_token_indices": None,
-    "lora_bias": False,
-}
 
 
 class Adapters:
@@ -107,8 +96,7 @@ class Adapters:
         return _ready(layers)
 
     def _written_by_peft(self, name: str, folder: Path) -> _Layers:
-        config = read_adapter_config(name, folder)
-        _refuse_settings(name, config)
+        config = read_lora_config(name, folder, engine="genlm-mlx", supported={"use_rslora"})
         own = dict(self._model.named_modules())
         layers: _Layers = {}
         for path, (down, up) in _factors(name, folder).items():
@@ -150,21 +138,6 @@ def _refuse_full(name: str, folder: Path) -> None:
             f"adapter {name!r} has fine_tune_type {kind!r}; only 'lora' and 'dora' can be put "
             f"beside a model. Load the fine-tuned model itself"
         )
-
-
-def _refuse_settings(name: str, config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(
-            f"adapter {name!r} is of peft's type {kind!r}; only 'LORA' is served"
-        )
-    for setting, harmless in _REFUSED.items():
-        found = config.get(setting)
-        if found and found != harmless:
-            raise AdapterError(
-                f"adapter {name!r} has {setting}={found!r}, which MLX's layers do not know; "
-                f"only plain LoRA of linear layers is served"
-            )
 
 
 def _scale(config: Mapping[str, Any], down: mx.array) -> float:

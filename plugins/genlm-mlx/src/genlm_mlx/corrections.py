@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from genlm import ModelLoadError
+from genlm.plugin import ModelLoadError
 from genlm_mlx.layers import ACTIVATIONS, TANH_GELUS, correct_layers, corrects_activation
 from genlm_mlx.rotary import PublishedRoPE, correct_rotary
 from genlm_mlx.windows import correct_windows, own_windows

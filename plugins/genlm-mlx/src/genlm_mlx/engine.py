@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from genlm import ModelFacts, VerifiedFamilies, Vocabulary, check_verified
+from genlm.plugin import ModelFacts, VerifiedFamilies, Vocabulary, check_verified
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_mlx.adapters import Adapters
 from genlm_mlx.corrections import correct

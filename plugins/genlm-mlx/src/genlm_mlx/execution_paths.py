@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import torch
 
-from genlm import Vocabulary, rows_from_logits
+from genlm.plugin import Vocabulary, rows_from_logits
 from genlm.prefix import (
     BatchLimits,
     PathChoice,

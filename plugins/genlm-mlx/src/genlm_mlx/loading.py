@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from genlm import ModelLoadError, model_source
+from genlm.plugin import ModelLoadError, model_source
 from genlm_mlx.published import as_mlx_reads, published_config
 
 __all__ = [

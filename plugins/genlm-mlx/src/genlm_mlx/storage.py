@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from genlm import free_memory_bytes
+from genlm.plugin import free_memory_bytes
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 

@@ -1,62 +1,27 @@
-"""LoRA adapters of one engine: checked, loaded in the open, told apart by number.
+"""LoRA adapters of one engine: checked and loaded before requests can name them.
 
-SGLang ignores settings of an adapter that it does not know, and looks at the shapes of its
-weights in the middle of a forward pass, where the wrong ones would fail every request. So an
-adapter is checked and tried before its name is known. SGLang knows it by a number that is
-never used again, and by which it also keys cached prefixes.
+SGLang ignores settings of an adapter that it does not know, and compares the shapes of its
+weights only during a forward pass, where a mismatch would fail every request. So each adapter
+is checked and loaded into the model first. SGLang identifies it by a number that is never used
+again, by which it also keys cached prefixes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from genlm import AdapterError, EvaluationError, read_adapter_config
+from genlm.plugin import AdapterError, EvaluationError, read_lora_config
 from genlm_sgl.scheduler_api import SchedulerApi
 
-__all__ = ["Adapters", "check_config"]
-
-_SERVED = frozenset({"lora_alpha", "r", "target_modules"})
-
-_NO_MATTER = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_dropout",
-        "megatron_config",
-        "megatron_core",
-        "peft_version",
-        "revision",
-        "runtime_config",
-        "task_type",
-    }
-)
-"""Settings about training, or about weights that are or are not in the file."""
-
-# What each of these is where it changes nothing; other ways of initialising an adapter change
-# the weights of the base model.
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
-    "qalora_group_size": (16,),
-}
+__all__ = ["Adapters"]
 
 
 class Adapters:
-    """The adapters that queries may ask for, as many as memory holds.
+    """The loaded adapters by name, as many as fit into memory.
 
     Args:
-        api: The scheduler, of a model that was loaded for adapters.
+        api: The scheduler of a model that was loaded with LoRA.
     """
 
     def __init__(self, api: SchedulerApi) -> None:
@@ -70,26 +35,26 @@ class Adapters:
         return tuple(self._ids)
 
     def id_of(self, name: str | None) -> str | None:
-        """What SGLang calls a loaded adapter; None for none.
+        """Return SGLang's id of a loaded adapter, None for None.
 
         Raises:
-            KeyError: None of that name is loaded.
+            KeyError: The adapter is not loaded.
         """
         return None if name is None else self._ids[name]
 
     def load(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, to be known as `name`; nothing may run.
+        """Load the LoRA adapter in folder `path` as `name`, while no request runs.
 
         Raises:
             AdapterError: The name is taken, or the folder holds no LoRA adapter that SGLang
-                serves with this model. Nothing has changed.
+                serves with this model. The loaded ones stay.
         """
         if name in self._ids:
             raise AdapterError(
                 f"an adapter named {name!r} is loaded already; take another name"
             )
         folder = Path(path).expanduser().resolve()
-        check_config(name, folder)
+        read_lora_config(name, folder, engine="SGLang")
         number = str(next(self._numbers))
         problem = self._api.load_adapter(number, f"{number}-{name}", str(folder))
         if problem is not None:
@@ -101,40 +66,13 @@ class Adapters:
         self._ids[name] = number
 
     def remove(self, name: str) -> None:
-        """Have SGLang drop an adapter; nothing may run.
+        """Have SGLang drop an adapter; no request may be running.
 
         Raises:
-            EvaluationError: It did not.
+            EvaluationError: SGLang reported a failure.
         """
         number = self._ids[name]
         problem = self._api.unload_adapter(number, f"{number}-{name}")
         if problem is not None:
             raise EvaluationError(f"SGLang did not remove adapter {name!r}: {problem}")
         del self._ids[name]
-
-
-def check_config(name: str, folder: Path) -> None:
-    """Refuse an adapter whose config says something that SGLang would ignore.
-
-    Raises:
-        AdapterError: The folder holds no adapter, or one that is no plain LoRA.
-    """
-    config = read_adapter_config(name, folder)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} is of type {kind}; only LORA adapters are "
-            f"served"
-        )
-    changes = {
-        key: value
-        for key, value in config.items()
-        if key not in _SERVED | _NO_MATTER | {"peft_type"}
-        and value not in (None, False, {}, [], *_HARMLESS.get(key, ()))
-    }
-    if changes:
-        shown = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-        raise AdapterError(
-            f"adapter {name!r} in {str(folder)!r} has {shown}, which SGLang does not serve; "
-            f"use a plain LoRA adapter, or genlm-hf"
-        )

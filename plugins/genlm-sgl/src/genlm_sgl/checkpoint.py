@@ -1,8 +1,8 @@
-"""Biases that SGLang reads from a checkpoint and that its model does not hold.
+"""Biases of a checkpoint that SGLang's model does not have.
 
-The weight loaders of SGLang's models pass over a bias that the model has no parameter for,
-because quantised checkpoints bring biases of zeros, and no linear layer of SGLang's heads adds
-one. A model with other biases then computes something else, without any message.
+The weight loaders of SGLang's models skip a bias without a parameter, because quantised
+checkpoints contain biases of zeros, and SGLang's output heads add no bias. Rows of a model with
+other biases would be wrong without a message.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ import torch
 __all__ = ["OUTPUT_BIAS", "CheckpointBiases"]
 
 OUTPUT_BIAS = "lm_head.bias"
-"""Name of the bias of the logits, as transformers calls it."""
+"""Transformers' name of the bias of the logits."""
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 _Counts = tuple[Any, Any]
-"""The different values of a tensor, ascending, and how often it has each."""
+"""The distinct values of a tensor, ascending, and their counts."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class CheckpointBiases:
-    """The biases that pass by while SGLang loads a model.
-
-    They are small, so copies are kept until `lost` was asked.
+    """Copies of the biases that SGLang reads while it loads a model.
 
     Attributes:
-        output_bias: The bias of the logits, if the checkpoint has one that is not zero.
+        output_bias: The bias of the logits, None if the checkpoint has none but zeros.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, torch.Tensor] = {}
         self.output_bias: torch.Tensor | None = None
 
-    def watching(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the weights as they are, and keep copies of the biases among them."""
+    def record(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield the weights unchanged, and copy the biases among them."""
         for name, tensor in weights:
             if name == OUTPUT_BIAS:
                 self.output_bias = tensor.clone() if tensor.any() else None
@@ -50,18 +48,18 @@ class CheckpointBiases:
             yield name, tensor
 
     def lost(self, model: torch.nn.Module, *, layers: int, dtype: torch.dtype) -> list[str]:
-        """List the biases whose values are nowhere in the loaded model.
+        """Return the biases whose values are not in the loaded model.
 
-        A model may store several as one and in another order. Layers beyond the model's own
-        belong to drafts of speculative decoding, which are not loaded.
+        A model may store several biases as one and in another order. Layers beyond the
+        model's own belong to speculative decoding and are not loaded.
 
         Args:
-            model: What SGLang built.
-            layers: How many layers its config states.
-            dtype: Of the model.
+            model: The model that SGLang built.
+            layers: Number of layers in its config.
+            dtype: The dtype of the model.
 
         Returns:
-            Their names in the checkpoint.
+            Names of the biases in the checkpoint.
         """
         own = {_layer(name) for name in self._found}
         held: dict[str | None, list[_Counts]] = {layer: [] for layer in own}
@@ -78,7 +76,7 @@ class CheckpointBiases:
 
 
 def _is_bias(name: str, tensor: torch.Tensor) -> bool:
-    # Old checkpoints call a causal mask `attn.bias`: it has four dimensions.
+    # In old checkpoints `attn.bias` is a causal mask of four dimensions.
     return name.endswith(".bias") and tensor.ndim == 1 and tensor.dtype in _DTYPES
 
 
@@ -97,7 +95,7 @@ def _counts(tensor: torch.Tensor) -> _Counts:
 
 
 def _is_held(wanted: _Counts, held: Iterable[_Counts]) -> bool:
-    """Whether one of the tensors has these values among its own, as often, in any order."""
+    """Whether a tensor of `held` contains these values at least as often, in any order."""
     values, counts = wanted
     for found, found_counts in held:
         places = np.searchsorted(found, values).clip(max=len(found) - 1)

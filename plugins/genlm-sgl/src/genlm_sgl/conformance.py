@@ -1,7 +1,7 @@
 """The targets by which `genlm check sgl` certifies the engine.
 
-A tiny Llama with random weights, made on the spot (`genlm.testing.TinyModel`, which brings
-its oracle), served in the ways that SGLang batches differently.
+They serve a tiny Llama with random weights (see `genlm.testing.TinyModel`, which is also their
+oracle) with settings under which SGLang batches differently.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
-from genlm_sgl.alternating import AlternatingEngine
+from genlm_sgl.exclusive import ExclusiveEngine
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
 __all__ = ["TinyLlama", "targets"]
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"enable_lora": True, "max_total_tokens": 4096},
-    # Batches overlap, 40 tokens go through the model at a time, the prompt that would be the
-    # last in chunks; pages hold 4 tokens, the cache a few prompts, the context 23 tokens.
+    # Batches overlap and have at most 40 tokens, so the last prompt is computed in chunks. A
+    # page holds 4 tokens, the cache a few prompts, the context 23 tokens.
     "cramped": {
         "chunked_prefill_size": 40,
         "context_length": 30,
@@ -38,21 +38,21 @@ _TIGHT = (
     {"max_total_tokens": 40, "page_size": 1},
     {"max_total_tokens": 64, "page_size": 16, "chunked_prefill_size": 16},
 )
-"""No prefix is kept; the longest sequence just fits; four pages."""
+"""Without a prefix cache; with room for just the longest sequence; with four pages."""
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
     """Yield a target per setting; all serve one model.
 
     Args:
-        folder: Where the model is put.
+        folder: Receives the model.
     """
     model = TinyLlama(folder / "llama")
     paged = check_version(installed_version()) >= CPU_PAGES_FROM
     for name, options in SETTINGS.items():
         yield EngineTarget(
             model=name,
-            build=functools.partial(_alternating, model, _fitting(options, paged=paged)),
+            build=functools.partial(_exclusive, model, _fitting(options, paged=paged)),
             oracle=model.logprobs,
             adapters=model.adapters,
             timeout_s=240.0,  # the first engine imports SGLang
@@ -62,27 +62,25 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
 
 
 def _fitting(options: Mapping[str, Any], *, paged: bool) -> Mapping[str, Any]:
-    """The options, with pages of one token for versions that have no others on a CPU."""
+    """Return the options, with pages of one token for versions without others on a CPU."""
     return options if paged else {**options, "page_size": 1}
 
 
-def _alternating(
-    model: TinyLlama, options: Mapping[str, Any], **more: Any
-) -> AlternatingEngine:
-    return AlternatingEngine(functools.partial(model.engine, options, **more))
+def _exclusive(model: TinyLlama, options: Mapping[str, Any], **more: Any) -> ExclusiveEngine:
+    return ExclusiveEngine(functools.partial(model.engine, options, **more))
 
 
 class TinyLlama(TinyModel):
-    """A tiny Llama with two adapters, as SGLang serves it.
+    """A tiny Llama with two adapters for SGLang.
 
     Args:
-        folder: Where to put it.
-        **settings: Of its config, beside the usual ones.
+        folder: Receives the model.
+        **settings: Additional settings of its config.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        # On a CPU, SGLang makes inner layers a multiple of 64 wide and adapters must be, too;
-        # who changes queries must also change values.
+        # On a CPU, SGLang pads inner layers to a multiple of 64, which adapters must match. An
+        # adapter of queries must also have values.
         super().__init__(
             folder,
             {**TINY_LLAMA, "intermediate_size": 64, **settings},

@@ -1,9 +1,9 @@
-"""Stand-ins for what SGLang asks for and does not use on a CPU: two packages, pinned memory.
+"""Stubs for two packages and for pinned memory, which SGLang needs but does not use on a CPU.
 
-`sgl_kernel` and torchvision exist in builds that a machine without a GPU often lacks. SGLang
-imports names from both at its top level. The stand-ins give it any name it asks for, and
-compute nothing: calling one raises and is recorded in `CALLED`, so a run that left `CALLED`
-empty has used neither package. A package that is installed is never replaced.
+SGLang imports names of `sgl_kernel` and torchvision at its top level, and machines without a
+GPU often lack builds of both. The stubs have any name and compute nothing: a call raises and is
+recorded in `CALLED`, so that a run with an empty `CALLED` has used neither package. Installed
+packages are not replaced.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CALLED", "PACKAGES", "Unpinned", "installed_stand_ins", "standing_in"]
+__all__ = ["CALLED", "PACKAGES", "Unpinned", "installed_stubs", "stub_packages"]
 
 PACKAGES = ("sgl_kernel", "torchvision")
-"""What may be stood in for."""
+"""Packages that are stubbed if they are not installed."""
 
 CALLED: list[str] = []
-"""Full names of stand-ins that were called, in order."""
+"""Full names of the stubs that were called, in order."""
 
 
 class Absent:
-    """A name of a package that is not there; has any attribute, can do nothing."""
+    """A name of an absent package; has every attribute and raises when called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,8 +44,8 @@ class Absent:
         CALLED.append(self._name)
         package = self._name.partition(".")[0]
         raise NotImplementedError(
-            f"SGLang called {self._name}; {package} is not installed and genlm-sgl only "
-            f"stands in for its names. Use a model or options without it, or install {package}"
+            f"SGLang called {self._name}; {package} is not installed and genlm-sgl provides "
+            f"its names only. Use a model or options without it, or install {package}"
         )
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class Absent:
 
 
 class _AbsentModule(ModuleType):
-    """A module of a package that is not there."""
+    """A module of an absent package."""
 
     __version__ = "0"
 
@@ -68,7 +68,7 @@ class _AbsentModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of the packages it stands in for, whatever their names."""
+    """Finds every module of the stubbed packages."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -82,22 +82,22 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: the module has no code."""
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[tuple[str, ...]]:
-    """Stand in for those of `PACKAGES` that are not installed.
+def stub_packages() -> Iterator[tuple[str, ...]]:
+    """Stub those of `PACKAGES` that are not installed.
 
-    Afterwards no new module of theirs is found, and `torchvision`, which others ask for,
-    is unknown again; what SGLang has imported keeps its names.
+    Afterwards no other module of theirs is found, and `torchvision`, which other libraries
+    look for, is absent again; SGLang keeps the names that it has imported.
 
     Yields:
-        The packages stood in for.
+        The stubbed packages.
     """
     missing = tuple(name for name in PACKAGES if not _is_installed(name))
     if "torchvision" in missing:
-        _have_transformers_look()
+        _cache_transformers_lookup()
     finder = _Finder(missing)
     sys.meta_path.append(finder)
     try:
@@ -110,16 +110,15 @@ def standing_in() -> Iterator[tuple[str, ...]]:
 
 
 class Unpinned(TorchFunctionMode):
-    """Within it, in this thread, tensors that are asked for in pinned memory are in any.
+    """Allocates tensors in ordinary memory where pinned memory is requested, in this thread.
 
-    Pinned memory makes copies to an accelerator faster; without one, torch raises. Values do
-    not depend on it.
+    Pinned memory makes copies to an accelerator faster; without an accelerator torch raises.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call `func`, but pin nothing."""
+        """Call `func` without pinning."""
         if func is torch.Tensor.pin_memory:
             return args[0]
         options = dict(kwargs or {})
@@ -127,8 +126,8 @@ class Unpinned(TorchFunctionMode):
         return func(*args, **options)
 
 
-def installed_stand_ins() -> list[str]:
-    """Names of the stand-in modules that are importable now."""
+def installed_stubs() -> list[str]:
+    """Return the names of the stub modules that are importable now."""
     return sorted(
         name for name, module in sys.modules.items() if isinstance(module, _AbsentModule)
     )
@@ -141,8 +140,8 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _have_transformers_look() -> None:
-    # transformers remembers whether torchvision is there: it must look before we pretend.
+def _cache_transformers_lookup() -> None:
+    # transformers caches whether torchvision is installed; it must look before the stub.
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()

@@ -1,39 +1,39 @@
 """`SGLEngine`: SGLang's scheduler in this process as a genlm engine.
 
-The engine validates and hands queries to SGLang, whose loop it turns once per step, so that
-new queries join what is running. Rows and draws are made in `requests`; all calls into SGLang
-are in `starting`, with what depends on its version, and `scheduler_api`. A little longer than
-other modules: it is the engine protocol in one place, a third of it docstrings.
+The engine checks queries and adds them to SGLang's queue. Each step runs one iteration of
+SGLang's event loop, so that new queries join the running batch. `requests` makes rows and draws
+tokens; `lifecycle` and `scheduler_api` contain all calls into SGLang.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from genlm import (
+from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
-    ContextLengthError,
-    EmptySequenceError,
     EvaluationError,
     ModelLoadError,
     Query,
     SamplingParams,
-    TokenIdError,
     UnknownAdapterError,
     Vocabulary,
+    check_query,
+    claim_process,
     model_source,
     preserve_process_state,
+    release_process,
 )
 from genlm_sgl import cpu_shim
 from genlm_sgl.adapters import Adapters
+from genlm_sgl.corrections import ModelCorrections
+from genlm_sgl.lifecycle import server_options
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
@@ -46,24 +46,18 @@ from genlm_sgl.loading import (
 )
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.requests import Requests
-from genlm_sgl.review import ModelReview
-from genlm_sgl.scheduler_api import Ended, SchedulerApi
-from genlm_sgl.starting import server_options
+from genlm_sgl.scheduler_api import FinishedRequest, SchedulerApi
 from genlm_sgl.versions import check_version, installed_version
 
 __all__ = ["SGLEngine"]
 
 logger = logging.getLogger("genlm_sgl")
 
-_only_one = threading.Lock()
-"""Held by the live engine: SGLang keeps its settings and groups in globals."""
-
-
-_PATIENCE = 4
-"""Turns in a row that move nothing until what waits is given up."""
+_MAX_IDLE_ITERATIONS = 4
+"""Iterations of SGLang's loop without progress after which waiting requests fail."""
 
 _PREFIX = -1
-"""Query id of a prefix, which no scheduler uses."""
+"""Query id of a prefix to cache; those of the scheduler begin at 0."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -75,21 +69,21 @@ def _stop_ids(query: Query) -> frozenset[int]:
 class SGLEngine:
     """Next-token rows and continuations from SGLang, with its radix cache.
 
-    There can be one at a time in a process.
+    A process can have one at a time.
 
     Args:
         model: A folder or a hub id.
         engine_opts: Arguments of SGLang's `ServerArgs`.
-        gpu_id: Which GPU, where there are any.
-        unverified: What happens to a model of a family whose rows were never compared with an
-            unbatched forward pass: `"warn"` or `"refuse"`.
+        gpu_id: Index of the GPU, on machines with GPUs.
+        unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
+            an unbatched forward pass.
 
     Raises:
         ModelLoadError: SGLang cannot load the model or would compute wrong rows, the family
-            is unverified and such are to be refused, or an engine is alive already.
-        MissingRequirementError: The installed SGLang is none of the supported versions.
+            is unverified and `unverified="refuse"`, or another engine is alive.
+        MissingRequirementError: The installed version of SGLang is not supported.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        TypeError: SGLang takes no such option.
+        TypeError: An option that SGLang does not have.
         ValueError: An option that the engine sets itself, or that needs other processes.
 
     Warns:
@@ -97,11 +91,11 @@ class SGLEngine:
 
     Attributes:
         vocabulary: The tokenizer's ids.
-        max_context: The longest prompt that SGLang takes: of the model's window, and of the
-            KV cache if that is smaller, SGLang keeps seven tokens for itself.
+        max_context: The longest prompt that SGLang accepts: it reserves seven tokens of the
+            model's context, or of the KV cache if that is smaller.
         capabilities: `SAMPLE` and `PREFIX_CACHE`; `LORA` with `enable_lora` in `engine_opts`.
-        capability_hints: How to get `LORA`, without it.
-        embedding_rows: How many ids the model can embed.
+        capability_hints: How to enable `LORA`, if it is not.
+        embedding_rows: Number of ids that the model embeds.
         closed: Whether `close` was called.
     """
 
@@ -116,17 +110,12 @@ class SGLEngine:
         wanted = mapping_of(engine_opts)
         self._version = installed_version()
         self._release = check_version(self._version)
-        if not _only_one.acquire(blocking=False):
-            raise ModelLoadError(
-                f"asked for SGLang with {os.fspath(model)!r} while another SGLang engine is "
-                f"alive in this process, which can hold one at a time; close that one first, "
-                f"or use another process"
-            )
+        claim_process(self, "SGLang", "use another process")
         self._log = QuietLogger("sglang")
         try:
             self._build(model, wanted, gpu_id, unverified)
         except BaseException:
-            self._let_go()
+            self._release_process()
             raise
 
     def _build(
@@ -139,7 +128,7 @@ class SGLEngine:
         source = model_source(model)
         cpu = wanted.get("device") == "cpu" or not torch.cuda.is_available()
         variables = environment(cpu=cpu)
-        with preserve_process_state(**variables), quiet(), cpu_shim.standing_in():
+        with preserve_process_state(**variables), quiet(), cpu_shim.stub_packages():
             known = server_options()
             options = {k: v for k, v in default_options(cpu=cpu).items() if k in known}
             options |= checked_options(wanted, known)
@@ -148,17 +137,17 @@ class SGLEngine:
             try:
                 if cpu and options.get("max_total_tokens") is None:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
-                review = ModelReview(source, options)
-                options = review.options | {"model_path": source}
-                self._api = SchedulerApi(options, gpu_id, review.watch_weights)
+                corrections = ModelCorrections(source, options)
+                options = corrections.options | {"model_path": source}
+                self._api = SchedulerApi(options, gpu_id, corrections.on_load_weights)
             except ModelLoadError:
                 raise
             except Exception as error:
                 raise load_error(self._version, source, wanted, error) from error
         try:
             longest = self._longest_prompt(wanted)
-            review.finish(self._api, longest, unverified=unverified)
-            self._corrections = ", ".join(review.corrections)
+            corrections.check_loaded(self._api, longest, unverified=unverified)
+            self._corrections = ", ".join(corrections.names)
             self.max_context: int | None = longest
             self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
         except BaseException:
@@ -172,118 +161,108 @@ class SGLEngine:
             self.capability_hints = {}
         self._adapters = Adapters(self._api)
         self._requests = Requests(self.vocabulary)
-        self._api.watch(self._requests)
-        self._early: list[Completion] = []  # of steps that were not `step`
+        self._api.install_hooks(self._requests)
+        self._early: list[Completion] = []  # of iterations outside of `step`
         self.closed = False
-        self._still = 0  # turns in a row that moved nothing
+        self._idle_iterations = 0
         self._final_statistics: Mapping[str, int | float | str] | None = None
 
     def _longest_prompt(self, wanted: Mapping[str, Any]) -> int:
         found = self._api.longest_prompt
         if found < 1:
             raise ModelLoadError(
-                f"asked SGLang for {shown(wanted)}, which leaves no room for a prompt: of the "
-                f"context and of the KV cache it keeps seven tokens for itself, of a cache in "
-                f"pages two and a token. Raise 'context_length' or 'max_total_tokens'"
+                f"asked SGLang for {shown(wanted)}, which leaves no room for a prompt: SGLang "
+                f"reserves seven tokens of the context and of the KV cache, and in a paged "
+                f"cache two pages and a token. Raise 'context_length' or 'max_total_tokens'"
             )
         return found
 
     # -- queries ----------------------------------------------------------------------
 
     def submit(self, query: Query) -> None:
-        """Hand a query to SGLang.
+        """Add a query to SGLang's queue.
 
         Raises:
-            EmptySequenceError: It has no tokens.
-            ContextLengthError: It has more than `max_context`.
-            TokenIdError: An id that the model cannot embed.
-            UnknownAdapterError: Its adapter was not loaded.
+            GenlmError: As `genlm.plugin.check_query`.
         """
-        self._check(query.token_ids, query.adapter)
+        # SGLang returns another prompt's row for one that is too long, fails on an empty one,
+        # and loses slots over an unknown id.
+        check_query(
+            query,
+            embedding_rows=min(self.embedding_rows, self.vocabulary.size),
+            max_context=self.max_context,
+            adapters=self._adapters.names,
+        )
         sampling = query.sampling
-        most = 0 if sampling is None else self._most_tokens(query.token_ids, sampling)
-        rid = self._requests.add(query, most)
+        max_tokens = 0 if sampling is None else self._max_tokens(query.token_ids, sampling)
+        rid = self._requests.add(query, max_tokens)
         try:
             adapter_id = self._adapters.id_of(query.adapter)
-            self._api.enqueue(rid, query.token_ids, most, _stop_ids(query), adapter_id)
+            self._api.enqueue(rid, query.token_ids, max_tokens, _stop_ids(query), adapter_id)
         except BaseException:
             self._requests.drop(query.query_id)
             raise
 
-    def _check(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        # SGLang answers a prompt that is too long with another's row, chokes on an empty
-        # one, and loses slots over an unknown id: none of them may reach it.
-        if adapter is not None and adapter not in self._adapters.names:
-            raise UnknownAdapterError(adapter, self._adapters.names)
-        if not token_ids:
-            raise EmptySequenceError
-        if self.max_context is not None and len(token_ids) > self.max_context:
-            raise ContextLengthError(len(token_ids), self.max_context)
-        size = min(self.embedding_rows, self.vocabulary.size)
-        if min(token_ids) < 0 or max(token_ids) >= size:
-            position = next(i for i, t in enumerate(token_ids) if not 0 <= t < size)
-            raise TokenIdError(token_ids[position], position, size)
-
-    def _most_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
-        """How many tokens to draw: the last one from a context of `max_context`."""
+    def _max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+        """Return the most tokens to draw: the last one from a context of `max_context`."""
         if self.max_context is None:
             return sampling.max_tokens
         return min(sampling.max_tokens, self.max_context + 1 - len(token_ids))
 
     def step(self) -> list[Completion]:
-        """Turn SGLang's loop once and return what ended."""
+        """Run one iteration of SGLang's event loop; return the finished queries."""
         early, self._early = self._early, []
-        return early + self._turn()
+        return early + self._run_once()
 
     def abort(self, query_id: int) -> None:
-        """Forget a query; its slots are free when SGLang's next turn ends."""
+        """Abort a query; its slots are free after SGLang's next iteration."""
         rid = self._requests.drop(query_id)
         if rid is None:
             self._early = [each for each in self._early if each.query_id != query_id]
             return
         self._api.abort(rid)
-        if not self._requests:  # nobody will ask for that turn
-            self._settle()
+        if not self._requests:  # the scheduler will not call `step`
+            self._drain()
 
-    def _turn(self) -> list[Completion]:
+    def _run_once(self) -> list[Completion]:
         try:
-            ended, moved = self._api.turn()
+            finished, progressed = self._api.run_once()
         except Exception:
-            # Every query in it is lost and fails; later ones find a clean scheduler.
+            # All queries in SGLang fail; later ones get a clean scheduler.
             self._requests.clear()
-            self._api.start_over()
+            self._api.reset()
             raise
-        answers = self._requests.completions(ended)
-        self._still = 0 if moved or ended else self._still + 1
-        if self._still == _PATIENCE:
-            answers += self._give_up()
-        return answers
+        completions = self._requests.completions(finished)
+        self._idle_iterations = 0 if progressed or finished else self._idle_iterations + 1
+        if self._idle_iterations == _MAX_IDLE_ITERATIONS:
+            completions += self._fail_stuck()
+        return completions
 
-    def _settle(self) -> None:
-        """Turn the loop until nothing runs, keeping the answers for the next step."""
+    def _drain(self) -> None:
+        """Run the loop until nothing runs; the next step returns the completions."""
         while not self._api.is_idle:
-            self._early += self._turn()
+            self._early += self._run_once()
         try:
             self._api.check_idle()
         except Exception:
             logger.exception("SGLang lost slots of its KV cache; the cache is emptied")
-            self._api.start_over()
+            self._api.reset()
 
-    def _give_up(self) -> list[Completion]:
-        """Fail what SGLang can never start: its loop would turn on for ever."""
-        self._still = 0
+    def _fail_stuck(self) -> list[Completion]:
+        """Fail the requests that SGLang never starts, which would wait forever."""
+        self._idle_iterations = 0
         why = (
-            f"it does not fit into the KV cache of {self._api.token_capacity} tokens as SGLang "
-            f"reckons; raise engine_opts['max_total_tokens']"
+            f"it does not fit into the KV cache of {self._api.token_capacity} tokens by "
+            f"SGLang's estimate; raise engine_opts['max_total_tokens']"
         )
-        stuck = [Ended(rid, [], why) for rid in self._requests.unanswered()]
-        self._api.start_over()
+        stuck = [FinishedRequest(rid, [], why) for rid in self._requests.unanswered()]
+        self._api.reset()
         return self._requests.completions(stuck)
 
     # -- adapters, prefixes -----------------------------------------------------------
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, once what is running has ended.
+        """Load the LoRA adapter in folder `path` as `name`, after all running queries.
 
         Raises:
             AdapterError: The name is taken, the folder holds no adapter that SGLang serves
@@ -291,7 +270,7 @@ class SGLEngine:
         """
         if Capability.LORA not in self.capabilities:
             raise AdapterError(f"asked for adapter {name!r}; {_LORA_HINT}")
-        self._settle()
+        self._drain()
         with quiet():
             self._adapters.load(name, path)
 
@@ -304,15 +283,15 @@ class SGLEngine:
         """
         if name not in self._adapters.names:
             raise UnknownAdapterError(name, self._adapters.names)
-        self._settle()
+        self._drain()
         with quiet():
             self._adapters.remove(name)
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Compute a prefix, which then stands in the radix cache.
+        """Compute a prefix into the radix cache.
 
-        It stays until `clear_prefix_cache`, or until SGLang needs the room and everything
-        used less recently is gone.
+        It stays until `clear_prefix_cache`, or until SGLang needs the memory and has evicted
+        everything used less recently.
 
         Raises:
             EvaluationError: SGLang could not compute it.
@@ -321,7 +300,7 @@ class SGLEngine:
         query = Query(_PREFIX, tuple(token_ids), adapter)
         self.submit(query)
         while True:
-            for answer in self._turn():
+            for answer in self._run_once():
                 if answer.query_id != _PREFIX:
                     self._early.append(answer)
                 elif answer.error is not None:
@@ -330,31 +309,33 @@ class SGLEngine:
                     return
 
     def clear_prefix_cache(self) -> None:
-        """Empty the radix cache, once what is running has ended.
+        """Empty the radix cache, after all running queries.
 
         Raises:
-            EvaluationError: SGLang would not.
+            EvaluationError: SGLang did not empty it.
         """
-        self._settle()
+        self._drain()
         if not self._api.flush():
-            raise EvaluationError("SGLang did not empty its radix cache though nothing runs")
+            raise EvaluationError(
+                "SGLang did not empty its radix cache although no request runs"
+            )
 
     @property
     def model(self) -> Any:
-        """The torch module that SGLang runs; for reading only."""
+        """The model as a torch module; read-only."""
         return self._api.model
 
     @property
     def free_tokens(self) -> int:
-        """How many tokens of the KV cache hold nothing, not even a cached prefix."""
+        """Number of KV cache slots that hold nothing; cached prefixes count as used."""
         return self._api.free_tokens
 
-    # -- figures and the end ----------------------------------------------------------
+    # -- statistics, close ------------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """SGLang's version, device and model class, and what was computed so far.
+        """Return SGLang's version, device and model class, and counters.
 
-        `corrections` names what SGLang's model left out of the config and was set right.
+        `corrections` names the differences from the config that were corrected.
         """
         if self._final_statistics is not None:
             return self._final_statistics
@@ -371,14 +352,14 @@ class SGLEngine:
         }
 
     def close(self) -> None:
-        """Take SGLang down; another engine can then be built."""
+        """Shut SGLang down; another engine may then be built."""
         self._final_statistics = self.statistics()
         self.closed = True
         try:
             self._api.close()
         finally:
-            self._let_go()
+            self._release_process()
 
-    def _let_go(self) -> None:
+    def _release_process(self) -> None:
         self._log.restore()
-        _only_one.release()
+        release_process(self)

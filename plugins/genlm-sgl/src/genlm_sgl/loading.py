@@ -1,4 +1,4 @@
-"""From a model's name and options to the arguments of SGLang's scheduler."""
+"""The options of SGLang's scheduler: checks and defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm import ModelLoadError, cache_budget_bytes
+from genlm.plugin import ModelLoadError, cache_budget_bytes
 from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
@@ -29,21 +29,21 @@ _LORA_RANK = 16
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _KV_SHARE = 0.25
-"""Of the free memory, for cached keys and values on a CPU."""
+"""Share of the free memory for the KV cache on a CPU."""
 
-_FEWEST_TOKENS, _MOST_TOKENS = 2**10, 2**17
+_MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
 
 def environment(*, cpu: bool) -> dict[str, str]:
-    """Variables that SGLang reads while it is imported and built."""
+    """Return environment variables that SGLang reads while it is imported and built."""
     return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
 
 
 def default_options(*, cpu: bool) -> dict[str, Any]:
-    """Arguments of `ServerArgs` unless the caller gives others.
+    """Return the default arguments of `ServerArgs`.
 
-    Everything that belongs to a server is off. On a CPU there is nothing to overlap with, no
-    graph to capture, and only SGLang's plain torch code can run.
+    Features of SGLang's server are off. On a CPU, SGLang has no overlap, no graphs, and only
+    its plain torch kernels.
     """
     options = {
         "disable_cuda_graph": cpu,
@@ -63,9 +63,8 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "disable_overlap_schedule": True,
             "dtype": "float32",
             "max_running_requests": 64,
-            # The cache is sized by `max_total_tokens`, whatever the machine has free. SGLang
-            # makes it smaller, or refuses to start, where other processes have taken more
-            # than this share since its own first look at the memory.
+            # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
+            # if other processes took more than this share of memory during loading.
             "mem_fraction_static": 0.999,
             "sampling_backend": "pytorch",
         }
@@ -73,10 +72,10 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
 
 
 def mapping_of(engine_opts: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the caller's options, `{}` for none.
+    """Return the caller's options, `{}` for None.
 
     Raises:
-        TypeError: They are no mapping.
+        TypeError: They are not a mapping.
     """
     options: object = {} if engine_opts is None else engine_opts
     if not isinstance(options, Mapping):
@@ -92,7 +91,7 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
 
     Raises:
         ValueError: An option that the engine sets itself, or that needs other processes.
-        TypeError: SGLang takes no such option.
+        TypeError: An option that SGLang does not have.
     """
     for name in _ONE_PROCESS:
         if options.get(name, 1) != 1:
@@ -116,19 +115,21 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
         if name not in known:
             close = difflib.get_close_matches(name, known, 3)
             hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise TypeError(f"engine_opts[{name!r}]: SGLang's ServerArgs takes no such.{hint}")
+            raise TypeError(
+                f"engine_opts[{name!r}]: not an option of SGLang's ServerArgs.{hint}"
+            )
     return dict(options)
 
 
 def shown(engine_opts: Mapping[str, Any]) -> str:
-    """The caller's options, for a message."""
+    """Return options for an error message."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"
 
 
 def load_error(
     version: str, source: str, wanted: Mapping[str, Any], error: Exception
 ) -> ModelLoadError:
-    """Make of what SGLang raised while it was built an error that says what was asked."""
+    """Return the error of a failed build of SGLang, with the request and the cause."""
     first_line = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     return ModelLoadError(
         f"asked SGLang {version} for the model {source!r} with {shown(wanted)}; it raised "
@@ -139,10 +140,10 @@ def load_error(
 
 
 def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> None:
-    """Refuse pages of several tokens where SGLang has no code for them on a CPU.
+    """Refuse pages of several tokens where SGLang does not support them on a CPU.
 
     Raises:
-        ValueError: It would raise at the first request.
+        ValueError: SGLang would raise at the first request.
     """
     size = options.get("page_size") or 1
     if size > 1 and release < CPU_PAGES_FROM:
@@ -153,9 +154,9 @@ def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> Non
 
 
 def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
-    """How many tokens of keys and values to hold on a CPU: up to 2^17, a quarter of memory.
+    """Return the tokens of the KV cache on a CPU: a quarter of the free memory, at most 2^17.
 
-    SGLang's own measure, a share of all memory, would take most of it.
+    SGLang's default would take most of the memory.
 
     Raises:
         ModelLoadError: A quarter of the free memory does not hold 2^10 tokens.
@@ -173,8 +174,8 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     each = max(1, 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize)
     budget = cache_budget_bytes(
         share=_KV_SHARE,
-        at_least=_FEWEST_TOKENS * each,
-        at_most=_MOST_TOKENS * each,
+        at_least=_MIN_TOKENS * each,
+        at_most=_MAX_TOKENS * each,
         option="engine_opts['max_total_tokens']",
     )
     return int(budget // each)

@@ -1,9 +1,9 @@
-"""Where the model that SGLang built departs from its config: set right, or refused.
+"""Differences between the model that SGLang built and its config: corrected, or refused.
 
-SGLang's model classes read a config in their own way, and some leave out a part of it: a
-window, an activation, the base of the rotary embeddings. None of that raises; rows are wrong.
-What is compared here is what the config says with what the built modules hold, so that a
-class that nobody has tried is judged as well. `docs/sglang-engine.md` lists the defects.
+Some of SGLang's model classes ignore a part of a config, such as a window, an activation or the
+base of the rotary embeddings. Nothing raises; rows are wrong. The functions here compare the
+config with the attributes of the built modules, so that they cover classes that were not
+tested. `docs/sglang-engine.md` lists the defects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from genlm import ModelFacts, ModelLoadError, rope_settings
+from genlm.plugin import ModelFacts, ModelLoadError, rope_settings
 from genlm_sgl.versions import installed_version
 
 __all__ = ["BuiltModel", "check_model", "correct_model", "rope_overrides"]
@@ -29,26 +29,26 @@ _APPROXIMATIONS = {
     "gelu_fast": "tanh",
     "gelu": "none",
 }
-"""What transformers calls an activation, and the approximation of GELU that it is."""
+"""Transformers' names of GELU activations, and their approximations in torch."""
 
 _LONGROPE = {"longrope", "su"}
-"""The first Phi-3 called it su."""
+"""The first Phi-3 models call it su."""
 
 _OTHER_TOWERS = re.compile("vision|visual|audio")
-"""In the names of modules that are not the text model."""
+"""Part of the names of modules outside the text model."""
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What SGLang made of a model.
+    """A model that SGLang built.
 
     Attributes:
-        module: The torch module that runs.
-        config: Of the text model, as transformers reads it, with the user's overrides.
-        facts: Of this config.
+        module: The torch module.
+        config: Config of the text model, read by transformers, with the user's overrides.
+        facts: Facts of this config.
         backends: SGLang's names of the attention backends in use.
-        max_context: The longest prompt that will be asked.
-        is_fallback: Whether SGLang, having no model of its own, runs transformers'.
+        max_context: The longest prompt.
+        is_fallback: Whether SGLang runs transformers' model, without a class of its own.
     """
 
     module: torch.nn.Module
@@ -60,19 +60,19 @@ class BuiltModel:
 
 
 def correct_model(module: torch.nn.Module, config: Any, backend: str | None) -> list[str]:
-    """Set right what the modules that SGLang built leave out of the config.
+    """Set attributes of the built modules that SGLang did not set from the config.
 
-    To be called before the weights are loaded. Only what a module reads anew in each pass: the
-    approximation of GELU, the dtype of xIELU's parameters and, under attention in plain torch,
-    the window of each layer, which masks keys there and nothing else.
+    Call it before the weights are loaded. It changes only attributes that a module reads in
+    each forward pass: the approximation of GELU, the dtype of xIELU's parameters and, with the
+    backend `torch_native`, the window of each layer, which there only masks keys.
 
     Args:
-        module: What SGLang built.
-        config: Of the text model, as transformers reads it.
-        backend: SGLang's name of the attention backend; None if it is to choose.
+        module: The model that SGLang built.
+        config: Config of the text model, read by transformers.
+        backend: SGLang's name of the attention backend; None if SGLang chooses it.
 
     Returns:
-        What was changed, in words.
+        Names of the changes.
     """
     changed = {}
     approximation = _APPROXIMATIONS.get(_activation(config))
@@ -97,7 +97,7 @@ def check_model(built: BuiltModel) -> None:
     """Refuse a model whose rows would be wrong.
 
     Raises:
-        ModelLoadError: With the reason, and with what to do where something can be done.
+        ModelLoadError: With the reason and, if there is one, a remedy.
     """
     for check in _CHECKS:
         reason = check(built)
@@ -106,17 +106,17 @@ def check_model(built: BuiltModel) -> None:
 
 
 def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
-    """Return settings by which a config has plain rotary embeddings instead of dynamic ones.
+    """Return settings that replace dynamic rotary embeddings by plain ones.
 
-    Up to the positions that the config states they are the same, and SGLang, which scales
-    them for all lengths alike, computes only the plain ones rightly.
+    Both are equal up to the positions that the config states. SGLang scales dynamic ones for
+    all lengths alike, and computes only the plain ones correctly.
 
     Args:
-        config: Of the text model.
-        context_length: What the user asked for.
+        config: Config of the text model.
+        context_length: The user's option.
 
     Returns:
-        Settings of the config; empty if it has other embeddings or a longer context.
+        Settings of the config; empty for other embeddings or a longer context.
     """
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict) or not _is_dynamic(settings) or context_length is None:
@@ -142,7 +142,7 @@ def _check_fallback(built: BuiltModel) -> str | None:
     if not built.is_fallback or not names:
         return None
     return (
-        f"has no model of its own for {facts.architecture} and would run that of transformers "
+        f"has no model class for {facts.architecture} and would run transformers' model "
         f"without its {' and '.join(names)}: rows would be wrong"
     )
 
@@ -227,21 +227,21 @@ def _check_activation(built: BuiltModel) -> str | None:
 _CHECKS = (_check_fallback, _check_caps, _check_windows, _check_rope, _check_activation)
 
 
-# -- what SGLang built ----------------------------------------------------------------
+# -- the built model ------------------------------------------------------------------
 
 
 def _attention_layers(module: torch.nn.Module) -> list[Any]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     found = [each for each in module.modules() if isinstance(each, RadixAttention)]
-    # The fallback keeps them in a dict, which torch does not look into.
+    # The fallback has them in a dict, which torch does not traverse.
     return found or [*getattr(module, "attention_instances", {}).values()]
 
 
 def _layer_windows(module: torch.nn.Module, config: Any) -> Iterator[tuple[Any, int | None]]:
-    """Yield attention layers and how many tokens each is to attend to, None for all.
+    """Yield attention layers and the window of each in the config, None for no window.
 
-    None is yielded of configs whose class knows no window.
+    Yields nothing for configs whose class has no windows.
     """
     if "sliding_window" not in inspect.signature(type(config)).parameters:
         return
@@ -257,7 +257,7 @@ def _layer_windows(module: torch.nn.Module, config: Any) -> Iterator[tuple[Any, 
 
 
 def _masks_windows() -> bool:
-    """Whether attention in plain torch masks keys by the window of a layer, as we know it."""
+    """Whether `torch_native` masks keys by the window of a layer as expected."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     mask = getattr(TorchNativeAttnBackend, "_make_sliding_window_mask", None)
@@ -296,7 +296,7 @@ def _rotary_modules(module: torch.nn.Module) -> list[Any]:
     ]
 
 
-# -- what the config says -------------------------------------------------------------
+# -- the config -----------------------------------------------------------------------
 
 
 def _activation(config: Any) -> str:
@@ -305,7 +305,7 @@ def _activation(config: Any) -> str:
 
 
 def _is_dynamic(settings: Mapping[str, Any]) -> bool:
-    # With `alpha`, they are scaled once and for all.
+    # With `alpha`, the scale is constant.
     return _rope_kind(settings) == "dynamic" and "alpha" not in settings
 
 
@@ -314,7 +314,7 @@ def _rope_kind(settings: Mapping[str, Any]) -> str:
 
 
 def _rope_bases(config: Any) -> set[float]:
-    """The bases of the rotary embeddings that some layer has."""
+    """Return the bases of the rotary embeddings of all layers."""
     settings = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ())
     each = [settings, *(settings[kind] for kind in kinds & settings.keys())]

@@ -1,7 +1,6 @@
-"""What SGLang prints while it is imported and built, kept quiet.
+"""Suppressing the logs, warnings and progress bars of SGLang.
 
-It logs, warns and draws progress bars as a server does. `genlm.preserve_process_state` puts
-back what it changes in the process.
+`genlm.preserve_process_state` restores what SGLang changes in the process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["QuietLogger", "quiet"]
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Show neither the warnings nor the progress bars that the body gives rise to."""
+    """Suppress warnings and progress bars while the body runs."""
     import tqdm.std
 
     bar = tqdm.std.tqdm
@@ -36,19 +35,19 @@ def quiet() -> Iterator[None]:
 
 
 class QuietLogger:
-    """Raises the level of a logger to that of errors, unless somebody has set one.
+    """Sets the level of a logger to ERROR, unless it has a level.
 
     Args:
-        name: Of the logger.
+        name: Name of the logger.
     """
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
-        self._is_ours = self._logger.level == logging.NOTSET
-        if self._is_ours:
+        self._changed = self._logger.level == logging.NOTSET
+        if self._changed:
             self._logger.setLevel(logging.ERROR)
 
     def restore(self) -> None:
-        """Give the logger its level back."""
-        if self._is_ours:
+        """Restore the level of the logger."""
+        if self._changed:
             self._logger.setLevel(logging.NOTSET)

@@ -1,50 +1,59 @@
-"""The requests in SGLang's hands: which query each is, and what has come of it so far."""
+"""The queries that SGLang computes: their request ids, rows, draws and completions."""
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from genlm import Completion, EvaluationError, Query, Vocabulary, rows_from_logits
-from genlm_sgl.drawing import UniformStream, draw_tokens
-from genlm_sgl.scheduler_api import Ended
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    Query,
+    Vocabulary,
+    draw_tokens,
+    rows_from_logits,
+    stream_uniform,
+)
+from genlm_sgl.scheduler_api import FinishedRequest
 
 __all__ = ["Request", "Requests"]
 
 
 @dataclass(slots=True)
 class Request:
-    """A query on its way.
+    """A query in SGLang.
 
     Attributes:
-        query: What was asked.
-        most_tokens: How many tokens to draw, unless it stops before.
-        row: Its row, once the pass over its last token was seen.
-        uniforms: The randomness of its continuation.
-        invalid: For each token drawn, whether its row was not a distribution; scalars on the
-            engine's device, which are read when the continuation ends.
+        query: The query.
+        max_tokens: The most tokens to draw.
+        row: Its row, once the forward pass over its last token has run.
+        seed: Seed of its continuation.
+        invalid: For each drawn token, whether its row was not a distribution; scalars on the
+            engine's device, read when the continuation finishes.
     """
 
     query: Query
-    most_tokens: int
+    max_tokens: int
     row: torch.Tensor | None = None
-    uniforms: UniformStream = field(init=False)
+    seed: int = field(init=False)
     invalid: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.query.sampling is not None:
-            self.uniforms = UniformStream(self.query.sampling.seed)
+            seed = self.query.sampling.seed
+            self.seed = secrets.randbits(63) if seed is None else seed
 
 
 class Requests:
     """Maps SGLang's request ids to queries, rows and draws; the `Hooks` of the scheduler.
 
     Args:
-        vocabulary: Cuts logits to the tokenizer's ids.
+        vocabulary: Defines the ids of the rows.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -61,35 +70,36 @@ class Requests:
     def __contains__(self, rid: str) -> bool:
         return rid in self._by_rid
 
-    def add(self, query: Query, most_tokens: int) -> str:
-        """Take a query in; returns its request id, the beginning of no other's."""
+    def add(self, query: Query, max_tokens: int) -> str:
+        """Add a query; return its request id, which is not a prefix of another id."""
         rid = f"{next(self._numbers)}."
-        self._by_rid[rid] = Request(query, most_tokens)
+        self._by_rid[rid] = Request(query, max_tokens)
         self._rids[query.query_id] = rid
         return rid
 
     def drop(self, query_id: int) -> str | None:
-        """Forget a query; returns its request id, if it is known."""
+        """Remove a query; return its request id, None if it is unknown."""
         rid = self._rids.pop(query_id, None)
         if rid is not None:
             del self._by_rid[rid]
         return rid
 
     def unanswered(self) -> list[str]:
-        """The ids of all requests."""
+        """Return the ids of all requests."""
         return list(self._by_rid)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all queries."""
         self._by_rid.clear()
         self._rids.clear()
 
     # -- SGLang's forward passes ------------------------------------------------------
 
-    def saw_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
-        """Keep the rows of the requests whose last token this pass computed.
+    def on_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
+        """Store the rows of the requests whose last token this pass computed.
 
-        A prompt in chunks, and one that SGLang replaced with its own, has another length.
+        The lengths of chunks, and of prompts that SGLang replaced with its own, differ from
+        the query's.
         """
         wanted = [
             (j, request)
@@ -104,30 +114,30 @@ class Requests:
             if len(wanted) < len(logits):
                 logits = logits[[j for j, _ in wanted]]
             rows = rows_from_logits(logits, self._vocabulary)
-            # Each row with memory of its own: a view would keep the whole batch alive.
+            # Rows own their memory: a view would keep the whole batch alive.
             own: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
             for (_, request), row in zip(wanted, own, strict=True):
                 request.row = row
         self.rows_made += len(wanted)
 
     def draw(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> torch.Tensor:
-        """Draw the next token of each request; those that want none get id 0."""
+        """Draw the next token of each request; those without sampling get id 0."""
         drawing = []
         for j, (rid, length) in enumerate(zip(rids, lengths, strict=True)):
             request = self._by_rid.get(rid)
             if request is None or request.query.sampling is None:
                 continue
             position = length - len(request.query.token_ids)
-            if position >= 0:  # else a chunk of its prompt
-                uniform = request.uniforms[position]
+            if position >= 0:  # otherwise a chunk of its prompt
+                uniform = stream_uniform(request.seed, position)
                 drawing.append((j, request, request.query.sampling.temperature, uniform))
         drawn = torch.zeros(len(rids), dtype=torch.int64, device=logits.device)
         if drawing:
             places, requests, temperatures, uniforms = zip(*drawing, strict=True)
             rows = rows_from_logits(logits[list(places)], self._vocabulary)
             tokens = draw_tokens(rows, temperatures, uniforms)
-            # NaN is what a row that is not a distribution has everywhere. Its draw is no id,
-            # over which the next pass would fail, with all that is in it.
+            # A row that is not a distribution is NaN everywhere. Its draw is outside the
+            # vocabulary, and would make the whole next forward pass fail.
             invalid = rows[:, 0].isnan()
             drawn[list(places)] = tokens.masked_fill(invalid, 0)
             for request, flag in zip(requests, invalid.unbind(), strict=True):
@@ -135,23 +145,24 @@ class Requests:
         self.tokens_drawn += len(drawing)
         return drawn
 
-    # -- ends -------------------------------------------------------------------------
+    # -- completions ------------------------------------------------------------------
 
-    def completions(self, ended: Iterable[Ended]) -> list[Completion]:
-        """The answers of requests that ended; those that were dropped have none."""
-        answers = []
-        for end in ended:
-            request = self._by_rid.pop(end.rid, None)
+    def completions(self, finished: Iterable[FinishedRequest]) -> list[Completion]:
+        """Return the completions of finished requests, except for removed ones."""
+        completions = []
+        for each in finished:
+            request = self._by_rid.pop(each.rid, None)
             if request is not None:
                 del self._rids[request.query.query_id]
-                answers.append(_answer(request, end))
-        return answers
+                completions.append(_completion(request, each))
+        return completions
 
 
-def _answer(request: Request, end: Ended) -> Completion:
+def _completion(request: Request, finished: FinishedRequest) -> Completion:
     query = request.query
-    if end.aborted is not None:
-        message = f"SGLang gave up a request of {len(query.token_ids)} tokens: {end.aborted}"
+    if finished.abort_reason is not None:
+        length = len(query.token_ids)
+        message = f"SGLang aborted a request of {length} tokens: {finished.abort_reason}"
         return Completion(query.query_id, error=EvaluationError(message))
     if request.invalid and bool(torch.stack(request.invalid).any()):
         message = (
@@ -160,12 +171,12 @@ def _answer(request: Request, end: Ended) -> Completion:
         )
         return Completion(query.query_id, error=EvaluationError(message))
     if query.sampling is not None:
-        drawn, stops = end.output_ids[: request.most_tokens], query.sampling.stop_token_ids
-        length = next((i for i, token in enumerate(drawn) if token in stops), None)
-        if length is not None or len(drawn) == request.most_tokens:
-            return Completion(query.query_id, drawn[:length])
+        drawn, stops = finished.output_ids[: request.max_tokens], query.sampling.stop_token_ids
+        end = next((i for i, token in enumerate(drawn) if token in stops), None)
+        if end is not None or len(drawn) == request.max_tokens:
+            return Completion(query.query_id, drawn[:end])
         message = (
-            f"SGLang ended a continuation after {len(drawn)} of {request.most_tokens} tokens"
+            f"SGLang ended a continuation after {len(drawn)} of {request.max_tokens} tokens"
         )
         return Completion(query.query_id, error=EvaluationError(message))
     if request.row is None:

@@ -1,8 +1,7 @@
-"""SGLang's scheduler, whose loop is turned by hand, one iteration at a time.
+"""SGLang's scheduler, whose event loop is run one iteration at a time.
 
-It knows SGLang's requests by their ids and nothing of queries, rows or sampling; `Hooks` are
-told about logits. A little longer than other modules: what is known of one foreign object is
-one concept.
+All calls into a running SGLang are here, which makes the module long. It identifies requests by
+SGLang's ids; `Hooks` receive the logits and draw the tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +16,26 @@ from typing import Any, Protocol
 import torch
 
 from genlm_sgl.cpu_shim import Unpinned
-from genlm_sgl.starting import WatchWeights, close_sockets, leave_groups, senders, started
+from genlm_sgl.lifecycle import (
+    LoadWeightsHook,
+    build_scheduler,
+    close_sockets,
+    leave_process_groups,
+    senders,
+)
 
-__all__ = ["Ended", "Hooks", "SchedulerApi"]
+__all__ = ["FinishedRequest", "Hooks", "SchedulerApi"]
 
 
 class Hooks(Protocol):
-    """What is told about each forward pass, and draws."""
+    """Callbacks of each forward pass."""
 
-    def saw_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
-        """Look at the logits, one row per request, before anything changes them.
+    def on_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
+        """Read the logits before anything changes them.
 
         Args:
-            rids: Of which request each row is.
-            lengths: How many tokens of the request each row follows.
+            rids: The request of each row.
+            lengths: The number of tokens of the request that precede the row.
             logits: Shape `(len(rids), width)`.
         """
         ...
@@ -41,47 +46,47 @@ class Hooks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that SGLang is done with.
+class FinishedRequest:
+    """A request that SGLang has finished.
 
     Attributes:
-        rid: Its id.
-        output_ids: What was generated for it.
-        aborted: Why SGLang gave it up; None if it did not.
+        rid: Id of the request.
+        output_ids: The generated ids.
+        abort_reason: Why SGLang aborted the request; None if it completed it.
     """
 
     rid: str
     output_ids: list[int]
-    aborted: str | None
+    abort_reason: str | None
 
 
 class SchedulerApi:
-    """SGLang's scheduler, driven by hand.
+    """SGLang's scheduler in this process.
 
     Args:
         options: Arguments of `ServerArgs`.
-        gpu_id: Which GPU.
-        watch_weights: Is called when the model is built and before it has its weights.
+        gpu_id: Index of the GPU.
+        on_load_weights: Called when the model is built, before its weights are loaded.
 
     Attributes:
-        tokenizer: Of the model, as SGLang loads it.
-        batches: Forward passes so far.
-        tokens_computed: Tokens that went through the model so far.
-        output_bias: What is added to the logits of each pass; None for nothing.
+        tokenizer: The model's tokenizer, as SGLang loads it.
+        batches: Number of forward passes.
+        tokens_computed: Number of tokens that the model computed.
+        output_bias: Added to the logits of each pass; None for no bias.
 
     Raises:
-        ModelLoadError: This version's scheduler takes something unknown.
-        Exception: Whatever else SGLang raises.
+        ModelLoadError: This version's scheduler has an unknown parameter.
+        Exception: Any other error of SGLang.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], gpu_id: int, watch_weights: WatchWeights
+        self, options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
     ) -> None:
         self._unpinned = bool(options.get("enable_lora")) and options.get("device") == "cpu"
         with Unpinned() if self._unpinned else contextlib.nullcontext():
-            scheduler = self._scheduler = started(options, gpu_id, watch_weights)
+            scheduler = self._scheduler = build_scheduler(options, gpu_id, on_load_weights)
         self.tokenizer = scheduler.tokenizer
-        # Only ids that a request names may end it, not those that the model calls ends.
+        # Only a request's own stop ids end it, not the model's end-of-sequence ids.
         scheduler.tokenizer = None
         scheduler.model_config.hf_eos_token_id = None
         self.batches = self.tokens_computed = 0
@@ -89,8 +94,8 @@ class SchedulerApi:
         self._overlaps = bool(scheduler.enable_overlap)
         self._reqs: list[Any] = []  # of the batch that is running
         self._pending: deque[list[Any]] = deque()  # of the batches in `result_queue`
-        self._given_up: list[Ended] = []
-        # What SGLang's own loops set before they begin.
+        self._aborted: list[FinishedRequest] = []
+        # SGLang's own event loops set these before they begin.
         scheduler.result_queue = deque()
         scheduler.enable_skip_finishing_decode = self._overlaps
         scheduler._war_barrier_enabled = scheduler.device == "cuda"  # noqa: SLF001
@@ -100,20 +105,20 @@ class SchedulerApi:
 
     @property
     def longest_prompt(self) -> int:
-        """The most tokens that SGLang takes as a prompt and can draw one more after."""
-        # It refuses `len >= max_req_input_len` (and runs `[0]` instead), never starts what
-        # leaves no page of the KV cache free, and cuts a continuation that would not.
+        """The longest prompt after which SGLang can generate a token."""
+        # SGLang refuses `len >= max_req_input_len` (it runs `[0]` instead), never starts a
+        # prompt that leaves no page of the KV cache free, and cuts such continuations.
         window = int(self._scheduler.max_req_input_len) - 1
         return min(window, self.token_capacity - 2 * int(self._scheduler.page_size) - 1)
 
     @property
     def embedding_rows(self) -> int:
-        """How many ids the model can embed."""
+        """Number of ids that the model embeds."""
         return int(self._scheduler.model_config.vocab_size)
 
     @property
     def model(self) -> Any:
-        """The torch module that runs."""
+        """The model as a torch module."""
         return self._scheduler.tp_worker.model_runner.model
 
     @property
@@ -128,7 +133,7 @@ class SchedulerApi:
 
     @property
     def attention_backends(self) -> frozenset[str]:
-        """What SGLang calls the attention that it computes prompts and single tokens with."""
+        """SGLang's names of the attention backends for prefill and decode."""
         runner = self._scheduler.tp_worker.model_runner
         return frozenset(
             {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
@@ -136,23 +141,23 @@ class SchedulerApi:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the model computes."""
+        """The dtype of the model."""
         found: torch.dtype = self._scheduler.model_config.dtype
         return found
 
     @property
     def device(self) -> str:
-        """Where the logits are, as torch calls it."""
+        """The device of the logits, as torch names it."""
         return str(self._scheduler.tp_worker.model_runner.device)
 
     @property
     def token_capacity(self) -> int:
-        """How many tokens the KV cache holds."""
+        """Size of the KV cache in tokens."""
         return int(self._scheduler.max_total_num_tokens)
 
     @property
     def free_tokens(self) -> int:
-        """How many tokens of the KV cache hold nothing, not even a cached prefix."""
+        """Number of KV cache slots that hold nothing; cached prefixes count as used."""
         return int(self._scheduler.token_to_kv_pool_allocator.available_size())
 
     # -- requests ---------------------------------------------------------------------
@@ -165,14 +170,14 @@ class SchedulerApi:
         stop: Collection[int],
         adapter_id: str | None = None,
     ) -> None:
-        """Hand a request to the scheduler.
+        """Add a request to the scheduler's queue.
 
         Args:
-            rid: Its id, the beginning of no other's: SGLang aborts by beginnings.
-            token_ids: The prompt, of at least one id that the model can embed.
-            max_new_tokens: 0 asks for the logits after the prompt alone.
+            rid: Its id, not a prefix of another id: SGLang aborts by prefix.
+            token_ids: The prompt: at least one id, all of which the model embeds.
+            max_new_tokens: 0 computes the logits after the prompt only.
             stop: Ids that end the continuation.
-            adapter_id: Of an adapter that `load_adapter` loaded; None for the model alone.
+            adapter_id: Id of an adapter that `load_adapter` loaded; None for the base model.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -202,15 +207,15 @@ class SchedulerApi:
         self._scheduler.process_input_requests([request])
 
     def abort(self, rid: str) -> None:
-        """Have the scheduler forget a request; what runs ends with its next step."""
+        """Abort a request; a running one ends with the next iteration."""
         from sglang.srt.managers.io_struct import AbortReq
 
         self._scheduler.process_input_requests([AbortReq(rid=rid)])
-        self._given_up = [ended for ended in self._given_up if ended.rid != rid]
+        self._aborted = [each for each in self._aborted if each.rid != rid]
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, runs or is unprocessed."""
+        """Whether no request waits or runs and no result is unprocessed."""
         scheduler = self._scheduler
         return (
             not scheduler.waiting_queue
@@ -223,24 +228,24 @@ class SchedulerApi:
     # -- adapters ---------------------------------------------------------------------
 
     def load_adapter(self, adapter_id: str, name: str, folder: str) -> str | None:
-        """Have SGLang load a LoRA adapter, while nothing runs.
+        """Load a LoRA adapter while no request runs.
 
-        Its weights are put where the model computes with them at once: SGLang compares their
+        Its weights are moved into the model's buffers at once, because SGLang compares their
         shapes only then.
 
         Args:
-            adapter_id: Never used before; requests name it.
-            name: What SGLang calls it.
-            folder: Where it is.
+            adapter_id: A new id, by which requests name the adapter.
+            name: SGLang's name of the adapter.
+            folder: The adapter's folder.
 
         Returns:
-            None, or why SGLang does not serve it; it is then forgotten.
+            None, or why SGLang does not serve the adapter, which is then unloaded.
         """
         from sglang.srt.managers import io_struct
 
         scheduler = self._scheduler
         names = {"lora_name": name, "lora_id": adapter_id}
-        with self._working():
+        with self._compute_context():
             loaded = scheduler.load_lora_adapter(
                 io_struct.LoadLoRAAdapterReqInput(lora_path=folder, **names)
             )
@@ -248,7 +253,7 @@ class SchedulerApi:
                 return str(loaded.error_message)
             try:
                 scheduler.tp_worker.model_runner.lora_manager.fetch_new_loras({adapter_id})
-            except Exception as error:  # noqa: BLE001 - assertions among others
+            except Exception as error:  # noqa: BLE001 - including assertions
                 scheduler.unload_lora_adapter(io_struct.UnloadLoRAAdapterReqInput(**names))
                 return str(error)
         return None
@@ -258,34 +263,34 @@ class SchedulerApi:
         from sglang.srt.managers import io_struct
 
         request = io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=adapter_id)
-        with self._working():
+        with self._compute_context():
             result = self._scheduler.unload_lora_adapter(request)
         return None if result.success else str(result.error_message)
 
     # -- the loop ---------------------------------------------------------------------
 
-    def turn(self) -> tuple[list[Ended], bool]:
-        """Turn SGLang's loop once.
+    def run_once(self) -> tuple[list[FinishedRequest], bool]:
+        """Run one iteration of SGLang's event loop.
 
         Returns:
-            The requests that ended, and whether a batch was run or its result processed.
+            The finished requests, and whether a batch was run or a result processed.
         """
         scheduler = self._scheduler
-        with self._working():
+        with self._compute_context():
             batch = self._next_batch()
             if self._overlaps:
-                ended, moved = self._overlapped(batch)
+                finished, progressed = self._overlapped(batch)
             else:
-                ended, moved = [], bool(batch)
+                finished, progressed = [], bool(batch)
                 if batch:
-                    reqs = list(batch.reqs)  # row j of the logits is the j-th of these
+                    reqs = list(batch.reqs)  # row j of the logits belongs to the j-th of these
                     result = self._run(batch, reqs)
                     scheduler.process_batch_result(batch, result)
-                    ended = _ended(reqs)
+                    finished = _finished(reqs)
             scheduler.last_batch = batch
-        ended += self._given_up
-        self._given_up = []
-        return ended, moved
+        finished += self._aborted
+        self._aborted = []
+        return finished, progressed
 
     def _next_batch(self) -> Any:
         scheduler = self._scheduler
@@ -303,50 +308,50 @@ class SchedulerApi:
         finally:
             self._reqs = []
 
-    def _overlapped(self, batch: Any) -> tuple[list[Ended], bool]:
+    def _overlapped(self, batch: Any) -> tuple[list[FinishedRequest], bool]:
         """Run a batch and process the result of the one before it."""
         scheduler = self._scheduler
         last = scheduler.last_batch
-        ended: list[Ended] = []
-        in_turn = scheduler.is_disable_overlap_for_batch(batch, last_batch=last)
-        if in_turn:
-            ended += self._process_oldest()
+        finished: list[FinishedRequest] = []
+        sequential = scheduler.is_disable_overlap_for_batch(batch, last_batch=last)
+        if sequential:
+            finished += self._process_oldest()
         result = None
         if batch:
             reqs = list(batch.reqs)
             result = self._run(batch, reqs)
-            scheduler._apply_war_barrier()  # noqa: SLF001 - as its own loop does
+            scheduler._apply_war_barrier()  # noqa: SLF001 - as SGLang's own loop
             scheduler.result_queue.append((batch.copy(), result))
             self._pending.append(reqs)
-        if last and not in_turn:
-            ended += self._process_oldest()
+        if last and not sequential:
+            finished += self._process_oldest()
         scheduler.launch_batch_sample_if_needed(result, batch)
-        return ended, bool(batch or last)
+        return finished, bool(batch or last)
 
-    def _process_oldest(self) -> list[Ended]:
+    def _process_oldest(self) -> list[FinishedRequest]:
         scheduler = self._scheduler
         batch, result = scheduler.result_queue.popleft()
         reqs = self._pending.popleft()
         scheduler.process_batch_result(batch, result)
-        return _ended(reqs)
+        return _finished(reqs)
 
     # -- the cache --------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Empty the radix cache; False when something still runs."""
+        """Empty the radix cache; return False if a request still runs."""
         with torch.inference_mode():
             return bool(self._scheduler.flush_cache())
 
     def check_idle(self) -> None:
-        """Have SGLang look for leaked slots and settle down, as it does when idle.
+        """Run SGLang's check for leaked slots, as its own loop does when idle.
 
         Raises:
-            Exception: What SGLang raises if it finds some.
+            Exception: SGLang found leaked slots.
         """
         with torch.inference_mode():
             self._scheduler.on_idle()
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """Drop all requests and cached prefixes, after a forward pass that raised."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -354,7 +359,7 @@ class SchedulerApi:
         scheduler.waiting_queue.clear()
         scheduler.result_queue.clear()
         self._pending.clear()
-        self._given_up.clear()
+        self._aborted.clear()
         scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         scheduler.chunked_req = scheduler.last_batch = scheduler.cur_batch_for_debug = None
         scheduler._pending_chunked_abort_req = None  # noqa: SLF001
@@ -364,20 +369,20 @@ class SchedulerApi:
     # -- the end ----------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take SGLang down as far as it lets itself be."""
+        """Shut SGLang down."""
         scheduler, self._scheduler = self._scheduler, None
         runner = scheduler.tp_worker.model_runner
         for name in ("forward", "sample"):
             vars(runner).pop(name, None)
         close_sockets(scheduler)
         del runner, scheduler
-        leave_groups()
+        leave_process_groups()
 
     # -- wiring -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """What SGLang's model code runs in."""
+    def _compute_context(self) -> Iterator[None]:
+        """The torch modes and the stream in which SGLang's model code runs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
             if "cuda" in self.device:
@@ -387,35 +392,35 @@ class SchedulerApi:
             yield
 
     def _detach_senders(self) -> None:
-        """Keep answers here: nobody reads the sockets, whose queues would grow for ever."""
+        """Replace the senders: the queues of unread sockets would grow without limit."""
         for sender in senders(self._scheduler):
-            sender.send_output = self._note_given_up
+            sender.send_output = self._note_abort
 
-    def _note_given_up(self, output: Any, _request: Any = None) -> None:
-        # Requests that end in a batch are found there; these end outside of any.
+    def _note_abort(self, output: Any, _request: Any = None) -> None:
+        # Requests that finish in a batch are found there; these are aborted outside of one.
         if type(output).__name__ == "AbortReq":
             reason = output.finished_reason or {}
             why = reason.get("message") or output.abort_message or "no reason given"
-            self._given_up.append(Ended(output.rid, [], str(why)))
+            self._aborted.append(FinishedRequest(output.rid, [], str(why)))
 
-    def watch(self, hooks: Hooks) -> None:
-        """Show the logits of all forward passes to `hooks`, and let it draw the tokens."""
+    def install_hooks(self, hooks: Hooks) -> None:
+        """Pass the logits of all forward passes to `hooks`, which draws the tokens."""
         runner = self._scheduler.tp_worker.model_runner
         forward: Callable[..., Any] = runner.forward
 
-        def seen_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def hooked_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             output = forward(forward_batch, *args, **kwargs)
             self.batches += 1
             self.tokens_computed += len(forward_batch.input_ids)
             logits = self._biased(output.logits_output.next_token_logits)
-            hooks.saw_logits(*self._rows(forward_batch), logits)
+            hooks.on_logits(*self._rows(forward_batch), logits)
             return output
 
         def draw(logits_output: Any, forward_batch: Any) -> torch.Tensor:
             logits = self._biased(logits_output.next_token_logits)
             return hooks.draw(*self._rows(forward_batch), logits)
 
-        runner.forward, runner.sample = seen_forward, draw
+        runner.forward, runner.sample = hooked_forward, draw
 
     def _biased(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.output_bias is None else logits + self.output_bias
@@ -427,14 +432,14 @@ class SchedulerApi:
         return [req.rid for req in self._reqs], lengths.tolist()
 
 
-def _ended(reqs: Sequence[Any]) -> list[Ended]:
+def _finished(reqs: Sequence[Any]) -> list[FinishedRequest]:
     return [
-        Ended(req.rid, list(req.output_ids), _why_aborted(req.finished_reason))
+        FinishedRequest(req.rid, list(req.output_ids), _abort_reason(req.finished_reason))
         for req in reqs
         if req.finished()
     ]
 
 
-def _why_aborted(reason: Any) -> str | None:
-    # The row of such a request is that of another prompt, `[0]`.
+def _abort_reason(reason: Any) -> str | None:
+    # The logits of such a request are those of another prompt, `[0]`.
     return str(reason.message) if type(reason).__name__ == "FINISH_ABORT" else None

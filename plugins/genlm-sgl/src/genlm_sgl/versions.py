@@ -1,37 +1,37 @@
-"""Which versions of SGLang the engine speaks to."""
+"""The supported versions of SGLang."""
 
 from __future__ import annotations
 
 import re
 from importlib.metadata import version
 
-from genlm import MissingRequirementError
+from genlm.plugin import MissingRequirementError
 
 __all__ = ["CPU_PAGES_FROM", "NEWEST", "OLDEST", "check_version", "installed_version"]
 
 OLDEST = (0, 5, 20)
 NEWEST = (0, 5, 23)
-"""Each release from the one to the other was run; see docs/sglang-engine.md."""
+"""Each release in this range was run; see docs/sglang-engine.md."""
 
 CPU_PAGES_FROM = (0, 5, 22)
-"""Before, pages of several tokens need a GPU."""
+"""The first release with pages of several tokens on a CPU."""
 
 
 def installed_version() -> str:
-    """The version of SGLang that an import finds."""
+    """Return the installed version of SGLang."""
     return version("sglang")
 
 
 def check_version(found: str) -> tuple[int, ...]:
     """Refuse a version outside the range.
 
-    SGLang's scheduler is no public interface: another version may start and answer wrongly.
+    SGLang's scheduler is not a public interface: another version may compute wrong rows.
 
     Returns:
-        Its numbers.
+        Major, minor and patch number.
 
     Raises:
-        MissingRequirementError: It is too old, too new, or no version.
+        MissingRequirementError: The version is too old, too new, or not a version.
     """
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
     release = tuple(map(int, numbers.groups())) if numbers else None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from genlm import TrieLayout
+from genlm.plugin import TrieLayout
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm import TrieLayout
+from genlm.plugin import TrieLayout
 from genlm_trie_cuda.plan import DevicePlan, TreePlan
 from genlm_trie_cuda.weights import result_dtype
 

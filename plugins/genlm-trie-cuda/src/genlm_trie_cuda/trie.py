@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from genlm import TokenCharacterTrie
+from genlm.plugin import TokenCharacterTrie
 from genlm_trie_cuda.plan import DevicePlan, TreePlan
 from genlm_trie_cuda.weights import as_rows, as_tensor, result_dtype, stacked
 

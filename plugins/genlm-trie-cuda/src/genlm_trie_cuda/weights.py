@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from genlm import WeightsError
+from genlm.plugin import WeightsError
 
 if TYPE_CHECKING:
     import torch

@@ -1,9 +1,10 @@
-"""LoRA adapters of one vLLM engine: checked, loaded in the open, told apart by number.
+"""LoRA adapters of one vLLM engine: checked and loaded before requests can name them.
 
-vLLM knows weights by an integer, and an adapter that turns out to be bad while a request
-is computed ends the whole engine. So every adapter is checked and loaded before its name
-is known, under a number that is never used again, and none is ever evicted: vLLM would
-read its folder again in the middle of a step.
+vLLM ignores settings that it does not know, pads weights that are too small for the model, and
+skips layers that the model does not have. An adapter that fails while a request is computed
+ends the whole engine. So each adapter is checked and loaded first. vLLM identifies adapters by
+an integer, which is never used again, and none is evicted: vLLM would read its folder again
+during a step.
 """
 
 from __future__ import annotations
@@ -11,22 +12,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from genlm import AdapterError, EvaluationError
-from genlm_vllm.adapter_files import check_config, misfit
-from genlm_vllm.worker import ask_workers
+import torch
 
-__all__ = ["Adapters"]
+from genlm.plugin import AdapterError, EvaluationError, read_lora_config
+from genlm_vllm.worker import call_workers
+
+__all__ = ["Adapters", "check_config"]
+
+_SUPPORTED = frozenset({"target_parameters", "use_rslora"})
+"""Settings beyond plain LoRA that all supported versions of vLLM honour."""
+
+_SUPPORTED_IF_READ = frozenset({"alpha_pattern", "rank_pattern"})
+"""Settings that vLLM honours in the versions that read them."""
 
 
 class Adapters:
-    """The adapters that requests may ask for.
+    """The loaded adapters by name.
 
     Args:
         engine: The `vllm.LLMEngine`.
-        capacity: The most adapters there may be.
+        capacity: The most adapters.
     """
 
     def __init__(self, engine: Any, capacity: int) -> None:
@@ -40,16 +50,16 @@ class Adapters:
         """Names of the loaded adapters, oldest first."""
         return tuple(self._requests)
 
-    def request(self, name: str) -> Any:
-        """Return the `LoRARequest` of a loaded adapter."""
-        return self._requests[name]
+    def request(self, name: str | None) -> Any:
+        """Return the `LoRARequest` of a loaded adapter, None for None."""
+        return None if name is None else self._requests[name]
 
     def load(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, to be known as `name`.
+        """Load the LoRA adapter in folder `path` as `name`.
 
         Raises:
             AdapterError: The name is taken, there are too many, or the folder holds no
-                LoRA adapter that vLLM serves with this model. Nothing has changed.
+                LoRA adapter that vLLM serves with this model. The loaded ones stay.
         """
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
@@ -64,10 +74,11 @@ class Adapters:
                 f"model was loaded; load it with a larger engine_opts['max_loras']"
             )
         folder = os.path.realpath(Path(path).expanduser())
-        check_config(name, folder, {field.name for field in dataclasses.fields(PEFTHelper)})
-        problem = misfit(self._engine.vllm_config.model_config.hf_config, folder)
+        read = {field.name for field in dataclasses.fields(PEFTHelper)}
+        check_config(name, folder, read)
+        problem = _misfit(self._engine.vllm_config.model_config.hf_config, folder)
         number = next(self._numbers)
-        # The number is part of vLLM's name, by which it also keys cached prefixes.
+        # vLLM keys cached prefixes by this name, so the number is part of it.
         request = LoRARequest(f"{number}-{name}", number, folder)
         if problem is None:
             problem = self._added(request)
@@ -80,12 +91,12 @@ class Adapters:
     def remove(self, name: str) -> None:
         """Have every worker drop an adapter."""
         request = self._requests.pop(name)
-        ask_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
+        call_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
 
     def _added(self, request: Any) -> str | None:
-        """Have every worker load an adapter; return why it did not, and undo it then."""
+        """Load an adapter in every worker, or in none; return why not."""
         try:
-            loaded = ask_workers(
+            loaded = call_workers(
                 self._engine,
                 "genlm_add_adapter",
                 request.lora_name,
@@ -98,5 +109,85 @@ class Adapters:
             if all(loaded):
                 return None
             problem = "a worker did not load it"
-        ask_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
+        call_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
         return problem
+
+
+def check_config(name: str, folder: str, read: Collection[str]) -> None:
+    """Refuse an adapter with settings that vLLM does not honour.
+
+    Args:
+        name: Name of the adapter.
+        folder: Its folder.
+        read: The settings that the installed vLLM reads.
+
+    Raises:
+        AdapterError: As `genlm.plugin.read_lora_config`.
+    """
+    supported = _SUPPORTED | _SUPPORTED_IF_READ.intersection(read)
+    read_lora_config(name, folder, engine="vLLM", supported=supported)
+
+
+_WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+
+def _misfit(model_config: Any, folder: str) -> str | None:
+    """Return why an adapter's weights do not fit a model, None if no misfit was found.
+
+    Compares them with the modules of transformers' model of the same config, built without
+    weights. Where transformers has no such model, or other names of modules, vLLM decides.
+    """
+    shapes = _module_shapes(model_config)
+    try:
+        weights = [
+            (match["module"], match["side"], shape)
+            for name, shape in _weight_shapes(Path(folder))
+            if (match := _WEIGHT.fullmatch(name))
+        ]
+    except Exception as error:  # noqa: BLE001 - each format has its own errors
+        return f"its weights cannot be read: {error}"
+    if not any(module in shapes for module, *_ in weights):
+        return None
+    for module, side, shape in weights:
+        if module not in shapes:
+            return f"the model has no {module}"
+        inputs, outputs = shapes[module]
+        found, expected = (shape[1], inputs) if side == "A" else (shape[0], outputs)
+        if found != expected:
+            return f"lora_{side} of {module} is {found} wide, the model {expected}"
+    return None
+
+
+def _module_shapes(model_config: Any) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of each linear layer by transformers' name."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(model_config)
+    except Exception:  # noqa: BLE001 - it may be a model of custom code
+        return {}
+    shapes = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+            rows, columns = weight.shape
+            is_conv1d = type(module).__name__ == "Conv1D"  # GPT-2's, stored transposed
+            shapes[name] = (rows, columns) if is_conv1d else (columns, rows)
+    return shapes
+
+
+def _weight_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    import safetensors
+
+    file = folder / "adapter_model.safetensors"
+    if file.is_file():
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                yield name, tuple(tensors.get_slice(name).get_shape())
+        return
+    for other in (folder / "adapter_model.bin", folder / "adapter_model.pt"):
+        if other.is_file():
+            loaded = torch.load(other, map_location="meta", weights_only=True)
+            yield from ((name, tuple(tensor.shape)) for name, tensor in loaded.items())
+            return

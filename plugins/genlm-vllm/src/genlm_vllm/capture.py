@@ -1,11 +1,11 @@
-"""`Capture`: the logits processor that reads rows and draws tokens inside vLLM.
+"""`Capture`: the logits processor that stores rows and draws tokens inside vLLM.
 
-It runs where the model's last layer does: in this process, or in a worker of vLLM's.
-What to do for a request travels with it, in `SamplingParams.extra_args`, and a row is
-put down under the request's own key; nothing is concluded from the order of requests.
+It runs in the process of the model's last layer: this one, or a worker of vLLM. A request
+carries its `CaptureRequest` in `SamplingParams.extra_args`, and its row is stored under its own
+key; the order of requests in a batch does not matter.
 
-vLLM has two interfaces for logits processors, one for each of its model runners. The
-class implements both. It knows nothing of the engine, of tokenizers, or of processes.
+vLLM has one interface for logits processors for each of its two model runners. The class
+implements both.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor as _Runner1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
-from genlm import rows_from_logits
-from genlm_vllm.draws import drawn_tokens, uniform
-from genlm_vllm.kept_rows import KEPT
+from genlm.plugin import draw_tokens, rows_from_logits, stream_uniform
+from genlm_vllm.row_buffer import ROW_BUFFER
 
 if TYPE_CHECKING:
-    from genlm import Vocabulary
+    from genlm.plugin import Vocabulary
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as _Runner2
-except ImportError:  # before 0.31; those versions use the first runner for processors
+except ImportError:  # before 0.31, which runs processors in the first runner only
     _Runner2 = object
 
-__all__ = ["ARGUMENT", "Capture", "Draw", "WantedRow"]
+__all__ = ["ARGUMENT", "Capture", "CaptureRequest", "CaptureRow", "DrawToken"]
 
 ARGUMENT = "genlm"
 """Key in `SamplingParams.extra_args`."""
 
 
-class WantedRow(NamedTuple):
-    """A request whose next-token row is to be kept under a key."""
+class CaptureRow(NamedTuple):
+    """Store the next-token row of the request under a key."""
 
     key: int
 
 
-class Draw(NamedTuple):
-    """A request whose next token is to be drawn from its row.
+class DrawToken(NamedTuple):
+    """Draw the next token of the request from its row.
 
     Attributes:
-        seed: Of its stream of randomness.
+        seed: Seed of the continuation.
         temperature: Divides the log-probabilities; 0 takes the most likely token.
-        prompt_length: Tokens that were not drawn.
+        prompt_length: Number of tokens that were not drawn.
     """
 
     seed: int
@@ -55,113 +54,119 @@ class Draw(NamedTuple):
     prompt_length: int
 
 
-Wish = WantedRow | Draw
+CaptureRequest = CaptureRow | DrawToken
+"""What to do with the logits of a request."""
 
 
 class Capture(_Runner1, _Runner2):  # type: ignore[misc]
-    """Keeps the rows that requests want, and draws the tokens that they want drawn.
+    """Stores rows and draws tokens.
 
-    A drawn token is enforced by taking every other token's probability away. Apart from
-    that no logit is changed.
+    A drawn token is enforced by setting all other logits of its row to -inf. Other rows of the
+    logits are not changed.
     """
 
     def __init__(self, vllm_config: Any, device_or_states: Any, is_pin_memory: Any = None):
-        # The runners pass other arguments; none is needed.
+        # The runners pass different arguments.
         del vllm_config, device_or_states, is_pin_memory
-        self._wishes: dict[int, Wish] = {}
-        self._output_ids: dict[int, list[int]] = {}  # the first runner's, which grow
+        self._requests: dict[int, CaptureRequest] = {}
+        self._output_ids: dict[int, list[int]] = {}  # the first runner's lists, which grow
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Accept every request; both interfaces have this method."""
 
     def is_argmax_invariant(self) -> bool:
-        """Say no: else vLLM skips this in greedy batches, and runs it after temperature."""
+        """Return False: otherwise vLLM skips the processor in greedy batches."""
         return False
 
-    # -- who is where in the batch ----------------------------------------------------
+    # -- the requests of the batch ----------------------------------------------------
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow requests as they come, go and move (first runner)."""
+        """Follow requests that are added, removed and moved (first runner)."""
         if batch_update is None:
             return
         for index in batch_update.removed:
-            self._forget(index)
+            self._remove(index)
         for index, params, _prompt, output_ids in batch_update.added:
             self.add_request(index, params)
             self._output_ids[index] = output_ids
         for origin, target, way in batch_update.moved:
-            wish, output_ids = self._forget(origin)
-            other, other_ids = self._forget(target)
-            self._place(target, wish, output_ids)
+            request, output_ids = self._remove(origin)
+            other, other_ids = self._remove(target)
+            self._place(target, request, output_ids)
             if way == MoveDirectionality.SWAP:
                 self._place(origin, other, other_ids)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Take note of a request (both runners); slots are used again."""
-        wish = (sampling_params.extra_args or {}).get(ARGUMENT)
-        self._forget(req_idx)
-        if wish is None:
+        """Register a request (both runners); `req_idx` may be reused."""
+        request = (sampling_params.extra_args or {}).get(ARGUMENT)
+        self._remove(req_idx)
+        if request is None:
             return False
         # In another process a named tuple arrives as a list.
-        self._wishes[req_idx] = Draw(*wish) if len(wish) == 3 else WantedRow(*wish)
+        kind = DrawToken if len(request) == 3 else CaptureRow
+        self._requests[req_idx] = kind(*request)
         return True
 
-    def _forget(self, index: int) -> tuple[Wish | None, list[int] | None]:
-        return self._wishes.pop(index, None), self._output_ids.pop(index, None)
+    def _remove(self, index: int) -> tuple[CaptureRequest | None, list[int] | None]:
+        return self._requests.pop(index, None), self._output_ids.pop(index, None)
 
-    def _place(self, index: int, wish: Wish | None, output_ids: list[int] | None) -> None:
-        if wish is not None:
-            self._wishes[index] = wish
+    def _place(
+        self, index: int, request: CaptureRequest | None, output_ids: list[int] | None
+    ) -> None:
+        if request is not None:
+            self._requests[index] = request
         if output_ids is not None:
             self._output_ids[index] = output_ids
 
     # -- each step --------------------------------------------------------------------
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Keep rows and draw tokens; return the logits, changed where tokens were drawn."""
-        keys, kept, draws, drawing = [], [], [], []
-        for row, wish, drawn in self._present(logits.shape[0], ctx):
-            if isinstance(wish, Draw):
-                draws.append((wish, drawn))
-                drawing.append(row)
+        """Store rows and draw tokens; return the logits, changed where tokens were drawn."""
+        keys, captured, draws, drawing = [], [], [], []
+        for index, request, drawn in self._in_batch(logits.shape[0], ctx):
+            if isinstance(request, DrawToken):
+                draws.append((request, drawn))
+                drawing.append(index)
             elif drawn == 0:
-                # The last chunk of a prompt is the last to be put.
-                keys.append(wish.key)
-                kept.append(row)
-        if keys and KEPT.active:
-            # vLLM computes in inference mode, and its tensors cannot be changed outside.
+                # Later chunks of a prompt replace the row of earlier ones.
+                keys.append(request.key)
+                captured.append(index)
+        if keys and ROW_BUFFER.active:
+            # vLLM computes in inference mode, whose tensors cannot be changed outside.
             with torch.inference_mode(False), torch.no_grad():
-                KEPT.put(keys, _rows(logits, kept))
+                ROW_BUFFER.put(keys, _rows(logits, captured))
         if draws:
             _draw(logits, drawing, draws)
         return logits
 
-    def _present(self, count: int, ctx: Any) -> Iterator[tuple[int, Wish, int]]:
-        """Yield each request with a wish: its row, the wish, how many tokens it has drawn."""
+    def _in_batch(self, count: int, ctx: Any) -> Iterator[tuple[int, CaptureRequest, int]]:
+        """Yield the row index, the capture request and the number of drawn tokens of each."""
         if ctx is None:
-            for index, wish in self._wishes.items():
+            for index, request in self._requests.items():
                 if index < count:
-                    yield index, wish, len(self._output_ids.get(index, ()))
+                    yield index, request, len(self._output_ids.get(index, ()))
             return
         lengths = ctx.seq_lens_upper_bound_np.tolist()
         for row, index in enumerate(ctx.idx_mapping_np.tolist()):
-            if index in self._wishes:
-                wish = self._wishes[index]
-                prompt = wish.prompt_length if isinstance(wish, Draw) else lengths[row]
-                yield row, wish, max(0, lengths[row] - prompt)
+            if index in self._requests:
+                request = self._requests[index]
+                if isinstance(request, DrawToken):
+                    yield row, request, max(0, lengths[row] - request.prompt_length)
+                else:
+                    yield row, request, 0
 
 
-def _rows(logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-    if len(places) < logits.shape[0] or places != list(range(len(places))):
-        logits = logits[torch.tensor(places, device=logits.device)]
-    return rows_from_logits(logits, cast("Vocabulary", KEPT.ids))
+def _rows(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    if len(indices) < logits.shape[0] or indices != list(range(len(indices))):
+        logits = logits[torch.tensor(indices, device=logits.device)]
+    return rows_from_logits(logits, cast("Vocabulary", ROW_BUFFER.ids))
 
 
-def _draw(logits: torch.Tensor, places: list[int], draws: list[tuple[Draw, int]]) -> None:
-    index = torch.tensor(places, device=logits.device)
-    rows = rows_from_logits(logits[index], cast("Vocabulary", KEPT.ids))
+def _draw(logits: torch.Tensor, indices: list[int], draws: list[tuple[DrawToken, int]]) -> None:
+    index = torch.tensor(indices, device=logits.device)
+    rows = rows_from_logits(logits[index], cast("Vocabulary", ROW_BUFFER.ids))
     temperatures = [draw.temperature for draw, _ in draws]
-    tokens = drawn_tokens(rows, temperatures, [uniform(d.seed, k) for d, k in draws])
+    tokens = draw_tokens(rows, temperatures, [stream_uniform(d.seed, k) for d, k in draws])
     logits.index_fill_(0, index, float("-inf"))
     logits[index, tokens] = 0.0

@@ -1,7 +1,7 @@
-"""The targets by which `genlm check vllm` certifies the engine, and their tiny models.
+"""The targets by which `genlm check vllm` certifies the engine.
 
-A Llama with random weights, made on the spot; `genlm.testing.TinyModel` says what it is and
-what its oracle is.
+They serve a tiny Llama with random weights; see `genlm.testing.TinyModel`, which is also their
+oracle.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 __all__ = ["TINY_KV_BYTES", "TinyLlama", "targets"]
 
 TINY_KV_BYTES = 6 * 2**15
-"""Six blocks of 32 tokens, one of which vLLM keeps for itself: a batch has to queue."""
+"""Six blocks of 32 tokens, one of which vLLM reserves: a batch has to queue."""
 
-# Heads as wide as the narrowest that vLLM's CPU build computes.
+# The smallest head size that vLLM's CPU build supports.
 _SETTINGS = {**TINY_LLAMA, "head_dim": 32}
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield a target that computes in this process, and one that does in its own.
+    """Yield a target that computes in this process, and one that computes in others.
 
     Args:
-        folder: Where the model is put.
+        folder: Receives the model.
     """
     model = TinyLlama(folder / "llama")
     for name, multiprocess in {"one process": False, "own processes": True}.items():
@@ -36,19 +36,19 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             oracle=model.logprobs,
             adapters=model.adapters,
             max_length=40,  # more than a KV block
-            # In processes of its own: only one engine may compute in this one.
+            # In other processes: one engine may compute in this one.
             tight_options={"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True},
-            timeout_s=300,  # importing vLLM and starting its processes counts too
+            timeout_s=300,  # includes importing vLLM and starting its processes
             shared=True,
         )
 
 
 class TinyLlama(TinyModel):
-    """A tiny Llama with two adapters, as vLLM serves it.
+    """A tiny Llama with two adapters for vLLM.
 
     Args:
-        folder: Where to put it.
-        **settings: Of its config, beside the usual ones.
+        folder: Receives the model.
+        **settings: Additional settings of its config.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:

@@ -1,7 +1,7 @@
-"""vLLM's models with what they compute otherwise than transformers' definition put right.
+"""vLLM's models, corrected where they differ from transformers' definition.
 
-vLLM builds these instead of its own by its option `model_class_overrides`, in every process
-that computes. They change what a model is built of before its weights are loaded.
+vLLM builds them instead of its own by its option `model_class_overrides`, in every process that
+computes. They change the modules before the weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class ApertusForCausalLM(apertus.ApertusForCausalLM):  # type: ignore[misc]
-    """Apertus with the parameters of xIELU in the model's dtype; vLLM has them in bfloat16."""
+    """Apertus with the parameters of xIELU in the model's dtype, not in bfloat16."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -31,7 +31,7 @@ class ApertusForCausalLM(apertus.ApertusForCausalLM):  # type: ignore[misc]
 
 
 class BloomForCausalLM(bloom.BloomForCausalLM):  # type: ignore[misc]
-    """BLOOM with the tanh approximation of GELU; vLLM computes the exact one."""
+    """BLOOM with the tanh approximation of GELU, not the exact GELU."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -41,7 +41,7 @@ class BloomForCausalLM(bloom.BloomForCausalLM):  # type: ignore[misc]
 
 
 class Cohere2ForCausalLM(commandr.CohereForCausalLM):  # type: ignore[misc]
-    """Cohere2 with windows of as many tokens as its config says; vLLM adds one."""
+    """Cohere2 with windows of the size in its config, not one token more."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config

@@ -1,17 +1,17 @@
-"""`CPUWorker`: vLLM's worker on a CPU, with two of its defects mended.
+"""`CPUWorker`: vLLM's worker for the CPU with two corrections.
 
-vLLM's own refuses a KV cache of any size where a control group has read as many bytes of
-files as it may have memory: it counts them as used, though the kernel drops them on demand.
+vLLM's worker counts the file cache of a control group as used memory and refuses a KV cache
+of any size once the group has read enough files. Here the core measures free memory.
 
-Its attention reads whole KV blocks and weighs what lies beyond the context with 0, which NaN
-survives: a request whose activations are NaN would spoil the rows of those that get its
-blocks afterwards. So blocks are zeroed before they are used again.
+vLLM's attention reads whole KV blocks and multiplies what lies beyond the context by 0, which
+NaN survives: NaN of one request would reach later requests that get its blocks. Here blocks
+are zeroed before they are used again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,39 +19,37 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker import cpu_worker
 
-from genlm import free_memory_bytes
-from genlm_vllm.fresh_blocks import fresh_blocks
+from genlm.plugin import free_memory_bytes
 from genlm_vllm.worker import RowWorker
 
-__all__ = ["CPUWorker"]
+__all__ = ["CPUWorker", "newly_written_blocks"]
 
 
 class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
-    """vLLM's worker with the core's measure of free memory.
+    """vLLM's worker with the corrections, and with `RowWorker` as a base class.
 
-    Derives from `RowWorker`, which vLLM would otherwise refuse to mix in if it has mixed it
-    into its own class before.
+    vLLM refuses to mix `RowWorker` into this class if it has mixed it into its own before.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        with _measured_by_the_core():
+        with _measured_by_core():
             super().__init__(*arguments, **options)
 
     def determine_available_memory(self) -> int:
-        """Return the size of the KV cache, as vLLM's does.
+        """Return the size of the KV cache.
 
         Raises:
-            ValueError: That much memory is not free.
+            ValueError: Less memory is free.
         """
-        with _measured_by_the_core():
+        with _measured_by_core():
             return int(super().determine_available_memory())
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the model on a batch, as vLLM's does, in blocks that hold nothing."""
+        """Zero the blocks that this step begins to use, then run the model."""
         config = self.model_runner.kv_cache_config
-        if not getattr(config, "needs_kv_cache_zeroing", False):  # else vLLM does it itself
+        if not getattr(config, "needs_kv_cache_zeroing", False):  # else vLLM zeroes them
             sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
-            self._zero(fresh_blocks(scheduler_output, sizes))
+            self._zero(newly_written_blocks(scheduler_output, sizes))
         return super().execute_model(scheduler_output)
 
     def _zero(self, blocks: list[int]) -> None:
@@ -62,15 +60,44 @@ class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
 
 
 @contextmanager
-def _measured_by_the_core() -> Iterator[None]:
-    of_vllm = cpu_worker.get_memory_node_info
+def _measured_by_core() -> Iterator[None]:
+    original = cpu_worker.get_memory_node_info
 
-    def of_the_core(node_id: int) -> Any:
+    def measured(node_id: int) -> Any:
         free = free_memory_bytes(memory_nodes=[node_id])
-        return dataclasses.replace(of_vllm(node_id), available_memory=free)
+        return dataclasses.replace(original(node_id), available_memory=free)
 
-    cpu_worker.get_memory_node_info = of_the_core
+    cpu_worker.get_memory_node_info = measured
     try:
         yield
     finally:
-        cpu_worker.get_memory_node_info = of_vllm
+        cpu_worker.get_memory_node_info = original
+
+
+def newly_written_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> list[int]:
+    """Return the KV blocks that a step is the first to write for its requests.
+
+    Args:
+        scheduler_output: vLLM's plan of the step.
+        block_sizes: Tokens in a block, for each group of layers.
+
+    Returns:
+        Ids of blocks, without those of cached prefixes.
+    """
+    begun = [
+        (new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+    ]
+    cached = scheduler_output.scheduled_cached_reqs
+    for name, groups, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        # A preempted request gets all its blocks again, others only additional ones.
+        if groups is not None:
+            begun.append((groups, computed if name in cached.resumed_req_ids else 0))
+    return [
+        block
+        for groups, computed in begun
+        for blocks, size in zip(groups, block_sizes, strict=True)
+        for block in blocks[-(-computed // size) :]
+        if block != 0  # vLLM's placeholder for blocks that are no longer needed
+    ]

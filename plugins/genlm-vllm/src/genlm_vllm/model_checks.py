@@ -1,8 +1,8 @@
-"""Whether vLLM's rows of a model are right.
+"""Checks that vLLM computes the correct rows of a model.
 
-Judged by the config before the model is built, and by what vLLM made of it afterwards. What
-would be wrong is avoided by other arguments of vLLM, or refused. `docs/vllm-engine.md`
-describes the defects, `docs/vllm-architectures.md` lists the families that were compared.
+They read the config before the model is built, and the built model afterwards. A defect is
+avoided by other arguments of vLLM, or the model is refused. `docs/vllm-engine.md` describes the
+defects, `docs/vllm-architectures.md` lists the families that were compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genlm import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
+from genlm.plugin import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
 from genlm_vllm.versions import check_version
 
 __all__ = ["CORRECTED", "check_served", "facts_of", "needed_arguments"]
@@ -23,12 +23,12 @@ CORRECTED = {
 }
 """For vLLM's option `model_class_overrides`."""
 
-_UNSAID = (None, -1, "auto")
-"""What leaves `max_model_len` to vLLM."""
+_AUTOMATIC = (None, -1, "auto")
+"""Values of `max_model_len` with which vLLM chooses it."""
 
 
 def facts_of(config: Any) -> ModelFacts:
-    """Read the config of a model as vLLM has it, with the user's overrides.
+    """Read the config of a model as vLLM uses it, with the user's overrides.
 
     Args:
         config: A `vllm.VllmConfig`.
@@ -43,17 +43,17 @@ def needed_arguments(
 
     Args:
         config: The `vllm.VllmConfig` without them.
-        facts: Of the model.
-        engine_opts: What the user chose.
+        facts: Facts of the model.
+        engine_opts: The user's options.
 
     Raises:
-        ModelLoadError: The user chose otherwise.
+        ModelLoadError: The user's options contradict them.
     """
     return _length(config, facts, engine_opts) | _prefixes(config, facts, engine_opts)
 
 
 def _length(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    """Bound contexts where frequencies depend on their length, which vLLM ignores."""
+    """Limit contexts whose rotary frequencies depend on their length, which vLLM ignores."""
     if not facts.rope_by_longest:
         return {}
     dynamic = any("dynamic" in kind for kind in facts.rope_types)
@@ -61,21 +61,21 @@ def _length(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> d
     limit = limit or facts.max_positions
     if limit is None or config.model_config.max_model_len <= limit:
         return {}
-    if engine_opts.get("max_model_len") in _UNSAID:
+    if engine_opts.get("max_model_len") in _AUTOMATIC:
         return {"max_model_len": limit}
     kinds = " and ".join(facts.rope_types)
     raise ModelLoadError(
         f"asked for max_model_len={engine_opts['max_model_len']!r}, but {facts.architecture} "
         f"has {kinds} rotary embeddings: beyond {limit} tokens their frequencies depend on the "
         f"length of the context, and vLLM {check_version()} gives all contexts the same ones. "
-        f"Rows would be wrong; leave max_model_len out, or give at most {limit}"
+        f"Rows would be wrong; leave max_model_len out, or pass at most {limit}"
     )
 
 
 def _prefixes(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
-    """Cache no prefixes of recurrent models on the CPU.
+    """Disable the prefix cache for recurrent models on the CPU.
 
-    Its scan returns the last state of each sequence, where the cache takes states between.
+    vLLM's scan returns the last state of each sequence only; the cache needs those between.
     """
     from vllm.platforms import current_platform
 
@@ -94,17 +94,18 @@ def _prefixes(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) ->
 def check_served(
     config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]], *, unverified: str
 ) -> None:
-    """Refuse a model that vLLM built otherwise than its config says; warn of an unverified one.
+    """Refuse a model that vLLM built differently from its config; warn of an unverified one.
 
     Args:
         config: The `vllm.VllmConfig`.
-        facts: Of the model.
-        built: `RowWorker.genlm_describe` of each worker.
+        facts: Facts of the model.
+        built: `RowWorker.genlm_describe_model` of each worker.
         unverified: `"warn"` or `"refuse"`.
 
     Raises:
-        ModelLoadError: Rows would be wrong, or the family is unverified and to be refused.
-        ValueError: `unverified` is neither.
+        ModelLoadError: Rows would be wrong, or the family is unverified and
+            `unverified="refuse"`.
+        ValueError: Another value of `unverified`.
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
@@ -121,7 +122,7 @@ def check_served(
 
 
 def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) -> str | None:
-    """Say how the layers' windows differ from the config's; None if they do not."""
+    """Return how the layers' windows differ from the config's, None if they agree."""
     longest = config.model_config.max_model_len
     stated = {window for window in facts.sliding_windows if window < longest}
     if not stated:
@@ -134,9 +135,9 @@ def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) 
     layers = ", ".join(f"{window} in {count}" for window, count in sorted(found.items()))
     wanted = f"{', '.join(map(str, sorted(stated)))} in {sliding or 'all'}"
     return (
-        f"serves {facts.architecture} with other sliding windows than its config says: "
+        f"serves {facts.architecture} with sliding windows that differ from its config: "
         f"{layers or 'none in any'} layers instead of {wanted}. Rows beyond {min(stated)} "
-        f"tokens would be wrong. Give max_model_len={min(stated)} at most, or use another "
+        f"tokens would be wrong. Pass max_model_len={min(stated)} at most, or use another "
         f"engine"
     )
 
@@ -144,7 +145,7 @@ def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) 
 def _as_computed(
     config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]]
 ) -> ModelFacts:
-    """Name what computes a model where it is not what was compared."""
+    """Add the implementation to the architecture where it is not the one that was compared."""
     from vllm.platforms import current_platform
 
     name = facts.architecture

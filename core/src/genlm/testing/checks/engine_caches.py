@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapability
+from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapabilityError
 from genlm.testing.check import engine_check
 from genlm.testing.engine_fixture import EngineFixture, row_error
 from genlm.testing.failure import NotApplicable, Skipped, expect
@@ -220,5 +220,5 @@ def undeclared_prefix_cache_is_refused(fixture: EngineFixture) -> None:
         "clear_kv_cache": fixture.lm.clear_kv_cache,
     }
     for name, call in calls.items():
-        fixture.expect_error(UnsupportedCapability, call, call=name)
+        fixture.expect_error(UnsupportedCapabilityError, call, call=name)
         fixture.saw("refused")

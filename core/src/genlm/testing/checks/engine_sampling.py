@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from genlm import Capability, EmptySequenceError
+from genlm.plugin import draw_tokens, stream_seeds, stream_uniform
 from genlm.testing.check import engine_check
 from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
@@ -138,6 +139,59 @@ def sampling_is_reproducible(fixture: EngineFixture) -> None:
     fixture.saw("another seed")
     expect(draw(6, None) != draw(6, None), "other draws without a seed", "the same twice")
     fixture.saw("no seed")
+
+
+@engine_check(cases=("temperature 1", "temperature below 1", "temperature above 1"))
+def equal_seeds_draw_equal_tokens(fixture: EngineFixture) -> None:
+    """From equal rows a seed draws the tokens that `draw_tokens` draws, on any engine."""
+    prompts = [prompt[:2] for prompt in fixture.some_sequences(6)]
+    length = max(1, min(6, fixture.max_length - 2))
+    seeds = stream_seeds(fixture.seed, len(prompts))
+    temperatures = {
+        "temperature 1": 1.0,
+        "temperature below 1": 0.6,
+        "temperature above 1": 1.5,
+    }
+    for case, temperature in temperatures.items():
+        drawn = fixture.run(
+            fixture.lm.batch_sample(prompts, length, temperature=temperature, seed=fixture.seed)
+        )
+        for prompt, seed, continuation in zip(prompts, seeds, drawn, strict=True):
+            for position, token_id in enumerate(continuation):
+                before = (*prompt, *continuation[:position])
+                uniform = stream_uniform(seed, position)
+                _check_draw(fixture, before, token_id, temperature, uniform)
+                fixture.saw(case)
+
+
+def _check_draw(
+    fixture: EngineFixture,
+    before: TokenTuple,
+    token_id: int,
+    temperature: float,
+    uniform: float,
+) -> None:
+    """Raise `CheckFailure` unless a uniform number draws a token, whatever the rounding.
+
+    Where each log-probability is off by at most e, the cumulative distribution at temperature
+    t is off by at most e / 2t: its logit moves by at most 2e / t, and no step of the logistic
+    function is longer than a quarter of that of its argument.
+    """
+    row = fixture.expected(before)
+    rounding = fixture.target.largest_error / (2 * temperature) + 1e-9
+    cumulative = (row / temperature).softmax(-1).cumsum(-1)
+    (expected,) = draw_tokens(row[None], [temperature], [uniform]).tolist()
+    low, high = (
+        float(cumulative[token_id - 1]) if token_id else 0.0,
+        float(cumulative[token_id]),
+    )
+    expect(
+        low - rounding <= uniform <= high + rounding,
+        f"{expected}, the token that {uniform:.6f} draws",
+        f"{token_id}, which numbers from {low:.6f} to {high:.6f} draw",
+        before=before,
+        temperature=temperature,
+    )
 
 
 @engine_check(cases=("equal prompts",))

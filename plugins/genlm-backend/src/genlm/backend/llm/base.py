@@ -18,7 +18,7 @@ import torch
 
 import genlm
 from genlm.backend.tokenization import decode_vocab
-from genlm.plugin import SamplingParams, draw_tokens, stream_seeds
+from genlm.plugin import SamplingParams, sample_continuation, stream_seeds
 
 __all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
@@ -138,7 +138,7 @@ class AsyncLM(abc.ABC):
 
         seeds = stream_seeds(seed, len(prompt_token_ids_list))
         continuations = [
-            draw_tokens(
+            sample_continuation(
                 rows,
                 tuple(map(int, prompt)),
                 SamplingParams(max_tokens, temperature, stop, stream),

@@ -1,4 +1,4 @@
-"""`ModelReview`: whether SGLang serves a model as its config says, judged while it loads."""
+"""`ModelCorrections`: corrects a model while SGLang loads it, and refuses wrong ones."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 import torch
 
-from genlm import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
+from genlm.plugin import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
 from genlm_sgl.checkpoint import OUTPUT_BIAS, CheckpointBiases
 from genlm_sgl.model_checks import BuiltModel, check_model, correct_model, rope_overrides
 from genlm_sgl.scheduler_api import SchedulerApi
 from genlm_sgl.versions import installed_version
 
-__all__ = ["ModelReview"]
+__all__ = ["ModelCorrections"]
 
 _OVERRIDES = "json_model_override_args"
 
-_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings of what a model does with its logits once the output bias was added."""
+_POST_BIAS_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings of operations on the logits that follow the output bias."""
 
 
-class ModelReview:
-    """Follows a model from its config through SGLang's loading to what SGLang built.
+class ModelCorrections:
+    """The corrections of one model, before, during and after its loading.
 
     Args:
         source: Folder or hub id.
         options: Arguments of `ServerArgs`.
 
     Attributes:
-        options: The same, with what makes the model right.
-        corrections: What SGLang would have computed otherwise, in words.
+        options: The options, with those that correct the model.
+        names: What SGLang would have computed differently, in words.
     """
 
     def __init__(self, source: str, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
-        self.corrections: list[str] = []
+        self.names: list[str] = []
         overrides = json.loads(options.get(_OVERRIDES) or "{}")
         self._backend = options.get("attention_backend")
         self._config = _text_config(source, options, overrides)
@@ -49,30 +49,30 @@ class ModelReview:
             setattr(self._config, name, value)
         if plain:
             self.options[_OVERRIDES] = json.dumps(overrides | plain)
-            self.corrections.append("rotary embeddings")
+            self.names.append("rotary embeddings")
 
-    def watch_weights(
+    def on_load_weights(
         self, module: torch.nn.Module, weights: Iterable[tuple[str, Any]]
     ) -> Iterator[tuple[str, Any]]:
-        """Set right what the built model leaves out, and note what its weights bring."""
+        """Correct the built model, and record the biases among the weights."""
         if self._config is not None:
-            self.corrections += correct_model(module, self._config, self._backend)
-        return self._biases.watching(weights)
+            self.names += correct_model(module, self._config, self._backend)
+        return self._biases.record(weights)
 
-    def finish(self, api: SchedulerApi, max_context: int, *, unverified: str) -> None:
-        """Judge the loaded model.
+    def check_loaded(self, api: SchedulerApi, max_context: int, *, unverified: str) -> None:
+        """Refuse a loaded model whose rows would be wrong; warn of an unverified family.
 
         Args:
-            api: SGLang with the model; gets the output bias that SGLang leaves out.
-            max_context: The longest prompt that will be asked.
-            unverified: `"warn"` or `"refuse"` a family that was never compared.
+            api: SGLang with the model; receives the output bias that SGLang omits.
+            max_context: The longest prompt.
+            unverified: `"warn"` or `"refuse"` a family that was not compared.
 
         Raises:
-            ModelLoadError: Rows would be wrong, or the family is to be refused.
-            ValueError: `unverified` is neither.
+            ModelLoadError: Rows would be wrong, or the family is refused.
+            ValueError: Another value of `unverified`.
 
         Warns:
-            UnverifiedModelWarning: The family was never compared.
+            UnverifiedModelWarning: The family was not compared.
         """
         config = api.text_config if self._config is None else self._config
         facts = ModelFacts.of(config)
@@ -93,10 +93,10 @@ class ModelReview:
         lost = self._biases.lost(api.model, layers=layers or 2**31, dtype=api.dtype)
         bias = self._biases.output_bias
         if bias is not None:
-            if any(getattr(config, name, None) for name in _AFTER_THE_HEAD):
+            if any(getattr(config, name, None) for name in _POST_BIAS_SETTINGS):
                 lost.append(OUTPUT_BIAS)
             api.output_bias = bias.to(api.device)
-            self.corrections.append("output bias")
+            self.names.append("output bias")
         if lost:
             raise ModelLoadError(
                 f"SGLang {installed_version()} drops {len(lost)} biases of the checkpoint, "
@@ -108,9 +108,9 @@ class ModelReview:
 def _text_config(
     source: str, options: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Any | None:
-    """Read the config of a text model as transformers does; None if it cannot.
+    """Read the config of a text model with transformers; None if that fails.
 
-    SGLang reads some formats that transformers does not, and changes the config on its way.
+    SGLang reads some formats that transformers does not, and changes the config.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -118,7 +118,7 @@ def _text_config(
     where = {"revision": options.get("revision")}
     try:
         raw, _ = transformers.PretrainedConfig.get_config_dict(source, **where)
-        # SGLang gives AutoConfig classes of its own for some names.
+        # SGLang registers its own classes with AutoConfig for some names.
         reader = getattr(
             transformers, CONFIG_MAPPING_NAMES.get(raw.get("model_type"), ""), None
         )
@@ -126,7 +126,7 @@ def _text_config(
             reader = transformers.AutoConfig
             where["trust_remote_code"] = bool(options.get("trust_remote_code", False))
         config = reader.from_pretrained(source, **where)
-    except Exception:  # noqa: BLE001 - SGLang tells what is wrong with it
+    except Exception:  # noqa: BLE001 - SGLang reports the error
         return None
     for name, value in overrides.items():
         found = getattr(config, name, None)

@@ -1,7 +1,7 @@
-"""`AlternatingEngine`: engines of several settings where only one can be alive.
+"""`ExclusiveEngine`: several engines of which one at a time is built.
 
-For the conformance suite, which has an engine for each setting of a target and uses one after
-the other. Not for serving: each change of setting takes SGLang down and builds it again.
+For the conformance suite, which uses one engine per setting of a target, one after the other.
+Not for serving: each change of engine shuts SGLang down and builds it again.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from genlm import Completion, Query
+from genlm.plugin import Completion, Query
 
-__all__ = ["AlternatingEngine"]
+__all__ = ["ExclusiveEngine"]
 
 
-class AlternatingEngine:
-    """An engine that makes way for another setting's, and is built again when it is asked.
+class ExclusiveEngine:
+    """An engine that is closed when another one is used, and built again when it is used.
 
     Args:
-        build: Makes the engine.
+        build: Builds the engine.
 
     Attributes:
-        lock: Held during every call to any of them.
-        awake: The one that is alive.
+        lock: Held during every call to any `ExclusiveEngine`.
+        active: The one whose engine is built.
 
     Raises:
-        RuntimeError: The engine that should make way has unanswered queries.
-        Exception: Whatever `build` raises.
+        RuntimeError: The engine to close has unanswered queries.
+        Exception: Any error of `build`.
     """
 
     lock: ClassVar[threading.RLock] = threading.RLock()
-    awake: ClassVar[AlternatingEngine | None] = None
+    active: ClassVar[ExclusiveEngine | None] = None
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self._build = build
@@ -40,39 +40,39 @@ class AlternatingEngine:
         self._unanswered: set[int] = set()
         self._last_statistics: Mapping[str, int | float | str] = {}
         with self.lock:
-            engine = self._woken()
+            engine = self._built()
             self.vocabulary = engine.vocabulary
             self.max_context = engine.max_context
             self.capabilities = engine.capabilities
 
-    def _woken(self) -> Any:
+    def _built(self) -> Any:
         cls = type(self)
         if self._engine is None:
-            if cls.awake is not None:
-                cls.awake.park()
+            if cls.active is not None:
+                cls.active.suspend()
             self._engine = self._build()
-            cls.awake = self
+            cls.active = self
             for name, path in self._adapters.items():
                 self._engine.add_adapter(name, path)
         return self._engine
 
-    def park(self) -> None:
-        """Make way: end this engine's life until it is asked again."""
+    def suspend(self) -> None:
+        """Close the engine until it is used again."""
         if self._unanswered:
-            raise RuntimeError(f"asked to make way with {len(self._unanswered)} queries")
+            raise RuntimeError(f"asked to suspend with {len(self._unanswered)} pending queries")
         self.close()
 
     def submit(self, query: Query) -> None:
         """As the engine."""
         with self.lock:
-            self._woken().submit(query)
+            self._built().submit(query)
             self._unanswered.add(query.query_id)
 
     def step(self) -> list[Completion]:
         """As the engine."""
         with self.lock:
             try:
-                completions: list[Completion] = self._woken().step()
+                completions: list[Completion] = self._built().step()
             except Exception:
                 self._unanswered.clear()
                 raise
@@ -87,33 +87,33 @@ class AlternatingEngine:
                 self._engine.abort(query_id)
 
     def add_adapter(self, name: str, path: str) -> None:
-        """As the engine, in every life from now on."""
+        """As the engine; repeated each time that it is built."""
         with self.lock:
-            self._woken().add_adapter(name, path)
+            self._built().add_adapter(name, path)
             self._adapters[name] = path
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """As the engine."""
         with self.lock:
-            self._woken().cache_prefix(token_ids, adapter)
+            self._built().cache_prefix(token_ids, adapter)
 
     def clear_prefix_cache(self) -> None:
         """As the engine."""
         with self.lock:
-            self._woken().clear_prefix_cache()
+            self._built().clear_prefix_cache()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """As the engine; of its last life, while it sleeps."""
+        """As the engine; while it is suspended, the last ones."""
         engine: Any = self._engine
         figures = self._last_statistics if engine is None else engine.statistics()
         return dict(figures)
 
     def close(self) -> None:
-        """End the engine's life, if it has one."""
+        """Close the engine if it is built."""
         with self.lock:
             engine, self._engine = self._engine, None
-            if type(self).awake is self:
-                type(self).awake = None
+            if type(self).active is self:
+                type(self).active = None
             if engine is not None:
                 engine.close()
                 self._last_statistics = engine.statistics()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from genlm_vllm.fresh_blocks import fresh_blocks
+from genlm_vllm.cpu_worker import newly_written_blocks
 
 
 def plan(new: Any = (), running: Any = (), resumed: Any = ()) -> Any:
@@ -27,16 +27,16 @@ def plan(new: Any = (), running: Any = (), resumed: Any = ()) -> Any:
 
 
 def test_blocks_of_a_cached_prefix_stay() -> None:
-    assert fresh_blocks(plan(new=[(([5, 6, 7],), 64)]), [32]) == [7]
-    assert fresh_blocks(plan(new=[(([5, 6],), 0)]), [32]) == [5, 6]
-    assert fresh_blocks(plan(new=[(([5, 6, 7],), 40)]), [32]) == [7]  # a block in part
+    assert newly_written_blocks(plan(new=[(([5, 6, 7],), 64)]), [32]) == [7]
+    assert newly_written_blocks(plan(new=[(([5, 6],), 0)]), [32]) == [5, 6]
+    assert newly_written_blocks(plan(new=[(([5, 6, 7],), 40)]), [32]) == [7]  # a block in part
 
 
 def test_a_running_request_adds_blocks_and_a_preempted_one_begins_again() -> None:
     running, resumed = ((([9],), 64), ((None), 33)), ((([3, 4, 8],), 32),)
-    assert fresh_blocks(plan(running=running), [32]) == [9]
-    assert fresh_blocks(plan(running=running, resumed=resumed), [32]) == [9, 4, 8]
+    assert newly_written_blocks(plan(running=running), [32]) == [9]
+    assert newly_written_blocks(plan(running=running, resumed=resumed), [32]) == [9, 4, 8]
 
 
 def test_each_group_of_layers_has_its_own_block_size() -> None:
-    assert fresh_blocks(plan(new=[(([1, 2], [0, 0, 3, 4]), 64)]), [64, 32]) == [2, 3, 4]
+    assert newly_written_blocks(plan(new=[(([1, 2], [0, 0, 3, 4]), 64)]), [64, 32]) == [2, 3, 4]

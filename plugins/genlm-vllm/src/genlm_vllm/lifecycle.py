@@ -1,4 +1,4 @@
-"""Building a vLLM engine and ending it, in this process or in processes of its own."""
+"""Building a vLLM engine and shutting it down, in this process or in several."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from genlm import ModelFacts, ModelLoadError, model_source, preserve_process_state
-from genlm_vllm.failures import VARIABLE, FailureLog
+from genlm.plugin import ModelFacts, ModelLoadError, model_source, preserve_process_state
 from genlm_vllm.loading import engine_arguments, shown
 from genlm_vllm.model_checks import facts_of, needed_arguments
-from genlm_vllm.surroundings import quiet
-from genlm_vllm.transformers_classes import keep_transformers_classes
+from genlm_vllm.process_state import keep_transformers_classes, quiet
+from genlm_vllm.processes import VARIABLE, FailureLog
 from genlm_vllm.versions import check_version
 
 __all__ = ["load_vllm", "shut_down"]
 
-_SOCKET_PATIENCE_S = 5.0
+_SOCKET_TIMEOUT_S = 5.0
 
-_LONGEST_CAUSE = 600
-"""Characters of vLLM's message that are shown: some list all that vLLM has."""
+_MAX_CAUSE_LENGTH = 600
+"""Characters of vLLM's message that are shown: some list all models that vLLM has."""
 
 
 def load_vllm(
@@ -31,18 +30,18 @@ def load_vllm(
     *,
     failures: FailureLog | None = None,
 ) -> tuple[Any, ModelFacts]:
-    """Build a `vllm.LLMEngine` whose workers keep rows.
+    """Build a `vllm.LLMEngine` whose workers store rows.
 
     Args:
         model: A folder or a hub id.
         engine_opts: Arguments of `vllm.EngineArgs`.
-        failures: Of the processes in which it computes; None if it computes in this one.
+        failures: Log of the engine's processes; None if it computes in this process.
 
     Returns:
-        The engine, and what the model's config says.
+        The engine, and the facts of the model's config.
 
     Raises:
-        MissingRequirementError: vLLM is not installed or its version not supported.
+        MissingRequirementError: vLLM is not installed, or its version is not supported.
         ModelLoadError: vLLM cannot serve the model with these options.
         ValueError: An option that would make rows wrong.
         TypeError: An option that vLLM does not have.
@@ -60,7 +59,7 @@ def load_vllm(
 
         arguments = engine_arguments(source, engine_opts)
         try:
-            # Its variables may be cached since an earlier engine.
+            # vLLM caches its environment variables.
             vllm.envs.disable_envs_cache()
             return _built(arguments, engine_opts, multiprocess=failures is not None)
         except Exception as error:
@@ -69,9 +68,9 @@ def load_vllm(
             if isinstance(error, ModelLoadError):
                 raise
             cause = " ".join(str(error).split()) or "no message"
-            text = f"{type(error).__name__}: {cause[:_LONGEST_CAUSE]}"
+            text = f"{type(error).__name__}: {cause[:_MAX_CAUSE_LENGTH]}"
             first = None if failures is None else failures.first()
-            text += "" if first is None else f" ({first[:_LONGEST_CAUSE]})"
+            text += "" if first is None else f" ({first[:_MAX_CAUSE_LENGTH]})"
             raise ModelLoadError(
                 f"asked vLLM for model {source!r} with {shown(engine_opts)}; it raised "
                 f"{text}{_memory_hint(engine_opts, text)}"
@@ -93,10 +92,10 @@ def _built(
     needed = needed_arguments(config, facts, engine_opts)
     if needed:
         config = configured(**needed)
-    keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    keep_classes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not multiprocess and config.model_config.using_transformers_backend():
-        keeping = keep_transformers_classes(lambda: model_of(engine))
-    with keeping:
+        keep_classes = keep_transformers_classes(lambda: model_of(engine))
+    with keep_classes:
         engine = vllm.LLMEngine.from_vllm_config(
             config, disable_log_stats=arguments["disable_log_stats"]
         )
@@ -115,14 +114,14 @@ def _memory_hint(engine_opts: Mapping[str, Any], cause: str) -> str:
         return ""
     if "gpu_memory_utilization" in engine_opts:
         return (
-            " (on a CPU, gpu_memory_utilization is a share of a memory node for all that the "
-            "process holds; leave it out, or give kv_cache_memory_bytes instead)"
+            " (on a CPU, gpu_memory_utilization is the share of a memory node for the whole "
+            "process; leave it out, or pass kv_cache_memory_bytes instead)"
         )
     return " (on a CPU, kv_cache_memory_bytes is the size of the KV cache)"
 
 
 def shut_down(engine: Any, *, multiprocess: bool) -> None:
-    """End a vLLM engine and give its memory back."""
+    """Shut a vLLM engine down and free its memory."""
     engine.engine_core.shutdown()
     renderer = getattr(engine, "renderer", None)
     if renderer is not None:
@@ -134,18 +133,18 @@ def shut_down(engine: Any, *, multiprocess: bool) -> None:
 
 
 def _close_sockets(client: Any) -> None:
-    """End the client's zmq context, which vLLM leaves to the garbage collector."""
-    client.output_queue_thread.join(_SOCKET_PATIENCE_S)
+    """Destroy the client's zmq context, which vLLM leaves to the garbage collector."""
+    client.output_queue_thread.join(_SOCKET_TIMEOUT_S)
     if not client.output_queue_thread.is_alive():  # else it still uses a socket
         client.ctx.destroy(linger=0)
 
 
 def _clean_up() -> None:
-    """Free what an engine of this process leaves behind, also one that was never whole."""
+    """Free what an engine of this process leaves behind, also after a failed build."""
     from vllm import envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.unfreeze()  # vLLM exempts from collection all that exists when it has started
+    gc.unfreeze()  # vLLM freezes all objects when it has started
     cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()

@@ -1,7 +1,7 @@
-"""Starts SGLang's `Scheduler` in this process, and ends it; all that depends on its version.
+"""Building SGLang's `Scheduler` in this process and shutting it down.
 
-What differs between the supported versions is chosen by the signatures that are found. What
-its scheduler does in between is the same in all of them, and in `scheduler_api`.
+Everything that depends on SGLang's version is here, chosen by the signatures that are found.
+`scheduler_api` uses the scheduler in between, in the same way for all versions.
 """
 
 from __future__ import annotations
@@ -12,83 +12,85 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from genlm import ModelLoadError
+from genlm.plugin import ModelLoadError
 
 __all__ = [
-    "WatchWeights",
+    "LoadWeightsHook",
+    "build_scheduler",
     "close_sockets",
-    "leave_groups",
+    "leave_process_groups",
     "senders",
     "server_options",
-    "started",
 ]
 
 Weights = Iterator[tuple[str, Any]]
 
-WatchWeights = Callable[[Any, Weights], Weights]
-"""Given a model that is built and the weights of its checkpoint, returns these weights."""
+LoadWeightsHook = Callable[[Any, Weights], Weights]
+"""Takes a built model and the weights of its checkpoint; returns the weights to load."""
 
 _ONLY_RANK = ("tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank")
 
 
 def server_options() -> frozenset[str]:
-    """Names of the options that this version's `ServerArgs` takes."""
+    """Return the names of the options of this version's `ServerArgs`."""
     from sglang.srt.server_args import ServerArgs
 
     return frozenset(inspect.signature(ServerArgs).parameters)
 
 
-def started(options: Mapping[str, Any], gpu_id: int, watch_weights: WatchWeights) -> Any:
-    """Build a scheduler that is the only rank there is.
+def build_scheduler(
+    options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
+) -> Any:
+    """Build a scheduler that is the only rank.
 
     Args:
         options: Arguments of `ServerArgs`.
-        gpu_id: Which GPU.
-        watch_weights: Is called when the model is built and before it has its weights.
+        gpu_id: Index of the GPU.
+        on_load_weights: Called when the model is built, before its weights are loaded.
 
     Raises:
-        ModelLoadError: This version's scheduler takes something unknown.
-        Exception: Whatever else SGLang raises; its process groups are left.
+        ModelLoadError: This version's scheduler has an unknown parameter.
+        Exception: Any other error of SGLang; its process groups are left.
     """
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     arguments = ServerArgs(**options)
     ports = PortArgs.init_new(arguments)
-    place = _place(Scheduler, gpu_id)
+    ranks = _rank_arguments(Scheduler, gpu_id)
     scheduler: Any = Scheduler.__new__(Scheduler)
     try:
         _publish(arguments, gpu_id)
-        with _no_watchdog(), _weights_watched(watch_weights):
-            scheduler.__init__(arguments, ports, **place)
+        with _no_watchdog(), _weights_hooked(on_load_weights):
+            scheduler.__init__(arguments, ports, **ranks)
     except BaseException:
-        # One that was never whole holds sockets; collected with their zmq context, they
-        # would keep it, and whoever the garbage collector ran in, waiting for ever.
+        # A partly built scheduler holds sockets. If the garbage collector collected them with
+        # their zmq context, the thread that it runs in would wait forever.
         if hasattr(scheduler, "ipc_channels"):
             close_sockets(scheduler)
-        leave_groups()
+        leave_process_groups()
         raise
     return scheduler
 
 
-def _place(scheduler: type, gpu_id: int) -> dict[str, Any]:
-    """What the scheduler wants to know about its place among others, before 0.5.21."""
+def _rank_arguments(scheduler: type, gpu_id: int) -> dict[str, Any]:
+    """Return the scheduler's arguments about ranks, which it has before 0.5.21."""
     known = {"gpu_id": gpu_id, "dp_rank": None, **dict.fromkeys(_ONLY_RANK, 0)}
     wanted = [*inspect.signature(scheduler).parameters][2:]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ModelLoadError(
-            f"SGLang's Scheduler wants {', '.join(unknown)}, which genlm-sgl does not know; "
-            f"use a version in its range"
+            f"SGLang's Scheduler has the parameters {', '.join(unknown)}, which genlm-sgl does "
+            f"not know; use a supported version"
         )
     return {name: known[name] for name in wanted}
 
 
 def _publish(arguments: Any, gpu_id: int) -> None:
-    """Make the arguments known to the process, and from 0.5.21 on its place.
+    """Publish the arguments, and from 0.5.21 on the ranks, in SGLang's global context.
 
-    A model of experts whose loading failed leaves the places of its experts behind, over
-    which SGLang would refuse the next model with a bare AssertionError.
+    A mixture-of-experts model whose loading failed leaves the locations of its experts behind,
+    with which the next model fails with an AssertionError.
     """
     from sglang.srt import runtime_context
 
@@ -103,11 +105,10 @@ def _publish(arguments: Any, gpu_id: int) -> None:
 
 @contextlib.contextmanager
 def _no_watchdog() -> Iterator[None]:
-    """Have the scheduler make no watchdog while it is built.
+    """Build the scheduler without its watchdog.
 
-    SGLang's watches from a thread that never ends, and when nothing has run for five
-    minutes after a batch, it sends SIGQUIT to the parent of this process, which is the
-    user's shell or test runner.
+    SGLang's watchdog is a thread that never ends. Five minutes after the last batch it sends
+    SIGQUIT to the parent of this process, which is the user's shell or test runner.
     """
     from sglang.srt.managers import scheduler
 
@@ -120,16 +121,16 @@ def _no_watchdog() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _weights_watched(watch: WatchWeights) -> Iterator[None]:
-    """Have `watch` see each model that is built and the weights that it loads."""
+def _weights_hooked(hook: LoadWeightsHook) -> Iterator[None]:
+    """Call `hook` with each model that is built and the weights that it loads."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     original = DefaultModelLoader._get_all_weights  # noqa: SLF001
 
-    def watched(self: Any, model_config: Any, model: Any) -> Weights:
-        return watch(model, original(self, model_config, model))
+    def hooked(self: Any, model_config: Any, model: Any) -> Weights:
+        return hook(model, original(self, model_config, model))
 
-    DefaultModelLoader._get_all_weights = watched  # noqa: SLF001
+    DefaultModelLoader._get_all_weights = hooked  # noqa: SLF001
     try:
         yield
     finally:
@@ -137,13 +138,13 @@ def _weights_watched(watch: WatchWeights) -> Iterator[None]:
 
 
 def senders(scheduler: Any) -> list[Any]:
-    """What a scheduler sends its answers with."""
+    """Return the objects with which a scheduler sends its results."""
     channels = scheduler.ipc_channels
     return [channels.send_to_tokenizer, channels.send_to_detokenizer]
 
 
 def close_sockets(scheduler: Any) -> None:
-    """Close the sockets of a scheduler, and what they belong to."""
+    """Close the sockets of a scheduler and their zmq contexts."""
     channels = scheduler.ipc_channels
     found = [channels.recv_from_tokenizer, channels.recv_from_rpc]
     found += [sender.socket for sender in senders(scheduler)]
@@ -151,8 +152,8 @@ def close_sockets(scheduler: Any) -> None:
         context.destroy(linger=0)
 
 
-def leave_groups() -> None:
-    """Undo torch.distributed, which SGLang starts even for one process."""
+def leave_process_groups() -> None:
+    """Shut torch.distributed down, which SGLang starts even for one process."""
     from sglang.srt.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from genlm import AdapterError, read_adapter_config, read_lora_config
+from genlm import AdapterError, read_adapter_config
+from genlm.plugin import read_lora_config
 
 
 def write(folder: Path, config: str, weights: str = "adapter_model.safetensors") -> Path:

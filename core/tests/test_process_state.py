@@ -16,12 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from genlm import (
-    ModelLoadError,
-    claim_process,
-    preserve_process_state,
-    release_process,
-)
+from genlm import ModelLoadError, preserve_process_state
+from genlm.plugin import claim_process, release_process
 
 
 def state() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from genlm import (
     Query,
     SamplingParams,
     rows_from_logits,
-    stream_uniform,
 )
+from genlm.plugin import stream_uniform
 
 from .attention import ADAPTER_SEEDS, CONTEXT, EMPTY, Attention, Floats, State, base_model
 from .vocabulary import small_vocabulary

@@ -9,7 +9,8 @@ import pytest
 from scripted import oracle_row
 from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
 
-from genlm import AsyncLM, Capability, Completion, OutputCache, stream_uniform
+from genlm import AsyncLM, Capability, Completion, OutputCache
+from genlm.plugin import stream_uniform
 from genlm.testing import QUICK, all_checks
 
 from .conftest import RunCheck

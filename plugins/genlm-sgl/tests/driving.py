@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm import Query, SamplingParams, stream_uniform
+from genlm import Query, SamplingParams
+from genlm.plugin import stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 

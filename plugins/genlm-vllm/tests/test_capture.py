@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from genlm import stream_uniform
+from genlm.plugin import stream_uniform
 from genlm_vllm.capture import ARGUMENT, Capture, CaptureRow, DrawToken
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
 

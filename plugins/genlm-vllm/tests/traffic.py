@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from genlm import Query, SamplingParams, draw_tokens, stream_uniform
+from genlm import Query, SamplingParams
+from genlm.plugin import draw_tokens, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
 

@@ -103,7 +103,7 @@ class ViewsOfTheBatch(CachedEngine):
         return list(self.evaluate(batch))
 
 
-@engine_mutant(killed_by="rows-belong-to-the-caller", shows_as="exception")
+@engine_mutant(killed_by="rows-belong-to-the-caller")
 class RowsKept(CachedEngine):
     """Keeps the row it returned and returns it again when asked again."""
 

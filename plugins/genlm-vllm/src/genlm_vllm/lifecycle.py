@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from genlm.plugin import ModelFacts, ModelLoadError, model_source, preserve_process_state
+from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.loading import engine_arguments, shown
 from genlm_vllm.model_checks import facts_of, needed_arguments
 from genlm_vllm.process_state import keep_transformers_classes, quiet
@@ -94,6 +95,7 @@ def _built(
         config = configured(**needed)
     keep_classes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not multiprocess and config.model_config.using_transformers_backend():
+        check_fallback_attention()
         keep_classes = keep_transformers_classes(lambda: model_of(engine))
     with keep_classes:
         engine = vllm.LLMEngine.from_vllm_config(

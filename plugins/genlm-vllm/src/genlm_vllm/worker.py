@@ -10,6 +10,7 @@ others in their queues and returns them for later calls.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ __all__ = ["RowWorker", "call_workers"]
 
 # vLLM's processes import this module before they build a worker.
 record_failures()
-check_fallback_attention()
+if "vllm" in sys.modules:  # else this is the client's process, see `lifecycle`
+    check_fallback_attention()
 
 
 def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:

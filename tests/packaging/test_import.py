@@ -41,7 +41,7 @@ def test_listing_the_public_names_loads_nothing_either():
 def test_every_public_name_is_the_object_of_the_module_that_lists_it(package, name):
     module = import_module(package._MODULE_OF[name])
     assert getattr(package, name) is getattr(module, name)
-    assert name in module.__all__ or name == "UnsupportedCapabilityError"  # an alias
+    assert name in module.__all__ or name == "UnsupportedCapability"  # an alias
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -38,7 +38,7 @@ def asked_together(llm, *sequences):
 
 
 def test_equal_suffixes_after_different_cached_prefixes_are_told_apart(llm, model):
-    assert llm.statistics().engine["tier"] == "packed"  # prefixes are shared
+    assert llm.statistics().engine["execution_path"] == "packed"  # prefixes are shared
     llm.cache_kv(RED)
     llm.cache_kv(BLUE)
     rows = asked_together(llm, RED + TAIL, BLUE + TAIL, TAIL)

@@ -19,6 +19,9 @@ __all__ = ["EngineHandle", "SharedEngine"]
 
 T = TypeVar("T")
 
+_ADAPTER_METHODS = frozenset({"add_adapter", "remove_adapter"})
+"""Methods of the engine that `SharedEngine` calls itself, to know what is loaded."""
+
 
 class SharedEngine:
     """An engine on a thread of its own, and the handle that each of its queries came from.
@@ -91,6 +94,11 @@ class SharedEngine:
             self.engine.add_adapter(name, path)  # type: ignore[attr-defined]
             self._adapters[name] = path
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter, which later models load again."""
+        self.engine.remove_adapter(name)  # type: ignore[attr-defined]
+        self._adapters.pop(name, None)
+
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
@@ -155,5 +163,5 @@ class EngineHandle:
             raise AttributeError(name)
         engine = self._shared.engine
         method = getattr(engine, name)  # raises AttributeError if the engine lacks it
-        target = self._shared.add_adapter if name == "add_adapter" else method
+        target = getattr(self._shared, name) if name in _ADAPTER_METHODS else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

@@ -64,6 +64,26 @@ def test_an_engine_that_cannot_be_built_or_closed_leaves_no_thread_behind(raises
     assert not threads[0].is_alive()
 
 
+def test_an_adapter_that_one_model_removed_is_loaded_again_for_the_next() -> None:
+    class Removing(CertifiedEngine):
+        def submit(self, query):
+            assert query.adapter is None or query.adapter in self.adapters
+            super().submit(query)
+
+        def remove_adapter(self, name):
+            del self.adapters[name]
+
+    target = scripted_target(build=Removing, shared=True)
+    for _ in range(2):
+        with target.load() as lm:
+            lm.add_new_lora(target.adapters["red"], "red")
+            assert lm.next_token_logprobs_sync([1, 2], lora_name="red").shape == (
+                lm.vocab_size,
+            )
+            lm.remove_lora("red")
+    target.close()
+
+
 @pytest.mark.parametrize("check_id", [check.id for check in all_checks("engine")])
 def test_every_check_passes(run_check: RunCheck, target, check_id: str) -> None:
     outcome = run_check(check_id, target)

@@ -81,6 +81,7 @@ def test_an_adapter_that_one_model_removed_is_loaded_again_for_the_next() -> Non
                 lm.vocab_size,
             )
             lm.remove_lora("red")
+            assert lm.next_token_logprobs_sync([1]) is not None  # the engine has removed it
     target.close()
 
 

@@ -208,6 +208,7 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
             row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=name))
             fixture.check_row(row, token_ids, adapter, after="the name was given again")
     lm.remove_lora(first)  # a shared engine may have room for the target's adapters only
+    fixture.run(lm.next_token_logprobs_uncached(before))  # removes it before the model closes
     fixture.saw("removed or refused")
 
 

@@ -14,6 +14,7 @@ import torch
 from genlm import AsyncLM, Completion, OutputCache, Query
 from genlm.core.reference import ReferenceEngine
 from genlm.core.scheduler.request_table import RequestTable
+from genlm.plugin import draw_tokens
 from genlm.testing import EngineTarget
 from genlm.testing.failure import CheckFailure, CheckTimeout
 from genlm.testing.selection import find, targets_of
@@ -172,7 +173,10 @@ def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch
 
 
 def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("genlm.core.sampling.torch.argmax", torch.argmin, raising=False)
+    monkeypatch.setattr(
+        "genlm.core.sampling.draw_tokens",
+        lambda rows, temperatures, _: draw_tokens(-rows, temperatures, [0.0]),
+    )
     with pytest.raises(CheckFailure, match="the most likely token"):
         run(tmp_path)
 

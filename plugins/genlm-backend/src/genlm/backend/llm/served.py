@@ -154,7 +154,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             UnsupportedCapabilityError: The engine serves no adapters.
             AdapterError: It cannot be found or loaded.
         """
-        super().add_new_lora(_adapter_folder(lora_path), lora_name, replace=replace)
+        if genlm.Capability.LORA in self.capabilities:  # else the core refuses
+            lora_path = _adapter_folder(lora_path)
+        super().add_new_lora(lora_path, lora_name, replace=replace)
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:  # type: ignore[override]
         """Use an adapter for all later requests, with a `DeprecationWarning`.

@@ -3,7 +3,7 @@
 Serves the tiny random models of `genlm.testing.families` with an engine and compares every
 row with an unbatched float32 forward pass. Engines run in processes of their own, so that a
 crash or a hang is a row of the table; what is measured is kept in .cache/architectures, and
-`--resume` goes on from there.
+`--resume` goes on from there. Longer than other modules: a third is the table of engines.
 
 Run from the repository root: `python scripts/architectures.py --backend hf`
 """
@@ -99,6 +99,16 @@ def _execution_path_reason(figures: Mapping[str, Any]) -> str:
     return str(figures.get("execution_path_reason", "")).replace("the fastest", "")
 
 
+_LONGEST_REASON = 300
+
+
+def _what_it_raised(reason: str) -> str:
+    """Return an engine's own reason, without the options and the name of the model."""
+    _, _, raised = reason.partition("it raised ")
+    raised = raised.partition(" (options")[0] or reason.partition("first row failed: ")[2]
+    return (raised or reason)[:_LONGEST_REASON]
+
+
 ENGINES = {
     "hf": Engine(
         "Hugging Face transformers",
@@ -131,6 +141,7 @@ ENGINES = {
         path="Implementation",
         path_of=lambda figures: str(figures.get("implementation", "")),
         note_of=_shortened,
+        reason_of=_what_it_raised,
         more="[vllm-engine.md](vllm-engine.md)\nexplains refusals.",
     ),
     "sgl": Engine(
@@ -141,12 +152,7 @@ ENGINES = {
         path="Model class",
         path_of=lambda figures: str(figures.get("model_class", "")),
         note_of=lambda figures: _set_right(str(figures.get("corrections", ""))),
-        # Of what SGLang raised, what it raised.
-        reason_of=lambda reason: (
-            reason.partition("it raised ")[2].partition(" (options")[0]
-            or reason.partition("first row failed: ")[2]
-            or reason
-        ),
+        reason_of=_what_it_raised,
         more=(
             "`Transformers...`\nclasses are SGLang's fallback, which warns. What is set right, "
             "and what is refused, is explained\nin [sglang-engine.md](sglang-engine.md)."

@@ -411,7 +411,7 @@ def test_of_an_adapter_that_the_model_came_with_only_the_name_is_removed(
 
 def test_an_engine_that_cannot_remove_adapters_says_so(loaded: Loaded) -> None:
     with pytest.raises(
-        UnsupportedCapabilityError, match=r"'remove_lora'; .* no method remove_adapter"
+        UnsupportedCapabilityError, match=r"'remove_lora'; .* lacks the method remove_adapter"
     ):
         loaded.llm.remove_lora("a")
     assert loaded.llm.lora_names == ("a", "b")

@@ -1,4 +1,4 @@
-"""Every error that genlm raises on purpose.
+"""Every error that genlm raises on purpose: one module, so that all can be read together.
 
     GenlmError
     ├── QueryError (ValueError)             this one request is wrong

@@ -496,7 +496,7 @@ class AsyncLM:
         own = self._adapters[lora_name].folder == _MODEL_ITSELF
         if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(
-                "remove_lora", self.name, "its engine has no method remove_adapter"
+                "remove_lora", self.name, "its engine lacks the method remove_adapter"
             )
         self._free_adapter(self._adapters.pop(lora_name))
 

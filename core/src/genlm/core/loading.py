@@ -74,7 +74,7 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
     except Exception as error:
         engine.close()
         raise ModelLoadError(
-            f"asked {backend!r} for the model {model!r}; it was loaded, but its first row "
+            f"asked {backend!r} for the model {str(model)!r}; it was loaded, but its first row "
             f"failed: {type(error).__name__}: {error}"
         ) from error
     except BaseException:  # Ctrl-C

@@ -63,7 +63,7 @@ def draw_tokens(
     """Draw one id per row, with probability proportional to `exp(logprobs / temperature)`.
 
     Inverts the cumulative distribution in float64, on the device of the rows, or on the CPU
-    for Apple's GPUs, which have no float64. Each row is drawn from independently. At
+    for Apple's GPUs, which lack float64. Each row is drawn from independently. At
     temperature 0 the result is the most likely id, the lowest of equals.
 
     Args:

@@ -2,7 +2,8 @@
 
 The engine checks queries and adds them to SGLang's queue. Each step runs one iteration of
 SGLang's event loop, so that new queries join the running batch. `requests` makes rows and draws
-tokens; `lifecycle` and `scheduler_api` contain all calls into SGLang.
+tokens; `lifecycle` and `scheduler_api` contain all calls into SGLang. Longer than other modules
+because the engine protocol is in one place, a third of it docstrings.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The engine adds queries to vLLM's scheduler, which lets them join the running batch, and
 collects finished requests. `genlm_vllm.capture` makes the rows inside vLLM; the row of a
-request is used only once vLLM has finished the request.
+request is used only once vLLM has finished the request. Longer than other modules
+because the engine protocol is in one place, a third of it docstrings.
 """
 
 from __future__ import annotations

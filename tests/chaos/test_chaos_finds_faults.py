@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,24 @@ def test_adapters_that_are_forgotten(tmp_path: Path) -> None:
 def test_a_request_that_is_lost(tmp_path: Path) -> None:
     with pytest.raises(CheckTimeout, match=r"requests, such as event loop .*did not end"):
         run(tmp_path, LosesARequest, timeout_s=TIMEOUT_S)
+
+
+def test_a_failed_run_closes_its_engine_and_ends_its_callers(tmp_path: Path) -> None:
+    closed = []
+
+    class Closing(LosesARequest):
+        def close(self):
+            super().close()
+            closed.append(self)
+
+    before = set(threading.enumerate())
+    with pytest.raises(CheckTimeout):
+        run(tmp_path, Closing, timeout_s=TIMEOUT_S)
+    assert closed
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("chaos"):
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
 
 
 def test_a_request_that_fails(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 - the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
-  `Capability`, `Query`, `SamplingParams`, `Completion`, `check_query`, `rows_from_logits`,
+  `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`, `rows_from_logits`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
   runs an engine on its thread
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`
@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.sampling import stream_seeds as stream_seeds
     from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import Scheduler as Scheduler
+    from genlm.core.sequence import TokenSequence as TokenSequence
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.validation import check_query as check_query
@@ -103,6 +104,7 @@ _HOME = {
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",
+    "genlm.core.sequence": "TokenSequence",
     "genlm.core.trie": "TokenCharacterTrie TrieLayout",
     "genlm.core.validation": "check_query",
     "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",

@@ -1,13 +1,16 @@
 """What travels between the scheduler and an engine: queries and completions.
 
-Plain values without behaviour. `Query` and `Completion` are made for every request, so they
-are named tuples, which take half the time of a frozen dataclass to make.
+Plain values. `Query` and `Completion` are made for every request, so neither is a frozen
+dataclass, which takes twice the time to make.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from genlm.core.sequence import TokenSequence
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +35,12 @@ class SamplingParams:
     seed: int | None = None
 
 
-class Query(NamedTuple):
+class Query:
     """One request to an engine, validated against its vocabulary and context.
 
-    Attributes:
+    Two queries are equal if all their attributes are.
+
+    Args:
         query_id: Unique among the scheduler's queries; names the answer.
         token_ids: The sequence, oldest first, never empty.
         adapter: Name of a loaded LoRA adapter, None for the base model.
@@ -43,10 +48,73 @@ class Query(NamedTuple):
             (only engines with `Capability.SAMPLE` receive such queries).
     """
 
-    query_id: int
-    token_ids: tuple[int, ...]
-    adapter: str | None = None
-    sampling: SamplingParams | None = None
+    __slots__ = ("_sequence", "_token_ids", "adapter", "query_id", "sampling")
+
+    def __init__(
+        self,
+        query_id: int,
+        token_ids: Sequence[int] | TokenSequence,
+        adapter: str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        self.query_id = query_id
+        self.adapter = adapter
+        self.sampling = sampling
+        self._sequence: TokenSequence | None = None
+        self._token_ids: tuple[int, ...] | None = None
+        if type(token_ids) is TokenSequence:
+            self._sequence = token_ids
+        else:
+            self._token_ids = tuple(cast("Sequence[int]", token_ids))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids, put together when first read."""
+        if self._token_ids is None:
+            assert self._sequence is not None  # noqa: S101 - one of the two is there
+            self._token_ids = self._sequence.token_ids
+        return self._token_ids
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The token ids as a sequence, whose keys and last ids cost no more for long ones."""
+        if self._sequence is None:
+            assert self._token_ids is not None  # noqa: S101 - one of the two is there
+            self._sequence = TokenSequence.of(self._token_ids)
+        return self._sequence
+
+    def __len__(self) -> int:
+        """Number of token ids."""
+        return len(self.sequence if self._token_ids is None else self._token_ids)
+
+    def replace(self, **changes: Any) -> Query:
+        """Return a copy with other attributes, by the names of the arguments."""
+        tokens = self._token_ids if self._sequence is None else self._sequence
+        arguments = {
+            "query_id": self.query_id,
+            "token_ids": tokens,
+            "adapter": self.adapter,
+            "sampling": self.sampling,
+        }
+        return type(self)(**(arguments | changes))
+
+    _replace = replace  # of named tuples, which queries were before 1.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Query):
+            return NotImplemented
+        mine = (self.query_id, self.adapter, self.sampling)
+        its = (other.query_id, other.adapter, other.sampling)
+        return mine == its and self.token_ids == other.token_ids
+
+    def __hash__(self) -> int:
+        return hash((self.query_id, self.adapter, self.sampling))
+
+    def __repr__(self) -> str:
+        return (
+            f"Query(query_id={self.query_id}, token_ids={self.token_ids}, "
+            f"adapter={self.adapter!r}, sampling={self.sampling!r})"
+        )
 
 
 class Completion(NamedTuple):

@@ -1,0 +1,121 @@
+"""`TokenSequence`: immutable token ids that are extended in constant time.
+
+A sequence is stored as full blocks, which all its extensions share, and a tail of at most one
+block. Each block has a digest of all ids up to its end, so the key of a sequence is that
+digest and the ids of the tail: equal for equal ids, and of bounded size.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+__all__ = ["BLOCK_TOKENS", "TokenSequence"]
+
+BLOCK_TOKENS = 128
+"""Ids in a full block. Extending a sequence copies the tail, 4 bytes for each of its ids."""
+
+_BLOCK_BYTES = 4 * BLOCK_TOKENS
+
+_DIGEST_BYTES = 17
+"""136 bits. Not a multiple of 4, so the key of a short sequence, which is its packed ids, never
+equals that of a long one."""
+
+_SECRET = os.urandom(32)
+"""Key of the digests: nobody can construct sequences with equal digests."""
+
+
+class _Block:
+    """`BLOCK_TOKENS` packed ids, and the digest of all ids up to their end."""
+
+    __slots__ = ("before", "data", "digest")
+
+    def __init__(self, before: _Block | None, data: bytes) -> None:
+        self.before = before
+        self.data = data
+        prefix = b"" if before is None else before.digest
+        self.digest = blake2b(prefix + data, digest_size=_DIGEST_BYTES, key=_SECRET).digest()
+
+
+class TokenSequence:
+    """Immutable token ids, at least one.
+
+    Sequences of equal ids are equal, however they were made.
+
+    Args:
+        packed: The ids, oldest first, 32 bits each.
+        extends: The sequence that the ids continue; None for a new one.
+
+    Attributes:
+        key: Equal for sequences of equal ids, and different for others; at most 529 bytes. Up
+            to 128 ids these are the packed ids, beyond that a digest of 136 bits takes the
+            place of full blocks. Different in every process.
+    """
+
+    __slots__ = ("_block", "_length", "_tail", "key")
+
+    def __init__(self, packed: bytes, extends: TokenSequence | None = None) -> None:
+        if extends is None:
+            block, tail, length = None, packed, 0
+        else:
+            block, tail, length = extends._block, extends._tail + packed, extends._length
+        if len(tail) > _BLOCK_BYTES:  # the tail has an id at least
+            full = (len(tail) - 1) // _BLOCK_BYTES * _BLOCK_BYTES
+            for begin in range(0, full, _BLOCK_BYTES):
+                block = _Block(block, tail[begin : begin + _BLOCK_BYTES])
+            tail = tail[full:]
+        self._block = block
+        self._tail = tail
+        self._length = length + len(packed) // 4
+        self.key: bytes = tail if block is None else block.digest + tail
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> TokenSequence:
+        """Return a sequence of ids from 0 to 2**32 - 1; at least one."""
+        return cls(array("I", token_ids).tobytes())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenSequence) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        last = ", ".join(map(str, self.ids_from(max(0, self._length - 8))))
+        return f"<{type(self).__name__} of {self._length} ids, the last of which are {last}>"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids, put together in time proportional to their number."""
+        return self.ids_from(0)
+
+    def ids_from(self, start: int) -> tuple[int, ...]:
+        """Return the ids from a position on, in time proportional to their number."""
+        parts, block = [self._tail], self._block
+        first = self._length - len(self._tail) // 4
+        while first > start and block is not None:
+            parts.append(block.data)
+            first -= BLOCK_TOKENS
+            block = block.before
+        ids = array("I", b"".join(reversed(parts)))
+        return tuple(ids[start - first :])
+
+    def prefix_key(self, length: int) -> bytes:
+        """Return the key of the first `length` ids; fast if few ids follow them.
+
+        Args:
+            length: From 1 to the length of the sequence.
+        """
+        block, tail = self._block, self._tail
+        first = self._length - len(tail) // 4
+        while first >= length:
+            assert block is not None  # noqa: S101 - our own mistake
+            block, tail = block.before, block.data
+            first -= BLOCK_TOKENS
+        tail = tail[: 4 * (length - first)]
+        return tail if block is None else block.digest + tail

@@ -107,24 +107,32 @@ class LocalRows:
     def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._size = vocabulary.size
+        self._abandoned: list[int] = []
         call_workers(
             engine, "genlm_start_capture", vocabulary.size, list(vocabulary.missing_ids)
         )
 
-    def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Fetch rows of finished requests and drop those of aborted ones.
+    def abandon(self, key: int) -> None:
+        """Have the next `take` drop a row that may be stored and will not be fetched."""
+        self._abandoned.append(key)
+
+    def take(self, keys: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Fetch the rows of finished requests.
 
         Args:
             keys: The requests' keys.
-            oldest: Rows with lower keys will not be fetched any more.
 
         Returns:
             The stored rows by key, each in memory of its own.
         """
         if not keys:
             return {}
+        abandoned, self._abandoned = self._abandoned, []
+        return self._taken(list(keys), abandoned)
+
+    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
         rows: dict[int, torch.Tensor] = call_workers(
-            self._engine, "genlm_take_rows", list(keys), oldest
+            self._engine, "genlm_take_rows", keys, abandoned
         )[0]
         return rows
 
@@ -145,14 +153,13 @@ class RemoteRows(LocalRows):
         super().__init__(engine, vocabulary)
         call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
 
-    def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Fetch rows as `LocalRows.take` does."""
+    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
         count = max(1, _BYTES_PER_CALL // (4 * self._size))
-        oldest = min(oldest, *keys) if keys else oldest
         rows: dict[int, torch.Tensor] = {}
         for begin in range(0, len(keys), count):
-            part = list(keys[begin : begin + count])
-            for found, data in call_workers(self._engine, "genlm_take_row_bytes", part, oldest):
+            part = keys[begin : begin + count]
+            replies = call_workers(self._engine, "genlm_take_row_bytes", part, abandoned)
+            for found, data in replies:
                 if found:  # the worker that stores rows
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
                     rows |= {key: torch.tensor(row) for key, row in zip(found, values)}

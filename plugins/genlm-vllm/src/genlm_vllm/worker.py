@@ -98,14 +98,16 @@ class RowWorker:
         start_parent_watchdog(client)
 
     @_replying
-    def genlm_take_rows(self, keys: list[int], oldest: int) -> dict[int, torch.Tensor]:
+    def genlm_take_rows(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
         """Return rows within this process; see `RowBuffer.take`."""
-        return ROW_BUFFER.take(keys, oldest)
+        return ROW_BUFFER.take(keys, abandoned)
 
     @_replying
-    def genlm_take_row_bytes(self, keys: list[int], oldest: int) -> tuple[list[int], bytes]:
+    def genlm_take_row_bytes(
+        self, keys: list[int], abandoned: list[int]
+    ) -> tuple[list[int], bytes]:
         """Return rows to another process: their keys, and their float32 values."""
-        rows = ROW_BUFFER.take(keys, oldest)
+        rows = ROW_BUFFER.take(keys, abandoned)
         if not rows:
             return [], b""
         return list(rows), torch.stack(list(rows.values())).cpu().numpy().tobytes()

@@ -1,0 +1,272 @@
+"""`ResidentRequests`: row queries as requests that stay in vLLM between steps.
+
+vLLM never ends or preempts a parked request, which counts as running and holds KV blocks. Only
+this module ends them, so it always knows which ones can be continued: those that nobody used
+for the longest time end when requests need their places or their blocks. By its
+rules nobody waits for ever:
+
+- Idle residents take only places that no unanswered request needs.
+- While a request waits and the KV cache has no room for it, the older half of them ends after
+  each step.
+- When vLLM runs nothing although requests are unanswered, the older half of them ends; when
+  none is left, the younger half of the residents that wait to be continued begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from genlm.plugin import Completion, EvaluationError, Query
+from genlm_vllm.adapters import Adapters
+from genlm_vllm.core_requests import CoreRequests
+from genlm_vllm.requests import LocalRows, Request, params_of
+from genlm_vllm.residents import Resident, ResidentTable
+
+__all__ = ["Answered", "ResidentRequests"]
+
+_STALLED_STEPS = 2
+"""Steps without a running request after which residents end."""
+
+_LOST_STEPS = 100
+"""Steps without a running request, with nothing left to end, after which requests fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A query that vLLM has computed or dropped.
+
+    Attributes:
+        query: The query.
+        key: The key of its row.
+        computed: Tokens that the model computed for it.
+        error: Why it has no row.
+    """
+
+    query: Query
+    key: int
+    computed: int = 0
+    error: EvaluationError | None = None
+
+    def completion(self, row: torch.Tensor | None) -> Completion:
+        """Make the completion from the row that was fetched."""
+        error = self.error
+        if error is None and row is None:
+            error = EvaluationError("vLLM finished the request without computing its row")
+        return Completion(self.query.query_id, None if error else row, error)
+
+
+class ResidentRequests:
+    """Begins, continues and ends the requests of row queries.
+
+    Args:
+        core: Sends the requests.
+        adapters: The loaded adapters.
+        rows: Is told which rows nobody will fetch.
+        others: Unanswered requests of vLLM that are not residents, by any name.
+        numbers: Ascending; names and row keys of requests.
+        max_context: Most tokens of a query.
+        embedded_ids: Number of ids that the model embeds.
+    """
+
+    def __init__(
+        self,
+        core: CoreRequests,
+        *,
+        adapters: Adapters,
+        rows: LocalRows,
+        others: Mapping[str, Request],
+        numbers: Iterator[int],
+        max_context: int,
+        embedded_ids: int,
+    ) -> None:
+        self._core = core
+        self._adapters = adapters
+        self._rows = rows
+        self._others = others
+        self._numbers = numbers
+        self._max_context = max_context
+        self._embedded_ids = embedded_ids
+        self._table = ResidentTable()
+        # By query id: queries to be sent, and the resident that each one continues.
+        self._pending: dict[int, tuple[Query, Resident | None]] = {}
+        self._stalls = 0
+        self._continued = self._ended = 0
+
+    def statistics(self) -> dict[str, int]:
+        """Return the counters; from any thread."""
+        return {
+            "contexts_resident": len(self._table),
+            "contexts_continued": self._continued,
+            "contexts_ended": self._ended,
+        }
+
+    def close(self) -> None:
+        """Take back what was changed in vLLM."""
+        self._core.close()
+
+    @property
+    def unanswered(self) -> int:
+        """Number of unanswered queries."""
+        return len(self._pending) + self._table.busy
+
+    def accept_continuing(self, query: Query) -> bool:
+        """Accept a query for the next `send` if it continues a resident, in constant time.
+
+        Returns:
+            False: it continues none, or its additional tokens are invalid.
+        """
+        try:
+            parent = self._table.parent(query)
+        except OverflowError:  # ids that no sequence can have
+            return False
+        if parent is None or len(query) > self._max_context:
+            return False
+        if max(query.sequence.ids_from(len(parent.query))) >= self._embedded_ids:
+            return False
+        self._pending[query.query_id] = (query, parent)
+        return True
+
+    def accept_new(self, query: Query) -> None:
+        """Accept a checked query for the next `send`."""
+        self._pending[query.query_id] = (query, None)
+
+    def abort(self, query_id: int) -> bool:
+        """Drop a query and the resident that computes it; False if there is none."""
+        if self._pending.pop(query_id, None) is not None:
+            return True
+        resident = self._table.end_query(query_id)
+        if resident is None:
+            return False
+        self._end([resident])
+        self._rows.abandon(resident.number)
+        return True
+
+    def send(self) -> list[Completion]:
+        """Send the accepted queries to vLLM; return the errors of those that it refuses.
+
+        First those that continue residents: new requests may then end the others.
+        """
+        new: list[Query] = []
+        while self._pending:
+            query, parent = self._pending.pop(next(iter(self._pending)))
+            if parent is None or not self._table.is_idle(parent):
+                parent = self._table.parent(query)
+            if parent is None:
+                new.append(query)
+                continue
+            self._core.extend(parent.request, self._table.resume(parent, query))
+            self._continued += 1
+        self._make_room(len(new))
+        return [error for query in new if (error := self._begin(query)) is not None]
+
+    def _begin(self, query: Query) -> Completion | None:
+        request = Request(query, next(self._numbers))
+        lora_request = self._adapters.request(query.adapter)
+        try:
+            sent = self._core.new(
+                request.number, query.token_ids, params_of(request), lora_request
+            )
+        except Exception as error:  # noqa: BLE001 - it fails this query alone
+            return Completion(query.query_id, error=error)
+        self._table.begin(Resident(sent.request_id, request.number, sent, query))
+        self._core.send(sent)
+        return None
+
+    def collect(self) -> list[Answered]:
+        """Return what the last step answered; its rows must be fetched before the next.
+
+        The residents stay unless they cannot be continued.
+        """
+        answered: list[Answered] = []
+        ends: list[Resident] = []
+        for output in self._core.take():
+            resident = self._table.answered(output.name)
+            if resident is None:
+                continue
+            query, length = resident.query, len(resident.query)
+            if output.reason is not None:
+                answered.append(Answered(query, resident.number, error=_dropped(output.reason)))
+                continue
+            computed = length - output.cached if resident.added is None else resident.added
+            answered.append(Answered(query, resident.number, computed))
+            if length < self._max_context and self._core.can_continue(length):
+                other = self._table.rest(resident)
+                ends += [] if other is None else [other]
+            else:
+                ends.append(resident)
+        self._end(ends)
+        return answered
+
+    def _make_room(self, new: int = 0) -> None:
+        """End idle residents in places that unanswered and new requests need."""
+        room = self._core.slots - self._table.busy - len(self._others) - new
+        self._end(self._table.end_oldest(self._table.idle - max(0, room)))
+
+    def relieve(self) -> list[Completion]:
+        """End residents in the way of requests that wait, after a step.
+
+        Returns:
+            Errors of queries that vLLM lost.
+        """
+        self._make_room()
+        load = self._core.load()
+        if load is None or self._table.busy + len(self._others) <= load.running:
+            self._stalls = 0
+            return []
+        is_stalled = not load.running and not self._core.progressed and load.is_settled
+        self._stalls = self._stalls + 1 if is_stalled else 0
+        stalled = self._stalls >= _STALLED_STEPS
+        if self._table.idle:
+            if stalled or load.free_tokens < 2 * self._longest_wait():
+                self._end(self._table.end_oldest((self._table.idle + 1) // 2))
+        elif stalled:
+            for resident in self._table.end_youngest_resumed():
+                self._end([resident])
+                self._rows.abandon(resident.number)
+                self._pending[resident.query.query_id] = (resident.query, None)
+        return self._fail_lost() if self._stalls >= _LOST_STEPS else []
+
+    def _longest_wait(self) -> int:
+        """Most tokens of an unanswered request, what it may draw included."""
+        lengths = [len(query) for query in self._table.unanswered()]
+        for other in self._others.values():
+            sampling = other.query.sampling
+            lengths.append(len(other.query) + (sampling.max_tokens if sampling else 0))
+        return min(max(lengths, default=0), self._max_context)
+
+    def _fail_lost(self) -> list[Completion]:
+        """Fail the queries that vLLM no longer has, which would wait for ever."""
+        error = "vLLM lost the request; this is a defect of genlm-vllm or vLLM"
+        lost = list(self._table.unanswered())
+        for query in lost:
+            self.abort(query.query_id)
+        return [Completion(query.query_id, error=EvaluationError(error)) for query in lost]
+
+    # -- ends -------------------------------------------------------------------------
+
+    def release(self, adapter: str | None, key: bytes) -> None:
+        """End the idle resident of a context, if there is one."""
+        resident = self._table.end_context(adapter, key)
+        if resident is not None:
+            self._end([resident])
+
+    def end_idle(self) -> None:
+        """End all idle residents."""
+        self._end(self._table.end_idle())
+
+    def end_adapter(self, name: str) -> None:
+        """End the idle residents of an adapter."""
+        self._end(self._table.end_idle(lambda resident: resident.query.adapter == name))
+
+    def _end(self, residents: Sequence[Resident]) -> None:
+        self._ended += len(residents)
+        self._core.end([resident.name for resident in residents])
+
+
+def _dropped(reason: str) -> EvaluationError:
+    return EvaluationError(
+        f"vLLM ended the request with {reason!r} before it was complete; see its log"
+    )

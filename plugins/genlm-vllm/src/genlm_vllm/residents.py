@@ -1,0 +1,158 @@
+"""`ResidentTable`: which contexts vLLM keeps between steps, and which of them end first.
+
+A resident is a request of vLLM that stays when its row is there and is continued with the next
+tokens. It is idle, and then has a context, or busy, and then has a query. The table knows no
+vLLM: `resident_requests` starts, continues and ends the requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from genlm.plugin import Query
+
+__all__ = ["MOST_ADDED", "Resident", "ResidentTable"]
+
+MOST_ADDED = 8
+"""Most tokens by which a query may continue a resident; each number is a look-up. More tokens
+begin a new request, of which vLLM's prefix cache serves the beginning."""
+
+_ContextKey = tuple[str | None, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A request that stays in vLLM.
+
+    Attributes:
+        name: The request's id in vLLM.
+        number: Ascending; also the key of its rows.
+        request: What vLLM was sent last, to be sent again with other tokens.
+        query: The unanswered query, or the last one if the resident is idle.
+        added: Tokens that were added for `query`; None if it began the request.
+    """
+
+    name: str
+    number: int
+    request: Any
+    query: Query
+    added: int | None = None
+
+    @property
+    def context(self) -> _ContextKey:
+        """Adapter and key of the context that it has, once `query` is answered."""
+        return self.query.adapter, self.query.sequence.key
+
+
+class ResidentTable:
+    """Idle residents by context, least recently used first, and busy ones by name."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[_ContextKey, Resident] = OrderedDict()
+        self._busy: dict[str, Resident] = {}
+        self._by_query: dict[int, Resident] = {}
+
+    @property
+    def idle(self) -> int:
+        """Number of idle residents."""
+        return len(self._idle)
+
+    @property
+    def busy(self) -> int:
+        """Number of busy residents."""
+        return len(self._busy)
+
+    def __len__(self) -> int:
+        return len(self._idle) + len(self._busy)
+
+    def parent(self, query: Query) -> Resident | None:
+        """Return the idle resident with the longest context that a query continues.
+
+        A context of the same length is none, because its row is not stored.
+        """
+        if not self._idle:
+            return None
+        sequence, adapter = query.sequence, query.adapter
+        length = len(sequence)
+        for shorter in range(length - 1, max(0, length - 1 - MOST_ADDED), -1):
+            found = self._idle.get((adapter, sequence.prefix_key(shorter)))
+            if found is not None:
+                return found
+        return None
+
+    def is_idle(self, resident: Resident) -> bool:
+        """Whether a resident is still idle, with the context of its last query."""
+        return self._idle.get(resident.context) is resident
+
+    def begin(self, resident: Resident) -> None:
+        """Add a resident, whose query is unanswered."""
+        self._busy[resident.name] = resident
+        self._by_query[resident.query.query_id] = resident
+
+    def resume(self, resident: Resident, query: Query) -> tuple[int, ...]:
+        """Give an idle resident a query that continues it.
+
+        Returns:
+            The tokens that the query adds.
+        """
+        del self._idle[resident.context]
+        before = len(resident.query)
+        resident.query, resident.added = query, len(query) - before
+        self.begin(resident)
+        return query.sequence.ids_from(before)
+
+    def answered(self, name: str) -> Resident | None:
+        """Remove and return the busy resident of a name; None if there is none."""
+        resident = self._busy.pop(name, None)
+        if resident is not None:
+            del self._by_query[resident.query.query_id]
+        return resident
+
+    def rest(self, resident: Resident) -> Resident | None:
+        """Keep a resident that was answered, as the most recently used one.
+
+        Returns:
+            The one that had the same context before; it is no longer in the table.
+        """
+        context = resident.context
+        other = self._idle.pop(context, None)
+        self._idle[context] = resident
+        return other
+
+    # -- ends: what these methods return is no longer in the table ---------------------
+
+    def end_query(self, query_id: int) -> Resident | None:
+        """Remove the resident that is busy with a query; None if there is none."""
+        resident = self._by_query.get(query_id)
+        return None if resident is None else self.answered(resident.name)
+
+    def end_context(self, adapter: str | None, key: bytes) -> Resident | None:
+        """Remove the idle resident of a context; None if there is none."""
+        return self._idle.pop((adapter, key), None)
+
+    def end_oldest(self, count: int) -> list[Resident]:
+        """Remove up to so many idle residents, least recently used first."""
+        count = min(count, len(self._idle))
+        return [self._idle.popitem(last=False)[1] for _ in range(count)]
+
+    def end_idle(self, ends: Callable[[Resident], bool] = lambda _: True) -> list[Resident]:
+        """Remove all idle residents that a function chooses."""
+        ended = [resident for resident in self._idle.values() if ends(resident)]
+        for resident in ended:
+            del self._idle[resident.context]
+        return ended
+
+    def end_youngest_resumed(self) -> list[Resident]:
+        """Remove the younger half of the busy residents that continue a context."""
+        resumed = [each for each in self._busy.values() if each.added is not None]
+        ended = resumed[len(resumed) // 2 :]
+        for resident in ended:
+            self.answered(resident.name)
+        return ended
+
+    def unanswered(self) -> Iterator[Query]:
+        """Yield the queries of busy residents, oldest first."""
+        return (resident.query for resident in self._busy.values())

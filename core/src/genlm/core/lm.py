@@ -692,7 +692,8 @@ class AsyncLM:
         kind = type(token_ids)
         is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
         if is_long:
-            known = self._recent.find(list(token_ids), self.vocabulary.size)  # type: ignore[arg-type]
+            listed = token_ids if kind is list else list(token_ids)
+            known = self._recent.find(listed, self.vocabulary.size)
             if known is not None:
                 return known
         ids, packed = checked_token_ids(

@@ -21,6 +21,8 @@ from .plan import Ask, Plan, Round, Setting
 
 SCRIBBLE = 7.0
 
+_RESETS = 50
+
 
 class Caller:
     """One thread that sends requests.
@@ -83,16 +85,20 @@ class Caller:
     def end(self) -> None:
         """Free what the caller holds."""
 
+    @property
+    def _is_late(self) -> bool:
+        """Whether requests may be reset: before, that would end lost ones too."""
+        return self.requests >= self._half
+
     def disturb(self, plan: Round) -> None:
         """What happens beside the requests."""
-        late = self.requests >= self._half  # before, it would end lost requests too
-        if self.midway is not None and late:
+        if self.midway is not None and self._is_late:
             midway, self.midway = self.midway, None
             midway()
         lm, prefixes = self.lm, self._setting.keeps_prefixes
         with contextlib.suppress(*self._deadly()):
             match plan.disturbance:
-                case "reset_async_queries" if late:
+                case "reset_async_queries" if self._is_late:
                     lm.reset_async_queries()
                 case "clear_cache":
                     lm.clear_cache()
@@ -190,12 +196,9 @@ class LoopCaller(Caller):
         tasks = [asyncio.ensure_future(self._ended(ask)) for ask in asks]
         for _ in range(plan.turns):
             await asyncio.sleep(0)
-        if plan.disturbance == "reset_async_queries":  # which then ends one request at least
-            asks.append(Ask("uncached", (plan.context,)))
-            tasks.append(asyncio.ensure_future(self._ended(asks[-1])))
-            self.requests += 1
-            await asyncio.sleep(0)
         self.disturb(plan)
+        if self._is_late:
+            await self._reset_until_seen(plan)
         for task, ask in zip(tasks, asks, strict=True):
             if ask.ending == "cancel":
                 for _ in range(int(ask.after)):
@@ -206,6 +209,18 @@ class LoopCaller(Caller):
         for end in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(end, Exception):
                 raise end
+
+    async def _reset_until_seen(self, plan: Round) -> None:
+        """Reset again until one request of the run has ended by it: an engine may be faster."""
+        for _ in range(_RESETS):
+            if self.ended["reset"]:
+                return
+            self.requests += 1
+            task = asyncio.ensure_future(self._ended(Ask("uncached", (plan.context,))))
+            await asyncio.sleep(0)
+            with contextlib.suppress(*self._deadly()):
+                self.lm.reset_async_queries()
+            await task
 
     async def _ended(self, ask: Ask) -> None:
         if ask.ending != "time out":

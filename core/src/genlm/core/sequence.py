@@ -72,9 +72,11 @@ class TokenSequence:
         self.key: bytes = tail if block is None else block.digest + tail
 
     @classmethod
-    def of(cls, token_ids: Sequence[int]) -> TokenSequence:
+    def of(
+        cls, token_ids: Sequence[int], extends: TokenSequence | None = None
+    ) -> TokenSequence:
         """Return a sequence of ids from 0 to 2**32 - 1; at least one."""
-        return cls(array("I", token_ids).tobytes())
+        return cls(array("I", token_ids).tobytes(), extends)
 
     def __len__(self) -> int:
         return self._length

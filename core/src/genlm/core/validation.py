@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
+import numpy as np
+
 from genlm.core.errors import (
     ContextLengthError,
     EmptySequenceError,
@@ -17,7 +19,6 @@ from genlm.core.errors import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from genlm.core.query import Query
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     TokenBatch = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 T = TypeVar("T")
+
+_SHORT = 512
+"""Below this length, Python's `max` is faster than numpy's."""
 
 __all__ = [
     "check_query",
@@ -55,16 +59,20 @@ def checked_token_ids(
         ContextLengthError: More than `max_context` ids.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    ids = checked_integers(token_ids)
-    if not ids:
+    if not (type(token_ids) is list or type(token_ids) is tuple):
+        token_ids = checked_integers(token_ids)
+    if not token_ids:
         raise EmptySequenceError
-    if max_context is not None and len(ids) > max_context:
-        raise ContextLengthError(len(ids), max_context)
+    if max_context is not None and len(token_ids) > max_context:
+        raise ContextLengthError(len(token_ids), max_context)
     try:
-        packed = array("I", ids)  # refuses negative numbers
-    except OverflowError:
-        packed = None
-    if packed is None or max(ids) >= vocab_size:
+        packed = array("I", token_ids)  # refuses what is no integer, and negative numbers
+    except (OverflowError, TypeError):
+        ids = _integers(token_ids, "token ids")
+        raise _outside(ids, vocab_size) from None
+    ids = tuple(packed)
+    largest = max(ids) if len(ids) < _SHORT else int(np.frombuffer(packed, np.uintc).max())
+    if largest >= vocab_size:
         raise _outside(ids, vocab_size)
     return ids, packed.tobytes()
 

@@ -10,8 +10,9 @@ which stay in its running batch. Contestants, in turn in every round, on the sam
 - lists: the same, contexts kept between steps;
 - contexts: the same by `llm.context` and `extend`, where the core has them.
 
-Drawing and appending are on the clock for all. The prompt is computed before, and every
-particle begins with a token of its own, so that nobody computes more than one token per row.
+Drawing, by the same function, and appending are on the clock for all. The prompt is computed
+before, and every particle begins with a token of its own, so that nobody computes more than one
+token per row.
 Three kinds of populations: *plain*; *resampled* every 4 steps, by random weights that leave
 about half of the particles; *waiting*, a random half of them at each step, compared with own
 generation by half as many sequences.
@@ -46,6 +47,7 @@ from particle_model import VOCAB_SIZE, save_model
 from report import print_report
 
 from genlm import AsyncLM, OutputCache
+from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/24", "200/64/12")
 KINDS = ("plain", "resampled", "waiting")
@@ -135,7 +137,6 @@ class Bench:
     async def _particles(
         self, contexts: list[Any], population: Population, generator: random.Random
     ) -> Measurement:
-        draws = torch.Generator().manual_seed(generator.getrandbits(32))
         members = range(population.count)
         asked, seconds, final = list(members), 0.0, []
         for step in range(population.steps):
@@ -145,10 +146,11 @@ class Bench:
             rows = await asyncio.gather(
                 *(self.lm.next_token_logprobs(contexts[i]) for i in asked)
             )
-            tokens = torch.multinomial(torch.stack(rows).exp(), 1, generator=draws)
+            uniforms = [generator.random() for _ in asked]
+            tokens = draw_tokens(torch.stack(rows), [1.0] * len(asked), uniforms)
             if step == population.steps - 1:
                 final = [(_ids(contexts[i]), row) for i, row in zip(asked, rows, strict=True)]
-            for i, token in zip(asked, tokens.flatten().tolist(), strict=True):
+            for i, token in zip(asked, tokens.tolist(), strict=True):
                 contexts[i] = _extended(contexts[i], token)
             if population.kind == "resampled" and step % RESAMPLE_EVERY == RESAMPLE_EVERY - 1:
                 weights = [generator.random() ** 3 for _ in members]

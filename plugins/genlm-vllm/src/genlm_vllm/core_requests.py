@@ -153,8 +153,7 @@ class CoreRequests:
 
     def end(self, names: Sequence[str]) -> None:
         """End requests; their full blocks stay in vLLM's prefix cache."""
-        if names:
-            self._client.abort_requests(list(names))
+        self._client.abort_requests(list(names))
 
     # -- outputs ----------------------------------------------------------------------
 

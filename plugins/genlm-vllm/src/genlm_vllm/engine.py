@@ -150,6 +150,7 @@ class VLLMEngine:
                 numbers=numbers,
                 max_context=self.max_context,
                 embedded_ids=self._embedded_ids,
+                forks=all(call_workers(engine, "genlm_start_forks")),
             )
         self._tokens_asked = self._tokens_computed = self._tokens_drawn = self._steps = 0
 
@@ -168,9 +169,9 @@ class VLLMEngine:
             if residents is None:
                 self._check(query)
                 self._requests.add(query)
-            elif not residents.accept_continuing(query):
+            elif not residents.accept(query):
                 self._check(query)
-                residents.accept_new(query)
+                residents.accept_checked(query)
         self._tokens_asked += len(query)
 
     def _check(self, query: Query) -> None:
@@ -331,7 +332,7 @@ class VLLMEngine:
         config = self._vllm.vllm_config
         return {
             "tokens_asked": self._tokens_asked,
-            "tokens_computed": self._tokens_computed,
+            "tokens_computed": self._tokens_computed - self._rows.tokens_copied,
             "tokens_drawn": self._tokens_drawn,
             "steps": self._steps,
             "adapters": len(self._adapters.names),

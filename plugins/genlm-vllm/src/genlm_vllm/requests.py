@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from genlm.plugin import Completion, EvaluationError, Query, SamplingParams, Vocabulary
+from genlm_vllm.forks import FORK, Fork
 from genlm_vllm.worker import call_workers
 
 __all__ = ["LocalRows", "RemoteRows", "Request", "params_of"]
@@ -67,11 +68,15 @@ def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
     return drawn
 
 
-def params_of(request: Request) -> Any:
+def params_of(request: Request, fork: Fork | None = None) -> Any:
     """Return the `vllm.SamplingParams` of a request.
 
     `Capture` draws tokens, so vLLM samples greedily and without a seed; vLLM's own seeds fail
     on the CPU when a prompt is computed in chunks.
+
+    Args:
+        request: The request.
+        fork: What it begins with, if a worker may copy that.
     """
     import vllm
 
@@ -92,7 +97,7 @@ def params_of(request: Request) -> Any:
         ignore_eos=True,
         detokenize=False,
         skip_clone=True,  # used by this request only
-        extra_args={ARGUMENT: capture},
+        extra_args={ARGUMENT: capture} if fork is None else {ARGUMENT: capture, FORK: fork},
     )
 
 
@@ -102,11 +107,16 @@ class LocalRows:
     Args:
         engine: The `vllm.LLMEngine`.
         vocabulary: Defines the ids of the rows.
+
+    Attributes:
+        tokens_copied: Tokens that forked requests copied instead of computing them, as of the
+            last rows.
     """
 
     def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._size = vocabulary.size
+        self.tokens_copied = 0
         self._abandoned: list[int] = []
         call_workers(
             engine, "genlm_start_capture", vocabulary.size, list(vocabulary.missing_ids)
@@ -131,7 +141,8 @@ class LocalRows:
         return self._taken(list(keys), abandoned)
 
     def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
-        rows: dict[int, torch.Tensor] = call_workers(
+        rows: dict[int, torch.Tensor]
+        rows, self.tokens_copied = call_workers(
             self._engine, "genlm_take_rows", keys, abandoned
         )[0]
         return rows
@@ -159,8 +170,9 @@ class RemoteRows(LocalRows):
         for begin in range(0, len(keys), count):
             part = keys[begin : begin + count]
             replies = call_workers(self._engine, "genlm_take_row_bytes", part, abandoned)
-            for found, data in replies:
+            for found, data, copied in replies:
                 if found:  # the worker that stores rows
+                    self.tokens_copied = copied
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
                     rows |= {key: torch.tensor(row) for key, row in zip(found, values)}
         return rows

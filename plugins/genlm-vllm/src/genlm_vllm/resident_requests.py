@@ -22,8 +22,9 @@ import torch
 from genlm.plugin import Completion, EvaluationError, Query
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.core_requests import CoreRequests
+from genlm_vllm.forks import Fork
 from genlm_vllm.requests import LocalRows, Request, params_of
-from genlm_vllm.residents import Resident, ResidentTable
+from genlm_vllm.residents import MOST_ADDED, Resident, ResidentTable
 
 __all__ = ["Answered", "ResidentRequests"]
 
@@ -69,6 +70,7 @@ class ResidentRequests:
         numbers: Ascending; names and row keys of requests.
         max_context: Most tokens of a query.
         embedded_ids: Number of ids that the model embeds.
+        forks: Whether the workers copy KV blocks of forked requests.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ResidentRequests:
         numbers: Iterator[int],
         max_context: int,
         embedded_ids: int,
+        forks: bool,
     ) -> None:
         self._core = core
         self._adapters = adapters
@@ -89,9 +92,10 @@ class ResidentRequests:
         self._numbers = numbers
         self._max_context = max_context
         self._embedded_ids = embedded_ids
+        self._forks = forks
         self._table = ResidentTable()
-        # By query id: queries to be sent, and the resident that each one continues.
-        self._pending: dict[int, tuple[Query, Resident | None]] = {}
+        self._pending: dict[int, Query] = {}  # to be sent, by query id
+        self._ending: list[str] = []  # names of idle residents that were ended
         self._stalls = 0
         self._continued = self._ended = 0
 
@@ -112,11 +116,11 @@ class ResidentRequests:
         """Number of unanswered queries."""
         return len(self._pending) + self._table.busy
 
-    def accept_continuing(self, query: Query) -> bool:
-        """Accept a query for the next `send` if it continues a resident, in constant time.
+    def accept(self, query: Query) -> bool:
+        """Accept a query for the next `send` if only its last tokens need a check.
 
         Returns:
-            False: it continues none, or its additional tokens are invalid.
+            False: it extends no context of a resident, or the last tokens are invalid.
         """
         try:
             parent = self._table.parent(query)
@@ -124,14 +128,14 @@ class ResidentRequests:
             return False
         if parent is None or len(query) > self._max_context:
             return False
-        if max(query.sequence.ids_from(len(parent.query))) >= self._embedded_ids:
+        if max(query.sequence.ids_from(parent[1])) >= self._embedded_ids:
             return False
-        self._pending[query.query_id] = (query, parent)
+        self.accept_checked(query)
         return True
 
-    def accept_new(self, query: Query) -> None:
+    def accept_checked(self, query: Query) -> None:
         """Accept a checked query for the next `send`."""
-        self._pending[query.query_id] = (query, None)
+        self._pending[query.query_id] = query
 
     def abort(self, query_id: int) -> bool:
         """Drop a query and the resident that computes it; False if there is none."""
@@ -141,6 +145,7 @@ class ResidentRequests:
         if resident is None:
             return False
         self._end([resident])
+        self._send_ends()
         self._rows.abandon(resident.number)
         return True
 
@@ -149,25 +154,28 @@ class ResidentRequests:
 
         First those that continue residents: new requests may then end the others.
         """
-        new: list[Query] = []
+        new: list[tuple[Query, Fork | None]] = []
         while self._pending:
-            query, parent = self._pending.pop(next(iter(self._pending)))
-            if parent is None or not self._table.is_idle(parent):
-                parent = self._table.parent(query)
+            query = self._pending.pop(next(iter(self._pending)))
+            parent, length = self._table.parent(query) or (None, 0)
             if parent is None:
-                new.append(query)
-                continue
-            self._core.extend(parent.request, self._table.resume(parent, query))
-            self._continued += 1
+                new.append((query, None))
+            elif self._table.can_resume(parent, length):
+                self._core.extend(parent.request, self._table.resume(parent, query))
+                self._continued += 1
+            else:
+                may_copy = self._forks and length > MOST_ADDED
+                new.append((query, Fork(parent.name, length) if may_copy else None))
         self._make_room(len(new))
-        return [error for query in new if (error := self._begin(query)) is not None]
+        self._send_ends()
+        return [error for each in new if (error := self._begin(*each)) is not None]
 
-    def _begin(self, query: Query) -> Completion | None:
+    def _begin(self, query: Query, fork: Fork | None) -> Completion | None:
         request = Request(query, next(self._numbers))
         lora_request = self._adapters.request(query.adapter)
         try:
             sent = self._core.new(
-                request.number, query.token_ids, params_of(request), lora_request
+                request.number, query.token_ids, params_of(request, fork), lora_request
             )
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(query.query_id, error=error)
@@ -188,6 +196,7 @@ class ResidentRequests:
                 continue
             query, length = resident.query, len(resident.query)
             if output.reason is not None:
+                self._table.end(resident)
                 answered.append(Answered(query, resident.number, error=_dropped(output.reason)))
                 continue
             computed = length - output.cached if resident.added is None else resident.added
@@ -196,6 +205,7 @@ class ResidentRequests:
                 other = self._table.rest(resident)
                 ends += [] if other is None else [other]
             else:
+                self._table.end(resident)
                 ends.append(resident)
         self._end(ends)
         return answered
@@ -226,7 +236,8 @@ class ResidentRequests:
             for resident in self._table.end_youngest_resumed():
                 self._end([resident])
                 self._rows.abandon(resident.number)
-                self._pending[resident.query.query_id] = (resident.query, None)
+                self.accept_checked(resident.query)
+        self._send_ends()
         return self._fail_lost() if self._stalls >= _LOST_STEPS else []
 
     def _longest_wait(self) -> int:
@@ -256,14 +267,22 @@ class ResidentRequests:
     def end_idle(self) -> None:
         """End all idle residents."""
         self._end(self._table.end_idle())
+        self._send_ends()
 
     def end_adapter(self, name: str) -> None:
         """End the idle residents of an adapter."""
         self._end(self._table.end_idle(lambda resident: resident.query.adapter == name))
+        self._send_ends()
 
     def _end(self, residents: Sequence[Resident]) -> None:
         self._ended += len(residents)
-        self._core.end([resident.name for resident in residents])
+        self._ending += [resident.name for resident in residents]
+
+    def _send_ends(self) -> None:
+        """Have vLLM end what was ended here: together, as each of its calls costs much."""
+        if self._ending:
+            names, self._ending = self._ending, []
+            self._core.end(names)
 
 
 def _dropped(reason: str) -> EvaluationError:

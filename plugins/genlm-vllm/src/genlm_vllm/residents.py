@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from genlm.plugin import Query
@@ -33,6 +33,8 @@ class Resident:
         request: What vLLM was sent last, to be sent again with other tokens.
         query: The unanswered query, or the last one if the resident is idle.
         added: Tokens that were added for `query`; None if it began the request.
+        computed: The last two contexts that were computed, of which its KV blocks have all
+            tokens: adapters and keys, the newer one last.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Resident:
     request: Any
     query: Query
     added: int | None = None
+    computed: list[_ContextKey] = field(default_factory=list)
 
     @property
     def context(self) -> _ContextKey:
@@ -48,9 +51,13 @@ class Resident:
 
 
 class ResidentTable:
-    """Idle residents by context, least recently used first, and busy ones by name."""
+    """Idle residents by context, least recently used first, and busy ones by name.
+
+    Residents are also found by the contexts of which they have the KV blocks.
+    """
 
     def __init__(self) -> None:
+        self._by_computed: dict[_ContextKey, Resident] = {}
         self._idle: OrderedDict[_ContextKey, Resident] = OrderedDict()
         self._busy: dict[str, Resident] = {}
         self._by_query: dict[int, Resident] = {}
@@ -68,24 +75,28 @@ class ResidentTable:
     def __len__(self) -> int:
         return len(self._idle) + len(self._busy)
 
-    def parent(self, query: Query) -> Resident | None:
-        """Return the idle resident with the longest context that a query continues.
+    def parent(self, query: Query) -> tuple[Resident, int] | None:
+        """Find the longest context that a query continues, by up to `MOST_ADDED` tokens.
 
         A context of the same length is none, because its row is not stored.
+
+        Returns:
+            A resident that has computed it, and its length. If the resident is idle with that
+            very context, it can be continued.
         """
-        if not self._idle:
+        if not self._by_computed:
             return None
         sequence, adapter = query.sequence, query.adapter
         length = len(sequence)
         for shorter in range(length - 1, max(0, length - 1 - MOST_ADDED), -1):
-            found = self._idle.get((adapter, sequence.prefix_key(shorter)))
+            found = self._by_computed.get((adapter, sequence.prefix_key(shorter)))
             if found is not None:
-                return found
+                return found, shorter
         return None
 
-    def is_idle(self, resident: Resident) -> bool:
-        """Whether a resident is still idle, with the context of its last query."""
-        return self._idle.get(resident.context) is resident
+    def can_resume(self, resident: Resident, length: int) -> bool:
+        """Whether a resident is idle with a context of this length."""
+        return len(resident.query) == length and self._idle.get(resident.context) is resident
 
     def begin(self, resident: Resident) -> None:
         """Add a resident, whose query is unanswered."""
@@ -105,7 +116,7 @@ class ResidentTable:
         return query.sequence.ids_from(before)
 
     def answered(self, name: str) -> Resident | None:
-        """Remove and return the busy resident of a name; None if there is none."""
+        """Return the busy resident of a name, for `rest` or `end`; None if there is none."""
         resident = self._busy.pop(name, None)
         if resident is not None:
             del self._by_query[resident.query.query_id]
@@ -119,30 +130,54 @@ class ResidentTable:
         """
         context = resident.context
         other = self._idle.pop(context, None)
+        if other is not None:
+            self._forget(other)
         self._idle[context] = resident
+        self._by_computed[context] = resident
+        resident.computed.append(context)
+        if len(resident.computed) > 2:
+            self._forget_context(resident, resident.computed.pop(0))
         return other
 
+    def _forget(self, resident: Resident) -> Resident:
+        for context in resident.computed:
+            self._forget_context(resident, context)
+        return resident
+
+    def _forget_context(self, resident: Resident, context: _ContextKey) -> None:
+        if self._by_computed.get(context) is resident:
+            del self._by_computed[context]
+
     # -- ends: what these methods return is no longer in the table ---------------------
+
+    def end(self, resident: Resident) -> None:
+        """Forget a resident that was answered."""
+        self._forget(resident)
 
     def end_query(self, query_id: int) -> Resident | None:
         """Remove the resident that is busy with a query; None if there is none."""
         resident = self._by_query.get(query_id)
-        return None if resident is None else self.answered(resident.name)
+        if resident is None:
+            return None
+        self.answered(resident.name)
+        return self._forget(resident)
 
     def end_context(self, adapter: str | None, key: bytes) -> Resident | None:
         """Remove the idle resident of a context; None if there is none."""
-        return self._idle.pop((adapter, key), None)
+        resident = self._idle.pop((adapter, key), None)
+        return None if resident is None else self._forget(resident)
 
     def end_oldest(self, count: int) -> list[Resident]:
         """Remove up to so many idle residents, least recently used first."""
         count = min(count, len(self._idle))
-        return [self._idle.popitem(last=False)[1] for _ in range(count)]
+        return [self._forget(self._idle.popitem(last=False)[1]) for _ in range(count)]
 
     def end_idle(self, ends: Callable[[Resident], bool] = lambda _: True) -> list[Resident]:
         """Remove all idle residents that a function chooses."""
         ended = [resident for resident in self._idle.values() if ends(resident)]
         for resident in ended:
             del self._idle[resident.context]
+            self._forget(resident)
         return ended
 
     def end_youngest_resumed(self) -> list[Resident]:
@@ -151,6 +186,7 @@ class ResidentTable:
         ended = resumed[len(resumed) // 2 :]
         for resident in ended:
             self.answered(resident.name)
+            self._forget(resident)
         return ended
 
     def unanswered(self) -> Iterator[Query]:

@@ -50,11 +50,13 @@ class RowBuffer:
     Attributes:
         ids: The ids of the rows.
         active: Whether this process buffers rows: one of several tensor-parallel ranks does.
+        tokens_copied: Tokens of forked requests that were copied instead of computed.
     """
 
     def __init__(self) -> None:
         self.ids = VocabularyIds(0)
         self.active = False
+        self.tokens_copied = 0
         self._rows: dict[int, _BufferedRow] = {}
 
     def reset(self, ids: VocabularyIds, *, active: bool) -> None:
@@ -62,6 +64,7 @@ class RowBuffer:
         self._rows.clear()
         self.ids = ids
         self.active = active
+        self.tokens_copied = 0
 
     def put(self, keys: list[int], rows: torch.Tensor) -> None:
         """Store rows, replacing earlier ones of the same keys."""

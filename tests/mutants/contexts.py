@@ -42,7 +42,7 @@ def contexts_have_keys_of_their_own(request_of):
 
 @engine_mutant(killed_by="extended-contexts-have-their-own-rows")
 class ForksReadTheirSibling(ResidentEngine):
-    """Appends to what is kept for a context in place, so that a second extension gets it too."""
+    """Extends what is kept for a context in place, so that a second extension gets it too."""
 
     def resident_logits(self, query):
         logits = super().resident_logits(query)
@@ -70,7 +70,7 @@ class ContextsByTheirLastToken(ResidentEngine):
 
 @engine_mutant(killed_by="contexts-may-be-dropped")
 class ReleasedPlacesAreFoundAgain(ResidentEngine):
-    """Gives the place of a released context to the next one, but still finds the old one there."""
+    """Gives the place of a released context to the next one, and finds the old one there."""
 
     def release_context(self, adapter, key):
         if (adapter, key) in self.residents:
@@ -127,9 +127,7 @@ def contexts_of_any_model(_is_of):
     return lambda _self, _model: True
 
 
-@core_mutant(
-    AsyncLM, "_adapter_of", killed_by="contexts-keep-their-adapter", on=cached_target
-)
+@core_mutant(AsyncLM, "_adapter_of", killed_by="contexts-keep-their-adapter", on=cached_target)
 def the_default_adapter(adapter_of):
     """Answers contexts with the adapter that is the default when they are asked."""
 

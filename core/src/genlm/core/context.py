@@ -10,13 +10,13 @@ from weakref import WeakValueDictionary
 
 from genlm.core.errors import TokenIdError
 from genlm.core.sequence import TokenSequence
-from genlm.core.validation import checked_token_ids
+from genlm.core.validation import checked_integers, checked_token_ids
 
 if TYPE_CHECKING:
     import torch
 
     from genlm.core.lm import AsyncLM
-    from genlm.core.validation import TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["Context", "ContextKey", "Hold", "Holds"]
 
@@ -88,7 +88,7 @@ class Context:
         self.sequence = sequence
         self.lora_name = lora_name
 
-    def extend(self, token_ids: SupportsIndex | TokenIds) -> Context:
+    def extend(self, token_ids: SupportsIndex | Integers) -> Context:
         """Return the context that continues this one by a token id, or by several.
 
         Any number of extensions of one context may exist. Nothing is computed.
@@ -115,11 +115,10 @@ class Context:
             raise TokenIdError(token_id, len(self.sequence), size)
         return token_id.to_bytes(4, sys.byteorder)
 
-    def _all_packed(self, token_ids: TokenIds) -> bytes:
-        if len(token_ids) == 0:
-            return b""
+    def _all_packed(self, token_ids: Integers) -> bytes:
+        ids = checked_integers(token_ids)
         size = self._lm.vocabulary.size
-        return checked_token_ids(token_ids, vocab_size=size, max_context=None)[1]
+        return checked_token_ids(ids, vocab_size=size, max_context=None)[1] if ids else b""
 
     async def next_token_logprobs(self) -> torch.Tensor:
         """Score every possible next token; see `AsyncLM.next_token_logprobs`.
@@ -137,7 +136,7 @@ class Context:
     async def sample(
         self,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
     ) -> list[int]:

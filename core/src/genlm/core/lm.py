@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 
 from genlm.core.cache import OutputCache
-from genlm.core.context import Context, ContextKey, Holds
+from genlm.core.context import Context, Holds
 from genlm.core.engine import Capability, Engine, checked_engine
 from genlm.core.errors import (
     AdapterError,
@@ -48,10 +48,7 @@ from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
     from genlm.core.engine import LoraEngine, PrefixCacheEngine
-    from genlm.core.validation import TokenBatch, TokenIds
-
-    Tokens = TokenIds | Context
-    Batch = TokenBatch | Sequence[Tokens]
+    from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
 
@@ -256,7 +253,7 @@ class AsyncLM:
     # -- next-token log-probabilities -------------------------------------------------
 
     async def next_token_logprobs(
-        self, token_ids: Tokens, *, lora_name: str | None = None
+        self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score every possible next token after `token_ids`.
 
@@ -290,7 +287,7 @@ class AsyncLM:
         return row
 
     async def next_token_logprobs_uncached(
-        self, token_ids: Tokens, *, lora_name: str | None = None
+        self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs`, never from the output cache."""
         query, key = self._request(token_ids, lora_name)
@@ -300,7 +297,7 @@ class AsyncLM:
         return row
 
     async def batch_next_token_logprobs(
-        self, token_ids_list: Batch, *, lora_name: str | None = None
+        self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token after each of several sequences.
 
@@ -325,7 +322,7 @@ class AsyncLM:
         return self._stacked(rows, answers)
 
     def next_token_logprobs_uncached_sync(
-        self, token_ids: Tokens, *, lora_name: str | None = None
+        self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs_uncached` and wait."""
         query, key = self._request(token_ids, lora_name)
@@ -335,13 +332,13 @@ class AsyncLM:
         return row
 
     def cached_logprobs(
-        self, token_ids: Tokens, *, lora_name: str | None = None
+        self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor | None:
         """Return a copy of the row if the output cache has it, else None."""
         return self._cache.get(self._request(token_ids, lora_name)[1])
 
     def next_token_logprobs_sync(
-        self, token_ids: Tokens, *, lora_name: str | None = None
+        self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token and wait; for threads and programs without an event loop.
 
@@ -352,7 +349,7 @@ class AsyncLM:
         return self.batch_next_token_logprobs_sync([token_ids], lora_name=lora_name)[0]
 
     def batch_next_token_logprobs_sync(
-        self, token_ids_list: Batch, *, lora_name: str | None = None
+        self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences and wait; see `batch_next_token_logprobs`."""
         sequences = list(checked_batch(token_ids_list))
@@ -363,7 +360,7 @@ class AsyncLM:
 
     # -- contexts ---------------------------------------------------------------------
 
-    def context(self, token_ids: TokenIds, *, lora_name: str | None = None) -> Context:
+    def context(self, token_ids: Integers, *, lora_name: str | None = None) -> Context:
         """Return a context: token ids that are extended and asked at a constant cost.
 
         Computes nothing. Every method that takes token ids takes contexts of this model, which
@@ -389,9 +386,9 @@ class AsyncLM:
 
     async def sample(
         self,
-        prompt: Tokens,
+        prompt: TokenIds,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         *,
@@ -428,9 +425,9 @@ class AsyncLM:
 
     async def batch_sample(
         self,
-        prompts: Batch,
+        prompts: TokenBatch,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         *,
@@ -602,7 +599,7 @@ class AsyncLM:
 
     # -- caches, statistics, end ------------------------------------------------------
 
-    def cache_kv(self, prompt: Tokens, *, lora_name: str | None = None) -> None:
+    def cache_kv(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it in the engine until `clear_kv_cache`.
 
         Raises:
@@ -670,7 +667,7 @@ class AsyncLM:
 
     # -- one request ------------------------------------------------------------------
 
-    def _request(self, token_ids: Tokens, lora_name: str | None) -> tuple[Query, RowKey]:
+    def _request(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
         if isinstance(token_ids, Context):
             adapter = self._adapter_of(token_ids, lora_name)
             return self._request_of(token_ids.sequence, adapter)
@@ -678,21 +675,19 @@ class AsyncLM:
         adapter = None if name is None else self._engine_name(name)
         return self._request_of(self._sequence(token_ids), adapter)
 
-    def _request_of(
-        self, sequence: TokenSequence, adapter: str | None
-    ) -> tuple[Query, RowKey]:
+    def _request_of(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:
         """Make the query of a checked sequence; `adapter` is the engine's name."""
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
         query = Query(next(self._query_ids), sequence, adapter)
         return query, (self._model, adapter, sequence.key)
 
-    def _sequence(self, token_ids: TokenIds) -> TokenSequence:
+    def _sequence(self, token_ids: Integers) -> TokenSequence:
         """Check token ids and pack them, or find that they extend what was asked before."""
         kind = type(token_ids)
         is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
         if is_long:
-            listed = token_ids if kind is list else list(token_ids)
+            listed: list[Any] = token_ids if kind is list else list(token_ids)  # type: ignore[assignment]
             known = self._recent.find(listed, self.vocabulary.size)
             if known is not None:
                 return known
@@ -745,7 +740,7 @@ class AsyncLM:
         return row
 
     def _cached_and_missing(
-        self, sequences: Sequence[Tokens], lora_name: str | None
+        self, sequences: Sequence[TokenIds], lora_name: str | None
     ) -> tuple[list[torch.Tensor | None], list[tuple[Query, RowKey]]]:
         asked = [self._request(token_ids, lora_name) for token_ids in sequences]
         rows = [self._cached(*one) for one in asked]

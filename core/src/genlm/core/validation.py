@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from genlm.core.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from genlm.core.context import Context
     from genlm.core.query import Query
 
-    TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
-    TokenBatch = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
+    Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
+    TokenIds: TypeAlias = Integers | Context
+    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 T = TypeVar("T")
 
@@ -44,7 +46,7 @@ __all__ = [
 
 
 def checked_token_ids(
-    token_ids: TokenIds, *, vocab_size: int, max_context: int | None
+    token_ids: Integers, *, vocab_size: int, max_context: int | None
 ) -> tuple[tuple[int, ...], bytes]:
     """Return token ids as a tuple of Python integers, and packed in 32 bits each.
 
@@ -112,7 +114,7 @@ def check_query(
         raise _outside(ids, embedding_rows)
 
 
-def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]:
+def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]:
     """Return the ids that end a continuation; there may be none.
 
     Raises:
@@ -125,7 +127,7 @@ def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]
     return frozenset(ids)
 
 
-def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int, ...]:
+def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int, ...]:
     """Return a flat sequence of integers as a tuple of Python integers.
 
     Sets, mappings and generators are refused: their order is undefined, or they can be

@@ -270,4 +270,3 @@ def _close_all() -> None:
         worker.stop(_closed())
     for worker in workers:
         worker.join(EXIT_TIMEOUT_S)
-

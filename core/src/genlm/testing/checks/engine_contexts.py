@@ -25,7 +25,7 @@ from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 POPULATION = 4
-STEPS = 12
+STEPS = 6
 
 
 @engine_check(cases=("one token at a time", "several at once", "joined", "from the cache"))
@@ -132,6 +132,7 @@ def extended_contexts_have_their_own_rows(fixture: EngineFixture) -> None:
     move = st.tuples(st.integers(0, POPULATION - 1), st.integers(0, 10**6), st.booleans())
     fixture.for_all(
         holds,
+        examples=max(3, fixture.profile.examples // 2),
         prompt=fixture.sequences(shorter_by=min(STEPS, fixture.max_length - 1)),
         program=st.lists(move, min_size=POPULATION, max_size=POPULATION * STEPS),
     )
@@ -179,7 +180,7 @@ def contexts_may_be_dropped(fixture: EngineFixture) -> None:
 
 @engine_check(cases=("cancelled", "reset", "cleared", "closed"))
 def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
-    """Contexts have their rows after cancellation, reset and cleared caches; none once closed."""
+    """Contexts have their rows after cancellation, reset and cleared caches, until `close`."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
 
     async def interrupted(contexts: list[Context], how: str) -> None:
@@ -239,7 +240,8 @@ def contexts_are_shared_by_threads(fixture: EngineFixture) -> None:
                 context = context.extend(token_id)
                 row = context.next_token_logprobs_sync()
                 expect(
-                    context.token_ids[-1] == token_id and len(context) == len(root) + position + 1,
+                    context.token_ids[-1] == token_id
+                    and len(context) == len(root) + position + 1,
                     f"a context that ends in {token_id}",
                     repr(context),
                 )
@@ -270,7 +272,8 @@ def contexts_belong_to_one_model(fixture: EngineFixture) -> None:
 @engine_check(needs=Capability.LORA, cases=("switched", "default", "removed or refused"))
 def contexts_keep_their_adapter(fixture: EngineFixture) -> None:
     """Contexts of equal ids and different adapters are different, and keep their adapter."""
-    names = [None, *fixture.adapter_names()[:2]]
+    first, second = fixture.adapter_names()[:2]
+    names = [None, first, second]
     lm = fixture.load(adapters=True, output_cache=OutputCache(0))
     for token_ids in fixture.some_sequences(2):
         short = token_ids[: fixture.max_length - 2]
@@ -282,12 +285,12 @@ def contexts_keep_their_adapter(fixture: EngineFixture) -> None:
                 fixture.check_row(row, context.token_ids, name)
                 fixture.saw("switched")
             contexts = {name: each.extend(short[0]) for name, each in contexts.items()}
-        lm.set_lora(names[1])
+        lm.set_lora(first)
         default = lm.context(short)
         lm.clear_lora()
-        fixture.check_row(fixture.run(default.next_token_logprobs()), short, names[1])
-        fixture.saw("default", default.lora_name == names[1])
+        fixture.check_row(fixture.run(default.next_token_logprobs()), short, first)
+        fixture.saw("default", default.lora_name == first)
     if hasattr(lm.engine, "remove_adapter"):
-        lm.remove_lora(names[2])
-        fixture.expect_error(UnknownAdapterError, contexts[names[2]].next_token_logprobs)
+        lm.remove_lora(second)
+        fixture.expect_error(UnknownAdapterError, contexts[second].next_token_logprobs)
     fixture.saw("removed or refused")

@@ -94,12 +94,14 @@ class CoreRequests:
         self._progressed = False
         self._stats: Any = None
         self._stats_time_s = self._sent_s = 0.0
-        cache = engine.vllm_config.cache_config
-        self._cache_tokens = cache.num_gpu_blocks * cache.block_size
+        config = engine.vllm_config
+        block_size = config.cache_config.block_size
+        self._cache_tokens = config.cache_config.num_gpu_blocks * block_size
         self._hash_tokens = 0
-        if Version(check_version()) < _SAMPLED_HASHES_DROPPED and cache.enable_prefix_caching:
+        keeps_hashes = Version(check_version()) < _SAMPLED_HASHES_DROPPED
+        if keeps_hashes and config.cache_config.enable_prefix_caching:
             # Blocks of several groups of layers may differ in size.
-            self._hash_tokens = math.gcd(cache.block_size, 16)
+            self._hash_tokens = math.gcd(block_size, 16)
         # `LLMEngine.step` calls it; the instance's attribute hides the method.
         self._get_output = self._client.get_output
         self._client.get_output = self._other_outputs
@@ -141,15 +143,15 @@ class CoreRequests:
             resumable=True,
         )
 
-    def send(self, request: Any) -> None:
-        """Send a new request, or one that is parked again."""
-        self._client.add_request(request)
+    def send(self, core_request: Any) -> None:
+        """Send a new request, or a parked one again."""
+        self._client.add_request(core_request)
         self._sent_s = time.monotonic()
 
-    def extend(self, request: Any, token_ids: Sequence[int]) -> None:
+    def extend(self, core_request: Any, token_ids: Sequence[int]) -> None:
         """Continue a parked request with further tokens."""
-        request.prompt_token_ids = list(token_ids)
-        self.send(request)
+        core_request.prompt_token_ids = list(token_ids)
+        self.send(core_request)
 
     def end(self, names: Sequence[str]) -> None:
         """End requests; their full blocks stay in vLLM's prefix cache."""
@@ -159,20 +161,20 @@ class CoreRequests:
 
     def _other_outputs(self) -> Any:
         """Run a step; return its outputs without those of these requests."""
-        outputs = self._get_output()
-        self._progressed = bool(outputs.outputs)
-        self._stats, self._stats_time_s = outputs.scheduler_stats, outputs.timestamp
+        core_outputs = self._get_output()
+        self._progressed = bool(core_outputs.outputs)
+        self._stats, self._stats_time_s = core_outputs.scheduler_stats, core_outputs.timestamp
         others: list[Any] = []
-        for output in outputs.outputs:
-            own = output.request_id.startswith(_PREFIX)
-            (self._outputs if own else others).append(output)
-        outputs.outputs = others
-        return outputs
+        for core_output in core_outputs.outputs:
+            own = core_output.request_id.startswith(_PREFIX)
+            (self._outputs if own else others).append(core_output)
+        core_outputs.outputs = others
+        return core_outputs
 
     def take(self) -> list[RowOutput]:
         """Return the requests that stopped in the last step."""
         outputs, self._outputs = self._outputs, []
-        return [_row_output(output) for output in outputs if output.finish_reason is not None]
+        return [_row_output(each) for each in outputs if each.finish_reason is not None]
 
     @property
     def progressed(self) -> bool:
@@ -194,9 +196,9 @@ class CoreRequests:
         return Load(running, (1.0 - usage) * self._cache_tokens, settled)
 
 
-def _row_output(output: Any) -> RowOutput:
-    reason = str(output.finish_reason)
-    complete = reason in {"length", "stop"} and bool(output.new_token_ids)
-    prefilled = output.prefill_stats
+def _row_output(core_output: Any) -> RowOutput:
+    reason = str(core_output.finish_reason)
+    complete = reason in {"length", "stop"} and bool(core_output.new_token_ids)
+    prefilled = core_output.prefill_stats
     cached = 0 if prefilled is None else prefilled.num_cached_tokens
-    return RowOutput(output.request_id, None if complete else reason, cached)
+    return RowOutput(core_output.request_id, None if complete else reason, cached)

@@ -95,18 +95,16 @@ class ForkedBlocks:
 
     def _shortened(self, step: Any, lengths: dict[str, int]) -> Any:
         """Return a plan in which requests have computed the tokens that are copied."""
-        scheduled, new = dict(step.num_scheduled_tokens), []
-        for each in step.scheduled_new_reqs:
-            length = lengths.get(each.req_id)
-            if length is not None:
-                copied = length - each.num_computed_tokens
-                scheduled[each.req_id] -= copied
-                self.tokens += copied
-                each = dataclasses.replace(each, num_computed_tokens=length)  # noqa: PLW2901
-            new.append(each)
+        scheduled, changed = dict(step.num_scheduled_tokens), []
+        for new in step.scheduled_new_reqs:
+            length = lengths.get(new.req_id, new.num_computed_tokens)
+            copied = length - new.num_computed_tokens
+            scheduled[new.req_id] -= copied
+            self.tokens += copied
+            changed.append(dataclasses.replace(new, num_computed_tokens=length))
         return dataclasses.replace(
             step,
-            scheduled_new_reqs=new,
+            scheduled_new_reqs=changed,
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
         )

@@ -24,7 +24,7 @@ from genlm_vllm.adapters import Adapters
 from genlm_vllm.core_requests import CoreRequests
 from genlm_vllm.forks import Fork
 from genlm_vllm.requests import LocalRows, Request, params_of
-from genlm_vllm.residents import MOST_ADDED, Resident, ResidentTable
+from genlm_vllm.residents import MOST_ADDED, Parent, Resident, ResidentTable
 
 __all__ = ["Answered", "ResidentRequests"]
 
@@ -94,7 +94,8 @@ class ResidentRequests:
         self._embedded_ids = embedded_ids
         self._forks = forks
         self._table = ResidentTable()
-        self._pending: dict[int, Query] = {}  # to be sent, by query id
+        # To be sent, by query id, with what the query continued when it came.
+        self._pending: dict[int, tuple[Query, Parent | None]] = {}
         self._ending: list[str] = []  # names of idle residents that were ended
         self._stalls = 0
         self._continued = self._ended = 0
@@ -120,22 +121,22 @@ class ResidentRequests:
         """Accept a query for the next `send` if only its last tokens need a check.
 
         Returns:
-            False: it extends no context of a resident, or the last tokens are invalid.
+            False: it continues no context of a resident, or the last tokens are invalid.
         """
         try:
             parent = self._table.parent(query)
         except OverflowError:  # ids that no sequence can have
             return False
-        if parent is None or len(query) > self._max_context:
+        if parent is None or max(parent.added) >= self._embedded_ids:
             return False
-        if max(query.sequence.ids_from(parent[1])) >= self._embedded_ids:
+        if len(query) > self._max_context:
             return False
-        self.accept_checked(query)
+        self._pending[query.query_id] = query, parent
         return True
 
     def accept_checked(self, query: Query) -> None:
         """Accept a checked query for the next `send`."""
-        self._pending[query.query_id] = query
+        self._pending[query.query_id] = query, None
 
     def abort(self, query_id: int) -> bool:
         """Drop a query and the resident that computes it; False if there is none."""
@@ -154,33 +155,39 @@ class ResidentRequests:
 
         First those that continue residents: new requests may then end the others.
         """
-        new: list[tuple[Query, Fork | None]] = []
+        begun: list[tuple[Query, Fork | None]] = []
         while self._pending:
-            query = self._pending.pop(next(iter(self._pending)))
-            parent, length = self._table.parent(query) or (None, 0)
-            if parent is None:
-                new.append((query, None))
-            elif self._table.can_resume(parent, length):
-                self._core.extend(parent.request, self._table.resume(parent, query))
+            query, parent = self._pending.pop(next(iter(self._pending)))
+            if parent is None or not self._table.can_resume(parent):
+                parent = self._table.parent(query)  # others may have come, or gone
+            if parent is not None and self._table.can_resume(parent):
+                self._table.resume(parent, query)
+                self._core.extend(parent.resident.request, parent.added)
                 self._continued += 1
             else:
-                may_copy = self._forks and length > MOST_ADDED
-                new.append((query, Fork(parent.name, length) if may_copy else None))
-        self._make_room(len(new))
+                begun.append((query, self._fork(parent)))
+        self._make_room(len(begun))
         self._send_ends()
-        return [error for each in new if (error := self._begin(*each)) is not None]
+        return [error for each in begun if (error := self._begin(*each)) is not None]
+
+    def _fork(self, parent: Parent | None) -> Fork | None:
+        # An aborted request that vLLM sees again after its end has `MOST_ADDED` tokens at most.
+        if parent is None or not self._forks or parent.length <= MOST_ADDED:
+            return None
+        return Fork(parent.resident.name, parent.length)
 
     def _begin(self, query: Query, fork: Fork | None) -> Completion | None:
         request = Request(query, next(self._numbers))
         lora_request = self._adapters.request(query.adapter)
         try:
-            sent = self._core.new(
+            core_request = self._core.new(
                 request.number, query.token_ids, params_of(request, fork), lora_request
             )
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(query.query_id, error=error)
-        self._table.begin(Resident(sent.request_id, request.number, sent, query))
-        self._core.send(sent)
+        resident = Resident(core_request.request_id, request.number, core_request, query)
+        self._table.begin(resident)
+        self._core.send(core_request)
         return None
 
     def collect(self) -> list[Answered]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from genlm.plugin import Query
 
-__all__ = ["MOST_ADDED", "Resident", "ResidentTable"]
+__all__ = ["MOST_ADDED", "Parent", "Resident", "ResidentTable"]
 
 MOST_ADDED = 8
 """Most tokens by which a query may continue a resident; each number is a look-up. More tokens
@@ -50,6 +50,20 @@ class Resident:
         return self.query.adapter, self.query.sequence.key
 
 
+class Parent(NamedTuple):
+    """What a query continues.
+
+    Attributes:
+        resident: Has computed a context that the query continues.
+        length: Number of the context's tokens.
+        added: The query's further tokens.
+    """
+
+    resident: Resident
+    length: int
+    added: tuple[int, ...]
+
+
 class ResidentTable:
     """Idle residents by context, least recently used first, and busy ones by name.
 
@@ -75,14 +89,10 @@ class ResidentTable:
     def __len__(self) -> int:
         return len(self._idle) + len(self._busy)
 
-    def parent(self, query: Query) -> tuple[Resident, int] | None:
+    def parent(self, query: Query) -> Parent | None:
         """Find the longest context that a query continues, by up to `MOST_ADDED` tokens.
 
         A context of the same length is none, because its row is not stored.
-
-        Returns:
-            A resident that has computed it, and its length. If the resident is idle with that
-            very context, it can be continued.
         """
         if not self._by_computed:
             return None
@@ -91,29 +101,26 @@ class ResidentTable:
         for shorter in range(length - 1, max(0, length - 1 - MOST_ADDED), -1):
             found = self._by_computed.get((adapter, sequence.prefix_key(shorter)))
             if found is not None:
-                return found, shorter
+                return Parent(found, shorter, sequence.ids_from(shorter))
         return None
 
-    def can_resume(self, resident: Resident, length: int) -> bool:
-        """Whether a resident is idle with a context of this length."""
-        return len(resident.query) == length and self._idle.get(resident.context) is resident
+    def can_resume(self, parent: Parent) -> bool:
+        """Whether a resident is idle, with no more tokens than a query continues."""
+        resident = parent.resident
+        same = len(resident.query) == parent.length
+        return same and self._idle.get(resident.context) is resident
 
     def begin(self, resident: Resident) -> None:
         """Add a resident, whose query is unanswered."""
         self._busy[resident.name] = resident
         self._by_query[resident.query.query_id] = resident
 
-    def resume(self, resident: Resident, query: Query) -> tuple[int, ...]:
-        """Give an idle resident a query that continues it.
-
-        Returns:
-            The tokens that the query adds.
-        """
+    def resume(self, parent: Parent, query: Query) -> None:
+        """Give an idle resident the query that continues it."""
+        resident = parent.resident
         del self._idle[resident.context]
-        before = len(resident.query)
-        resident.query, resident.added = query, len(query) - before
+        resident.query, resident.added = query, len(parent.added)
         self.begin(resident)
-        return query.sequence.ids_from(before)
 
     def answered(self, name: str) -> Resident | None:
         """Return the busy resident of a name, for `rest` or `end`; None if there is none."""

@@ -100,8 +100,8 @@ class RowWorker:
     @_replying
     def genlm_start_forks(self) -> bool:
         """Have forked requests copy KV blocks; return whether they do."""
-        worker: Any = self
-        return hasattr(worker, "start_forks") and worker.start_forks()
+        start = getattr(self, "start_forks", None)  # of `CPUWorker`
+        return start is not None and bool(start())
 
     @_replying
     def genlm_take_rows(

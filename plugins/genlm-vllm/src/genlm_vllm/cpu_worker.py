@@ -65,16 +65,20 @@ class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
 
     def start_forks(self) -> bool:
         """Copy blocks of forked requests from now on; False if the model cannot."""
-        groups = self.model_runner.kv_cache_config.kv_cache_groups
-        layers = [
-            layer
-            for layer in self.vllm_config.compilation_config.static_forward_context.values()
-            if isinstance(layer, Attention)
-        ]
-        keep_blocks = len(groups) == 1 and all(layer.sliding_window is None for layer in layers)
-        if keep_blocks and all(isinstance(layer.kv_cache, torch.Tensor) for layer in layers):
+        context = self.vllm_config.compilation_config.static_forward_context
+        config = self.model_runner.kv_cache_config
+        groups = config.kv_cache_groups
+        layers = [context[name] for group in groups for name in group.layer_names]
+        keep_blocks = len(groups) == 1 and all(
+            isinstance(layer, Attention)
+            and layer.sliding_window is None
+            and isinstance(layer.kv_cache, torch.Tensor)
+            and layer.kv_cache.shape[0] == config.num_blocks
+            for layer in layers
+        )
+        if keep_blocks:
             self._forks = ForkedBlocks(groups[0].kv_cache_spec.block_size, self._is_finite)
-        return self._forks is not None
+        return keep_blocks
 
     def _caches(self) -> Iterator[torch.Tensor]:
         """Yield the KV cache of each layer; its first dimension is the block."""

@@ -21,7 +21,7 @@ import torch
 
 from genlm.plugin import Completion, EvaluationError, Query
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.core_requests import CoreRequests
+from genlm_vllm.core_requests import CoreRequests, Load
 from genlm_vllm.forks import Fork
 from genlm_vllm.requests import LocalRows, Request, params_of
 from genlm_vllm.residents import MOST_ADDED, Parent, Resident, ResidentTable
@@ -232,7 +232,12 @@ class ResidentRequests:
         load = self._core.load()
         if load is None or self._table.busy + len(self._others) <= load.running:
             self._stalls = 0
-            return []
+        else:
+            self._end_for_waiting(load)
+        self._send_ends()
+        return self._fail_lost() if self._stalls >= _LOST_STEPS else []
+
+    def _end_for_waiting(self, load: Load) -> None:
         if load.running or self._core.progressed:
             self._stalls = 0
         elif load.is_settled:
@@ -246,8 +251,6 @@ class ResidentRequests:
                 self._end([resident])
                 self._rows.abandon(resident.number)
                 self.accept_checked(resident.query)
-        self._send_ends()
-        return self._fail_lost() if self._stalls >= _LOST_STEPS else []
 
     def _longest_wait(self) -> int:
         """Most tokens of an unanswered request, what it may draw included."""

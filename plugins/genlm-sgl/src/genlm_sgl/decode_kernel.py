@@ -73,11 +73,22 @@ def _digest(method: Any) -> str | None:
 def _extend(
     extend: Callable[..., Any], decode: Callable[..., Any], *tensors: Any, **options: Any
 ) -> Any:
-    """Run one of two methods with the arguments of `_run_sdpa_forward_extend`."""
-    *common, seq_lens, _, _, encoder_lens = tensors
-    query = common[0]
-    # Every extend has a token at least.
-    if encoder_lens is None and query.shape[0] == seq_lens.shape[0]:
+    """Run two methods on their parts of a batch, with the arguments of the first."""
+    query, output, *cache, rows, lengths, prefixes, news, encoder_lens = tensors
+    # As many tokens as requests: each extends by one.
+    if encoder_lens is None and query.shape[0] == lengths.shape[0]:
         # The only query is at the last position, which may attend to all others.
-        return decode(*common, seq_lens, None, **(options | {"causal": False}))
-    return extend(*tensors, **options)
+        decoding = options | {"causal": False}
+        return decode(query, output, *cache, rows, lengths, None, **decoding)
+    single = news == 1
+    if encoder_lens is not None or not single.any():
+        return extend(*tensors, **options)
+    tokens = single.repeat_interleave(news)
+    for part, chosen in ((tokens, single), (~tokens, ~single)):
+        sizes = (prefixes[chosen], news[chosen])
+        queries = query[part]
+        computed = output.new_empty((len(queries), *output.shape[1:]))
+        arguments = (queries, computed, *cache, rows[chosen], lengths[chosen], *sizes, None)
+        _extend(extend, decode, *arguments, **options)
+        output[part] = computed
+    return output

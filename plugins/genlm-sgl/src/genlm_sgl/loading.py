@@ -68,6 +68,7 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "device": "cpu",
             "disable_overlap_schedule": True,
             "dtype": "float32",
+            "enable_mixed_chunk": True,  # one pass for contexts that continue and new ones
             # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
             # if other processes took more than this share of memory during loading.
             "mem_fraction_static": 0.999,

@@ -1,4 +1,4 @@
-"""Random walks of contexts: what a program does with them, in every order, and the rows it gets."""
+"""Random walks of contexts: what programs do with them, in any order, and the rows they get."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ class Walk:
         elif draw < 0.80 and len(context) > 1:  # a sibling, or the parent again
             context = (*context[:-1], *self.tokens(self._random.randint(0, 1)))
         elif draw < 0.84:
-            sampling = SamplingParams(self._random.randint(1, 9), seed=self._random.randrange(99))
+            sampling = SamplingParams(
+                self._random.randint(1, 9), seed=self._random.randrange(99)
+            )
             self.ask(adapter, context, sampling)
             return
         elif draw < 0.88:
@@ -122,9 +124,7 @@ class Walk:
         largest = 0.0
         for query, result in self.answered:
             if query.sampling is not None:
-                drawn = continuation(
-                    self._tiny, query.token_ids, query.sampling, query.adapter
-                )
+                drawn = continuation(self._tiny, query.token_ids, query.sampling, query.adapter)
                 assert result == drawn
                 continue
             assert isinstance(result, torch.Tensor)

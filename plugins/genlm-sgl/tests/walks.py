@@ -1,4 +1,4 @@
-"""Random walks of contexts: what a program does with them, in every order, and the rows it gets."""
+"""Random walks of contexts: what programs do with them, in any order, and the rows they get."""
 
 from __future__ import annotations
 

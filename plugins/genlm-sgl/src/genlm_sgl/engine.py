@@ -180,14 +180,13 @@ class SGLEngine:
         self._final_statistics: Mapping[str, int | float | str] | None = None
 
     def _build_residents(self, keep_contexts: bool) -> None:
-        unsupported = self._api.stay_unsupported if keep_contexts else "keep_contexts=False"
-        self._keeps_contexts = "yes" if unsupported is None else f"no: {unsupported}"
+        self._obstacle = self._api.obstacle_to_stay
         self._residents: Residents | None = None
-        if unsupported is None:
-            self._residents = Residents(
-                self._api.resident_api(), self._requests, self._enqueue_to_stay
-            )
-        self._short_extends = self._api.use_decode_kernel(self._version)
+        if self._obstacle is None:
+            calls = self._api.resident_api()
+            self._residents = Residents(calls, self._requests, self._enqueue_to_stay)
+        self.keeps_contexts = keep_contexts
+        self._api.use_decode_kernel(self._version)
 
     def _longest_prompt(self, wanted: Mapping[str, Any]) -> int:
         found = self._api.longest_prompt
@@ -210,7 +209,7 @@ class SGLEngine:
         if query.sampling is not None:
             self._check(query)
             self._enqueue(query, self._max_tokens(len(query), query.sampling))
-        elif self._residents is None:
+        elif not self.keeps_contexts:
             self._check(query)
             self._enqueue(query, 0)
         elif not self._continue(query):
@@ -290,6 +289,17 @@ class SGLEngine:
             self._api.abort(rid)
         if not self._requests:  # the scheduler will not call `step`
             self._drain()
+
+    @property
+    def keeps_contexts(self) -> bool:
+        """Whether requests of row queries stay in SGLang; may be set between steps."""
+        return self._keeps_contexts
+
+    @keeps_contexts.setter
+    def keeps_contexts(self, keeps: bool) -> None:
+        self._keeps_contexts = keeps and self._residents is not None
+        if not keeps:
+            self._end_residents()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """Let go of what is kept for a context alone, which nobody holds any more.
@@ -439,8 +449,10 @@ class SGLEngine:
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return SGLang's version, device and model class, and counters.
 
-        `corrections` names the differences from the config that were corrected,
-        `contexts_stay` says why contexts do not stay, where they do not.
+        `corrections` names the differences from the config that were corrected. `contexts`
+        says whether requests of row queries stay in SGLang, `contexts_resident` how many do
+        now; `contexts_continued` counts queries that continued one, `contexts_ended` those
+        that were ended.
         """
         if self._final_statistics is not None:
             return self._final_statistics
@@ -455,11 +467,14 @@ class SGLEngine:
             "tokens_drawn": self._requests.tokens_drawn,
             "rows": self._requests.rows_made,
             "kv_tokens": self._api.token_capacity,
-            "contexts_stay": self._keeps_contexts,
+            "contexts": "kept" if self.keeps_contexts else f"not kept: {self._why_not_kept()}",
             "contexts_resident": 0 if residents is None else len(residents),
             "contexts_continued": 0 if residents is None else residents.continued,
             "contexts_ended": 0 if residents is None else residents.ended,
         }
+
+    def _why_not_kept(self) -> str:
+        return self._obstacle or "keep_contexts=False"
 
     def close(self) -> None:
         """Shut SGLang down; another engine may then be built."""

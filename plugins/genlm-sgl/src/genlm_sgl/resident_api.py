@@ -17,7 +17,7 @@ import torch
 
 from genlm_sgl.lifecycle import copy_to_prefix_cache, release_cache_slots
 
-__all__ = ["ResidentApi", "unsupported_because"]
+__all__ = ["ResidentApi", "obstacle_to_stay"]
 
 _UNTESTED = {
     "is_hybrid_swa": "a KV cache of sliding windows",
@@ -42,7 +42,7 @@ _UNTESTED_MODELS = {
 """The same of its `model_config`."""
 
 
-def unsupported_because(scheduler: Any) -> str | None:
+def obstacle_to_stay(scheduler: Any) -> str | None:
     """Return why requests cannot stay in this scheduler; None if they can."""
     if not scheduler.spec_algorithm.is_none():
         return "speculative decoding"

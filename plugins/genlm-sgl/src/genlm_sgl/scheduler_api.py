@@ -25,7 +25,7 @@ from genlm_sgl.lifecycle import (
     leave_process_groups,
     senders,
 )
-from genlm_sgl.resident_api import ResidentApi, unsupported_because
+from genlm_sgl.resident_api import ResidentApi, obstacle_to_stay
 
 __all__ = ["FinishedRequest", "Hooks", "Iteration", "SchedulerApi"]
 
@@ -250,9 +250,9 @@ class SchedulerApi:
         )
 
     @property
-    def stay_unsupported(self) -> str | None:
+    def obstacle_to_stay(self) -> str | None:
         """Why requests cannot stay after their rows; None if they can."""
-        return unsupported_because(self._scheduler)
+        return obstacle_to_stay(self._scheduler)
 
     def resident_api(self) -> ResidentApi:
         """Return the calls about requests that stay."""

@@ -1,4 +1,4 @@
-"""Contexts that stay in SGLang: right rows whatever becomes of them, and an end to each wait."""
+"""Contexts that stay in SGLang: right rows whatever becomes of them; an end to each wait."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from genlm import (
     ContextLengthError,
@@ -23,6 +24,7 @@ from genlm import (
 from genlm.plugin import Completion, TokenSequence
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.versions import check_version
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -89,8 +91,18 @@ def grown(engine: Any, name: str) -> Any:
     return lambda: engine.statistics()[name] - before
 
 
+def continues(context: Ids) -> bool:
+    """Whether vLLM continues a context; see `CoreRequests.can_continue` on older versions."""
+    return Version(check_version()) >= Version("0.32") or (len(context) + 1) % 16 != 0
+
+
 def slots(engine: Any) -> int:
     return int(engine.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+
+def costs(engine: Any) -> tuple[Any, Any]:
+    """Functions: how many tokens were computed since, and contexts continued."""
+    return grown(engine, "tokens_computed"), grown(engine, "contexts_continued")
 
 
 def token(generator: random.Random) -> int:
@@ -103,26 +115,21 @@ def test_a_context_that_grows_costs_a_token_a_step(engine: Any, tiny: Any) -> No
     [context] = prompts(20)
     check(engine, tiny, [context])
     for _ in range(80):  # through several blocks
+        expected = (1, 1) if continues(context) else (len(context) % 32 + 1, 0)
         context = (*context, token(generator))
-        computed, continued = (
-            grown(engine, "tokens_computed"),
-            grown(engine, "contexts_continued"),
-        )
+        computed, continued = costs(engine)
         check(engine, tiny, [context])
-        assert (computed(), continued()) == (1, 1)
+        assert (computed(), continued()) == expected
 
 
 def test_several_tokens_are_added_at_once(engine: Any, tiny: Any) -> None:
-    [context] = prompts(30)
+    [context] = prompts(29)
     check(engine, tiny, [context])
     for added in (1, 8, 3, 7, 2, 8):
-        continued, computed = (
-            grown(engine, "contexts_continued"),
-            grown(engine, "tokens_computed"),
-        )
+        computed, continued = costs(engine)
         context += prompts(added, seed=added)[0]
         check(engine, tiny, [context])
-        assert (continued(), computed()) == (1, added)
+        assert (computed(), continued()) == (added, 1)
     continued = grown(engine, "contexts_continued")
     context += prompts(9)[0]  # served by the prefix cache
     check(engine, tiny, [context])
@@ -145,6 +152,17 @@ def test_populations_grow_fork_and_wait(engine: Any, tiny: Any, seed: int) -> No
         if generator.random() < 0.3:
             asked.append(generator.choice(population))  # perhaps one that is idle
         check(engine, tiny, asked)
+
+
+def test_what_vllm_sampled_itself_does_not_enter_the_prefix_cache(
+    engine: Any, tiny: Any
+) -> None:
+    for length in (31, 63):
+        [context] = prompts(length)
+        [row] = rows(engine, [context])
+        sampled = int(row.argmax())
+        check(engine, tiny, [(*context, sampled ^ 1)])  # fills the block
+        check(engine, tiny, [(*context, sampled, 5), (*context, sampled ^ 1, 5)])
 
 
 def test_a_fork_costs_what_differs(engine: Any, tiny: Any) -> None:

@@ -28,8 +28,8 @@ _PREFIX = "genlm-"
 _SAMPLED_HASHES_DROPPED = Version("0.32")
 """The first vLLM that drops the hash of a block which the token that it sampled completed."""
 
-_SETTLING_S = 0.02
-"""Within this time of a request, figures of another process may not include it."""
+_SETTLING_S = 0.005
+"""Within this time of a change, figures of another process may be older than it."""
 
 
 class Load(NamedTuple):
@@ -38,7 +38,8 @@ class Load(NamedTuple):
     Attributes:
         running: Requests that it computes; parked and waiting ones are none.
         free_tokens: Tokens for which the KV cache has free blocks, cached prefixes included.
-        is_settled: Whether every request that was sent is counted.
+        is_settled: Whether this includes all that was sent before. In other processes, where
+            steps without work take next to no time, at most once in a short time.
     """
 
     running: int
@@ -93,7 +94,7 @@ class CoreRequests:
         self._outputs: list[Any] = []
         self._progressed = False
         self._stats: Any = None
-        self._stats_time_s = self._sent_s = 0.0
+        self._stats_time_s = self._changed_s = 0.0
         config = engine.vllm_config
         block_size = config.cache_config.block_size
         self._cache_tokens = config.cache_config.num_gpu_blocks * block_size
@@ -146,7 +147,7 @@ class CoreRequests:
     def send(self, core_request: Any) -> None:
         """Send a new request, or a parked one again."""
         self._client.add_request(core_request)
-        self._sent_s = time.monotonic()
+        self._changed_s = time.monotonic()
 
     def extend(self, core_request: Any, token_ids: Sequence[int]) -> None:
         """Continue a parked request with further tokens."""
@@ -156,6 +157,7 @@ class CoreRequests:
     def end(self, names: Sequence[str]) -> None:
         """End requests; their full blocks stay in vLLM's prefix cache."""
         self._client.abort_requests(list(names))
+        self._changed_s = time.monotonic()
 
     # -- outputs ----------------------------------------------------------------------
 
@@ -190,7 +192,9 @@ class CoreRequests:
             running = len(scheduler.running)
         elif self._stats is not None:
             usage, running = self._stats.kv_cache_usage, self._stats.num_running_reqs
-            settled = self._stats_time_s >= self._sent_s + _SETTLING_S
+            settled = self._stats_time_s >= self._changed_s + _SETTLING_S
+            if settled:
+                self._changed_s = self._stats_time_s
         else:
             return None
         return Load(running, (1.0 - usage) * self._cache_tokens, settled)

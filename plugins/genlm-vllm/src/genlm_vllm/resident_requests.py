@@ -31,7 +31,7 @@ __all__ = ["Answered", "ResidentRequests"]
 _STALLED_STEPS = 2
 """Steps without a running request after which residents end."""
 
-_LOST_STEPS = 100
+_LOST_STEPS = 1000
 """Steps without a running request, with nothing left to end, after which requests fail."""
 
 
@@ -233,8 +233,10 @@ class ResidentRequests:
         if load is None or self._table.busy + len(self._others) <= load.running:
             self._stalls = 0
             return []
-        is_stalled = not load.running and not self._core.progressed and load.is_settled
-        self._stalls = self._stalls + 1 if is_stalled else 0
+        if load.running or self._core.progressed:
+            self._stalls = 0
+        elif load.is_settled:
+            self._stalls += 1
         stalled = self._stalls >= _STALLED_STEPS
         if self._table.idle:
             if stalled or load.free_tokens < 2 * self._longest_wait():

@@ -181,15 +181,20 @@ def _keep_argument() -> str:
 
 
 def copy_to_prefix_cache(request: Any, prefix_cache: Any, length: int) -> None:
-    """Have the prefix cache share the first tokens of a request that goes on.
+    """Have the radix cache share the first tokens of a request that goes on.
 
     Args:
-        request: Its `full_untruncated_fill_ids` are these tokens, `extend_end` their number.
+        request: SGLang's request, which has computed these tokens.
         prefix_cache: The radix cache.
         length: The number of tokens.
     """
-    before_0_5_22 = getattr(prefix_cache, "cache_unfinished_req", None)
-    if before_0_5_22 is None:
+    # SGLang only ever appends to this array. The last token of the request, which may yet be
+    # replaced, must not be in it.
+    ids = request.origin_input_ids + request.output_ids
+    request.full_untruncated_fill_ids = ids[:length]
+    if hasattr(prefix_cache, "checkpoint"):  # from 0.5.22 on
+        request.extend_end = length
         prefix_cache.checkpoint(request, up_to=length)
     else:
-        before_0_5_22(request)
+        request.set_extend_range(length - 1, length)
+        prefix_cache.cache_unfinished_req(request)

@@ -91,10 +91,6 @@ class ResidentApi:
             return False
         page = int(self._scheduler.page_size)
         if req.kv.cache_protected_len < length // page * page:
-            # SGLang only ever appends to this array, so the last token, which may yet be
-            # replaced, must not be in it.
-            req.full_untruncated_fill_ids = (req.origin_input_ids + req.output_ids)[:length]
-            req.extend_end = length
             with self._compute_context():
                 copy_to_prefix_cache(req, self._scheduler.tree_cache, length)
         return True
@@ -249,7 +245,8 @@ class ResidentApi:
         """The adapters of the requests in SGLang's batches."""
         scheduler = self._scheduler
         batches = (scheduler.running_batch, scheduler.last_batch)
-        return {req.lora_id for batch in batches if batch is not None for req in batch.reqs}
+        reqs = [req for batch in batches if batch is not None for req in batch.reqs]
+        return {req.lora_id for req in reqs if not req.finished()}
 
     @property
     def first_queued(self) -> Any | None:

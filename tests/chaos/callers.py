@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from genlm import AsyncLM, EngineDiedError, QueryError, QueryResetError
+from genlm import AsyncLM, Context, EngineDiedError, QueryError, QueryResetError
 from genlm.testing.failure import CheckFailure, expect
+from genlm.testing.strategies import TokenTuple
 
 from .barrier import CallerBarrier
 from .comparison import Comparison, answered
@@ -22,6 +23,12 @@ from .plan import Ask, Plan, Round, Setting
 SCRIBBLE = 7.0
 
 _RESETS = 50
+
+_CONTEXTS = 0.3
+"""Share of the sequences that are passed as contexts."""
+
+_KEPT_CONTEXTS = 20
+"""Contexts of a caller that it extends; older ones are dropped."""
 
 
 class Caller:
@@ -61,6 +68,7 @@ class Caller:
         self._random = setting.random("caller", name)
         self._stop = setting.token_ids[0]
         self._half = 0
+        self._contexts: deque[Context] = deque(maxlen=_KEPT_CONTEXTS)
 
     def run(self, requests: int, marks: int, barrier: CallerBarrier) -> None:
         """Make so many requests, with a rest after each of `marks` parts of them."""
@@ -136,7 +144,7 @@ class Caller:
         self.counted += 0 if ask.kind in {"sample", "wrong"} else size
         try:
             with answered(str(ask), unless=lambda: self._right_errors(ask)):
-                yield [ask.form(context) for context in ask.contexts]
+                yield [self._spelled(context, ask) for context in ask.contexts]
             expect(ask.kind != "wrong", "QueryError", "an answer", asked=str(ask))
         except QueryError:
             self.ended["refused"] += size
@@ -149,6 +157,19 @@ class Caller:
             raise
         finally:
             del self.open[request]
+
+    def _spelled(self, token_ids: TokenTuple, ask: Ask) -> object:
+        """Ids in the form of the plan, or as a context that extends one of the last ones."""
+        if ask.kind == "wrong" or self._random.random() > _CONTEXTS:
+            return ask.form(token_ids)
+        found = self.lm.context(token_ids[:1], lora_name=ask.adapter)
+        for known in self._contexts:
+            begins = token_ids[: len(known)] == known.token_ids
+            if begins and known.lora_name == found.lora_name and len(known) > len(found):
+                found = known
+        found = found.extend(token_ids[len(found) :])
+        self._contexts.append(found)
+        return found
 
     def _right_errors(self, ask: Ask) -> tuple[type[Exception], ...]:
         refusal = (QueryError,) if ask.kind == "wrong" else ()

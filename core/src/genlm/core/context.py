@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 from weakref import WeakValueDictionary
@@ -120,14 +120,14 @@ class Context:
         size = self._lm.vocabulary.size
         return checked_token_ids(ids, vocab_size=size, max_context=None)[1] if ids else b""
 
-    async def next_token_logprobs(self) -> torch.Tensor:
+    def next_token_logprobs(self) -> Coroutine[Any, Any, torch.Tensor]:
         """Score every possible next token; see `AsyncLM.next_token_logprobs`.
 
         Returns:
-            Natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's device.
-            The tensor is the caller's.
+            A coroutine that returns natural-log probabilities, shape `(vocab_size,)`,
+            float32, on the engine's device. The tensor is the caller's.
         """
-        return await self._lm.next_token_logprobs(self)
+        return self._lm.next_token_logprobs(self)  # without a frame of its own
 
     def next_token_logprobs_sync(self) -> torch.Tensor:
         """Score every possible next token and wait; see `AsyncLM.next_token_logprobs_sync`."""

@@ -93,7 +93,7 @@ def check_query(
 
     Args:
         query: The query.
-        embedding_rows: Number of ids that the model embeds; the vocabulary may have more.
+        embedding_rows: Number of ids that the model embeds; None if those of the vocabulary.
         max_context: The most tokens, None for no limit.
         adapters: Names of the loaded adapters.
 
@@ -105,13 +105,15 @@ def check_query(
     """
     if query.adapter is not None and query.adapter not in adapters:
         raise UnknownAdapterError(query.adapter, adapters)
-    ids = query.token_ids
-    if not ids:
+    length = len(query)
+    if not length:
         raise EmptySequenceError
-    if max_context is not None and len(ids) > max_context:
-        raise ContextLengthError(len(ids), max_context)
-    if embedding_rows is not None and (min(ids) < 0 or max(ids) >= embedding_rows):
-        raise _outside(ids, embedding_rows)
+    if max_context is not None and length > max_context:
+        raise ContextLengthError(length, max_context)
+    if embedding_rows is not None:  # reads all ids, so not for engines that embed them all
+        ids = query.token_ids
+        if min(ids) < 0 or max(ids) >= embedding_rows:
+            raise _outside(ids, embedding_rows)
 
 
 def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]:

@@ -34,6 +34,11 @@ class Adapters:
         """Names of the loaded adapters, oldest first."""
         return tuple(self._ids)
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """SGLang's ids of the loaded adapters."""
+        return tuple(self._ids.values())
+
     def id_of(self, name: str | None) -> str | None:
         """Return SGLang's id of a loaded adapter, None for None.
 

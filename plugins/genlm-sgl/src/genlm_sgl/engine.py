@@ -2,8 +2,9 @@
 
 The engine checks queries and adds them to SGLang's queue. Each step runs one iteration of
 SGLang's event loop, so that new queries join the running batch. `requests` makes rows and draws
-tokens; `lifecycle` and `scheduler_api` contain all calls into SGLang. Longer than other modules
-because the engine protocol is in one place, a third of it docstrings.
+tokens; `residents` keeps requests whose contexts may be continued; `lifecycle`, `scheduler_api`
+and `resident_api` contain all calls into SGLang. Longer than other modules because the engine
+protocol is in one place, a third of it docstrings.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from genlm_sgl.lifecycle import server_options
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
+    cpu_running_requests,
     cpu_token_capacity,
     default_options,
     environment,
@@ -47,6 +49,7 @@ from genlm_sgl.loading import (
 )
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.requests import Requests
+from genlm_sgl.residents import Residents
 from genlm_sgl.scheduler_api import FinishedRequest, SchedulerApi
 from genlm_sgl.versions import check_version, installed_version
 
@@ -78,6 +81,8 @@ class SGLEngine:
         gpu_id: Index of the GPU, on machines with GPUs.
         unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
             an unbatched forward pass.
+        keep_contexts: Whether the request of a context stays in SGLang after its row was
+            returned, so that one more token costs one row of a decode batch.
 
     Raises:
         ModelLoadError: SGLang cannot load the model or would compute wrong rows, the family
@@ -89,6 +94,8 @@ class SGLEngine:
 
     Warns:
         UnverifiedModelWarning: The family is unverified.
+        RuntimeWarning: SGLang's attention on the CPU is not the code that is known here, and
+            remains slow for contexts that become requests of their own.
 
     Attributes:
         vocabulary: The tokenizer's ids.
@@ -107,6 +114,7 @@ class SGLEngine:
         engine_opts: Mapping[str, Any] | None = None,
         gpu_id: int = 0,
         unverified: str = "warn",
+        keep_contexts: bool = True,
     ) -> None:
         wanted = mapping_of(engine_opts)
         self._version = installed_version()
@@ -115,6 +123,7 @@ class SGLEngine:
         self._log = QuietLogger("sglang")
         try:
             self._build(model, wanted, gpu_id, unverified)
+            self._build_residents(keep_contexts)
         except BaseException:
             self._release_process()
             raise
@@ -138,6 +147,8 @@ class SGLEngine:
             try:
                 if cpu and options.get("max_total_tokens") is None:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
+                if cpu and options.get("max_running_requests") is None:
+                    options["max_running_requests"] = cpu_running_requests(source, options)
                 corrections = ModelCorrections(source, options)
                 options = corrections.options | {"model_path": source}
                 self._api = SchedulerApi(options, gpu_id, corrections.on_load_weights)
@@ -168,6 +179,15 @@ class SGLEngine:
         self._idle_iterations = 0
         self._final_statistics: Mapping[str, int | float | str] | None = None
 
+    def _build_residents(self, keep_contexts: bool) -> None:
+        self._obstacle = self._api.obstacle_to_stay
+        self._residents: Residents | None = None
+        if self._obstacle is None:
+            calls = self._api.resident_api()
+            self._residents = Residents(calls, self._requests, self._enqueue_to_stay)
+        self.keeps_contexts = keep_contexts
+        self._api.use_decode_kernel(self._version)
+
     def _longest_prompt(self, wanted: Mapping[str, Any]) -> int:
         found = self._api.longest_prompt
         if found < 1:
@@ -181,34 +201,78 @@ class SGLEngine:
     # -- queries ----------------------------------------------------------------------
 
     def submit(self, query: Query) -> None:
-        """Add a query to SGLang's queue.
+        """Continue a resident with the query, or add it to SGLang's queue.
 
         Raises:
             GenlmError: As `genlm.plugin.check_query`.
         """
+        if query.sampling is not None:
+            self._check(query)
+            self._enqueue(query, self._max_tokens(len(query), query.sampling))
+        elif not self.keeps_contexts:
+            self._check(query)
+            self._enqueue(query, 0)
+        elif not self._continue(query):
+            self._check(query)
+            self._enqueue_to_stay(query)
+
+    def _continue(self, query: Query) -> bool:
+        """Continue a resident, at a cost that does not grow with the query's length."""
+        assert self._residents is not None  # noqa: S101 - our own mistake
+        length = len(query)
+        if length < 2 or (self.max_context is not None and length > self.max_context):
+            return False
+        try:
+            sequence = query.sequence
+        except OverflowError:  # a negative id, for example
+            return False
+        (token_id,) = sequence.ids_from(length - 1)
+        return token_id < self._known_ids and self._residents.extend(query, token_id)
+
+    def _check(self, query: Query) -> None:
         # SGLang returns another prompt's row for one that is too long, fails on an empty one,
         # and loses slots over an unknown id.
         check_query(
             query,
-            embedding_rows=min(self.embedding_rows, self.vocabulary.size),
+            embedding_rows=self._known_ids,
             max_context=self.max_context,
             adapters=self._adapters.names,
         )
-        sampling = query.sampling
-        max_tokens = 0 if sampling is None else self._max_tokens(query.token_ids, sampling)
+
+    @property
+    def _known_ids(self) -> int:
+        return min(self.embedding_rows, self.vocabulary.size)
+
+    def _enqueue(self, query: Query, max_tokens: int) -> None:
+        """Add a query to SGLang's queue as a request that ends after so many tokens."""
+        if self._residents is not None:
+            self._residents.share(query)
+        self._add_request(query, max_tokens, max_tokens)
+
+    def _enqueue_to_stay(self, query: Query) -> None:
+        """Add a query for a row as a request that becomes a resident."""
+        assert self._residents is not None  # noqa: S101 - our own mistake
+        self._residents.share(query)
+        # Two tokens: SGLang ends a request of none, or of one, with its prefill.
+        rid, req = self._add_request(query, 0, 2)
+        if req is not None:
+            self._residents.adopt(rid, req, query)
+
+    def _add_request(self, query: Query, max_tokens: int, length: int) -> tuple[str, Any]:
         rid = self._requests.add(query, max_tokens)
         try:
             adapter_id = self._adapters.id_of(query.adapter)
-            self._api.enqueue(rid, query.token_ids, max_tokens, _stop_ids(query), adapter_id)
+            req = self._api.enqueue(rid, query.token_ids, length, _stop_ids(query), adapter_id)
         except BaseException:
             self._requests.drop(query.query_id)
             raise
+        return rid, req
 
-    def _max_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def _max_tokens(self, length: int, sampling: SamplingParams) -> int:
         """Return the most tokens to draw: the last one from a context of `max_context`."""
         if self.max_context is None:
             return sampling.max_tokens
-        return min(sampling.max_tokens, self.max_context + 1 - len(token_ids))
+        return min(sampling.max_tokens, self.max_context + 1 - length)
 
     def step(self) -> list[Completion]:
         """Run one iteration of SGLang's event loop; return the finished queries."""
@@ -217,37 +281,76 @@ class SGLEngine:
 
     def abort(self, query_id: int) -> None:
         """Abort a query; its slots are free after SGLang's next iteration."""
-        rid = self._requests.drop(query_id)
-        if rid is None:
-            self._early = [each for each in self._early if each.query_id != query_id]
-            return
-        self._api.abort(rid)
+        if self._residents is None or not self._residents.abort(query_id):
+            rid = self._requests.drop(query_id)
+            if rid is None:
+                self._early = [each for each in self._early if each.query_id != query_id]
+                return
+            self._api.abort(rid)
         if not self._requests:  # the scheduler will not call `step`
             self._drain()
 
+    @property
+    def keeps_contexts(self) -> bool:
+        """Whether requests of row queries stay in SGLang; may be set between steps."""
+        return self._keeps_contexts
+
+    @keeps_contexts.setter
+    def keeps_contexts(self, keeps: bool) -> None:
+        self._keeps_contexts = keeps and self._residents is not None
+        if not keeps:
+            self._end_residents()
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        """Let go of what is kept for a context alone, which nobody holds any more.
+
+        Args:
+            adapter: The adapter of the context.
+            key: `TokenSequence.key` of its token ids.
+        """
+        if self._residents is not None:
+            self._residents.release(adapter, key)
+
     def _run_once(self) -> list[Completion]:
+        residents = self._residents
         try:
-            finished, progressed = self._api.run_once()
+            if residents is not None:
+                residents.before_iteration()
+            done = self._api.run_once()
+            rows = [] if residents is None else residents.after_iteration(done)
         except Exception:
             # All queries in SGLang fail; later ones get a clean scheduler.
             self._requests.clear()
-            self._api.reset()
+            self._reset()
             raise
-        completions = self._requests.completions(finished)
-        self._idle_iterations = 0 if progressed or finished else self._idle_iterations + 1
+        completions = rows + self._requests.completions(done.finished)
+        progressed = done.progressed or done.finished
+        self._idle_iterations = 0 if progressed else self._idle_iterations + 1
         if self._idle_iterations == _MAX_IDLE_ITERATIONS:
             completions += self._fail_stuck()
         return completions
 
+    def _reset(self) -> None:
+        if self._residents is not None:
+            self._residents.clear()
+        self._api.reset()
+
     def _drain(self) -> None:
         """Run the loop until nothing runs; the next step returns the completions."""
-        while not self._api.is_idle:
+        while self._requests or not self._api.is_idle:
             self._early += self._run_once()
         try:
-            self._api.check_idle()
+            if self._residents is None or not self._residents.hold_slots:
+                self._api.check_idle()
+            elif lost := self._residents.unaccounted_tokens():
+                raise RuntimeError(f"{lost} slots are neither free, cached nor of a resident")
         except Exception:
             logger.exception("SGLang lost slots of its KV cache; the cache is emptied")
-            self._api.reset()
+            self._reset()
+
+    def _end_residents(self) -> None:
+        if self._residents is not None:
+            self._residents.end_idle()
 
     def _fail_stuck(self) -> list[Completion]:
         """Fail the requests that SGLang never starts, which would wait forever."""
@@ -257,7 +360,7 @@ class SGLEngine:
             f"SGLang's estimate; raise engine_opts['max_total_tokens']"
         )
         stuck = [FinishedRequest(rid, [], why) for rid in self._requests.unanswered()]
-        self._api.reset()
+        self._reset()
         return self._requests.completions(stuck)
 
     # -- adapters, prefixes -----------------------------------------------------------
@@ -274,6 +377,7 @@ class SGLEngine:
         self._drain()
         with quiet():
             self._adapters.load(name, path)
+        self._limit_adapters()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter, once what is running has ended.
@@ -285,8 +389,14 @@ class SGLEngine:
         if name not in self._adapters.names:
             raise UnknownAdapterError(name, self._adapters.names)
         self._drain()
+        self._end_residents()  # another adapter may get the name
         with quiet():
             self._adapters.remove(name)
+        self._limit_adapters()
+
+    def _limit_adapters(self) -> None:
+        if self._residents is not None:
+            self._residents.limit_adapters(self._adapters.ids)
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix into the radix cache.
@@ -299,15 +409,17 @@ class SGLEngine:
             QueryError: As `submit`.
         """
         query = Query(_PREFIX, tuple(token_ids), adapter)
-        self.submit(query)
-        while True:
+        self._check(query)
+        self._enqueue(query, 0)
+        done = None
+        while done is None:
             for answer in self._run_once():
-                if answer.query_id != _PREFIX:
-                    self._early.append(answer)
-                elif answer.error is not None:
-                    raise answer.error
+                if answer.query_id == _PREFIX:
+                    done = answer
                 else:
-                    return
+                    self._early.append(answer)
+        if done.error is not None:
+            raise done.error
 
     def clear_prefix_cache(self) -> None:
         """Empty the radix cache, after all running queries.
@@ -316,6 +428,7 @@ class SGLEngine:
             EvaluationError: SGLang did not empty it.
         """
         self._drain()
+        self._end_residents()
         if not self._api.flush():
             raise EvaluationError(
                 "SGLang did not empty its radix cache although no request runs"
@@ -336,10 +449,14 @@ class SGLEngine:
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return SGLang's version, device and model class, and counters.
 
-        `corrections` names the differences from the config that were corrected.
+        `corrections` names the differences from the config that were corrected. `contexts`
+        says whether requests of row queries stay in SGLang, `contexts_resident` how many do
+        now; `contexts_continued` counts queries that continued one, `contexts_ended` those
+        that were ended.
         """
         if self._final_statistics is not None:
             return self._final_statistics
+        residents = self._residents
         return {
             "sglang": self._version,
             "device": self._api.device,
@@ -350,12 +467,21 @@ class SGLEngine:
             "tokens_drawn": self._requests.tokens_drawn,
             "rows": self._requests.rows_made,
             "kv_tokens": self._api.token_capacity,
+            "contexts": "kept" if self.keeps_contexts else f"not kept: {self._why_not_kept()}",
+            "contexts_resident": 0 if residents is None else len(residents),
+            "contexts_continued": 0 if residents is None else residents.continued,
+            "contexts_ended": 0 if residents is None else residents.ended,
         }
+
+    def _why_not_kept(self) -> str:
+        return self._obstacle or "keep_contexts=False"
 
     def close(self) -> None:
         """Shut SGLang down; another engine may then be built."""
         self._final_statistics = self.statistics()
         self.closed = True
+        if self._residents is not None:
+            self._residents.clear()
         try:
             self._api.close()
         finally:

@@ -1,12 +1,13 @@
 """Building SGLang's `Scheduler` in this process and shutting it down.
 
 Everything that depends on SGLang's version is here, chosen by the signatures that are found.
-`scheduler_api` uses the scheduler in between, in the same way for all versions.
+`scheduler_api` and `resident_api` use the scheduler in the same way for all versions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,9 @@ __all__ = [
     "LoadWeightsHook",
     "build_scheduler",
     "close_sockets",
+    "copy_to_prefix_cache",
     "leave_process_groups",
+    "release_cache_slots",
     "senders",
     "server_options",
 ]
@@ -159,3 +162,39 @@ def leave_process_groups() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     gc.collect()
+
+
+def release_cache_slots(request: Any, prefix_cache: Any) -> None:
+    """Move the keys and values of a finished request to the prefix cache and free its slots."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    release_kv_cache(request, prefix_cache, **{_keep_argument(): True})
+
+
+@functools.cache
+def _keep_argument() -> str:
+    """Return the argument of `release_kv_cache` that keeps the tokens; from 0.5.22 another."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    known = inspect.signature(release_kv_cache).parameters
+    return "checkpoint" if "checkpoint" in known else "is_insert"
+
+
+def copy_to_prefix_cache(request: Any, prefix_cache: Any, length: int) -> None:
+    """Have the radix cache share the first tokens of a request that goes on.
+
+    Args:
+        request: SGLang's request, which has computed these tokens.
+        prefix_cache: The radix cache.
+        length: The number of tokens.
+    """
+    # SGLang only ever appends to this array. The last token of the request, which may yet be
+    # replaced, must not be in it.
+    ids = request.origin_input_ids + request.output_ids
+    request.full_untruncated_fill_ids = ids[:length]
+    if hasattr(prefix_cache, "checkpoint"):  # from 0.5.22 on
+        request.extend_end = length
+        prefix_cache.checkpoint(request, up_to=length)
+    else:
+        request.set_extend_range(length - 1, length)
+        prefix_cache.cache_unfinished_req(request)

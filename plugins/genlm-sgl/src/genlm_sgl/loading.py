@@ -13,6 +13,7 @@ from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
     "checked_options",
+    "cpu_running_requests",
     "cpu_token_capacity",
     "default_options",
     "environment",
@@ -32,6 +33,11 @@ _KV_SHARE = 0.25
 """Share of the free memory for the KV cache on a CPU."""
 
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
+
+_REQUESTS_BYTES = 2**26
+"""Most bytes of the requests' tables of slots, and of the logits of a batch of all requests."""
+
+_MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
 
 def environment(*, cpu: bool) -> dict[str, str]:
@@ -62,7 +68,7 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "device": "cpu",
             "disable_overlap_schedule": True,
             "dtype": "float32",
-            "max_running_requests": 64,
+            "enable_mixed_chunk": True,  # one pass for contexts that continue and new ones
             # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
             # if other processes took more than this share of memory during loading.
             "mem_fraction_static": 0.999,
@@ -161,12 +167,7 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
     Raises:
         ModelLoadError: A quarter of the free memory does not hold 2^10 tokens.
     """
-    import transformers
-
-    trusted = bool(options.get("trust_remote_code", False))
-    config = transformers.AutoConfig.from_pretrained(
-        model, trust_remote_code=trusted, revision=options.get("revision")
-    ).get_text_config()
+    config = _text_config(model, options)
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -179,3 +180,27 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
         option="engine_opts['max_total_tokens']",
     )
     return int(budget // each)
+
+
+def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
+    """Return the most requests that SGLang runs or keeps on a CPU: from 64 to 1024.
+
+    Each takes a row of slots as long as the context, and a row of logits in a batch: 4 bytes
+    for a position or an id.
+    """
+    try:
+        config = _text_config(model, options)
+    except Exception:  # noqa: BLE001 - SGLang reads formats that transformers does not
+        return _MIN_REQUESTS
+    context = options.get("context_length") or getattr(config, "max_position_embeddings", None)
+    longest = max(context or 2**15, getattr(config, "vocab_size", None) or 2**15)
+    return min(_MAX_REQUESTS, max(_MIN_REQUESTS, _REQUESTS_BYTES // (4 * longest)))
+
+
+def _text_config(model: str, options: Mapping[str, Any]) -> Any:
+    import transformers
+
+    trusted = bool(options.get("trust_remote_code", False))
+    return transformers.AutoConfig.from_pretrained(
+        model, trust_remote_code=trusted, revision=options.get("revision")
+    ).get_text_config()

@@ -31,6 +31,7 @@ class Request:
     Attributes:
         query: The query.
         max_tokens: The most tokens to draw.
+        order: The number of queries before it.
         row: Its row, once the forward pass over its last token has run.
         seed: Seed of its continuation.
         invalid: For each drawn token, whether its row was not a distribution; scalars on the
@@ -39,6 +40,7 @@ class Request:
 
     query: Query
     max_tokens: int
+    order: int
     row: torch.Tensor | None = None
     seed: int = field(init=False)
     invalid: list[torch.Tensor] = field(default_factory=list)
@@ -61,6 +63,7 @@ class Requests:
         self._by_rid: dict[str, Request] = {}
         self._rids: dict[int, str] = {}
         self._numbers = itertools.count()
+        self._orders = itertools.count()
         self.rows_made = 0
         self.tokens_drawn = 0
 
@@ -73,9 +76,32 @@ class Requests:
     def add(self, query: Query, max_tokens: int) -> str:
         """Add a query; return its request id, which is not a prefix of another id."""
         rid = f"{next(self._numbers)}."
-        self._by_rid[rid] = Request(query, max_tokens)
-        self._rids[query.query_id] = rid
+        self._assign(rid, query, max_tokens)
         return rid
+
+    def continue_with(self, rid: str, query: Query) -> None:
+        """Add a query for a row to a request that stays and has no query."""
+        self._assign(rid, query, 0)
+
+    def _assign(self, rid: str, query: Query, max_tokens: int) -> None:
+        self._by_rid[rid] = Request(query, max_tokens, next(self._orders))
+        self._rids[query.query_id] = rid
+
+    def get(self, rid: str) -> Request | None:
+        """Return what a request computes; None if it has no query."""
+        return self._by_rid.get(rid)
+
+    def rid_of(self, query_id: int) -> str | None:
+        """Return the request id of a query, None if it is unknown."""
+        return self._rids.get(query_id)
+
+    def take_row(self, rid: str) -> Completion | None:
+        """Answer the query of a request that stays; None if its row is not there yet."""
+        request = self._by_rid.get(rid)
+        if request is None or request.row is None:
+            return None
+        del self._by_rid[rid], self._rids[request.query.query_id]
+        return Completion(request.query.query_id, request.row)
 
     def drop(self, query_id: int) -> str | None:
         """Remove a query; return its request id, None if it is unknown."""
@@ -106,7 +132,7 @@ class Requests:
             for j, (rid, length) in enumerate(zip(rids, lengths, strict=True))
             if (request := self._by_rid.get(rid)) is not None
             and request.query.sampling is None
-            and length == len(request.query.token_ids)
+            and length == len(request.query)
         ]
         if not wanted:
             return
@@ -127,7 +153,7 @@ class Requests:
             request = self._by_rid.get(rid)
             if request is None or request.query.sampling is None:
                 continue
-            position = length - len(request.query.token_ids)
+            position = length - len(request.query)
             if position >= 0:  # otherwise a chunk of its prompt
                 uniform = stream_uniform(request.seed, position)
                 drawing.append((j, request, request.query.sampling.temperature, uniform))
@@ -161,13 +187,13 @@ class Requests:
 def _completion(request: Request, finished: FinishedRequest) -> Completion:
     query = request.query
     if finished.abort_reason is not None:
-        length = len(query.token_ids)
+        length = len(query)
         message = f"SGLang aborted a request of {length} tokens: {finished.abort_reason}"
         return Completion(query.query_id, error=EvaluationError(message))
     if request.invalid and bool(torch.stack(request.invalid).any()):
         message = (
             f"SGLang computed a row that is not a distribution in the continuation of a prompt "
-            f"of {len(query.token_ids)} tokens: NaN or infinite logits. Try dtype='float32'"
+            f"of {len(query)} tokens: NaN or infinite logits. Try dtype='float32'"
         )
         return Completion(query.query_id, error=EvaluationError(message))
     if query.sampling is not None:
@@ -180,6 +206,6 @@ def _completion(request: Request, finished: FinishedRequest) -> Completion:
         )
         return Completion(query.query_id, error=EvaluationError(message))
     if request.row is None:
-        message = f"SGLang ended a request of {len(query.token_ids)} tokens without its logits"
+        message = f"SGLang ended a request of {len(query)} tokens without its logits"
         return Completion(query.query_id, error=EvaluationError(message))
     return Completion(query.query_id, request.row)

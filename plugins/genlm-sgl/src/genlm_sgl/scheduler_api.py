@@ -1,7 +1,8 @@
 """SGLang's scheduler, whose event loop is run one iteration at a time.
 
-All calls into a running SGLang are here, which makes the module long. It identifies requests by
-SGLang's ids; `Hooks` receive the logits and draw the tokens.
+All calls into a running SGLang are here, except for those about requests that stay
+(`resident_api`), which makes the module long. It identifies requests by SGLang's ids; `Hooks`
+receive the logits and draw the tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from genlm_sgl.cpu_shim import Unpinned
+from genlm_sgl.decode_kernel import use_decode_kernel
 from genlm_sgl.lifecycle import (
     LoadWeightsHook,
     build_scheduler,
@@ -23,8 +25,9 @@ from genlm_sgl.lifecycle import (
     leave_process_groups,
     senders,
 )
+from genlm_sgl.resident_api import ResidentApi, obstacle_to_stay
 
-__all__ = ["FinishedRequest", "Hooks", "SchedulerApi"]
+__all__ = ["FinishedRequest", "Hooks", "Iteration", "SchedulerApi"]
 
 
 class Hooks(Protocol):
@@ -58,6 +61,22 @@ class FinishedRequest:
     rid: str
     output_ids: list[int]
     abort_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What one iteration of SGLang's event loop did.
+
+    Attributes:
+        finished: The finished requests.
+        processed: Ids of the requests whose result was processed, and that no running forward
+            pass computes.
+        progressed: Whether a batch was run or a result processed.
+    """
+
+    finished: list[FinishedRequest]
+    processed: list[str]
+    progressed: bool
 
 
 class SchedulerApi:
@@ -169,7 +188,7 @@ class SchedulerApi:
         max_new_tokens: int,
         stop: Collection[int],
         adapter_id: str | None = None,
-    ) -> None:
+    ) -> Any | None:
         """Add a request to the scheduler's queue.
 
         Args:
@@ -178,6 +197,9 @@ class SchedulerApi:
             max_new_tokens: 0 computes the logits after the prompt only.
             stop: Ids that end the continuation.
             adapter_id: Id of an adapter that `load_adapter` loaded; None for the base model.
+
+        Returns:
+            SGLang's request; None if SGLang refused it, which the next iteration reports.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -205,6 +227,8 @@ class SchedulerApi:
             lora_id=adapter_id,
         )
         self._scheduler.process_input_requests([request])
+        queue = self._scheduler.waiting_queue
+        return queue[-1] if queue and queue[-1].rid == rid else None
 
     def abort(self, rid: str) -> None:
         """Abort a request; a running one ends with the next iteration."""
@@ -224,6 +248,15 @@ class SchedulerApi:
             and not self._pending
             and (scheduler.last_batch is None or scheduler.last_batch.is_empty())
         )
+
+    @property
+    def obstacle_to_stay(self) -> str | None:
+        """Why requests cannot stay after their rows; None if they can."""
+        return obstacle_to_stay(self._scheduler)
+
+    def resident_api(self) -> ResidentApi:
+        """Return the calls about requests that stay."""
+        return ResidentApi(self._scheduler, self._compute_context)
 
     # -- adapters ---------------------------------------------------------------------
 
@@ -269,28 +302,25 @@ class SchedulerApi:
 
     # -- the loop ---------------------------------------------------------------------
 
-    def run_once(self) -> tuple[list[FinishedRequest], bool]:
-        """Run one iteration of SGLang's event loop.
-
-        Returns:
-            The finished requests, and whether a batch was run or a result processed.
-        """
+    def run_once(self) -> Iteration:
+        """Run one iteration of SGLang's event loop."""
         scheduler = self._scheduler
         with self._compute_context():
             batch = self._next_batch()
             if self._overlaps:
-                finished, progressed = self._overlapped(batch)
+                processed, progressed = self._overlapped(batch)
             else:
-                finished, progressed = [], bool(batch)
+                processed, progressed = [], bool(batch)
                 if batch:
-                    reqs = list(batch.reqs)  # row j of the logits belongs to the j-th of these
-                    result = self._run(batch, reqs)
+                    processed = list(batch.reqs)  # row j of the logits belongs to the j-th
+                    result = self._run(batch, processed)
                     scheduler.process_batch_result(batch, result)
-                    finished = _finished(reqs)
             scheduler.last_batch = batch
-        finished += self._aborted
+        finished = _finished(processed) + self._aborted
         self._aborted = []
-        return finished, progressed
+        running = {req.rid for reqs in self._pending for req in reqs}
+        rids = [req.rid for req in processed if req.rid not in running]
+        return Iteration(finished, rids, progressed)
 
     def _next_batch(self) -> Any:
         scheduler = self._scheduler
@@ -308,14 +338,14 @@ class SchedulerApi:
         finally:
             self._reqs = []
 
-    def _overlapped(self, batch: Any) -> tuple[list[FinishedRequest], bool]:
-        """Run a batch and process the result of the one before it."""
+    def _overlapped(self, batch: Any) -> tuple[list[Any], bool]:
+        """Run a batch and process the result of the one before it; return its requests."""
         scheduler = self._scheduler
         last = scheduler.last_batch
-        finished: list[FinishedRequest] = []
+        processed: list[Any] = []
         sequential = scheduler.is_disable_overlap_for_batch(batch, last_batch=last)
         if sequential:
-            finished += self._process_oldest()
+            processed += self._process_oldest()
         result = None
         if batch:
             reqs = list(batch.reqs)
@@ -324,16 +354,15 @@ class SchedulerApi:
             scheduler.result_queue.append((batch.copy(), result))
             self._pending.append(reqs)
         if last and not sequential:
-            finished += self._process_oldest()
+            processed += self._process_oldest()
         scheduler.launch_batch_sample_if_needed(result, batch)
-        return finished, bool(batch or last)
+        return processed, bool(batch or last)
 
-    def _process_oldest(self) -> list[FinishedRequest]:
+    def _process_oldest(self) -> list[Any]:
         scheduler = self._scheduler
         batch, result = scheduler.result_queue.popleft()
-        reqs = self._pending.popleft()
         scheduler.process_batch_result(batch, result)
-        return _finished(reqs)
+        return self._pending.popleft()
 
     # -- the cache --------------------------------------------------------------------
 
@@ -421,6 +450,14 @@ class SchedulerApi:
             return hooks.draw(*self._rows(forward_batch), logits)
 
         runner.forward, runner.sample = hooked_forward, draw
+
+    def use_decode_kernel(self, version: str) -> bool:
+        """Have the CPU attention run extends of one token as decodes; return whether it does.
+
+        Warns:
+            RuntimeWarning: SGLang's code is not the one that this was written for.
+        """
+        return use_decode_kernel(self._scheduler.tp_worker.model_runner.attn_backend, version)
 
     def _biased(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.output_bias is None else logits + self.output_bias

@@ -288,7 +288,8 @@ class Worker:
         refused = self._submit(engine, requests)
         if refused:
             self._hand_over(refused)
-        if self._released or self._release_due:  # after the submissions, which may use what would be released
+        # After the submissions, which may use what would be released.
+        if self._released or self._release_due:
             self._release(engine)
         if self._table.in_engine:
             start_s = time.perf_counter()

@@ -1,0 +1,144 @@
+"""Random walks of contexts: what programs do with them, in any order, and the rows they get."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from genlm import Query, SamplingParams
+from genlm.plugin import TokenSequence
+from genlm.testing import TINY_VOCABULARY
+from genlm_sgl.conformance import TinyLlama
+
+from .driving import continuation
+
+Context = tuple[int, ...]
+
+
+class Walk:
+    """Contexts that grow, fork, wait and are given up, at random.
+
+    Args:
+        engine: Answers.
+        tiny: The model, which says what the answers must be.
+        seed: Of the walk.
+        adapters: One of these for each context.
+        longest: Where contexts begin anew.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tiny: TinyLlama,
+        seed: int,
+        *,
+        adapters: Sequence[str | None] = (None,),
+        longest: int = 60,
+    ) -> None:
+        self._engine, self._tiny = engine, tiny
+        self._random = random.Random(seed)
+        self._adapters, self._longest = adapters, longest
+        self._ids = itertools.count(1000 * seed)
+        self.asked: dict[int, Query] = {}
+        self.answered: list[tuple[Query, Any]] = []
+        self.contexts: list[tuple[str | None, Context]] = []
+
+    def tokens(self, count: int) -> Context:
+        return tuple(self._random.randrange(TINY_VOCABULARY) for _ in range(count))
+
+    def ask(
+        self, adapter: str | None, context: Context, sampling: SamplingParams | None = None
+    ) -> int:
+        number = next(self._ids)
+        query = Query(number, TokenSequence.of(context), adapter, sampling)
+        self.asked[number] = query
+        self._engine.submit(query)
+        return number
+
+    def step(self) -> None:
+        for completion in self._engine.step():
+            assert completion.error is None, completion.error
+            query = self.asked.pop(completion.query_id)  # asked, not given up, not answered
+            self.answered.append((query, completion.result))
+
+    def run(self, steps: int, population: int) -> None:
+        """Act at random, with so many contexts, and answer what is asked then."""
+        for _ in range(population):
+            prompt = self.tokens(self._random.randint(1, 12))
+            self.contexts.append((self._random.choice(self._adapters), prompt))
+        for _ in range(steps):
+            for place in range(population):
+                if self._random.random() < 0.6:  # the others wait
+                    self._act(place)
+            for _ in range(self._random.randint(0, 3)):
+                self.step()
+        self.finish()
+
+    def finish(self) -> None:
+        for _ in range(300):
+            if not self.asked:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.asked)} queries wait for ever")
+
+    def _act(self, place: int) -> None:
+        adapter, context = self.contexts[place]
+        draw = self._random.random()
+        if len(context) >= self._longest:
+            context = self.tokens(self._random.randint(1, 12))
+        elif draw < 0.55:
+            context = (*context, *self.tokens(1))
+        elif draw < 0.65:  # several tokens at once
+            context = (*context, *self.tokens(self._random.randint(2, 9)))
+        elif draw < 0.75:  # as resampling does
+            adapter, context = self._random.choice(self.contexts)
+            context = (*context, *self.tokens(1))
+        elif draw < 0.80 and len(context) > 1:  # a sibling, or the parent again
+            context = (*context[:-1], *self.tokens(self._random.randint(0, 1)))
+        elif draw < 0.84:
+            sampling = SamplingParams(
+                self._random.randint(1, 9), seed=self._random.randrange(99)
+            )
+            self.ask(adapter, context, sampling)
+            return
+        elif draw < 0.88:
+            self._engine.release_context(adapter, TokenSequence.of(context).key)
+            return
+        elif draw < 0.95 and self.asked:
+            number = self._random.choice(list(self.asked))
+            del self.asked[number]
+            self._engine.abort(number)
+            return
+        elif draw < 0.96:
+            self._engine.cache_prefix(context, adapter)
+            return
+        self.contexts[place] = adapter, context
+        self.ask(adapter, context)
+
+    def largest_error(self) -> float:
+        """Compare all answers with what an unbatched forward gives."""
+        largest = 0.0
+        for query, result in self.answered:
+            if query.sampling is not None:
+                drawn = continuation(self._tiny, query.token_ids, query.sampling, query.adapter)
+                assert result == drawn
+                continue
+            assert isinstance(result, torch.Tensor)
+            expected = self._tiny.logprobs(query.token_ids, query.adapter)
+            largest = max(largest, float((result - expected).abs().max()))
+        return largest
+
+
+def check_nothing_is_lost(engine: Any) -> None:
+    """Slots are accounted for while contexts stay, and all free when they are cleared."""
+    engine._drain()
+    if engine._residents is not None:
+        assert engine._residents.unaccounted_tokens() == 0
+    engine.clear_prefix_cache()
+    assert engine.statistics()["contexts_resident"] == 0
+    assert engine.free_tokens == engine.statistics()["kv_tokens"]
+    assert engine.step() == []

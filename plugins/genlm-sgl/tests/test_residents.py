@@ -237,6 +237,23 @@ def test_jumps_repeats_and_draws_compute_what_is_new(build: Any, tiny: TinyLlama
     assert counters(engine, "tokens_computed") == [computed + 4]  # its last and three draws
 
 
+def test_the_radix_cache_never_has_tokens_that_were_replaced(
+    build: Any, tiny: TinyLlama
+) -> None:
+    """Id 0 stands where a context has its next token later."""
+    engine = build()
+    [context] = prompts_of(20)
+    check(engine, tiny, [context])
+    context = (*context, 3)
+    check(engine, tiny, [context])
+    check(engine, tiny, [(*context, 5, 6)])  # shares the tokens so far
+    engine.submit(Query(9, TokenSequence.of((*context, 7))))
+    engine.abort(9)
+    check(engine, tiny, [(*context, 8)])
+    engine.keeps_contexts = False  # the radix cache takes them all
+    check(engine, tiny, [(*context, token, 4) for token in (0, 5, 7, 8)])
+
+
 def test_only_one_of_equal_contexts_stays(build: Any, tiny: TinyLlama) -> None:
     engine = build()
     [context] = prompts_of(20)
@@ -378,13 +395,28 @@ def test_a_draw_gets_the_memory_of_contexts_that_are_idle(build: Any, tiny: Tiny
     check_nothing_is_lost(engine)
 
 
+def test_a_context_that_grows_gets_the_memory_of_those_that_are_idle(
+    build: Any, tiny: TinyLlama
+) -> None:
+    engine = build(max_total_tokens=64)
+    first, *others = prompts_of(18, 18, 18)
+    check(engine, tiny, [first])
+    check(engine, tiny, others)
+    for token in range(20):
+        first = (*first, token)
+        check(engine, tiny, [first])
+    assert counters(engine, "contexts_continued") == [20]
+    check_nothing_is_lost(engine)
+
+
 # -- ends -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, OVERLAP, UNMIXED], ids=str)
 @pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("added", [(7,), (6, 8)], ids=["sibling", "child"])
 def test_an_aborted_token_is_taken_back_or_computed_and_the_context_goes_on(
-    build: Any, tiny: TinyLlama, options: dict[str, Any], steps: int
+    build: Any, tiny: TinyLlama, options: dict[str, Any], steps: int, added: tuple[int, ...]
 ) -> None:
     engine = build(**options)
     [context, other] = prompts_of(20, 30)
@@ -394,7 +426,7 @@ def test_an_aborted_token_is_taken_back_or_computed_and_the_context_goes_on(
     answered = {each.query_id for _ in range(steps) for each in engine.step()}
     engine.abort(50)
     collected(engine, sorted({51} - answered))
-    check(engine, tiny, [(*context, 7)])  # its sibling
+    check(engine, tiny, [(*context, *added)])
     check(engine, tiny, [(*context, 6)])
     check(engine, tiny, [(*context, 6, 8), (*context, 7, 9)])
     assert counters(engine, "contexts_continued")[0] >= 2

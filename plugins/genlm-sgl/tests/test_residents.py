@@ -354,6 +354,39 @@ def test_callers_with_more_adapters_than_fit_a_batch_are_all_answered(
     callers.stop()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_contexts_that_wait_for_their_adapter_give_up_their_memory(
+    build: Any, tiny: TinyLlama, overlap: bool
+) -> None:
+    """One batch serves one adapter, and three contexts fill the KV cache."""
+    engine = build(
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras_per_batch=1,
+        max_total_tokens=64,
+        disable_overlap_schedule=not overlap,
+    )
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    *full, grown = prompts_of(20, 20, 18)
+    contexts = {"red": full[0], "blue": full[1], None: grown}
+    for adapter, context in contexts.items():
+        ask(engine, [context], adapter)
+    for token in range(6):
+        contexts[None] = (*contexts[None], token)
+        ask(engine, [contexts[None]])
+    assert engine.free_tokens == 0
+    assert counters(engine, "contexts_resident", "contexts_ended") == [3, 0]
+    for number, (adapter, context) in enumerate(contexts.items()):
+        engine.submit(Query(number, TokenSequence.of((*context, 9)), adapter))
+    for row, (adapter, context) in zip(
+        collected(engine, range(3)), contexts.items(), strict=True
+    ):
+        expected = tiny.logprobs((*context, 9), adapter)
+        assert (row - expected).abs().max() <= ADAPTER_TOLERANCE
+    check_nothing_is_lost(engine)
+
+
 @pytest.mark.parametrize("options", [UNMIXED, UNMIXED | OVERLAP])
 def test_contexts_grow_while_new_prompts_arrive_at_every_step(
     build: Any, tiny: TinyLlama, options: dict[str, Any]

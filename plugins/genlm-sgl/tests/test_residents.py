@@ -237,6 +237,23 @@ def test_jumps_repeats_and_draws_compute_what_is_new(build: Any, tiny: TinyLlama
     assert counters(engine, "tokens_computed") == [computed + 4]  # its last and three draws
 
 
+def test_the_radix_cache_never_has_tokens_that_were_replaced(
+    build: Any, tiny: TinyLlama
+) -> None:
+    """Id 0 stands where a context has its next token later."""
+    engine = build()
+    [context] = prompts_of(20)
+    check(engine, tiny, [context])
+    context = (*context, 3)
+    check(engine, tiny, [context])
+    check(engine, tiny, [(*context, 5, 6)])  # shares the tokens so far
+    engine.submit(Query(9, TokenSequence.of((*context, 7))))
+    engine.abort(9)
+    check(engine, tiny, [(*context, 8)])
+    engine.keeps_contexts = False  # the radix cache takes them all
+    check(engine, tiny, [(*context, token, 4) for token in (0, 5, 7, 8)])
+
+
 def test_only_one_of_equal_contexts_stays(build: Any, tiny: TinyLlama) -> None:
     engine = build()
     [context] = prompts_of(20)
@@ -337,6 +354,39 @@ def test_callers_with_more_adapters_than_fit_a_batch_are_all_answered(
     callers.stop()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_contexts_that_wait_for_their_adapter_give_up_their_memory(
+    build: Any, tiny: TinyLlama, overlap: bool
+) -> None:
+    """One batch serves one adapter, and three contexts fill the KV cache."""
+    engine = build(
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras_per_batch=1,
+        max_total_tokens=64,
+        disable_overlap_schedule=not overlap,
+    )
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    *full, grown = prompts_of(20, 20, 18)
+    contexts = {"red": full[0], "blue": full[1], None: grown}
+    for adapter, context in contexts.items():
+        ask(engine, [context], adapter)
+    for token in range(6):
+        contexts[None] = (*contexts[None], token)
+        ask(engine, [contexts[None]])
+    assert engine.free_tokens == 0
+    assert counters(engine, "contexts_resident", "contexts_ended") == [3, 0]
+    for number, (adapter, context) in enumerate(contexts.items()):
+        engine.submit(Query(number, TokenSequence.of((*context, 9)), adapter))
+    for row, (adapter, context) in zip(
+        collected(engine, range(3)), contexts.items(), strict=True
+    ):
+        expected = tiny.logprobs((*context, 9), adapter)
+        assert (row - expected).abs().max() <= ADAPTER_TOLERANCE
+    check_nothing_is_lost(engine)
+
+
 @pytest.mark.parametrize("options", [UNMIXED, UNMIXED | OVERLAP])
 def test_contexts_grow_while_new_prompts_arrive_at_every_step(
     build: Any, tiny: TinyLlama, options: dict[str, Any]
@@ -378,13 +428,28 @@ def test_a_draw_gets_the_memory_of_contexts_that_are_idle(build: Any, tiny: Tiny
     check_nothing_is_lost(engine)
 
 
+def test_a_context_that_grows_gets_the_memory_of_those_that_are_idle(
+    build: Any, tiny: TinyLlama
+) -> None:
+    engine = build(max_total_tokens=64)
+    first, *others = prompts_of(18, 18, 18)
+    check(engine, tiny, [first])
+    check(engine, tiny, others)
+    for token in range(20):
+        first = (*first, token)
+        check(engine, tiny, [first])
+    assert counters(engine, "contexts_continued") == [20]
+    check_nothing_is_lost(engine)
+
+
 # -- ends -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, OVERLAP, UNMIXED], ids=str)
 @pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("added", [(7,), (6, 8)], ids=["sibling", "child"])
 def test_an_aborted_token_is_taken_back_or_computed_and_the_context_goes_on(
-    build: Any, tiny: TinyLlama, options: dict[str, Any], steps: int
+    build: Any, tiny: TinyLlama, options: dict[str, Any], steps: int, added: tuple[int, ...]
 ) -> None:
     engine = build(**options)
     [context, other] = prompts_of(20, 30)
@@ -394,7 +459,7 @@ def test_an_aborted_token_is_taken_back_or_computed_and_the_context_goes_on(
     answered = {each.query_id for _ in range(steps) for each in engine.step()}
     engine.abort(50)
     collected(engine, sorted({51} - answered))
-    check(engine, tiny, [(*context, 7)])  # its sibling
+    check(engine, tiny, [(*context, *added)])
     check(engine, tiny, [(*context, 6)])
     check(engine, tiny, [(*context, 6, 8), (*context, 7, 9)])
     assert counters(engine, "contexts_continued")[0] >= 2

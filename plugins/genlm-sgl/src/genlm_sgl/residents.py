@@ -178,6 +178,7 @@ class Residents:
 
     def before_iteration(self) -> None:
         """Have in SGLang's batches exactly the residents whose next token is known."""
+        self._deferred, self._queued = False, 0
         if not self._by_rid:
             return
         self._hold()
@@ -213,8 +214,8 @@ class Residents:
             self._running.pop(rid, None)
             self._rest(resident)
         self._progressed = done.progressed
+        self._look_back()
         if self._by_rid:
-            self._look_back()
             self._make_room()
         return answers
 

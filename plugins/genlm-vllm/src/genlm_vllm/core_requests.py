@@ -13,7 +13,6 @@ import inspect
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from packaging.version import Version
@@ -47,8 +46,7 @@ class Load(NamedTuple):
     is_settled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(NamedTuple):
     """A request whose row is ready, or that ended without one.
 
     Attributes:
@@ -88,11 +86,14 @@ class CoreRequests:
     """
 
     def __init__(self, engine: Any) -> None:
+        from vllm.v1.engine import FinishReason
+
+        self._complete = {FinishReason.LENGTH, FinishReason.STOP}
         self._engine = engine
         self._client = engine.engine_core
         self._tasks = engine.get_supported_tasks()
         self._outputs: list[Any] = []
-        self._progressed = False
+        self._progressed = self._has_sent = False
         self._stats: Any = None
         self._stats_time_s = self._changed_s = 0.0
         config = engine.vllm_config
@@ -145,9 +146,9 @@ class CoreRequests:
         )
 
     def send(self, core_request: Any) -> None:
-        """Send a new request, or a parked one again."""
+        """Send a new request, or a parked one again, for the step that follows."""
         self._client.add_request(core_request)
-        self._changed_s = time.monotonic()
+        self._has_sent = True
 
     def extend(self, core_request: Any, token_ids: Sequence[int]) -> None:
         """Continue a parked request with further tokens."""
@@ -163,6 +164,8 @@ class CoreRequests:
 
     def _other_outputs(self) -> Any:
         """Run a step; return its outputs without those of these requests."""
+        if self._has_sent:
+            self._has_sent, self._changed_s = False, time.monotonic()
         core_outputs = self._get_output()
         self._progressed = bool(core_outputs.outputs)
         self._stats, self._stats_time_s = core_outputs.scheduler_stats, core_outputs.timestamp
@@ -176,7 +179,16 @@ class CoreRequests:
     def take(self) -> list[RowOutput]:
         """Return the requests that stopped in the last step."""
         outputs, self._outputs = self._outputs, []
-        return [_row_output(each) for each in outputs if each.finish_reason is not None]
+        stopped = []
+        for core_output in outputs:
+            reason, prefilled = core_output.finish_reason, core_output.prefill_stats
+            if reason is None:
+                continue
+            complete = reason in self._complete and core_output.new_token_ids
+            cached = 0 if prefilled is None else prefilled.num_cached_tokens
+            name = core_output.request_id
+            stopped.append(RowOutput(name, None if complete else str(reason), cached))
+        return stopped
 
     @property
     def progressed(self) -> bool:
@@ -198,11 +210,3 @@ class CoreRequests:
         else:
             return None
         return Load(running, (1.0 - usage) * self._cache_tokens, settled)
-
-
-def _row_output(core_output: Any) -> RowOutput:
-    reason = str(core_output.finish_reason)
-    complete = reason in {"length", "stop"} and bool(core_output.new_token_ids)
-    prefilled = core_output.prefill_stats
-    cached = 0 if prefilled is None else prefilled.num_cached_tokens
-    return RowOutput(core_output.request_id, None if complete else reason, cached)

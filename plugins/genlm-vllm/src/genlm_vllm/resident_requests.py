@@ -15,7 +15,7 @@ rules nobody waits for ever:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ _LOST_STEPS = 1000
 """Steps without a running request, with nothing left to end, after which requests fail."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(NamedTuple):
     """A query that vLLM has computed or dropped.
 
     Attributes:
@@ -158,9 +157,11 @@ class ResidentRequests:
         begun: list[tuple[Query, Fork | None]] = []
         while self._pending:
             query, parent = self._pending.pop(next(iter(self._pending)))
-            if parent is None or not self._table.can_resume(parent):
-                parent = self._table.parent(query)  # others may have come, or gone
-            if parent is not None and self._table.can_resume(parent):
+            resumes = parent is not None and self._table.can_resume(parent)
+            if not resumes:  # others may have come, or gone
+                parent = self._table.parent(query)
+                resumes = parent is not None and self._table.can_resume(parent)
+            if parent is not None and resumes:
                 self._table.resume(parent, query)
                 self._core.extend(parent.resident.request, parent.added)
                 self._continued += 1

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
+from genlm.plugin import TokenSequence
 from genlm.prefix import PrefixTree, TreeBatch
 from genlm_hf.packed.plan import QueryGroup, QueryToken, group_tokens, plan_forward
 
@@ -79,7 +80,8 @@ def test_a_plan_runs_uncached_tokens_once_and_known_ends_again() -> None:
     tree.commit()
     sequences: list[Any] = [(1, 2, 3, 4), (1, 2), tuple(range(20, 40)), (1, 2, 3, 4, 5)]
     slots = [tree.insert(None, ids) for ids in sequences]
-    plan = plan_forward(TreeBatch(tree, None, sequences, slots))
+    packed = [TokenSequence.of(each) for each in sequences]
+    plan = plan_forward(TreeBatch(tree, None, packed, slots))
     assert sorted(plan.tokens.tolist()) == [2, 4, 5, *range(20, 40)]
     assert plan.tokens[plan.results].tolist() == [4, 2, 39, 5]
     assert plan.positions[plan.results].tolist() == [3, 1, 19, 4]

@@ -98,6 +98,11 @@ class Query:
             self._sequence = TokenSequence.of(self._token_ids)
         return self._sequence
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether it was made of a `TokenSequence`, whose ids `AsyncLM` has checked."""
+        return self._sequence is not None and self._token_ids is None
+
     def __len__(self) -> int:
         """Number of token ids."""
         return len(self.sequence if self._token_ids is None else self._token_ids)

@@ -213,7 +213,8 @@ class PrefixEngine(BatchEngine):
         del self._choice, self._adapters
 
     def _check(self, query: Query) -> None:
-        rows = None if self.vocabulary.size <= self._embedding_rows else self._embedding_rows
+        embeds_all = self.vocabulary.size <= self._embedding_rows
+        rows = None if embeds_all and query.is_checked else self._embedding_rows
         check_query(query, embedding_rows=rows, adapters=self._adapters.names)
 
     def _prefix_cache(self) -> PrefixRows:

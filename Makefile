@@ -31,7 +31,7 @@ test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
 
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
 	$(BIN)/python -m pytest plugins/genlm-vllm/tests
-	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest plugins/genlm-vllm/tests/test_engine.py
+	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py) -k "not thousands"
 
 test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
 	$(VLLM_OLDEST)/bin/python -m pytest plugins/genlm-vllm/tests -m "not newer"
@@ -62,8 +62,10 @@ chaos: $(READY) $(SGL_READY)  ## requests of every kind from all sides, for hour
 	$(SGL)/bin/python -m tests.chaos sgl --requests 100000 --save
 
 bench: $(READY) $(SGL_READY)  ## run the benchmarks and append to benchmarks/results/
-	for bench in $(filter-out %_sgl.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
+	for bench in $(filter-out %_sgl.py %_serving_particles.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
+	$(BIN)/python benchmarks/bench_serving_particles.py vllm --save
 	$(SGL)/bin/python benchmarks/bench_sgl.py --save
+	$(SGL)/bin/python benchmarks/bench_serving_particles.py sgl --save
 
 docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and from runs
 	$(BIN)/python scripts/generate_plugin_docs.py --run

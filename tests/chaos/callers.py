@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from genlm import AsyncLM, EngineDiedError, QueryError, QueryResetError
+from genlm import AsyncLM, Context, EngineDiedError, QueryError, QueryResetError
 from genlm.testing.failure import CheckFailure, expect
+from genlm.testing.strategies import TokenTuple
 
 from .barrier import CallerBarrier
 from .comparison import Comparison, answered
 from .plan import Ask, Plan, Round, Setting
 
 SCRIBBLE = 7.0
+
+_RESETS = 50
+
+_CONTEXTS = 0.3
+"""Share of the sequences that are passed as contexts."""
+
+_KEPT_CONTEXTS = 20
+"""Contexts of a caller that it extends; older ones are dropped."""
 
 
 class Caller:
@@ -59,6 +68,7 @@ class Caller:
         self._random = setting.random("caller", name)
         self._stop = setting.token_ids[0]
         self._half = 0
+        self._contexts: deque[Context] = deque(maxlen=_KEPT_CONTEXTS)
 
     def run(self, requests: int, marks: int, barrier: CallerBarrier) -> None:
         """Make so many requests, with a rest after each of `marks` parts of them."""
@@ -83,16 +93,20 @@ class Caller:
     def end(self) -> None:
         """Free what the caller holds."""
 
+    @property
+    def _is_late(self) -> bool:
+        """Whether requests may be reset: before, that would end lost ones too."""
+        return self.requests >= self._half
+
     def disturb(self, plan: Round) -> None:
         """What happens beside the requests."""
-        late = self.requests >= self._half  # before, it would end lost requests too
-        if self.midway is not None and late:
+        if self.midway is not None and self._is_late:
             midway, self.midway = self.midway, None
             midway()
         lm, prefixes = self.lm, self._setting.keeps_prefixes
         with contextlib.suppress(*self._deadly()):
             match plan.disturbance:
-                case "reset_async_queries" if late:
+                case "reset_async_queries" if self._is_late:
                     lm.reset_async_queries()
                 case "clear_cache":
                     lm.clear_cache()
@@ -130,7 +144,7 @@ class Caller:
         self.counted += 0 if ask.kind in {"sample", "wrong"} else size
         try:
             with answered(str(ask), unless=lambda: self._right_errors(ask)):
-                yield [ask.form(context) for context in ask.contexts]
+                yield [self._spelled(context, ask) for context in ask.contexts]
             expect(ask.kind != "wrong", "QueryError", "an answer", asked=str(ask))
         except QueryError:
             self.ended["refused"] += size
@@ -143,6 +157,19 @@ class Caller:
             raise
         finally:
             del self.open[request]
+
+    def _spelled(self, token_ids: TokenTuple, ask: Ask) -> object:
+        """Ids in the form of the plan, or as a context that extends one of the last ones."""
+        if ask.kind == "wrong" or self._random.random() > _CONTEXTS:
+            return ask.form(token_ids)
+        found = self.lm.context(token_ids[:1], lora_name=ask.adapter)
+        for known in self._contexts:
+            begins = token_ids[: len(known)] == known.token_ids
+            if begins and known.lora_name == found.lora_name and len(known) > len(found):
+                found = known
+        found = found.extend(token_ids[len(found) :])
+        self._contexts.append(found)
+        return found
 
     def _right_errors(self, ask: Ask) -> tuple[type[Exception], ...]:
         refusal = (QueryError,) if ask.kind == "wrong" else ()
@@ -190,12 +217,9 @@ class LoopCaller(Caller):
         tasks = [asyncio.ensure_future(self._ended(ask)) for ask in asks]
         for _ in range(plan.turns):
             await asyncio.sleep(0)
-        if plan.disturbance == "reset_async_queries":  # which then ends one request at least
-            asks.append(Ask("uncached", (plan.context,)))
-            tasks.append(asyncio.ensure_future(self._ended(asks[-1])))
-            self.requests += 1
-            await asyncio.sleep(0)
         self.disturb(plan)
+        if self._is_late:
+            await self._reset_until_seen(plan)
         for task, ask in zip(tasks, asks, strict=True):
             if ask.ending == "cancel":
                 for _ in range(int(ask.after)):
@@ -206,6 +230,18 @@ class LoopCaller(Caller):
         for end in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(end, Exception):
                 raise end
+
+    async def _reset_until_seen(self, plan: Round) -> None:
+        """Reset again until one request of the run has ended by it: an engine may be faster."""
+        for _ in range(_RESETS):
+            if self.ended["reset"]:
+                return
+            self.requests += 1
+            task = asyncio.ensure_future(self._ended(Ask("uncached", (plan.context,))))
+            await asyncio.sleep(0)
+            with contextlib.suppress(*self._deadly()):
+                self.lm.reset_async_queries()
+            await task
 
     async def _ended(self, ask: Ask) -> None:
         if ask.ending != "time out":

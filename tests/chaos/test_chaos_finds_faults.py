@@ -156,7 +156,8 @@ def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
     asked = AsyncLM._request
 
     def keeping(*arguments: Any) -> Any:
-        kept.append([list(arguments[1]), asked(*arguments)])
+        ids = getattr(arguments[1], "token_ids", arguments[1])
+        kept.append([list(ids), asked(*arguments)])
         return kept[-1][1]
 
     monkeypatch.setattr(AsyncLM, "_request", keeping)

@@ -12,6 +12,7 @@ from genlm.testing.target import Target
 
 from .attention import ADAPTER_SEEDS, CONTEXT, dense_row
 from .cached_engine import CachedEngine, PlainEngine
+from .resident_engine import ResidentEngine
 from .vocabulary import TEXTS
 
 NO_FAILURE = {"passed", "not applicable"}
@@ -21,7 +22,12 @@ NO_FAILURE = {"passed", "not applicable"}
 def correct_targets() -> dict[str, Target]:
     """Every correct target, by name."""
     tries = {f"{trie.model} trie": trie for trie in numpy_targets(Path())}
-    return {"cached": cached_target(), "plain": plain_target(), **tries}
+    engines = {
+        "cached": cached_target(),
+        "resident": cached_target(ResidentEngine),
+        "plain": plain_target(),
+    }
+    return {**engines, **tries}
 
 
 def cached_target(

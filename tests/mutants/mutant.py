@@ -39,6 +39,7 @@ _MODULES = (
     "vocabularies",
     "output_caches",
     "requests",
+    "contexts",
     "schedulers",
     "closing",
     "statistics",
@@ -123,7 +124,7 @@ def all_mutants() -> list[Mutant]:
 def engine_mutant(
     *, killed_by: str, shows_as: ShowsAs = "violated property"
 ) -> Callable[[type], type]:
-    """Register a class derived from `CachedEngine` or `PlainEngine`."""
+    """Register a class derived from `CachedEngine`, `ResidentEngine` or `PlainEngine`."""
 
     def decorate(engine: type[Engine]) -> type[Engine]:
         made_of = cached_target if issubclass(engine, CachedEngine) else plain_target

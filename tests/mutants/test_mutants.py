@@ -51,6 +51,7 @@ def outcomes(name: str, seed: int) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [(name, seed) for name in ("cached", "plain") for seed in SEEDS[:2]]
+    + [("resident", SEEDS[0])]
     + [(name, SEEDS[1]) for name in CORRECT if name.endswith("trie")],
 )
 def test_correct_targets_pass_every_check(name: str, seed: int) -> None:

@@ -16,6 +16,7 @@ __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _MODULE_OF
     from genlm.core.cache import OutputCache as OutputCache
+    from genlm.core.context import Context as Context
     from genlm.core.engine import Capability as Capability
     from genlm.core.errors import AdapterError as AdapterError
     from genlm.core.errors import ContextLengthError as ContextLengthError
@@ -84,6 +85,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
 
 _HOME = {
     "genlm.core.cache": "OutputCache",
+    "genlm.core.context": "Context",
     "genlm.core.engine": "Capability",
     "genlm.core.errors": (
         "AdapterError ContextLengthError EmptySequenceError EngineClosedError "

@@ -3,9 +3,9 @@
 - the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
-  `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`, `rows_from_logits`,
-  `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
-  runs an engine on its thread
+  `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
+  `rows_from_logits`, `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`;
+  `Scheduler`, which runs an engine on its thread
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,

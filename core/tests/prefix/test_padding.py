@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from genlm.core.sequence import TokenSequence
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
@@ -140,7 +141,9 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
         last_slots = [tree.insert(None, ids) for ids in sequences]
         asked = dict(zip(last_slots, sequences, strict=True))
         uncached = tree.uncached_tokens
-        for stage in prefill_stages(TreeBatch(tree, None, sequences, last_slots)):
+        for stage in prefill_stages(
+            TreeBatch(tree, None, [*map(TokenSequence.of, sequences)], last_slots)
+        ):
             written = set()
             for member in stage:
                 assert set(member.slots[: member.past].tolist()) <= known

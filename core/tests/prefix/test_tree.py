@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from genlm.core.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 
@@ -57,16 +58,21 @@ def check(tree: PrefixTree) -> dict[Key, int]:
 
 SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 KEY = st.tuples(st.sampled_from([None, "red"]), SEQUENCE)
-BATCH = st.tuples(st.lists(KEY, min_size=1, max_size=6), st.booleans(), st.booleans())
+BATCH = st.tuples(
+    st.lists(KEY, min_size=1, max_size=6), st.booleans(), st.booleans(), st.booleans()
+)
+MADE = st.sampled_from([tuple, TokenSequence.of])
 SEEN: dict[str, int] = {}
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.integers(3, 25), st.lists(BATCH, max_size=8))
-def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: Any) -> None:
+@settings(max_examples=160, deadline=None)
+@given(st.integers(3, 25), st.lists(BATCH, max_size=8), MADE)
+def test_a_tree_is_a_dictionary_of_prefixes_with_slots(
+    capacity: int, batches: Any, made: Any
+) -> None:
     tree = PrefixTree(capacity)
     pinned: set[Key] = set()
-    for keys, commits, pins in batches:
+    for keys, commits, pins, releases in batches:
         before = check(tree)
         inserted: dict[Key, int] = {}
         uncached: set[Key] = set()
@@ -77,8 +83,8 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: A
                 missing = len(
                     [t for t in range(len(tokens)) if (adapter, tokens[: t + 1]) not in known]
                 )
-                assert tree.missing(adapter, tokens) == missing
-                inserted[adapter, tokens] = tree.insert(adapter, tokens)
+                assert tree.missing(adapter, made(tokens)) == missing
+                inserted[adapter, tokens] = tree.insert(adapter, made(tokens))
                 SEEN["inserted"] = SEEN.get("inserted", 0) + 1
             during = check(tree)
             uncached |= during.keys() - known
@@ -96,8 +102,10 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: A
         assert (uncached <= after.keys()) if commits else not (uncached & after.keys())
         if pins and commits and inserted:
             adapter, tokens = next(iter(inserted))
-            tree.pin(adapter, tokens)
+            tree.pin(adapter, made(tokens))
             pinned |= {(adapter, tokens[:end]) for end in range(1, len(tokens) + 1)}
+        for adapter, tokens in inserted if releases else ():
+            tree.release(adapter, TokenSequence.of(tokens).key)
         assert pinned <= check(tree).keys()
         SEEN["evicted"] = SEEN.get("evicted", 0) + tree.tokens_evicted
     tree.clear()
@@ -108,6 +116,38 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(capacity: int, batches: A
 def test_the_random_trees_were_full_at_times() -> None:
     assert SEEN["inserted"] > 100
     assert SEEN["evicted"] > 100
+
+
+def test_a_released_end_is_evicted_first_unless_it_is_continued() -> None:
+    tree = PrefixTree(6)
+    first, second, third = ((1, 2), (3, 4), (5, 6))
+    for ids in (first, second, third):
+        tree.insert(None, TokenSequence.of(ids))
+    tree.commit()
+    tree.release(None, TokenSequence.of(second).key)
+    tree.insert(None, (7, 8))
+    tree.commit()
+    assert [tree.missing(None, ids) for ids in (first, second, third)] == [0, 2, 0]
+    tree.insert(None, (*third, 9))  # the oldest is evicted for it
+    tree.commit()
+    tree.release(None, TokenSequence.of(third).key)
+    tree.insert(None, (10, 11))
+    tree.commit()
+    assert tree.missing(None, (*third, 9)) == 0
+
+
+def test_places_are_forgotten_with_what_was_there() -> None:
+    """A node that was cut and extended by other tokens is not taken for the old one."""
+    tree = PrefixTree(8)
+    tree.insert(None, TokenSequence.of([1, 2, 3, 4, 5, 6]))
+    tree.commit()
+    tree.insert(None, (7, 8, 9, 9))  # cuts the end of the first
+    tree.commit()
+    kept = 6 - tree.missing(None, (1, 2, 3, 4, 5, 6))
+    assert 0 < kept < 6
+    tree.insert(None, (*range(1, kept + 1), 6))
+    tree.commit()
+    assert tree.missing(None, TokenSequence.of([1, 2, 3, 4, 5, 6])) == 6 - kept
 
 
 def add(tree: PrefixTree, *sequences: str) -> None:

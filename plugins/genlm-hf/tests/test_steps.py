@@ -162,7 +162,7 @@ def test_adapters_take_turns(build: Callable[[], HFEngine], llama: Any, tmp_path
         completions = engine.step()
         served.append({queries[each.query_id].adapter for each in completions})
         for each in completions:  # whoever is served asks again, before the others' turn
-            _, ids, adapter, _ = queries[each.query_id]
+            ids, adapter = queries[each.query_id].token_ids, queries[each.query_id].adapter
             assert oracles[adapter].largest_error([ids], [each.result]) <= 1e-4
             ask([*ids, 5], adapter)
     assert served == [{None}, {"r"}, {"b"}] * 2

@@ -1,4 +1,4 @@
-"""Contexts that stay in SGLang: right rows whatever becomes of them, none waits for ever."""
+"""Contexts that stay in SGLang: right rows whatever becomes of them; an end to each wait."""
 
 from __future__ import annotations
 

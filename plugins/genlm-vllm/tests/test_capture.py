@@ -64,7 +64,7 @@ def test_rows_are_stored_and_logits_unchanged(capture: Capture) -> None:
     capture.update_state(update(added=[(0, CaptureRow(7), []), (1, None, []), (2, [9], [])]))
     logits = torch.randn(3, WIDTH)
     assert torch.equal(capture.apply(logits.clone()), logits)
-    taken = ROW_BUFFER.take([9, 7], oldest=10)
+    taken = ROW_BUFFER.take([9, 7], [])
     assert list(taken) == [9, 7]
     for key, row in ((7, 0), (9, 2)):
         assert torch.allclose(taken[key], expected(logits[row]))
@@ -77,7 +77,7 @@ def test_the_last_chunk_of_a_prompt_wins(capture: Capture) -> None:
     for logits in chunks:
         capture.apply(logits.clone())
         capture.update_state(None)
-    assert torch.allclose(ROW_BUFFER.take([1], 2)[1], expected(chunks[-1, 0]))
+    assert torch.allclose(ROW_BUFFER.take([1], [])[1], expected(chunks[-1, 0]))
 
 
 def test_a_step_beyond_the_wanted_one_changes_nothing(capture: Capture) -> None:
@@ -87,7 +87,7 @@ def test_a_step_beyond_the_wanted_one_changes_nothing(capture: Capture) -> None:
     capture.apply(logits.clone())
     outputs.append(-1)  # as asynchronous scheduling marks a token on its way
     capture.apply(torch.randn(1, WIDTH))
-    assert torch.allclose(ROW_BUFFER.take([1], 2)[1], expected(logits[0]))
+    assert torch.allclose(ROW_BUFFER.take([1], [])[1], expected(logits[0]))
 
 
 def test_a_drawn_token_is_the_only_possible_one(capture: Capture) -> None:
@@ -111,7 +111,7 @@ def test_a_slot_is_used_again(capture: Capture) -> None:
     assert len(ROW_BUFFER) == 0
     capture.update_state(update(added=[(0, CaptureRow(2), [])]))  # without removal
     capture.apply(torch.randn(1, WIDTH))
-    assert list(ROW_BUFFER.take([1, 2], 0)) == [2]
+    assert list(ROW_BUFFER.take([1, 2], [])) == [2]
 
 
 def test_random_comings_goings_and_moves(capture: Capture) -> None:
@@ -143,7 +143,7 @@ def test_random_comings_goings_and_moves(capture: Capture) -> None:
         logits = torch.randn(8, WIDTH)
         capture.apply(logits.clone())
         wanted = {key: index for index, key in batch.items() if key is not None}
-        taken = ROW_BUFFER.take(list(wanted), oldest=0)
+        taken = ROW_BUFFER.take(list(wanted), [])
         assert list(taken) == list(wanted)
         assert len(ROW_BUFFER) == 0  # no other rows
         for key, index in wanted.items():
@@ -152,8 +152,8 @@ def test_random_comings_goings_and_moves(capture: Capture) -> None:
 
 def test_abandoned_rows_are_dropped() -> None:
     ROW_BUFFER.put([1, 2, 3, 4], torch.randn(4, SIZE))
-    assert list(ROW_BUFFER.take([3, 99], oldest=4)) == [3]
-    assert list(ROW_BUFFER.take([1, 2, 3, 4], oldest=4)) == [4]
+    assert list(ROW_BUFFER.take([3, 99], [1, 2, 98])) == [3]
+    assert list(ROW_BUFFER.take([1, 2, 3, 4], [])) == [4]
 
 
 def test_only_one_rank_stores_rows(capture: Capture) -> None:
@@ -172,7 +172,7 @@ def test_missing_ids_have_no_probability_and_are_not_drawn(capture: Capture) -> 
     logits[:, [0, 3, 6]] = 10.0
     logits[:, 2] = 1.0
     found = capture.apply(logits.clone())
-    row = ROW_BUFFER.take([1], 2)[1]
+    row = ROW_BUFFER.take([1], [])[1]
     assert row.isneginf().tolist() == [True, False, False, True, False]
     assert found[1].argmax() == 2
 
@@ -221,7 +221,7 @@ def test_the_second_runner_maps_rows_to_slots(capture: Capture) -> None:
     capture.add_request(0, params(CaptureRow(2)))
     logits = torch.randn(3, WIDTH)
     capture.apply(logits.clone(), context([2, 5, 0], [4, 9, 3]))
-    taken = ROW_BUFFER.take([1, 2], 3)
+    taken = ROW_BUFFER.take([1, 2], [])
     assert torch.allclose(taken[1], expected(logits[1]))
     assert torch.allclose(taken[2], expected(logits[2]))
     capture.add_request(5, params(None))  # the slot is used again

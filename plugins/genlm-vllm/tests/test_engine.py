@@ -248,11 +248,18 @@ def test_a_step_that_raises_is_survived(
 
 
 def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) -> None:
-    query = submit(engine, prompts(9)[0])
-    [name] = engine._requests
+    query = submit(engine, prompts(9)[0], None, SamplingParams(5))
+    [name] = engine._requests.unanswered
     engine._vllm.abort_request([name])
     [error] = finish(engine, [query])
     assert isinstance(error, EvaluationError)
+    query = submit(engine, prompts(200)[0])
+    assert engine.step() == []  # a chunk
+    core = engine._vllm.engine_core.engine_core
+    core.abort_requests(list(core.scheduler.requests))
+    [error] = finish(engine, [query])
+    assert isinstance(error, EvaluationError)
+    assert "vLLM lost the request" in str(error)
     asked = prompts(9)
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
@@ -270,9 +277,15 @@ def test_many_requests_leave_no_growth(engine: Any) -> None:
     for _ in range(10):
         rows(engine, prompts(2, 3, 4, 5, 6, 7))
     assert len(ROW_BUFFER) == 0
-    assert not engine._requests
-    assert not engine._ids
+    assert not engine._requests.unanswered
+    assert not engine._requests._ids
+    assert not engine._residents.unanswered
     assert not engine._ready
+    engine.keeps_contexts = False
+    scheduler = engine._vllm.engine_core.engine_core.scheduler
+    assert not scheduler.requests
+    assert engine.statistics()["contexts_resident"] == 0
+    engine.keeps_contexts = True
 
 
 def test_figures_add_up(engine: Any) -> None:

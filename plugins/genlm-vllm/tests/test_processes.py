@@ -110,6 +110,7 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
         assert found.pop() == expected_draws(tiny, asked[0], 10, 3)
         assert largest_error(tiny, found, asked) <= 1e-4
         assert keepers == {1}
+        assert engine.statistics()["contexts"] == "not kept: pipelines"
     finally:
         engine.close()
 

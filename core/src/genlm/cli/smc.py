@@ -42,10 +42,10 @@ async def steer(
     rng, log_evidence, state = np.random.default_rng(seed), 0.0, 0
     for token in prompt:
         state = table[state, token] % (len(table) - 1)  # a prompt may break the rule
-    texts, states = [tuple(prompt)] * size, np.full(size, state)
+    contexts, states = [llm.context(prompt)] * size, np.full(size, state)
     live, weights = np.full(size, True), np.full(size, 1 / size)
     for _ in range(steps):
-        asked = [texts[i] for i in np.flatnonzero(live)]
+        asked = [contexts[i] for i in np.flatnonzero(live)]
         rows = (await llm.batch_next_token_logprobs(asked)).cpu().double().exp().numpy()
         mass = np.cumsum(rows * (table[states[live]] < len(table) - 1), axis=1)
         weights[live] *= mass[:, -1]
@@ -53,15 +53,15 @@ async def steer(
         weights, row_of = weights / weights.sum(), np.cumsum(live) - 1
         if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
             chosen, weights = resample(weights, rng), np.full(size, 1 / size)
-            texts, states = [texts[i] for i in chosen], states[chosen]
+            contexts, states = [contexts[i] for i in chosen], states[chosen]
             live, row_of = live[chosen], row_of[chosen]
         live &= weights > 0
         for i in np.flatnonzero(live):
             row = mass[row_of[i]]
             token = int(np.searchsorted(row, rng.random() * row[-1], side="right"))
-            texts[i] += (token,)
+            contexts[i] = contexts[i].extend(token)
             states[i], live[i] = table[states[i], token], token != llm.tokenizer.eos_token_id
-        yield list(texts), weights.copy(), log_evidence
+        yield [each.token_ids for each in contexts], weights.copy(), log_evidence
         if not live.any():
             return
 

@@ -19,18 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 
 from genlm.core.cache import OutputCache
+from genlm.core.context import Context, Holds
 from genlm.core.engine import Capability, Engine, checked_engine
 from genlm.core.errors import (
     AdapterError,
+    ContextLengthError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
 )
 from genlm.core.forking import renew_in_forks
 from genlm.core.loading import engine_builder
 from genlm.core.query import Query, SamplingParams
+from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.rows import invalid_rows
 from genlm.core.sampling import sample_continuation, stream_seeds
 from genlm.core.scheduler import Scheduler
+from genlm.core.sequence import TokenSequence
 from genlm.core.statistics import Statistics
 from genlm.core.validation import (
     checked_batch,
@@ -44,7 +48,7 @@ from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
     from genlm.core.engine import LoraEngine, PrefixCacheEngine
-    from genlm.core.validation import TokenBatch, TokenIds
+    from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
 
@@ -54,10 +58,7 @@ DEFAULT_CACHE_BYTES = 256 * 2**20
 DEFAULT_CACHE_ENTRIES = 65_536
 
 RowKey = tuple[object, str | None, bytes]
-"""Identifies a request: model, adapter, and token ids packed in 32 bits each.
-
-The hash of bytes is computed once, unlike a tuple's, and they take a tenth of the memory.
-"""
+"""Identifies a request: model, adapter, and the key of the token sequence."""
 
 
 class _Counters:
@@ -143,11 +144,13 @@ class AsyncLM:
         build = checked_builder(build_engine)
         self._cache = output_cache
         self._model = object()  # in every key: models may share one cache
+        holds = Holds()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: checked_engine(build()),
             find_invalid=_invalid_rows,
             on_result=output_cache.put,
             copy_result=torch.clone,
+            on_release=holds.release,
             max_batch_size=max_batch_size,
             max_wait_s=max_wait_s,
             max_pending=max_pending,
@@ -162,6 +165,9 @@ class AsyncLM:
         self._adapters = {name: _Adapter(name, _MODEL_ITSELF) for name in own}
         self._engine_names = {*self._adapters}  # never given to another adapter
         self._default_lora: str | None = None
+        holds.on_drop = self._scheduler.release
+        self._holds = holds if hasattr(engine, "release_context") else None
+        self._recent = RecentSequences()
         self._counters = _Counters()
         self._query_ids = itertools.count()
 
@@ -277,6 +283,7 @@ class AsyncLM:
         row = self._cached(query, key)
         if row is None:
             row = await self._scheduler.answer(query, key)
+            self._hold(token_ids, query)
         return row
 
     async def next_token_logprobs_uncached(
@@ -284,8 +291,9 @@ class AsyncLM:
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs`, never from the output cache."""
         query, key = self._request(token_ids, lora_name)
-        self._counters.count(len(query.token_ids), hit=False)
+        self._counters.count(len(query), hit=False)
         row: torch.Tensor = await self._scheduler.answer(query, key)
+        self._hold(token_ids, query)
         return row
 
     async def batch_next_token_logprobs(
@@ -307,16 +315,20 @@ class AsyncLM:
         Raises:
             GenlmError: As `next_token_logprobs`, for the first sequence that fails.
         """
-        rows, asked = self._cached_and_missing(token_ids_list, lora_name)
-        return self._stacked(rows, await self._scheduler.answer_all(asked))
+        sequences = list(checked_batch(token_ids_list))
+        rows, asked = self._cached_and_missing(sequences, lora_name)
+        answers = await self._scheduler.answer_all(asked)
+        self._hold_all(sequences, rows, asked)
+        return self._stacked(rows, answers)
 
     def next_token_logprobs_uncached_sync(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs_uncached` and wait."""
         query, key = self._request(token_ids, lora_name)
-        self._counters.count(len(query.token_ids), hit=False)
+        self._counters.count(len(query), hit=False)
         row: torch.Tensor = self._scheduler.answer_sync([(query, key)])[0]
+        self._hold(token_ids, query)
         return row
 
     def cached_logprobs(
@@ -340,8 +352,35 @@ class AsyncLM:
         self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences and wait; see `batch_next_token_logprobs`."""
-        rows, asked = self._cached_and_missing(token_ids_list, lora_name)
-        return self._stacked(rows, self._scheduler.answer_sync(asked))
+        sequences = list(checked_batch(token_ids_list))
+        rows, asked = self._cached_and_missing(sequences, lora_name)
+        answers = self._scheduler.answer_sync(asked)
+        self._hold_all(sequences, rows, asked)
+        return self._stacked(rows, answers)
+
+    # -- contexts ---------------------------------------------------------------------
+
+    def context(self, token_ids: Integers, *, lora_name: str | None = None) -> Context:
+        """Return a context: token ids that are extended and asked at a constant cost.
+
+        Computes nothing. Every method that takes token ids takes contexts of this model, which
+        then also name the adapter.
+
+        Args:
+            token_ids: As `next_token_logprobs` takes them.
+            lora_name: A loaded adapter; by default the one set with `set_lora` now.
+
+        Raises:
+            EmptySequenceError: `token_ids` is empty.
+            ContextLengthError: Longer than `max_context`.
+            TokenIdError: An id outside the vocabulary.
+            TokenTypeError: Not a flat sequence of integers.
+            UnknownAdapterError: `lora_name` was not loaded.
+            UnsupportedCapabilityError: An adapter is named, and the engine serves none.
+        """
+        name = self._default_lora if lora_name is None else lora_name
+        adapter = None if name is None else self._engine_name(name)
+        return Context(self, self._sequence(token_ids), name, adapter)
 
     # -- sampling ---------------------------------------------------------------------
 
@@ -349,7 +388,7 @@ class AsyncLM:
         self,
         prompt: TokenIds,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         *,
@@ -388,7 +427,7 @@ class AsyncLM:
         self,
         prompts: TokenBatch,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         *,
@@ -424,12 +463,18 @@ class AsyncLM:
 
     async def _continuation(self, query: Query, params: SamplingParams) -> list[int]:
         if Capability.SAMPLE in self.capabilities:
-            self._counters.count(len(query.token_ids), hit=False)
+            self._counters.count(len(query), hit=False)
             drawn: list[int] = await self._scheduler.answer(query._replace(sampling=params))
             return drawn
 
+        sequence = query.sequence
+
         async def next_row(token_ids: list[int]) -> torch.Tensor:
-            one, key = self._request_of(token_ids, query.adapter)
+            nonlocal sequence
+            added = token_ids[len(sequence) :]
+            if added:
+                sequence = TokenSequence.of(added, sequence)
+            one, key = self._request_of(sequence, query.adapter)
             row = self._cached(one, key)
             return await self._scheduler.answer(one, key) if row is None else row
 
@@ -623,26 +668,80 @@ class AsyncLM:
     # -- one request ------------------------------------------------------------------
 
     def _request(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
+        if isinstance(token_ids, Context):
+            adapter = self._adapter_of(token_ids, lora_name)
+            return self._request_of(token_ids.sequence, adapter)
         name = self._default_lora if lora_name is None else lora_name
         adapter = None if name is None else self._engine_name(name)
-        return self._request_of(token_ids, adapter)
+        return self._request_of(self._sequence(token_ids), adapter)
 
-    def _request_of(self, token_ids: TokenIds, adapter: str | None) -> tuple[Query, RowKey]:
-        """Check token ids and make the query; `adapter` is the engine's name."""
+    def _request_of(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:
+        """Make the query of a checked sequence; `adapter` is the engine's name."""
+        if self.max_context is not None and len(sequence) > self.max_context:
+            raise ContextLengthError(len(sequence), self.max_context)
+        query = Query(next(self._query_ids), sequence, adapter)
+        return query, (self._model, adapter, sequence.key)
+
+    def _sequence(self, token_ids: Integers) -> TokenSequence:
+        """Check token ids and pack them, or find that they extend what was asked before."""
+        kind = type(token_ids)
+        is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
+        if is_long:
+            listed: list[Any] = token_ids if kind is list else list(token_ids)  # type: ignore[assignment]
+            known = self._recent.find(listed, self.vocabulary.size)
+            if known is not None:
+                return known
         ids, packed = checked_token_ids(
             token_ids, vocab_size=self.vocabulary.size, max_context=self.max_context
         )
-        return Query(next(self._query_ids), ids, adapter), (self._model, adapter, packed)
+        sequence = TokenSequence(packed)
+        if is_long:
+            self._recent.add(list(ids), sequence)
+        return sequence
+
+    def _adapter_of(self, context: Context, lora_name: str | None) -> str | None:
+        """Return the engine's name of a context's adapter, if this model can answer it."""
+        if not context.is_of(self._model):
+            raise ValueError(
+                f"{context!r} is a context of another model than {self!r}; make it with this "
+                f"model's method context"
+            )
+        if lora_name is not None and lora_name != context.lora_name:
+            raise ValueError(
+                f"lora_name={lora_name!r} for {context!r}, which has the adapter "
+                f"{context.lora_name!r}; make a context of the other adapter"
+            )
+        if context.lora_name is None:
+            return None
+        adapter = context.adapter
+        if self._engine_name(context.lora_name) != adapter:
+            raise UnknownAdapterError(context.lora_name, self._adapters)
+        return adapter
+
+    def _hold(self, token_ids: object, query: Query) -> None:
+        """Keep what the engine has for a context while the context is referred to."""
+        if self._holds is not None and isinstance(token_ids, Context):
+            token_ids.hold(self._holds.of((query.adapter, query.sequence.key)))
+
+    def _hold_all(
+        self,
+        sequences: Sequence[object],
+        rows: Sequence[torch.Tensor | None],
+        asked: Sequence[tuple[Query, RowKey]],
+    ) -> None:
+        remaining = iter(asked)
+        for token_ids, row in zip(sequences, rows, strict=True):
+            if row is None:
+                self._hold(token_ids, next(remaining)[0])
 
     def _cached(self, query: Query, key: RowKey) -> torch.Tensor | None:
         row = self._cache.get(key)
-        self._counters.count(len(query.token_ids), hit=row is not None)
+        self._counters.count(len(query), hit=row is not None)
         return row
 
     def _cached_and_missing(
-        self, token_ids_list: TokenBatch, lora_name: str | None
+        self, sequences: Sequence[TokenIds], lora_name: str | None
     ) -> tuple[list[torch.Tensor | None], list[tuple[Query, RowKey]]]:
-        sequences = checked_batch(token_ids_list)
         asked = [self._request(token_ids, lora_name) for token_ids in sequences]
         rows = [self._cached(*one) for one in asked]
         return rows, [one for one, row in zip(asked, rows, strict=True) if row is None]

@@ -48,7 +48,7 @@ class Query:
             (only engines with `Capability.SAMPLE` receive such queries).
     """
 
-    __slots__ = ("_sequence", "_token_ids", "adapter", "query_id", "sampling")
+    __slots__ = ("_adapter", "_query_id", "_sampling", "_sequence", "_token_ids")
 
     def __init__(
         self,
@@ -57,15 +57,30 @@ class Query:
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
-        self.query_id = query_id
-        self.adapter = adapter
-        self.sampling = sampling
+        self._query_id = query_id
+        self._adapter = adapter
+        self._sampling = sampling
         self._sequence: TokenSequence | None = None
         self._token_ids: tuple[int, ...] | None = None
         if type(token_ids) is TokenSequence:
             self._sequence = token_ids
         else:
             self._token_ids = tuple(cast("Sequence[int]", token_ids))
+
+    @property
+    def query_id(self) -> int:
+        """Names the answer."""
+        return self._query_id
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of a loaded LoRA adapter, None for the base model."""
+        return self._adapter
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """How to continue the sequence; None asks for the next-token row."""
+        return self._sampling
 
     @property
     def token_ids(self) -> tuple[int, ...]:

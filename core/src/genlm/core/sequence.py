@@ -32,6 +32,10 @@ class _Block:
 
     __slots__ = ("before", "data", "digest")
 
+    before: _Block | None
+    data: bytes
+    digest: bytes
+
     def __init__(self, before: _Block | None, data: bytes) -> None:
         self.before = before
         self.data = data
@@ -56,11 +60,17 @@ class TokenSequence:
 
     __slots__ = ("_block", "_length", "_tail", "key")
 
+    _block: _Block | None
+    _tail: bytes
+    _length: int
+    key: bytes
+
     def __init__(self, packed: bytes, extends: TokenSequence | None = None) -> None:
         if extends is None:
             block, tail, length = None, packed, 0
         else:
-            block, tail, length = extends._block, extends._tail + packed, extends._length
+            block, tail, length = extends._parts  # noqa: SLF001 - of the same class
+            tail += packed
         if len(tail) > _BLOCK_BYTES:  # the tail has an id at least
             full = (len(tail) - 1) // _BLOCK_BYTES * _BLOCK_BYTES
             for begin in range(0, full, _BLOCK_BYTES):
@@ -69,12 +79,18 @@ class TokenSequence:
         self._block = block
         self._tail = tail
         self._length = length + len(packed) // 4
-        self.key: bytes = tail if block is None else block.digest + tail
+        self.key = tail if block is None else block.digest + tail
+
+    @property
+    def _parts(self) -> tuple[_Block | None, bytes, int]:
+        return self._block, self._tail, self._length
 
     @classmethod
-    def of(cls, token_ids: Sequence[int]) -> TokenSequence:
+    def of(
+        cls, token_ids: Sequence[int], extends: TokenSequence | None = None
+    ) -> TokenSequence:
         """Return a sequence of ids from 0 to 2**32 - 1; at least one."""
-        return cls(array("I", token_ids).tobytes())
+        return cls(array("I", token_ids).tobytes(), extends)
 
     def __len__(self) -> int:
         return self._length
@@ -115,7 +131,7 @@ class TokenSequence:
         first = self._length - len(tail) // 4
         while first >= length:
             assert block is not None  # noqa: S101 - our own mistake
-            block, tail = block.before, block.data
+            tail, block = block.data, block.before
             first -= BLOCK_TOKENS
         tail = tail[: 4 * (length - first)]
         return tail if block is None else block.digest + tail

@@ -6,7 +6,9 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
+
+import numpy as np
 
 from genlm.core.errors import (
     ContextLengthError,
@@ -17,15 +19,19 @@ from genlm.core.errors import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
+    from genlm.core.context import Context
     from genlm.core.query import Query
 
-    TokenIds = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
-    TokenBatch = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
+    Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
+    TokenIds: TypeAlias = Integers | Context
+    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 T = TypeVar("T")
+
+_SHORT = 512
+"""Below this length, Python's `max` is faster than numpy's."""
 
 __all__ = [
     "check_query",
@@ -40,7 +46,7 @@ __all__ = [
 
 
 def checked_token_ids(
-    token_ids: TokenIds, *, vocab_size: int, max_context: int | None
+    token_ids: Integers, *, vocab_size: int, max_context: int | None
 ) -> tuple[tuple[int, ...], bytes]:
     """Return token ids as a tuple of Python integers, and packed in 32 bits each.
 
@@ -55,16 +61,20 @@ def checked_token_ids(
         ContextLengthError: More than `max_context` ids.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    ids = checked_integers(token_ids)
-    if not ids:
+    if not (type(token_ids) is list or type(token_ids) is tuple):
+        token_ids = checked_integers(token_ids)
+    if not token_ids:
         raise EmptySequenceError
-    if max_context is not None and len(ids) > max_context:
-        raise ContextLengthError(len(ids), max_context)
+    if max_context is not None and len(token_ids) > max_context:
+        raise ContextLengthError(len(token_ids), max_context)
     try:
-        packed = array("I", ids)  # refuses negative numbers
-    except OverflowError:
-        packed = None
-    if packed is None or max(ids) >= vocab_size:
+        packed = array("I", token_ids)  # refuses what is no integer, and negative numbers
+    except (OverflowError, TypeError):
+        ids = _integers(token_ids, "token ids")
+        raise _outside(ids, vocab_size) from None
+    ids = tuple(packed)
+    largest = max(ids) if len(ids) < _SHORT else int(np.frombuffer(packed, np.uintc).max())
+    if largest >= vocab_size:
         raise _outside(ids, vocab_size)
     return ids, packed.tobytes()
 
@@ -83,7 +93,7 @@ def check_query(
 
     Args:
         query: The query.
-        embedding_rows: Number of ids that the model embeds; the vocabulary may have more.
+        embedding_rows: Number of ids that the model embeds; None if those of the vocabulary.
         max_context: The most tokens, None for no limit.
         adapters: Names of the loaded adapters.
 
@@ -95,16 +105,18 @@ def check_query(
     """
     if query.adapter is not None and query.adapter not in adapters:
         raise UnknownAdapterError(query.adapter, adapters)
-    ids = query.token_ids
-    if not ids:
+    length = len(query)
+    if not length:
         raise EmptySequenceError
-    if max_context is not None and len(ids) > max_context:
-        raise ContextLengthError(len(ids), max_context)
-    if embedding_rows is not None and (min(ids) < 0 or max(ids) >= embedding_rows):
-        raise _outside(ids, embedding_rows)
+    if max_context is not None and length > max_context:
+        raise ContextLengthError(length, max_context)
+    if embedding_rows is not None:  # reads all ids, so not for engines that embed them all
+        ids = query.token_ids
+        if min(ids) < 0 or max(ids) >= embedding_rows:
+            raise _outside(ids, embedding_rows)
 
 
-def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]:
+def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]:
     """Return the ids that end a continuation; there may be none.
 
     Raises:
@@ -117,7 +129,7 @@ def checked_stop_ids(eos_token_ids: TokenIds, vocab_size: int) -> frozenset[int]
     return frozenset(ids)
 
 
-def checked_integers(values: TokenIds, argument: str = "token ids") -> tuple[int, ...]:
+def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int, ...]:
     """Return a flat sequence of integers as a tuple of Python integers.
 
     Sets, mappings and generators are refused: their order is undefined, or they can be

@@ -29,7 +29,7 @@ from genlm.prefix.padding import (
     prefill_stages,
 )
 from genlm.prefix.rows import ForwardFn, ForwardResult, PrefixRows, TreeBatch
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
 
 __all__ = [
     "SCRATCH_SLOT",
@@ -50,6 +50,7 @@ __all__ = [
     "SelfTest",
     "ServeOptions",
     "Slots",
+    "Tokens",
     "TreeBatch",
     "UnsupportedModelError",
     "choose_path",

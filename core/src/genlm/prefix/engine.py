@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from genlm.core.engine import BatchEngine, Capability
 from genlm.core.errors import UnknownAdapterError, UnsupportedCapabilityError
@@ -115,8 +115,8 @@ class PrefixEngine(BatchEngine):
         """
         adapter = pending[0].adapter
         candidates = [query for query in pending if query.adapter == adapter]
-        sequences = [query.token_ids for query in candidates]
-        return [candidates[i] for i in self._choice.path.next_pass(adapter, sequences)]
+        chosen = self._choice.path.next_pass(adapter, self._sequences(candidates))
+        return [candidates[i] for i in chosen]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
         """Compute the row of each query; all have the same adapter.
@@ -125,9 +125,15 @@ class PrefixEngine(BatchEngine):
             Shape `(len(queries), vocabulary.size)`, float32.
         """
         adapter = queries[0].adapter
-        self._tokens_asked += sum(len(query.token_ids) for query in queries)
+        self._tokens_asked += sum(map(len, queries))
         with self.activate(adapter):
-            return self._choice.path.rows(adapter, [query.token_ids for query in queries])
+            return self._choice.path.rows(adapter, self._sequences(queries))
+
+    def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
+        """Return what the execution path takes: only a tree has a use for `TokenSequence`."""
+        if isinstance(self._choice.path, PrefixRows):
+            return [query.sequence for query in queries]
+        return [query.token_ids for query in queries]
 
     def activate(self, adapter: str | None) -> AbstractContextManager[None]:
         """Prepare the model for forward passes with an adapter, None for none."""
@@ -145,6 +151,11 @@ class PrefixEngine(BatchEngine):
         self._check(Query(0, tuple(token_ids), adapter))
         with self.activate(adapter):
             cache.keep(adapter, tuple(token_ids))
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        """Evict a context, which nobody refers to any more, before others."""
+        if isinstance(self._choice.path, PrefixRows):
+            self._choice.path.release(adapter, key)
 
     def clear_prefix_cache(self) -> None:
         """Free everything computed, kept prefixes included. Rows do not change."""
@@ -202,7 +213,8 @@ class PrefixEngine(BatchEngine):
         del self._choice, self._adapters
 
     def _check(self, query: Query) -> None:
-        check_query(query, embedding_rows=self._embedding_rows, adapters=self._adapters.names)
+        rows = None if self.vocabulary.size <= self._embedding_rows else self._embedding_rows
+        check_query(query, embedding_rows=rows, adapters=self._adapters.names)
 
     def _prefix_cache(self) -> PrefixRows:
         if not isinstance(self._choice.path, PrefixRows):

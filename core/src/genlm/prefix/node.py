@@ -67,9 +67,12 @@ class Node:
         children: Children by their first token.
         computed: How many of the tokens have keys and values; the others are uncached.
         pinned: Whether the node is kept until the tree is cleared.
+        cuts: How often tokens were removed from its end, where others may have followed.
     """
 
-    __slots__ = ("children", "computed", "parent", "pinned", "slots", "start", "tokens")
+    __slots__ = (
+        *("children", "computed", "cuts", "parent", "pinned", "slots", "start", "tokens"),
+    )
 
     def __init__(
         self, tokens: tuple[int, ...], slots: Slots, start: int, parent: Node | None
@@ -81,6 +84,7 @@ class Node:
         self.children: dict[int, Node] = {}
         self.computed = 0
         self.pinned = False
+        self.cuts = 0
 
     @property
     def end(self) -> int:
@@ -111,6 +115,7 @@ class Node:
         """
         assert not self.children  # noqa: S101 - our own mistake
         freed = self.slots[length:]
+        self.cuts += 1
         if length:
             self.tokens, self.slots = self.tokens[:length], self.slots[:length]
             self.computed = min(self.computed, length)

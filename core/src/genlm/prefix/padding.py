@@ -207,7 +207,8 @@ def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
         if slot not in uncached:
             node = batch.tree.find(batch.adapter, sequence)
             slots = node.path_slots(0, len(sequence))
-            stages[0].append(Segment(sequence[-1:], slots, scratch))
+            last = sequence.ids_from(len(sequence) - 1)
+            stages[0].append(Segment(last, slots, scratch))
             uncached.add(slot)
     return stages
 

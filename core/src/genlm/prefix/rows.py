@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from genlm.core.errors import EvaluationError
 from genlm.core.rows import rows_from_logits
+from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.node import slots_within
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class TreeBatch:
 
     tree: PrefixTree
     adapter: str | None
-    sequences: Sequence[tuple[int, ...]]
+    sequences: Sequence[TokenSequence]
     last_slots: Sequence[int]
 
 
@@ -106,21 +107,26 @@ class PrefixRows:
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
 
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
         """Compute the next-token row of each sequence, in one pass or in several.
 
         When this raises, the tree holds computed tokens only.
 
         Args:
             adapter: Name of the adapter that is active in the model.
-            sequences: At least one; ids that the model can embed, none empty.
+            sequences: At least one; ids that the model can embed, none empty. Those given as
+                `TokenSequence` are found without a look at their ids.
 
         Returns:
             Shape `(len(sequences), vocabulary.size)`, float32, where the logits are.
         """
         rows: torch.Tensor | None = None
+        packed = [
+            each if isinstance(each, TokenSequence) else TokenSequence.of(each)
+            for each in sequences
+        ]
         try:
-            for chosen, found in self._parts(adapter, sequences):
+            for chosen, found in self._parts(adapter, packed):
                 if len(chosen) == len(sequences):
                     return found
                 if rows is None:
@@ -132,9 +138,7 @@ class PrefixRows:
         assert rows is not None  # noqa: S101 - there is at least one sequence
         return rows
 
-    def next_pass(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
-    ) -> Sequence[int]:
+    def next_pass(self, adapter: str | None, sequences: Sequence[Tokens]) -> Sequence[int]:
         """Choose sequences whose rows take one pass: the first, then those that still fit.
 
         The beginning of a first sequence longer than a pass takes passes of its own. Free
@@ -189,6 +193,10 @@ class PrefixRows:
             )
         self._tree.pin(adapter, token_ids)
 
+    def release(self, adapter: str | None, key: bytes) -> None:
+        """Evict a context before others; see `PrefixTree.release`."""
+        self._tree.release(adapter, key)
+
     def clear(self) -> None:
         """Remove everything computed from the tree, kept prefixes included."""
         self._tree.clear()
@@ -207,7 +215,7 @@ class PrefixRows:
         }
 
     def _parts(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]]
+        self, adapter: str | None, sequences: Sequence[TokenSequence]
     ) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Yield places of sequences, oldest first, and their rows."""
         batch: _Batch = []
@@ -226,41 +234,41 @@ class PrefixRows:
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
-                yield [index], self._without_cache(sequence)
+                yield [index], self._without_cache(sequence.token_ids)
             else:
                 batch.append((index, slot))
         if batch:
             yield self._run(adapter, sequences, batch)
 
-    def _is_full(self, adapter: str | None, sequence: tuple[int, ...], members: int) -> bool:
+    def _is_full(self, adapter: str | None, sequence: TokenSequence, members: int) -> bool:
         """Whether a sequence would make the current batch larger than one pass may be."""
         if members >= self._max_rows:
             return True
         room = self._max_tokens - self._tree.uncached_tokens - members
         return len(sequence) > room and self._tree.missing(adapter, sequence) > room
 
-    def _insert(self, adapter: str | None, sequence: tuple[int, ...]) -> int | None:
+    def _insert(self, adapter: str | None, sequence: TokenSequence) -> int | None:
         try:
             return self._tree.insert(adapter, sequence)
         except OutOfSlotsError:
             return None
 
-    def _insert_in_pieces(self, adapter: str | None, sequence: tuple[int, ...]) -> int:
+    def _insert_in_pieces(self, adapter: str | None, sequence: TokenSequence) -> int:
         """Compute the beginning of a batch's only sequence in passes of the largest size.
 
         Returns:
             The slot of the last token of the whole sequence, inserted again.
         """
         self._tree.roll_back()  # frees its slots, which suffice for every piece
-        limit = self._max_tokens
+        limit, ids = self._max_tokens, sequence.token_ids
         while (missing := self._tree.missing(adapter, sequence)) > limit:
-            piece = sequence[: len(sequence) - missing + limit]
+            piece = TokenSequence.of(ids[: len(ids) - missing + limit])
             slot = self._tree.insert(adapter, piece)
             self._compute(TreeBatch(self._tree, adapter, [piece], [slot]))
         return self._tree.insert(adapter, sequence)
 
     def _run(
-        self, adapter: str | None, sequences: Sequence[tuple[int, ...]], batch: _Batch
+        self, adapter: str | None, sequences: Sequence[TokenSequence], batch: _Batch
     ) -> tuple[list[int], torch.Tensor]:
         """Compute the rows of a batch and end it."""
         chosen = [index for index, _ in batch]

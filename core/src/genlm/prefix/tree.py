@@ -10,15 +10,35 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from genlm.core.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node, Slots
 
-__all__ = ["OutOfSlotsError", "PrefixTree"]
+__all__ = ["OutOfSlotsError", "PrefixTree", "Tokens"]
+
+Tokens = tuple[int, ...] | TokenSequence
+
+_MOST_PLACES = 2**14
+"""Sequences whose places are remembered, in trees with as many slots: half a kilobyte each."""
 
 # A leaf is evicted by quarters at least, so that trimming costs O(1) a slot.
 _SMALLEST_SHARE = 4
+
+
+class _Place(NamedTuple):
+    """Where the last token of a sequence was, as long as nothing was cut from the node."""
+
+    node: Node
+    cuts: int
+    length: int
+
+    @property
+    def is_valid(self) -> bool:
+        node = self.node
+        return node.cuts == self.cuts and node.start < self.length <= node.end
 
 
 class OutOfSlotsError(RuntimeError):
@@ -54,6 +74,7 @@ class PrefixTree:
         self._in_use: set[Node] = set()
         self._uncached: set[Node] = set()
         self._uncached_tokens = 0
+        self._places: OrderedDict[tuple[str | None, bytes], _Place] = OrderedDict()
 
     @property
     def slots_used(self) -> int:
@@ -67,8 +88,11 @@ class PrefixTree:
 
     # -- a batch ----------------------------------------------------------------------
 
-    def insert(self, adapter: str | None, tokens: tuple[int, ...]) -> int:
+    def insert(self, adapter: str | None, tokens: Tokens) -> int:
         """Add a sequence to the tree and to the current batch.
+
+        Tokens after a `TokenSequence` that was inserted before are added without a look at the
+        tokens before them.
 
         Returns:
             The slot of its last token.
@@ -77,44 +101,64 @@ class PrefixTree:
             OutOfSlotsError: All other slots are pinned or in use. No token of the
                 sequence is added to the tree.
         """
-        node = self._root(adapter)
-        position, length = 0, len(tokens)
-        while position < length:
-            child = node.children.get(tokens[position])
+        node, position = self._beginning(adapter, tokens)
+        self._use_path(node)
+        rest = _ids_from(tokens, position)
+        if position < node.end:  # within the tokens of a node
+            edge = node.tokens[position - node.start :]
+            shared = _common_length(edge, rest)
+            if shared == len(rest):
+                return self._found(adapter, tokens, node)
+            if shared < len(edge):
+                node = self._split(node, position - node.start + shared)
+            position = shared
+        else:
+            position = 0
+        while position < len(rest):
+            child = node.children.get(rest[position])
             if child is None:
-                return self._extend(node, tokens[position:])
+                node = self._extend(node, rest[position:])
+                break
             edge = child.tokens
-            if tokens[position : position + len(edge)] != edge:
-                shared = _common_length(edge, tokens, position)
-                if position + shared == length:
+            if rest[position : position + len(edge)] != edge:
+                shared = _common_length(edge, rest[position:])
+                if position + shared == len(rest):
                     self._use(child)
-                    return int(child.slots[shared - 1])
+                    node = child
+                    break
                 child = self._split(child, shared)
             self._use(child)
             node = child
             position += len(child.tokens)
-        return int(node.slots[-1])
+        return self._found(adapter, tokens, node)
 
-    def missing(self, adapter: str | None, tokens: tuple[int, ...]) -> int:
+    def missing(self, adapter: str | None, tokens: Tokens) -> int:
         """Return how many tokens at the end of a sequence are not in the tree."""
-        node, position = self._root(adapter), 0
-        while position < len(tokens):
-            child = node.children.get(tokens[position])
+        node, position = self._beginning(adapter, tokens)
+        rest = _ids_from(tokens, position)
+        missing = len(rest)
+        edge = node.tokens[position - node.start :]
+        while missing:
+            begin = len(rest) - missing
+            if edge:
+                if rest[begin : begin + len(edge)] != edge:
+                    return missing - _common_length(edge, rest[begin:])
+                missing -= len(edge)
+                edge = ()
+                continue
+            child = node.children.get(rest[begin])
             if child is None:
                 break
-            edge = child.tokens
-            if tokens[position : position + len(edge)] != edge:
-                position += _common_length(edge, tokens, position)
-                break
-            node, position = child, child.end
-        return len(tokens) - position
+            node, edge = child, child.tokens
+        return missing
 
-    def find(self, adapter: str | None, tokens: tuple[int, ...]) -> Node:
+    def find(self, adapter: str | None, tokens: Tokens) -> Node:
         """Return the node that holds the last token of a sequence in the tree."""
-        node, position = self._root(adapter), 0
-        while position < len(tokens):
-            node = node.children[tokens[position]]
-            position = node.end
+        node, position = self._beginning(adapter, tokens)
+        rest = _ids_from(tokens, position)
+        first = position
+        while node.end < len(tokens):
+            node = node.children[rest[node.end - first]]
         return node
 
     def uncached(self) -> Sequence[Node]:
@@ -142,7 +186,7 @@ class PrefixTree:
 
     # -- between batches --------------------------------------------------------------
 
-    def pin(self, adapter: str | None, tokens: tuple[int, ...]) -> None:
+    def pin(self, adapter: str | None, tokens: Tokens) -> None:
         """Keep a sequence of the tree until `clear`."""
         node: Node | None = self.find(adapter, tokens)
         assert node is not None  # noqa: S101 - our own mistake
@@ -155,12 +199,59 @@ class PrefixTree:
             node.pinned = True
             node = node.parent
 
+    def release(self, adapter: str | None, key: bytes) -> None:
+        """Evict the end of a sequence before all others; nothing if others continue it.
+
+        Args:
+            adapter: Adapter of the sequence.
+            key: Key of the `TokenSequence` that was inserted.
+        """
+        place = self._places.pop((adapter, key), None)
+        if place is None or not place.is_valid:
+            return
+        node = place.node
+        if node in self._idle and node.end == place.length and not node.children:
+            self._idle.move_to_end(node, last=False)
+
     def clear(self) -> None:
         """Remove all tokens, pinned ones included. Call this between batches only."""
         assert not self._in_use  # noqa: S101 - our own mistake
         self._reset()
 
     # -- parts ------------------------------------------------------------------------
+
+    def _beginning(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
+        """Return a node and a position on its path up to which it holds the tokens.
+
+        The place of a `TokenSequence` that was inserted before, or of all of it but the last
+        token, is remembered. The beginning of other sequences is the root.
+        """
+        if isinstance(tokens, TokenSequence):
+            length = len(tokens)
+            place = self._places.get((adapter, tokens.key))
+            if (place is None or not place.is_valid) and length > 1:
+                length -= 1
+                place = self._places.get((adapter, tokens.prefix_key(length)))
+            if place is not None and place.is_valid:
+                return place.node, length
+        return self._root(adapter), 0
+
+    def _found(self, adapter: str | None, tokens: Tokens, node: Node) -> int:
+        """Remember the node that holds the last token; return the token's slot."""
+        length = len(tokens)
+        if isinstance(tokens, TokenSequence):
+            key = (adapter, tokens.key)
+            self._places[key] = _Place(node, node.cuts, length)
+            self._places.move_to_end(key)
+            if len(self._places) > min(_MOST_PLACES, self.capacity):
+                self._places.popitem(last=False)
+        return int(node.slots[length - 1 - node.start])
+
+    def _use_path(self, node: Node | None) -> None:
+        """Keep a node and its ancestors; those of a node in use are in use already."""
+        while node is not None and node.parent is not None and node not in self._in_use:
+            self._use(node)
+            node = node.parent
 
     def _root(self, adapter: str | None) -> Node:
         root = self._roots.get(adapter)
@@ -183,7 +274,7 @@ class PrefixTree:
                 self._idle_slots += len(node.slots)
         self._in_use.clear()
 
-    def _extend(self, node: Node, tokens: tuple[int, ...]) -> int:
+    def _extend(self, node: Node, tokens: tuple[int, ...]) -> Node:
         slots = self._allocate(len(tokens))
         if node.children or node.pinned or node.parent is None:
             child = Node(tokens, slots, node.end, node)
@@ -195,7 +286,7 @@ class PrefixTree:
             node.slots = np.concatenate((node.slots, slots))
         self._uncached.add(node)
         self._uncached_tokens += len(tokens)
-        return int(slots[-1])
+        return node
 
     def _split(self, node: Node, length: int) -> Node:
         upper = node.split(length)
@@ -237,7 +328,11 @@ def _start(node: Node) -> int:
     return node.start
 
 
-def _common_length(edge: tuple[int, ...], tokens: tuple[int, ...], position: int) -> int:
-    """Return how many tokens of `edge` follow at `position`; at least the first does."""
-    longest = min(len(edge), len(tokens) - position)
-    return next((i for i in range(1, longest) if edge[i] != tokens[position + i]), longest)
+def _ids_from(tokens: Tokens, start: int) -> tuple[int, ...]:
+    return tokens.ids_from(start) if isinstance(tokens, TokenSequence) else tokens[start:]
+
+
+def _common_length(edge: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+    """Return how many tokens both begin with."""
+    longest = min(len(edge), len(tokens))
+    return next((i for i in range(longest) if edge[i] != tokens[i]), longest)

@@ -22,6 +22,7 @@ from genlm.prefix import (
     SegmentLimits,
     SelfTest,
     ServeOptions,
+    Tokens,
     UnsupportedModelError,
     choose_path,
     plan_batches,
@@ -218,7 +219,7 @@ class SlotCachePath(PrefixRows):
             max_rows=max(1, _LOGITS_PER_PASS // width),
         )
 
-    def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
         """Compute rows in one pass, or in several if limits or memory require it."""
         try:
             return super().rows(adapter, sequences)

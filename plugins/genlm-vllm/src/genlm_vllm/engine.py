@@ -1,9 +1,11 @@
 """`VLLMEngine`: vLLM as a genlm engine.
 
 The engine adds queries to vLLM's scheduler, which lets them join the running batch, and
-collects finished requests. `genlm_vllm.capture` makes the rows inside vLLM; the row of a
-request is used only once vLLM has finished the request. Longer than other modules
-because the engine protocol is in one place, a third of it docstrings.
+collects finished requests. The requests of row queries stay in vLLM between steps where it can
+keep them (`resident_requests`); other queries are requests of their own (`llm_requests`).
+`genlm_vllm.capture` makes the rows inside vLLM; a row is used only once vLLM has sampled the
+token after it. Longer than other modules because the engine protocol is in one place, a third
+of it docstrings.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
-    EvaluationError,
     ModelFacts,
     Query,
     UnknownAdapterError,
@@ -30,12 +31,15 @@ from genlm.plugin import (
     release_process,
 )
 from genlm_vllm.adapters import Adapters
+from genlm_vllm.core_requests import CoreRequests, obstacle
 from genlm_vllm.lifecycle import load_vllm, shut_down
+from genlm_vllm.llm_requests import LLMRequests
 from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
 from genlm_vllm.model_checks import check_served
 from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, ProcessMonitor
-from genlm_vllm.requests import LocalRows, RemoteRows, Request, params_of
+from genlm_vllm.requests import LocalRows, RemoteRows, Request
+from genlm_vllm.resident_requests import ResidentRequests
 from genlm_vllm.worker import call_workers
 
 __all__ = ["VLLMEngine"]
@@ -56,6 +60,8 @@ class VLLMEngine:
             `engine_opts` request several workers or an executor such as Ray.
         unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
             an unbatched forward pass.
+        keep_contexts: Whether the requests of row queries stay in vLLM between steps, so that a
+            context that grows costs one token. Without effect where vLLM cannot keep them.
 
     Raises:
         MissingRequirementError: vLLM is not installed, or its version is not supported.
@@ -79,6 +85,7 @@ class VLLMEngine:
         engine_opts: Mapping[str, Any] | None = None,
         multiprocess: bool | None = None,
         unverified: str = "warn",
+        keep_contexts: bool = True,
     ) -> None:
         options = checked_options(engine_opts)
         if multiprocess not in {None, True, False}:
@@ -99,6 +106,7 @@ class VLLMEngine:
             self._vllm, facts = load_vllm(model, options, failures=self._failures)
             try:
                 self._initialize(facts, unverified)
+                self.keeps_contexts = keep_contexts
             except BaseException:
                 shut_down(self._vllm, multiprocess=self._multiprocess)
                 raise
@@ -127,10 +135,23 @@ class VLLMEngine:
         self._monitor = None if failures is None else ProcessMonitor(engine, failures)
         rows = RemoteRows if self._multiprocess else LocalRows
         self._rows = rows(engine, self.vocabulary)
-        self._requests: dict[str, Request] = {}  # by vLLM's id, oldest first
-        self._ids: dict[int, str] = {}  # vLLM's ids by the query's
-        self._numbers = itertools.count()
+        numbers = itertools.count()
+        self._requests = LLMRequests(engine, self._adapters, self._rows, numbers)
         self._ready: list[Completion] = []
+        self._obstacle = obstacle(engine)
+        self._keeps_contexts = False
+        self._residents: ResidentRequests | None = None
+        if self._obstacle is None:
+            self._residents = ResidentRequests(
+                CoreRequests(engine),
+                adapters=self._adapters,
+                rows=self._rows,
+                others=self._requests.unanswered,
+                numbers=numbers,
+                max_context=self.max_context,
+                embedded_ids=self._embedded_ids,
+                forks=all(call_workers(engine, "genlm_start_forks")),
+            )
         self._tokens_asked = self._tokens_computed = self._tokens_drawn = self._steps = 0
 
     # -- queries ----------------------------------------------------------------------
@@ -142,31 +163,24 @@ class VLLMEngine:
             GenlmError: As `genlm.plugin.check_query`.
             EngineDiedError: A process of vLLM has ended.
         """
+        stays = self._keeps_contexts and query.sampling is None
+        residents = self._residents if stays else None
         with self._guarding():
-            self._ids[query.query_id] = self._add(query)
+            if residents is None:
+                self._check(query)
+                self._requests.add(query)
+            elif not residents.accept(query):
+                self._check(query)
+                residents.accept_checked(query)
+        self._tokens_asked += len(query)
 
-    def _add(self, query: Query) -> str:
-        """Add a query to vLLM; return its id there."""
-        from vllm.inputs import tokens_input
-
+    def _check(self, query: Query) -> None:
         check_query(
             query,
             embedding_rows=self._embedded_ids,
             max_context=self.max_context,
             adapters=self._adapters.names,
         )
-        number = next(self._numbers)
-        request = Request(query, number)
-        name = str(number)
-        self._vllm.add_request(
-            name,
-            tokens_input(list(query.token_ids)),
-            params_of(request),
-            lora_request=self._adapters.request(query.adapter),
-        )
-        self._requests[name] = request
-        self._tokens_asked += len(query.token_ids)
-        return name
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -175,65 +189,66 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
-        name = self._ids.pop(query_id, None)
-        if name is not None and self._requests.pop(name, None) is not None:
-            self._vllm.abort_request([name])
+        if self._residents is None or not self._residents.abort(query_id):
+            self._requests.abort(query_id)
 
     def _advance(self) -> list[Completion]:
-        if not self._requests:
-            return []
         with self._guarding():
-            return self._advance_vllm()
+            refused = [] if self._residents is None else self._residents.send()
+            return refused + (self._requests.fail_lost() or self._advance_vllm())
 
     def _guarding(self) -> contextlib.AbstractContextManager[None]:
         """Raise `EngineDiedError` for errors that follow from the end of a process."""
         return contextlib.nullcontext() if self._monitor is None else self._monitor.guarding()
 
     def _advance_vllm(self) -> list[Completion]:
-        if not self._vllm.has_unfinished_requests():
-            return self._fail_lost()
-        outputs = self._vllm.step()
+        residents = self._residents
+        if not self._requests.unanswered and not (residents and residents.unanswered):
+            return []
+        finished = self._requests.finished(self._vllm.step())
+        answered = [] if residents is None else residents.collect()
         self._steps += 1
-        finished = [
-            (request, output)
-            for output in outputs
-            if output.finished
-            and (request := self._requests.pop(output.request_id, None)) is not None
-        ]
         for request, output in finished:
-            self._ids.pop(request.query.query_id, None)
             self._count(request, output)
-        return self._completions(finished)
-
-    def _completions(self, finished: Sequence[tuple[Request, Any]]) -> list[Completion]:
-        wanted = [
-            request.number
-            for request, output in finished
-            if request.wants_row and request.error(output) is None
-        ]
-        oldest = next((r.number for r in self._requests.values() if r.wants_row), None)
-        rows = self._rows.take(wanted, next(self._numbers) if oldest is None else oldest)
-        return [
-            request.completion(output, rows.get(request.number)) for request, output in finished
-        ]
-
-    def _fail_lost(self) -> list[Completion]:
-        """Fail the requests that vLLM no longer has, which would wait forever."""
-        lost, self._requests = self._requests, {}
-        self._ids.clear()
-        error = "vLLM lost the request; this is a defect of genlm-vllm or vLLM"
-        return [
-            Completion(request.query.query_id, error=EvaluationError(error))
-            for request in lost.values()
-        ]
+        keys = [each.key for each in answered if each.error is None]
+        keys += [r.number for r, output in finished if r.wants_row and r.error(output) is None]
+        rows = self._rows.take(keys)
+        completions = [r.completion(output, rows.get(r.number)) for r, output in finished]
+        for each in answered:
+            self._tokens_computed += each.computed
+            completions.append(each.completion(rows.get(each.key)))
+        return completions if residents is None else completions + residents.relieve()
 
     def _count(self, request: Request, output: Any) -> None:
-        prompt = len(request.query.token_ids)
+        prompt = len(request.query)
         drawn = sum(len(sequence.token_ids) for sequence in output.outputs)
         self._tokens_computed += prompt - (output.num_cached_tokens or 0)
         if not request.wants_row:
             self._tokens_drawn += drawn
             self._tokens_computed += max(0, drawn - 1)  # the last one is not an input
+
+    # -- contexts that stay -----------------------------------------------------------
+
+    @property
+    def keeps_contexts(self) -> bool:
+        """Whether requests of row queries stay in vLLM; may be set between steps."""
+        return self._keeps_contexts
+
+    @keeps_contexts.setter
+    def keeps_contexts(self, keeps: bool) -> None:
+        self._keeps_contexts = keeps and self._residents is not None
+        if self._residents is not None and not keeps:
+            self._residents.end_idle()
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        """End the idle request of a context; its full KV blocks stay in the prefix cache.
+
+        Args:
+            adapter: The context's adapter.
+            key: `TokenSequence.key` of its ids.
+        """
+        if self._residents is not None:
+            self._residents.release(adapter, key)
 
     # -- prefixes, adapters -----------------------------------------------------------
 
@@ -248,25 +263,26 @@ class VLLMEngine:
         """
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
-        with self._guarding():
-            name = self._add(Query(_PREFIX_ID, tuple(token_ids), adapter))
+        own: list[Completion] = []
+        self.submit(Query(_PREFIX_ID, tuple(token_ids), adapter))
         try:
-            while name in self._requests:
-                # Queries that finish meanwhile are returned by the next step.
-                self._ready += self._advance()
+            while not own:
+                for completion in self._advance():
+                    # Queries that finish meanwhile are returned by the next step.
+                    is_own = completion.query_id == _PREFIX_ID
+                    (own if is_own else self._ready).append(completion)
         finally:
-            if self._requests.pop(name, None) is not None:
-                self._vllm.abort_request([name])
-        [own] = [each for each in self._ready if each.query_id == _PREFIX_ID]
-        self._ready.remove(own)
-        if own.error is not None:
-            raise own.error
+            self.abort(_PREFIX_ID)
+        if own[0].error is not None:
+            raise own[0].error
 
     def clear_prefix_cache(self) -> None:
         """Free all cached prefixes. Answers do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
         with self._guarding():
+            if self._residents is not None:
+                self._residents.end_idle()  # vLLM clears nothing while requests hold blocks
             self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:
@@ -292,6 +308,8 @@ class VLLMEngine:
         if name not in self._adapters.names:
             raise UnknownAdapterError(name, self._adapters.names)
         with preserve_process_state(), self._guarding():
+            if self._residents is not None:
+                self._residents.end_adapter(name)
             self._adapters.remove(name)
 
     @property
@@ -305,14 +323,16 @@ class VLLMEngine:
         """Return counters and settings of the engine; after `close`, the last ones.
 
         `tokens_asked` counts the tokens of all queries, `tokens_computed` those that the model
-        computed, `tokens_drawn` those of continuations.
+        computed, `tokens_drawn` those of continuations. `contexts_resident` are the requests
+        that stay in vLLM now, `contexts_continued` counts the queries that continued one,
+        `contexts_ended` those that were ended.
         """
         if self._final_statistics is not None:
             return self._final_statistics
         config = self._vllm.vllm_config
         return {
             "tokens_asked": self._tokens_asked,
-            "tokens_computed": self._tokens_computed,
+            "tokens_computed": self._tokens_computed - self._rows.tokens_copied,
             "tokens_drawn": self._tokens_drawn,
             "steps": self._steps,
             "adapters": len(self._adapters.names),
@@ -322,7 +342,11 @@ class VLLMEngine:
             "kv_block_tokens": int(config.cache_config.block_size),
             "max_context": int(config.model_config.max_model_len) - 1,
             "implementation": self._implementation,
-        }
+            "contexts": "kept" if self._keeps_contexts else self._reason_not_kept(),
+        } | (self._residents.statistics() if self._residents is not None else {})
+
+    def _reason_not_kept(self) -> str:
+        return f"not kept: {self._obstacle or 'keep_contexts=False'}"
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
@@ -331,8 +355,9 @@ class VLLMEngine:
         if self._monitor is not None:
             self._monitor.stop()
         self._rows.close()
-        del self._rows, self._adapters
-        self._requests.clear()
+        if self._residents is not None:
+            self._residents.close()
+        del self._rows, self._adapters, self._requests, self._residents
         try:
             shut_down(engine, multiprocess=self._multiprocess)
         finally:

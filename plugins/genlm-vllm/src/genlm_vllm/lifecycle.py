@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from genlm.plugin import ModelFacts, ModelLoadError, model_source, preserve_process_state
@@ -97,11 +97,31 @@ def _built(
     if not multiprocess and config.model_config.using_transformers_backend():
         check_fallback_attention()
         keep_classes = keep_transformers_classes(lambda: model_of(engine))
-    with keep_classes:
+    with keep_classes, _core_statistics() if multiprocess else contextlib.nullcontext():
         engine = vllm.LLMEngine.from_vllm_config(
             config, disable_log_stats=arguments["disable_log_stats"]
         )
     return engine, facts
+
+
+@contextlib.contextmanager
+def _core_statistics() -> Iterator[None]:
+    """Have the engine core say with every step how busy it is, for `CoreRequests.load`.
+
+    `disable_log_stats=False` would also have `LLMEngine` log and publish statistics.
+    """
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    original = EngineCoreClient.make_client
+
+    def make_client(**options: Any) -> Any:
+        return original(**{**options, "log_stats": True})
+
+    EngineCoreClient.make_client = make_client
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_client = staticmethod(original)
 
 
 def model_of(engine: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from genlm.plugin import Completion, EvaluationError, Query, SamplingParams, Vocabulary
+from genlm_vllm.forks import FORK, Fork
 from genlm_vllm.worker import call_workers
 
 __all__ = ["LocalRows", "RemoteRows", "Request", "params_of"]
@@ -67,11 +68,15 @@ def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
     return drawn
 
 
-def params_of(request: Request) -> Any:
+def params_of(request: Request, fork: Fork | None = None) -> Any:
     """Return the `vllm.SamplingParams` of a request.
 
     `Capture` draws tokens, so vLLM samples greedily and without a seed; vLLM's own seeds fail
     on the CPU when a prompt is computed in chunks.
+
+    Args:
+        request: The request.
+        fork: What it begins with, if a worker may copy that.
     """
     import vllm
 
@@ -92,7 +97,7 @@ def params_of(request: Request) -> Any:
         ignore_eos=True,
         detokenize=False,
         skip_clone=True,  # used by this request only
-        extra_args={ARGUMENT: capture},
+        extra_args={ARGUMENT: capture} if fork is None else {ARGUMENT: capture, FORK: fork},
     )
 
 
@@ -102,29 +107,43 @@ class LocalRows:
     Args:
         engine: The `vllm.LLMEngine`.
         vocabulary: Defines the ids of the rows.
+
+    Attributes:
+        tokens_copied: Tokens that forked requests copied instead of computing them, as of the
+            last rows.
     """
 
     def __init__(self, engine: Any, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._size = vocabulary.size
+        self.tokens_copied = 0
+        self._abandoned: list[int] = []
         call_workers(
             engine, "genlm_start_capture", vocabulary.size, list(vocabulary.missing_ids)
         )
 
-    def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Fetch rows of finished requests and drop those of aborted ones.
+    def abandon(self, key: int) -> None:
+        """Have the next `take` drop a row that may be stored and will not be fetched."""
+        self._abandoned.append(key)
+
+    def take(self, keys: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Fetch the rows of finished requests.
 
         Args:
             keys: The requests' keys.
-            oldest: Rows with lower keys will not be fetched any more.
 
         Returns:
             The stored rows by key, each in memory of its own.
         """
         if not keys:
             return {}
-        rows: dict[int, torch.Tensor] = call_workers(
-            self._engine, "genlm_take_rows", list(keys), oldest
+        abandoned, self._abandoned = self._abandoned, []
+        return self._taken(list(keys), abandoned)
+
+    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
+        rows: dict[int, torch.Tensor]
+        rows, self.tokens_copied = call_workers(
+            self._engine, "genlm_take_rows", keys, abandoned
         )[0]
         return rows
 
@@ -145,15 +164,15 @@ class RemoteRows(LocalRows):
         super().__init__(engine, vocabulary)
         call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
 
-    def take(self, keys: Sequence[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Fetch rows as `LocalRows.take` does."""
+    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
         count = max(1, _BYTES_PER_CALL // (4 * self._size))
-        oldest = min(oldest, *keys) if keys else oldest
         rows: dict[int, torch.Tensor] = {}
         for begin in range(0, len(keys), count):
-            part = list(keys[begin : begin + count])
-            for found, data in call_workers(self._engine, "genlm_take_row_bytes", part, oldest):
+            part = keys[begin : begin + count]
+            replies = call_workers(self._engine, "genlm_take_row_bytes", part, abandoned)
+            for found, data, copied in replies:
                 if found:  # the worker that stores rows
+                    self.tokens_copied = copied
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
                     rows |= {key: torch.tensor(row) for key, row in zip(found, values)}
         return rows

@@ -45,16 +45,18 @@ class _BufferedRow:
 
 
 class RowBuffer:
-    """Rows by the key of their request; keys ascend.
+    """Rows by the key of their request.
 
     Attributes:
         ids: The ids of the rows.
         active: Whether this process buffers rows: one of several tensor-parallel ranks does.
+        tokens_copied: Tokens of forked requests that were copied instead of computed.
     """
 
     def __init__(self) -> None:
         self.ids = VocabularyIds(0)
         self.active = False
+        self.tokens_copied = 0
         self._rows: dict[int, _BufferedRow] = {}
 
     def reset(self, ids: VocabularyIds, *, active: bool) -> None:
@@ -62,6 +64,7 @@ class RowBuffer:
         self._rows.clear()
         self.ids = ids
         self.active = active
+        self.tokens_copied = 0
 
     def put(self, keys: list[int], rows: torch.Tensor) -> None:
         """Store rows, replacing earlier ones of the same keys."""
@@ -75,11 +78,11 @@ class RowBuffer:
             for key, row in zip(keys, copies, strict=True):
                 self._rows[key] = _BufferedRow(row[None], 0)
 
-    def take(self, keys: list[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Remove and return the stored rows of `keys`; drop others with keys below `oldest`."""
+    def take(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
+        """Remove and return the stored rows of `keys`; drop the `abandoned` ones."""
         taken = {key: self._rows.pop(key) for key in keys if key in self._rows}
-        for key in [key for key in self._rows if key < oldest]:
-            del self._rows[key]
+        for key in abandoned:
+            self._rows.pop(key, None)
         return {key: row.owned() for key, row in taken.items()}
 
     def __len__(self) -> int:

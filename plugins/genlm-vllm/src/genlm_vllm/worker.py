@@ -98,17 +98,27 @@ class RowWorker:
         start_parent_watchdog(client)
 
     @_replying
-    def genlm_take_rows(self, keys: list[int], oldest: int) -> dict[int, torch.Tensor]:
-        """Return rows within this process; see `RowBuffer.take`."""
-        return ROW_BUFFER.take(keys, oldest)
+    def genlm_start_forks(self) -> bool:
+        """Have forked requests copy KV blocks; return whether they do."""
+        start = getattr(self, "start_forks", None)  # of `CPUWorker`
+        return start is not None and bool(start())
 
     @_replying
-    def genlm_take_row_bytes(self, keys: list[int], oldest: int) -> tuple[list[int], bytes]:
-        """Return rows to another process: their keys, and their float32 values."""
-        rows = ROW_BUFFER.take(keys, oldest)
+    def genlm_take_rows(
+        self, keys: list[int], abandoned: list[int]
+    ) -> tuple[dict[int, torch.Tensor], int]:
+        """Return rows within this process, see `RowBuffer.take`, and `tokens_copied`."""
+        return ROW_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
+
+    @_replying
+    def genlm_take_row_bytes(
+        self, keys: list[int], abandoned: list[int]
+    ) -> tuple[list[int], bytes, int]:
+        """Return rows to another process: keys, float32 values, and `tokens_copied`."""
+        rows, copied = ROW_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
         if not rows:
-            return [], b""
-        return list(rows), torch.stack(list(rows.values())).cpu().numpy().tobytes()
+            return [], b"", copied
+        return list(rows), torch.stack(list(rows.values())).cpu().numpy().tobytes(), copied
 
     @_replying
     def genlm_count_rows(self) -> int:

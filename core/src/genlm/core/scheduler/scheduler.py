@@ -9,14 +9,12 @@ import asyncio
 import atexit
 import concurrent.futures
 import functools
-import os
-import queue
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 from genlm.core.errors import EngineClosedError, QueryResetError
+from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import Limits
 from genlm.core.scheduler.delivery import Waiter
 from genlm.core.scheduler.request_table import Identified, PendingRequest
@@ -52,6 +50,8 @@ class Scheduler(Generic[EngineT]):
         on_result: Called with `(key, result)` of a request with a key, on the engine's thread,
             before the callers are woken.
         copy_result: Copies a result for the second and later callers that share it.
+        on_release: Called with the engine and the items given to `release`, on the engine's
+            thread, between two steps. What it raises is logged.
         max_batch_size: Most queries in the engine at a time, None for no limit.
         max_wait_s: How long an incomplete batch waits for more requests when the
             engine is idle; 0 for no timer.
@@ -72,6 +72,7 @@ class Scheduler(Generic[EngineT]):
         find_invalid: FindInvalid = lambda _engine, _results: {},
         on_result: Callable[[Any, Any], None] = lambda _key, _result: None,
         copy_result: Callable[[Any], Any] = lambda result: result,
+        on_release: Callable[[EngineT, list[Any]], None] = lambda _engine, _items: None,
         max_batch_size: int | None = None,
         max_wait_s: float = 0.0,
         max_pending: int | None = None,
@@ -82,6 +83,7 @@ class Scheduler(Generic[EngineT]):
             find_invalid=find_invalid,
             on_result=on_result,
             copy_result=copy_result,
+            on_release=on_release,
             limits=Limits(max_batch_size, max_wait_s, max_pending),
             name=name,
         )
@@ -92,7 +94,8 @@ class Scheduler(Generic[EngineT]):
             raise
         _live_workers.add(self._worker)
         # A scheduler that is dropped without `close` must not leave its thread behind.
-        weakref.finalize(self, _reaper().put, self._worker).atexit = False
+        stop = functools.partial(_stop, self._worker)
+        weakref.finalize(self, run_in_background, stop).atexit = False
 
     def __repr__(self) -> str:
         closed = "; closed" if self.closed else ""
@@ -195,6 +198,14 @@ class Scheduler(Generic[EngineT]):
         """
         self._worker.call_after(blocks, function)
 
+    @property
+    def release(self) -> Callable[[Any], None]:
+        """Pass an item to `on_release`, soon and together with others.
+
+        A function that may be called in finalizers, and that does not refer to the scheduler.
+        """
+        return self._worker.release
+
     def reset(self) -> None:
         """End all unanswered requests with `QueryResetError`; the engine stays usable."""
         self._worker.reset(
@@ -241,25 +252,12 @@ class Scheduler(Generic[EngineT]):
             )
 
 
+def _stop(worker: Worker) -> None:
+    worker.stop(_closed())
+
+
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine was closed; load the model again to go on")
-
-
-@functools.cache
-def _reaper() -> queue.SimpleQueue[Worker]:
-    """A queue whose workers are stopped by a thread of its own.
-
-    Finalizers run on any thread at any moment, also on one that holds the worker's lock.
-    `SimpleQueue.put` is safe there.
-    """
-    dropped: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-
-    def stop_dropped() -> None:
-        while True:
-            dropped.get().stop(_closed())
-
-    threading.Thread(target=stop_dropped, name="genlm-reaper", daemon=True).start()
-    return dropped
 
 
 _live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -272,7 +270,3 @@ def _close_all() -> None:
         worker.stop(_closed())
     for worker in workers:
         worker.join(EXIT_TIMEOUT_S)
-
-
-if hasattr(os, "register_at_fork"):  # a fork does not inherit the reaper's thread
-    os.register_at_fork(after_in_child=_reaper.cache_clear)

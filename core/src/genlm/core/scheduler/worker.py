@@ -26,6 +26,7 @@ from genlm.core.errors import (
 )
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Completion
+from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
 from genlm.core.scheduler.delivery import Delivery, Waiter
 from genlm.core.scheduler.request_table import Identified, PendingRequest, RequestTable
@@ -34,6 +35,9 @@ from genlm.core.statistics import SchedulerStatistics
 __all__ = ["FindInvalid", "Worker"]
 
 logger = logging.getLogger("genlm")
+
+RELEASE_DELAY_S = 0.01
+"""How long an idle engine waits for more items to release before it is woken for them."""
 
 FindInvalid = Callable[[Any, Sequence[Any]], Mapping[int, Exception]]
 """From an engine and the results of a step to the errors of those that are invalid."""
@@ -78,12 +82,14 @@ class Worker:
         find_invalid: FindInvalid,
         on_result: Callable[[Any, Any], None],
         copy_result: Callable[[Any], Any],
+        on_release: Callable[[Any, list[Any]], None],
         limits: Limits,
         name: str,
     ) -> None:
         self._find_invalid = find_invalid
         self._on_result = on_result
         self._copy_result = copy_result
+        self._on_release = on_release
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(limits.max_pending)
@@ -91,6 +97,8 @@ class Worker:
         self._max_batch_size = limits.max_batch_size
         self._aborts: list[int] = []
         self._calls: deque[Call] = deque()
+        self._released: deque[Any] = deque()
+        self._release_scheduled = self._release_due = False
         self._stopped: EngineError | None = None  # why nothing is accepted any more
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -165,6 +173,24 @@ class Worker:
             self._calls.append(call)
             self._changed.notify()
         return call.future
+
+    def release(self, item: Any) -> None:
+        """Pass an item to `on_release` between two steps; safe in finalizers.
+
+        An idle engine is woken once for all items of a short time.
+        """
+        if self._stopped is not None:
+            return
+        self._released.append(item)
+        if not self._release_scheduled:
+            self._release_scheduled = True
+            run_in_background(self._wake_for_release)
+
+    def _wake_for_release(self) -> None:
+        time.sleep(RELEASE_DELAY_S)
+        with self._lock:
+            self._release_due = True
+            self._changed.notify()
 
     def reset(self, error: EngineError) -> None:
         """Fail all unanswered requests; the engine drops them and stays usable."""
@@ -262,10 +288,21 @@ class Worker:
         refused = self._submit(engine, requests)
         if refused:
             self._hand_over(refused)
+        # After the submissions, which may use what would be released.
+        if self._released or self._release_due:
+            self._release(engine)
         if self._table.in_engine:
             start_s = time.perf_counter()
             completions = self._valid(engine, self._step(engine))
             self._hand_over(completions, step_s=time.perf_counter() - start_s)
+
+    def _release(self, engine: Any) -> None:
+        self._release_scheduled = self._release_due = False
+        items = [self._released.popleft() for _ in range(len(self._released))]
+        try:
+            self._on_release(engine, items)
+        except Exception:
+            logger.exception("releasing what %s keeps raised", type(engine).__name__)
 
     def _run_calls(self, engine: Any) -> None:
         # One at a time: should the thread die, `stop` finds and fails the rest.
@@ -285,7 +322,7 @@ class Worker:
         """Block until there is something to do; False once the worker is stopped."""
         with self._lock:
             while self._stopped is None:
-                if self._aborts or self._table.in_engine:
+                if self._aborts or self._table.in_engine or self._release_due:
                     return True
                 if not all(map(self._is_blocked, self._calls)):
                     return True

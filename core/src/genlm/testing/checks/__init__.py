@@ -15,6 +15,7 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
         "engine_rows",
         "engine_batches",
         "engine_caches",
+        "engine_contexts",
         "engine_requests",
         "engine_cancellation",
         "engine_threads",

@@ -119,7 +119,7 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
     uncached.update(slot for node in nodes for slot in node.slots[node.computed :].tolist())
     again = {
         slot: QueryToken(
-            sequence[-1],
+            sequence.ids_from(len(sequence) - 1)[0],
             len(sequence) - 1,
             SCRATCH_SLOT,
             batch.tree.find(batch.adapter, sequence),

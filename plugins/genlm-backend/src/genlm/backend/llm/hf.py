@@ -168,7 +168,10 @@ class AsyncTransformer(ServedLM):
         """Compute a prefix and keep it, which `walk_cache` finds until `clear_kv_cache`."""
         super().cache_kv(prompt_tokens, lora_name)
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
-            self._kept.add((lora_name or self.lora_name, tuple(map(int, prompt_tokens))))
+            ids: Any = prompt_tokens
+            if isinstance(prompt_tokens, genlm.Context):
+                ids = prompt_tokens.token_ids
+            self._kept.add((lora_name or self.lora_name, tuple(map(int, ids))))
 
     def add_new_lora(
         self,

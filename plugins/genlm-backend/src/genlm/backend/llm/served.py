@@ -24,7 +24,7 @@ from genlm.backend.tokenization.vocab import bytes_to_strs
 from genlm.plugin import Completion, Engine, get_backend
 
 if TYPE_CHECKING:
-    from genlm.core.validation import TokenBatch, TokenIds
+    from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["ServedLM", "installed_engine", "output_cache", "with_rows_on_cpu"]
 
@@ -99,7 +99,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self,
         prompt_token_ids: TokenIds,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
@@ -118,7 +118,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         self,
         prompt_token_ids_list: TokenBatch,
         max_tokens: int,
-        eos_token_ids: TokenIds = (),
+        eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,

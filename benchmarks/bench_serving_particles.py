@@ -1,0 +1,277 @@
+"""How fast do the serving engines serve a population of particles?
+
+A particle loop asks for the row of every context, draws a token from each, appends it, and asks
+again. The limit is the engine's own generation of as many tokens: queries with `sampling`,
+which stay in its running batch. Contestants, in turn in every round, on the same engine:
+
+- own: `AsyncLM.batch_sample`, as many continuations as contexts are asked at each step;
+- one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
+  engine keeping no contexts (`keeps_contexts = False`);
+- lists: the same, contexts kept between steps;
+- contexts: the same by `llm.context` and `extend`, where the core has them.
+
+Drawing, by the same function, and appending are on the clock for all. The prompt is computed
+before, and every particle begins with a token of its own, so that nobody computes more than one
+token per row.
+Three kinds of populations: *plain*; *resampled* every 4 steps, by random weights that leave
+about half of the particles; *waiting*, a random half of them at each step, compared with own
+generation by half as many sequences.
+
+Figures are microseconds of CPU time a token, of all threads and, with `--multiprocess`, all
+processes of vLLM, so other work on the machine hardly enters. A ratio is the speed as a
+fraction of own generation's in the same round, its median over rounds. The error is the
+largest difference of a log-probability of the last rows from an unbatched float32 forward pass
+of transformers. Model: the particles' Llama of 8 layers x 512, 8,000 ids, random weights,
+float32; options are the plugins' defaults on the CPU, except for room for 256 requests. Run
+with the engine's environment: `.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
+`.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from particle_model import VOCAB_SIZE, save_model
+from report import print_report
+
+from genlm import AsyncLM, OutputCache
+from genlm.plugin import draw_tokens
+
+CELLS = ("10/64/32", "50/64/32", "50/512/24", "200/64/12")
+KINDS = ("plain", "resampled", "waiting")
+CONTESTANTS = ("own", "one request a step", "lists", "contexts")
+RESAMPLE_EVERY = 4
+CHECKED = 3
+"""Contexts of a run whose rows are compared with transformers."""
+
+
+@dataclass(frozen=True)
+class Population:
+    """Particles that share a prompt and grow by one token a step.
+
+    Attributes:
+        count: How many.
+        prompt_length: Tokens that all of them share.
+        steps: How many are measured.
+        kind: One of `KINDS`.
+    """
+
+    count: int
+    prompt_length: int
+    steps: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.count}/{self.prompt_length} {self.kind}"
+
+    @property
+    def asked(self) -> int:
+        """Particles that are asked at a step."""
+        return max(1, self.count // 2) if self.kind == "waiting" else self.count
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of CPU time of a run, and its last rows by their contexts."""
+
+    seconds: float
+    rows: Sequence[tuple[tuple[int, ...], torch.Tensor]] = ()
+
+
+class Bench:
+    """One engine, and the contestants that use it."""
+
+    def __init__(self, build: Callable[[], Any], folder: Path, *, processes: bool) -> None:
+        self.lm = AsyncLM(build, output_cache=OutputCache(0))
+        self._clock = _clock_of_all_processes if processes else time.process_time
+        self._seeds = itertools.count()
+        self._reference = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+
+    def contestants(self) -> list[str]:
+        """Those that this engine and this core have."""
+        has = {
+            "own": True,
+            "one request a step": True,
+            "lists": hasattr(self.lm.engine, "keeps_contexts"),
+            "contexts": hasattr(self.lm, "context"),
+        }
+        return [name for name in CONTESTANTS if has[name]]
+
+    def measure(self, contestant: str, population: Population) -> Measurement:
+        """Run a contestant once, from a prompt that no other run has."""
+        generator = random.Random(next(self._seeds))
+        prompt = [generator.randrange(VOCAB_SIZE) for _ in range(population.prompt_length)]
+        first = generator.sample(range(VOCAB_SIZE), population.count)
+        keeps = contestant != "one request a step"
+        self.lm._scheduler.run(lambda engine: _keep_contexts(engine, keeps=keeps))  # noqa: SLF001
+        self.lm.clear_kv_cache()
+        self.lm.next_token_logprobs_sync(prompt)
+        starts = [[*prompt, token] for token in first]
+        if contestant == "own":
+            return self._own(starts[: population.asked], population.steps)
+        if contestant == "contexts":
+            parent = self.lm.context(prompt)
+            starts = [parent.extend(token) for token in first]
+        return asyncio.run(self._particles(starts, population, generator))
+
+    def _own(self, prompts: list[list[int]], steps: int) -> Measurement:
+        start = self._clock()
+        drawn = asyncio.run(self.lm.batch_sample(prompts, steps, seed=next(self._seeds)))
+        assert all(len(tokens) == steps for tokens in drawn)
+        return Measurement(self._clock() - start)
+
+    async def _particles(
+        self, contexts: list[Any], population: Population, generator: random.Random
+    ) -> Measurement:
+        members = range(population.count)
+        asked, seconds, final = list(members), 0.0, []
+        for step in range(population.steps):
+            if population.kind == "waiting":
+                asked = generator.sample(members, population.asked)
+            start = self._clock()
+            rows = await asyncio.gather(
+                *(self.lm.next_token_logprobs(contexts[i]) for i in asked)
+            )
+            uniforms = [generator.random() for _ in asked]
+            tokens = draw_tokens(torch.stack(rows), [1.0] * len(asked), uniforms)
+            if step == population.steps - 1:
+                final = [(_ids(contexts[i]), row) for i, row in zip(asked, rows, strict=True)]
+            for i, token in zip(asked, tokens.tolist(), strict=True):
+                contexts[i] = _extended(contexts[i], token)
+            if population.kind == "resampled" and step % RESAMPLE_EVERY == RESAMPLE_EVERY - 1:
+                weights = [generator.random() ** 3 for _ in members]
+                parents = generator.choices(members, weights, k=population.count)
+                contexts = [contexts[parent] for parent in parents]
+            seconds += self._clock() - start
+        return Measurement(seconds, final[:CHECKED])
+
+    @torch.inference_mode()
+    def error(self, rows: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> float:
+        """Largest difference of rows from an unbatched forward pass."""
+        largest = 0.0
+        for ids, row in rows:
+            logits = self._reference(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            expected = logits[:VOCAB_SIZE].log_softmax(-1)
+            largest = max(largest, float((expected - row.cpu()).abs().max()))
+        return largest
+
+
+def _keep_contexts(engine: Any, *, keeps: bool) -> None:
+    if hasattr(engine, "keeps_contexts"):
+        engine.keeps_contexts = keeps
+
+
+def _extended(context: Any, token: int) -> Any:
+    return [*context, token] if isinstance(context, list) else context.extend(token)
+
+
+def _ids(context: Any) -> tuple[int, ...]:
+    return tuple(context if isinstance(context, list) else context.token_ids)
+
+
+def _clock_of_all_processes() -> float:
+    import psutil
+
+    seconds = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        times = child.cpu_times()
+        seconds += times.user + times.system
+    return seconds
+
+
+def populations(options: argparse.Namespace) -> Iterator[Population]:
+    for cell in options.cells:
+        for kind in options.kinds:
+            yield Population(*map(int, cell.split("/")), kind)
+
+
+def measure(
+    bench: Bench, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Microseconds a token by row, and the largest error of each contestant."""
+    samples: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    names = [name for name in bench.contestants() if name in options.contestants]
+    for population in populations(options):
+        tokens = population.asked * population.steps
+        for turn in range(options.rounds + 1):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                found = bench.measure(name, population)
+                errors[name] = max(errors.get(name, 0.0), bench.error(found.rows))
+                if turn:  # the first round warms up
+                    row = f"{population} {name}"
+                    samples.setdefault(row, []).append(found.seconds / tokens * 1e6)
+        speeds = {name: round(ratio(samples, f"{population} {name}"), 2) for name in names}
+        print(population, speeds, flush=True)
+    return samples, errors
+
+
+def ratio(samples: dict[str, list[float]], row: str) -> float:
+    """Speed as a fraction of own generation's: median over rounds of ratios in a round."""
+    base = " ".join(row.split()[:2]) + " own"
+    pairs = zip(samples[base], samples[row], strict=True)
+    return statistics.median(own / each for own, each in pairs)
+
+
+def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[[], Any]:
+    """Return what builds an engine with room for 256 requests."""
+    if name == "vllm":
+        from genlm_vllm.engine import VLLMEngine
+
+        engine_opts = {"max_num_seqs": 256, "kv_cache_memory_bytes": 2**30}
+        return lambda: VLLMEngine(
+            folder, engine_opts=engine_opts, multiprocess=options.multiprocess
+        )
+    from genlm_sgl.engine import SGLEngine
+
+    sgl_opts = {"max_running_requests": 256, "max_total_tokens": 65_536}
+    return lambda: SGLEngine(folder, engine_opts=sgl_opts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", choices=("vllm", "sgl"))
+    parser.add_argument("--cells", nargs="+", default=CELLS, metavar="N/PROMPT/STEPS")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--multiprocess", action="store_true", help="vLLM's own processes")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_model(folder, VOCAB_SIZE)
+        build = engine_of(options.engine, folder, options)
+        bench = Bench(build, folder, processes=options.multiprocess)
+        try:
+            samples, errors = measure(bench, options)
+        finally:
+            bench.lm.close()
+    extra = {
+        "engine": options.engine,
+        "multiprocess": options.multiprocess,
+        "errors": {name: float(f"{error:.1e}") for name, error in errors.items()},
+        "resample_every": RESAMPLE_EVERY,
+    }
+    ratios = {row: ratio(samples, row) for row in samples}
+    print_report(
+        "serving_particles", samples, unit="us of CPU a token", ratios=ratios, extra=extra
+    )
+
+
+if __name__ == "__main__":
+    main()

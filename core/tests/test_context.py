@@ -1,0 +1,242 @@
+"""Contexts: handles that programs extend, and what the engine keeps for them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
+
+import genlm
+from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
+from genlm.core.errors import TokenIdError, TokenTypeError
+
+VOCAB_SIZE = 16
+MakeModel = Callable[..., AsyncLM]
+
+
+class KeepingEngine(ScriptedEngine):
+    """Records which contexts it may let go of."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.released: list[tuple[str | None, bytes]] = []
+        self.threads: set[str] = set()
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        self.released.append((adapter, key))
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.fixture
+def keeping(make_model: MakeModel) -> tuple[AsyncLM, KeepingEngine]:
+    """A model without an output cache, and its engine."""
+    engine = KeepingEngine(VOCAB_SIZE)
+    return make_model(engine, output_cache=OutputCache(0)), engine
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(1e-3)
+
+
+def test_the_public_example(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    ctx = llm.context([1, 2])
+    child = ctx.extend(3)
+
+    async def main() -> None:
+        row = await ctx.next_token_logprobs()
+        assert torch.equal(row, oracle_row([1, 2], None, VOCAB_SIZE))
+        rows = await llm.batch_next_token_logprobs([child, [1, 2], np.array([1, 2, 3])])
+        assert torch.equal(rows[0], oracle_row([1, 2, 3], None, VOCAB_SIZE))
+        assert torch.equal(rows[0], rows[2])
+        assert await child.sample(3, seed=1) == await llm.sample([1, 2, 3], 3, seed=1)
+
+    asyncio.run(main())
+    assert llm.cached_logprobs(child) is not None
+    assert torch.equal(ctx.next_token_logprobs_sync(), oracle_row([1, 2], None, VOCAB_SIZE))
+    assert (len(child), child.token_ids) == (3, (1, 2, 3))
+    assert repr(child) == f"<Context of {llm.name!r}: 3 tokens, 1, 2, 3>"
+
+
+@pytest.mark.parametrize(
+    "several", [[4, 5], (4, 5), np.array([4, 5]), torch.tensor([4, 5]), [np.int32(4), 5]]
+)
+def test_extending_by_several_ids_or_by_one_of_any_kind(
+    make_model: MakeModel, several: Any
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    ctx = llm.context([1])
+    assert ctx.extend(several) == ctx.extend(np.int64(4)).extend(torch.tensor(5))
+    assert ctx.extend([]) is ctx
+    assert ctx.extend(4) != ctx.extend(5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (VOCAB_SIZE, TokenIdError),
+        (-1, TokenIdError),
+        ([3, VOCAB_SIZE], TokenIdError),
+        (1.5, TokenTypeError),
+        ("a", TokenTypeError),
+        ([1.5], TokenTypeError),
+        (None, TokenTypeError),
+    ],
+)
+def test_wrong_extensions_are_refused(
+    make_model: MakeModel, wrong: Any, error: type[Exception]
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    with pytest.raises(error):
+        llm.context([1]).extend(wrong)
+
+
+def test_wrong_contexts_are_refused(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE, max_context=3))
+    with pytest.raises(EmptySequenceError):
+        llm.context([])
+    with pytest.raises(TokenIdError):
+        llm.context([VOCAB_SIZE])
+    with pytest.raises(ContextLengthError):
+        llm.context([1] * 4)
+    full = llm.context([1] * 3)
+    full.next_token_logprobs_sync()
+    longer = full.extend(1)  # the last token of a text, which nobody asks
+    with pytest.raises(ContextLengthError):
+        longer.next_token_logprobs_sync()
+    with pytest.raises(TypeError, match="token_ids"):
+        pickle.dumps(full)
+    assert copy.copy(full) is full
+    assert copy.deepcopy([full])[0] is full
+
+
+# -- what the engine keeps ------------------------------------------------------------
+
+
+def test_the_engine_is_told_when_the_last_reference_goes(keeping: Any) -> None:
+    llm, engine = keeping
+    ctx = llm.context([1, 2])
+    equal = llm.context([1]).extend(2)
+    for each in (ctx, equal):
+        each.next_token_logprobs_sync()
+    key = ctx.sequence.key
+    del ctx, each
+    gc.collect()
+    llm.next_token_logprobs_sync([3])
+    assert engine.released == []  # the equal context still refers to it
+    del equal
+    wait_for(lambda: engine.released == [(None, key)])  # although nobody asks anything
+    assert engine.threads == {f"genlm-{llm.name}"}
+
+
+def test_what_was_never_asked_and_lists_are_not_released(keeping: Any) -> None:
+    llm, engine = keeping
+    llm.context([1, 2]).extend(3)
+    llm.next_token_logprobs_sync([1, 2, 3])
+    llm.next_token_logprobs_sync([4])
+    assert engine.released == []
+
+
+def test_a_context_is_kept_for_its_extensions_until_they_are_asked(keeping: Any) -> None:
+    llm, engine = keeping
+    ctx = llm.context([1])
+    ctx.next_token_logprobs_sync()
+    key = ctx.sequence.key
+    grandchild = ctx.extend(2).extend([3, 4])
+    del ctx
+    llm.next_token_logprobs_sync([5])
+    assert engine.released == []
+    grandchild.next_token_logprobs_sync()
+    wait_for(lambda: engine.released == [(None, key)])
+    del grandchild
+    wait_for(lambda: len(engine.released) == 2)
+
+
+def test_releases_come_after_the_requests_that_arrived_before(keeping: Any) -> None:
+    llm, engine = keeping
+    order: list[Any] = []
+    submit, release = engine.submit, engine.release_context
+    engine.submit = lambda query: (order.append(query.token_ids), submit(query))
+    engine.release_context = lambda *key: (order.append("released"), release(*key))
+
+    async def main() -> None:
+        ctx = llm.context([1])
+        await ctx.next_token_logprobs()
+        ctx = ctx.extend(2)
+        await ctx.next_token_logprobs()
+        await llm.next_token_logprobs([7])
+
+    asyncio.run(main())
+    assert order.index((1, 2)) < order.index("released")
+
+
+def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
+    llm, engine = keeping
+    contexts = [llm.context([1, i % VOCAB_SIZE, i // VOCAB_SIZE]) for i in range(200)]
+    llm.batch_next_token_logprobs_sync(contexts)
+    keys = {(None, each.sequence.key) for each in contexts}
+    del contexts
+    gc.collect()
+    wait_for(lambda: set(engine.released) == keys)
+    assert len(engine.released) == len(keys)
+    assert len(llm._holds._by_key) == 0
+
+
+def test_an_engine_that_fails_to_release_goes_on(keeping: Any, caplog: Any) -> None:
+    llm, engine = keeping
+
+    def fail(*_key: Any) -> None:
+        engine.released.append(_key)
+        raise RuntimeError("release failed")
+
+    engine.release_context = fail
+    llm.context([1]).next_token_logprobs_sync()
+    wait_for(lambda: bool(engine.released))
+    llm.next_token_logprobs_sync([2])
+    assert "release failed" in caplog.text
+
+
+def test_contexts_dropped_after_close_need_nobody(keeping: Any) -> None:
+    llm, engine = keeping
+    ctx = llm.context([1])
+    ctx.next_token_logprobs_sync()
+    llm.close()
+    del ctx
+    gc.collect()
+    assert engine.released == []
+
+
+def test_a_context_keeps_its_model_alive() -> None:
+    ctx = genlm.load_model("demo", backend="reference").context([1, 2])
+    gc.collect()
+    assert ctx.next_token_logprobs_sync().shape == (257,)
+
+
+# -- keys, lists ----------------------------------------------------------------------
+
+
+def test_long_lists_are_found_again_and_still_checked(keeping: Any) -> None:
+    llm, engine = keeping
+    ids = [i % VOCAB_SIZE for i in range(100)]
+    for token_id in (1, 2, 3):
+        llm.next_token_logprobs_sync(ids)
+        ids.append(token_id)
+        row = llm.next_token_logprobs_sync(tuple(ids))
+        assert torch.equal(row, oracle_row(ids, None, VOCAB_SIZE))
+    for wrong, error in [(VOCAB_SIZE, TokenIdError), (1.0, TokenTypeError)]:
+        with pytest.raises(error):
+            llm.next_token_logprobs_sync([*ids, wrong])
+    assert [tuple(ids)] in engine.batches

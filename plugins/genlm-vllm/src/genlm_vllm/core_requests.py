@@ -1,0 +1,212 @@
+"""`CoreRequests`: resumable requests of vLLM's engine core, and how busy that is.
+
+They are vLLM's streaming input. A resumable request that has generated what it may is parked by
+vLLM's scheduler, with its KV blocks. When it is sent again, under the same id and
+with further tokens, vLLM drops the token that it sampled itself and computes those. As with
+`vllm.AsyncLLM`, such requests go to the engine core directly; `LLMEngine` does not know them,
+so their outputs are taken out of each step's before `LLMEngine` sees them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from genlm_vllm.versions import check_version
+
+__all__ = ["CoreRequests", "Load", "obstacle"]
+
+_PREFIX = "genlm-"
+"""Of these requests' ids; those of `LLMEngine` begin with a digit."""
+
+_SAMPLED_HASHES_DROPPED = Version("0.32")
+"""The first vLLM that drops the hash of a block which the token that it sampled completed."""
+
+_SETTLING_S = 0.005
+"""Within this time of a change, figures of another process may be older than it."""
+
+
+class Load(NamedTuple):
+    """How busy vLLM's scheduler is.
+
+    Attributes:
+        running: Requests that it computes; parked and waiting ones are none.
+        free_tokens: Tokens for which the KV cache has free blocks, cached prefixes included.
+        is_settled: Whether this includes all that was sent before. In other processes, where
+            steps without work take next to no time, at most once in a short time.
+    """
+
+    running: int
+    free_tokens: float
+    is_settled: bool
+
+
+class RowOutput(NamedTuple):
+    """A request whose row is ready, or that ended without one.
+
+    Attributes:
+        name: The request's id.
+        reason: Why it stopped; None if it generated what it may.
+        cached: Tokens that were not computed, of a request that has just begun.
+    """
+
+    name: str
+    reason: str | None
+    cached: int
+
+
+def obstacle(engine: Any) -> str | None:
+    """Return why requests cannot stay in an engine of vLLM, None if they can."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    config = engine.vllm_config
+    if "resumable" not in inspect.signature(InputProcessor.process_inputs).parameters:
+        return "this vLLM has no streaming input"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "pipelines"
+    if config.kv_transfer_config is not None:
+        return "a KV connector"
+    if config.scheduler_config.scheduler_cls is not None:
+        return "another scheduler"
+    if config.model_config.is_encoder_decoder or config.model_config.has_inner_state:
+        return "the model's architecture"
+    return None
+
+
+class CoreRequests:
+    """Sends requests that stay to the engine core, and collects their outputs.
+
+    Args:
+        engine: The `vllm.LLMEngine`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        from vllm.v1.engine import FinishReason
+
+        self._complete = {FinishReason.LENGTH, FinishReason.STOP}
+        self._engine = engine
+        self._client = engine.engine_core
+        self._tasks = engine.get_supported_tasks()
+        self._outputs: list[Any] = []
+        self._progressed = self._has_sent = False
+        self._stats: Any = None
+        self._stats_time_s = self._changed_s = 0.0
+        config = engine.vllm_config
+        block_size = config.cache_config.block_size
+        self._cache_tokens = config.cache_config.num_gpu_blocks * block_size
+        self._hash_tokens = 0
+        keeps_hashes = Version(check_version()) < _SAMPLED_HASHES_DROPPED
+        if keeps_hashes and config.cache_config.enable_prefix_caching:
+            # Blocks of several groups of layers may differ in size.
+            self._hash_tokens = math.gcd(block_size, 16)
+        # `LLMEngine.step` calls it; the instance's attribute hides the method.
+        self._get_output = self._client.get_output
+        self._client.get_output = self._other_outputs
+
+    def close(self) -> None:
+        """Leave the engine core's client as it was."""
+        del self._client.get_output
+
+    @property
+    def slots(self) -> int:
+        """Most requests that vLLM runs or keeps parked."""
+        config = self._engine.vllm_config.scheduler_config
+        return int(getattr(config, "max_num_active_seqs", None) or config.max_num_seqs)
+
+    def can_continue(self, length: int) -> bool:
+        """Whether a parked request of a length may be continued.
+
+        Before 0.32 vLLM keeps the hash of a block that its own sampled token completed. The
+        token that takes its place would enter the prefix cache under that hash.
+        """
+        return not self._hash_tokens or (length + 1) % self._hash_tokens != 0
+
+    # -- requests ---------------------------------------------------------------------
+
+    def new(self, number: int, token_ids: Sequence[int], params: Any, lora_request: Any) -> Any:
+        """Return a new request, as vLLM makes and checks it, to be sent.
+
+        Raises:
+            Exception: vLLM refuses it.
+        """
+        from vllm.inputs import tokens_input
+
+        return self._engine.input_processor.process_inputs(
+            f"{_PREFIX}{number}",
+            tokens_input(list(token_ids)),
+            params,
+            supported_tasks=self._tasks,
+            lora_request=lora_request,
+            resumable=True,
+        )
+
+    def send(self, core_request: Any) -> None:
+        """Send a new request, or a parked one again, for the step that follows."""
+        self._client.add_request(core_request)
+        self._has_sent = True
+
+    def extend(self, core_request: Any, token_ids: Sequence[int]) -> None:
+        """Continue a parked request with further tokens."""
+        core_request.prompt_token_ids = list(token_ids)
+        self.send(core_request)
+
+    def end(self, names: Sequence[str]) -> None:
+        """End requests; their full blocks stay in vLLM's prefix cache."""
+        self._client.abort_requests(list(names))
+        self._changed_s = time.monotonic()
+
+    # -- outputs ----------------------------------------------------------------------
+
+    def _other_outputs(self) -> Any:
+        """Run a step; return its outputs without those of these requests."""
+        if self._has_sent:
+            self._has_sent, self._changed_s = False, time.monotonic()
+        core_outputs = self._get_output()
+        self._progressed = bool(core_outputs.outputs)
+        self._stats, self._stats_time_s = core_outputs.scheduler_stats, core_outputs.timestamp
+        others: list[Any] = []
+        for core_output in core_outputs.outputs:
+            own = core_output.request_id.startswith(_PREFIX)
+            (self._outputs if own else others).append(core_output)
+        core_outputs.outputs = others
+        return core_outputs
+
+    def take(self) -> list[RowOutput]:
+        """Return the requests that stopped in the last step."""
+        outputs, self._outputs = self._outputs, []
+        stopped = []
+        for core_output in outputs:
+            reason, prefilled = core_output.finish_reason, core_output.prefill_stats
+            if reason is None:
+                continue
+            complete = reason in self._complete and core_output.new_token_ids
+            cached = 0 if prefilled is None else prefilled.num_cached_tokens
+            name = core_output.request_id
+            stopped.append(RowOutput(name, None if complete else str(reason), cached))
+        return stopped
+
+    @property
+    def progressed(self) -> bool:
+        """Whether the last step had outputs, of any request."""
+        return self._progressed
+
+    def load(self) -> Load | None:
+        """Return how busy the scheduler was after the last step; None if it did not say."""
+        core = getattr(self._client, "engine_core", None)
+        scheduler = getattr(core, "scheduler", None)
+        if scheduler is not None:  # in this process
+            usage, settled = scheduler.kv_cache_manager.usage, True
+            running = len(scheduler.running)
+        elif self._stats is not None:
+            usage, running = self._stats.kv_cache_usage, self._stats.num_running_reqs
+            settled = self._stats_time_s >= self._changed_s + _SETTLING_S
+            if settled:
+                self._changed_s = self._stats_time_s
+        else:
+            return None
+        return Load(running, (1.0 - usage) * self._cache_tokens, settled)

@@ -1,0 +1,401 @@
+"""Contexts that stay in vLLM between steps: right rows, one token a step, and nobody waits.
+
+Each test runs on four engines: with a place for six requests, with a single place, with a KV
+cache that holds one long context, and in processes of vLLM's own with little of both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from genlm import (
+    ContextLengthError,
+    Query,
+    SamplingParams,
+    TokenIdError,
+    UnknownAdapterError,
+)
+from genlm.plugin import Completion, TokenSequence
+from genlm.testing import TINY_VOCABULARY
+from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.versions import check_version
+from genlm_vllm.worker import call_workers
+
+from .interpreted_triton import SECOND_RUNNER
+from .traffic import Ids, expected_draws, largest_error, prompts, submit
+
+BLOCK_BYTES = 2**15
+FEW_BLOCKS = {"kv_cache_memory_bytes": 10 * BLOCK_BYTES}  # nine, of which one context needs 8
+ENGINES: dict[str, dict[str, Any]] = {
+    "six places": {"max_num_seqs": 6, "max_num_batched_tokens": 64},
+    "one place": {"max_num_seqs": 1},
+    "few blocks": {"max_num_seqs": 16, **FEW_BLOCKS},
+    "own processes": {
+        "multiprocess": True,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        **FEW_BLOCKS,
+    },
+}
+if SECOND_RUNNER:  # its kernels are interpreted
+    ENGINES = {"six places": ENGINES["six places"]}
+
+MANY_STEPS = 3000
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
+    engine = tiny.engine(**ENGINES[request.param], max_loras=3)
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: Any) -> None:
+    engine.clear_prefix_cache()
+
+
+def finish(engine: Any, queries: Iterable[Query]) -> list[Any]:
+    """Results or errors in order, within a number of steps that is far more than enough."""
+    waiting = [query.query_id for query in queries]
+    found: dict[int, Any] = {}
+    for _ in range(MANY_STEPS):
+        if len(found) == len(waiting):
+            return [found[query_id] for query_id in waiting]
+        for answer in engine.step():
+            assert answer.query_id in waiting
+            assert answer.query_id not in found
+            found[answer.query_id] = answer.result if answer.error is None else answer.error
+    raise AssertionError(f"{len(waiting) - len(found)} requests wait after {MANY_STEPS} steps")
+
+
+def rows(engine: Any, asked: Iterable[Ids], adapter: str | None = None) -> list[Any]:
+    return finish(engine, [submit(engine, ids, adapter) for ids in asked])
+
+
+def check(engine: Any, tiny: TinyLlama, asked: Sequence[Ids], adapter: Any = None) -> None:
+    assert largest_error(tiny, rows(engine, asked, adapter), asked, adapter) <= 1e-4
+
+
+def grown(engine: Any, name: str) -> Any:
+    """A function that returns by how much a statistic has grown since."""
+    before = engine.statistics()[name]
+    return lambda: engine.statistics()[name] - before
+
+
+def continues(context: Ids) -> bool:
+    """Whether vLLM continues a context; see `CoreRequests.can_continue` on older versions."""
+    return Version(check_version()) >= Version("0.32") or (len(context) + 1) % 16 != 0
+
+
+def slots(engine: Any) -> int:
+    return int(engine.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+
+def costs(engine: Any) -> tuple[Any, Any]:
+    """Functions: how many tokens were computed since, and contexts continued."""
+    return grown(engine, "tokens_computed"), grown(engine, "contexts_continued")
+
+
+def token(generator: random.Random) -> int:
+    return generator.randrange(3, TINY_VOCABULARY)
+
+
+def test_a_context_that_grows_costs_a_token_a_step(engine: Any, tiny: Any) -> None:
+    assert engine.statistics()["contexts"] == "kept"
+    generator = random.Random(1)
+    [context] = prompts(20)
+    check(engine, tiny, [context])
+    for _ in range(80):  # through several blocks
+        expected = (1, 1) if continues(context) else (len(context) % 32 + 1, 0)
+        context = (*context, token(generator))
+        computed, continued = costs(engine)
+        check(engine, tiny, [context])
+        assert (computed(), continued()) == expected
+
+
+def test_several_tokens_are_added_at_once(engine: Any, tiny: Any) -> None:
+    [context] = prompts(29)
+    check(engine, tiny, [context])
+    for added in (1, 8, 3, 7, 2, 8):
+        computed, continued = costs(engine)
+        context += prompts(added, seed=added)[0]
+        check(engine, tiny, [context])
+        assert (computed(), continued()) == (added, 1)
+    continued = grown(engine, "contexts_continued")
+    context += prompts(9)[0]  # served by the prefix cache
+    check(engine, tiny, [context])
+    assert continued() == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_populations_grow_fork_and_wait(engine: Any, tiny: Any, seed: int) -> None:
+    generator = random.Random(seed)
+    [prompt] = prompts(40, seed=seed)
+    population = [prompt] * 7
+    for _ in range(25):
+        if generator.random() < 0.3:
+            population = generator.choices(population, k=7)
+        moving = [i for i in range(7) if generator.random() < 0.7] or [0]
+        for i in moving:
+            added = [token(generator) for _ in range(generator.choice([1, 1, 1, 2, 5]))]
+            population[i] = (*population[i], *added)
+        asked = [population[i] for i in moving]
+        if generator.random() < 0.3:
+            asked.append(generator.choice(population))  # perhaps one that is idle
+        check(engine, tiny, asked)
+
+
+def test_what_vllm_sampled_itself_does_not_enter_the_prefix_cache(
+    engine: Any, tiny: Any
+) -> None:
+    for length in (31, 63):
+        [context] = prompts(length)
+        [row] = rows(engine, [context])
+        sampled = int(row.argmax())
+        check(engine, tiny, [(*context, sampled ^ 1)])  # fills the block
+        check(engine, tiny, [(*context, sampled, 5), (*context, sampled ^ 1, 5)])
+
+
+def test_a_fork_costs_what_differs(engine: Any, tiny: Any) -> None:
+    if slots(engine) == 1:
+        pytest.skip("with one place nothing is there to copy from")
+    [context] = prompts(55)
+    check(engine, tiny, [context])
+    computed = grown(engine, "tokens_computed")
+    check(engine, tiny, [(*context, 4), (*context, 5), (*context, 6, 7)])
+    assert computed() == 4
+    check(engine, tiny, [(*context, 8), (*context, 5, 3), (*context, 4, 4)])
+    assert computed() <= 7
+    # Rows after the forks: what was copied is read and continued.
+    check(engine, tiny, [(*context, i, *prompts(20)[0]) for i in (4, 5, 6)])
+
+
+def test_a_context_that_is_idle_is_asked_again(engine: Any, tiny: Any) -> None:
+    asked = prompts(33, 5, 64)
+    for _ in range(3):
+        check(engine, tiny, asked)
+    check(engine, tiny, [asked[0]] * 3)
+    check(engine, tiny, [(*asked[0], 7)] * 2)
+    assert engine.statistics()["contexts_resident"] <= slots(engine)
+
+
+def test_more_contexts_than_places_take_turns(engine: Any, tiny: Any) -> None:
+    generator = random.Random(2)
+    contexts = prompts(*[12] * 10)
+    for _ in range(6):
+        check(engine, tiny, contexts)
+        contexts = [(*context, token(generator)) for context in contexts]
+        assert engine.statistics()["contexts_resident"] <= slots(engine)
+
+
+def test_thousands_of_contexts_leave_room(engine: Any, tiny: Any) -> None:
+    asked = prompts(*[6] * 2400)
+    for begin in range(0, len(asked), 300):
+        found = rows(engine, asked[begin : begin + 300])
+        assert largest_error(tiny, found[::30], asked[begin : begin + 300 : 30]) <= 1e-4
+        assert engine.statistics()["contexts_resident"] <= slots(engine)
+    check(engine, tiny, [(*ids, 5) for ids in asked[-20:]])
+
+
+@pytest.mark.parametrize("lengths", [(64,) * 4, (96,) * 3], ids=["one is free", "none is free"])
+def test_all_need_a_block_at_once(engine: Any, tiny: Any, lengths: tuple[int, ...]) -> None:
+    contexts = prompts(*lengths)
+    check(engine, tiny, contexts)
+    for _ in range(2):
+        contexts = [(*context, 9) for context in contexts]
+        check(engine, tiny, contexts)
+
+
+def test_a_long_prompt_is_computed_beside_contexts_that_go_on(engine: Any, tiny: Any) -> None:
+    contexts = prompts(*[20] * min(4, slots(engine)))
+    check(engine, tiny, contexts)
+    [prompt] = prompts(250, seed=3)
+    long = submit(engine, prompt)
+    answered = False
+    for _ in range(8):  # before the contexts need another block
+        contexts = [(*context, 9) for context in contexts]
+        waiting = {submit(engine, ids).query_id: ids for ids in contexts}
+        while waiting:
+            for answer in engine.step():
+                ids = waiting.pop(answer.query_id, prompt)
+                assert largest_error(tiny, [answer.result], [ids]) <= 1e-4
+                answered |= answer.query_id == long.query_id
+        if answered:
+            break
+    assert answered
+
+
+def test_cancelled_requests_end_whatever_they_do(engine: Any, tiny: Any) -> None:
+    asked = prompts(40, 7, 33)
+    check(engine, tiny, asked)
+    for _ in range(2):
+        never_sent = submit(engine, (*asked[0], 5))
+        engine.abort(never_sent.query_id)
+        long = [submit(engine, ids) for ids in prompts(250, 240, seed=6)]
+        continuing = [submit(engine, (*ids, 8)) for ids in asked]
+        found = list(engine.step())
+        for query in (*long, *continuing, never_sent):
+            engine.abort(query.query_id)
+            engine.abort(query.query_id)  # and of what is gone
+        assert all(answer.error is None for answer in found)
+        check(
+            engine, tiny, [*asked, *[(*ids, 8) for ids in asked], *[(*ids, 9) for ids in asked]]
+        )
+    assert sum(call_workers(engine.llm_engine, "genlm_count_rows")) == 0
+    assert engine.step() == []
+
+
+def test_contexts_of_adapters_do_not_mix(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(37)
+    for length in range(37, 44):
+        names = (None, "red", "blue")
+        asked = [(*prompt, *range(3, 3 + length - 37))] * 3
+        queries = [submit(engine, ids, name) for ids, name in zip(asked, names, strict=True)]
+        for name, row in zip(names, finish(engine, queries), strict=True):
+            assert largest_error(tiny, [row], asked[:1], name) <= 1e-4
+
+
+def test_a_removed_adapter_takes_its_contexts_along(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(40)
+    for adapter in ("red", "blue"):
+        engine.add_adapter("changing", tiny.adapters[adapter])
+        for ids in (prompt, (*prompt, 5), (*prompt, 5, 6)):
+            found = rows(engine, [ids], "changing")
+            assert largest_error(tiny, found, [ids], adapter) <= 1e-4
+        engine.remove_adapter("changing")
+        with pytest.raises(UnknownAdapterError):
+            submit(engine, (*prompt, 5, 6, 7), "changing")
+
+
+def test_a_cached_prefix_is_continued(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(70)
+    engine.cache_prefix(prompt, None)
+    computed = grown(engine, "tokens_computed")
+    check(engine, tiny, [(*prompt, 5)])
+    check(engine, tiny, [(*prompt, 5, 7)])
+    assert computed() == 2
+
+
+def test_continuations_are_drawn_beside_contexts(engine: Any, tiny: Any) -> None:
+    contexts = prompts(20, 60, 33)
+    check(engine, tiny, contexts)
+    plans = [SamplingParams(40, 1.0, frozenset(), seed) for seed in range(3)]
+    drawing = [submit(engine, i, None, p) for i, p in zip(contexts, plans, strict=True)]
+    found: dict[int, Any] = {}
+    while len(found) < len(drawing):
+        contexts = [(*context, 5) for context in contexts]
+        waiting = {submit(engine, ids).query_id: ids for ids in contexts}
+        while waiting or len(found) < len(drawing):
+            for answer in engine.step():
+                assert answer.error is None
+                ids = waiting.pop(answer.query_id, None)
+                if ids is None:
+                    found[answer.query_id] = answer.result
+                else:
+                    assert largest_error(tiny, [answer.result], [ids]) <= 1e-4
+    for query, plan in zip(drawing, plans, strict=True):
+        expected = expected_draws(tiny, query.token_ids, 40, plan.seed or 0)
+        assert found[query.query_id] == expected
+
+
+def test_clearing_ends_contexts_and_empties_the_cache(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(64)
+    check(engine, tiny, [prompt])
+    engine.clear_prefix_cache()
+    assert engine.statistics()["contexts_resident"] == 0
+    computed = grown(engine, "tokens_computed")
+    check(engine, tiny, [(*prompt, 5)])
+    assert computed() == 65
+
+
+def test_a_context_may_grow_to_the_longest(engine: Any, tiny: Any) -> None:
+    [context] = prompts(engine.max_context - 3)
+    for _ in range(4):
+        check(engine, tiny, [context])
+        context = (*context, 5)
+    assert engine.statistics()["contexts_resident"] == 0
+    with pytest.raises(ContextLengthError):
+        submit(engine, context)
+    [context] = prompts(engine.max_context - 3)
+    check(engine, tiny, [context])
+    with pytest.raises(ContextLengthError):
+        submit(engine, (*context, 5, 5, 5, 5))
+    check(engine, tiny, [(*context, 5)])
+
+
+def test_wrong_tokens_of_an_extension_are_refused_alone(engine: Any, tiny: Any) -> None:
+    asked = prompts(9, 40)
+    check(engine, tiny, asked)
+    queries = [submit(engine, (*asked[0], 4))]
+    for wrong in (320, -1, 2**40):
+        with pytest.raises(TokenIdError, match=f"token id {wrong} at position 40"):
+            submit(engine, (*asked[1], wrong))
+    with pytest.raises(UnknownAdapterError):
+        submit(engine, (*asked[1], 4), "green")
+    queries.append(submit(engine, (*asked[1], 4)))
+    asked = [(*ids, 4) for ids in asked]
+    assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+
+
+def test_a_released_context_ends(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(40)
+    key = TokenSequence.of(prompt).key
+    check(engine, tiny, [prompt])
+    ended = grown(engine, "contexts_ended")
+    for unknown in ((None, b"no such"), ("red", key), ("green", key)):
+        engine.release_context(*unknown)
+    assert ended() == 0
+    engine.release_context(None, key)
+    assert ended() == 1
+    assert engine.statistics()["contexts_resident"] == 0
+    check(engine, tiny, [prompt, (*prompt, 5), (*prompt, 5, 6)])
+
+
+def test_what_is_computed_at_the_moment_is_not_released(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(200)
+    key = TokenSequence.of(prompt).key
+    ended = grown(engine, "contexts_ended")
+    query = submit(engine, prompt)
+    engine.release_context(None, key)
+    found = engine.step()  # where steps are short, a chunk
+    if not found:
+        engine.release_context(None, key)
+        found = [Completion(query.query_id, *finish(engine, [query]))]
+    assert ended() == 0
+    assert largest_error(tiny, [found[0].result], [prompt]) <= 1e-4
+
+
+def test_contexts_need_not_be_kept(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(40)
+    check(engine, tiny, [prompt])
+    engine.keeps_contexts = False
+    try:
+        continued = grown(engine, "contexts_continued")
+        check(engine, tiny, [(*prompt, 5)])
+        check(engine, tiny, [(*prompt, 5, 6)])
+        figures = engine.statistics()
+        assert continued() == figures["contexts_resident"] == 0
+        assert figures["contexts"] == "not kept: keep_contexts=False"
+    finally:
+        engine.keeps_contexts = True
+    check(engine, tiny, [(*prompt, 5, 6, 7), (*prompt, 5)])
+
+
+def test_rows_belong_to_the_caller(engine: Any) -> None:
+    [context] = prompts(10)
+    for _ in range(3):
+        [row] = rows(engine, [context])
+        context = (*context, 5)
+        assert row.shape == (TINY_VOCABULARY,)
+        assert row.dtype == torch.float32
+        assert row.untyped_storage().nbytes() == row.nbytes
+        row.fill_(7.0)

@@ -12,7 +12,12 @@ import pytest
 
 from genlm import MissingRequirementError, ModelLoadError
 from genlm.core import memory
-from genlm_sgl.loading import check_cpu_pages, checked_options, cpu_token_capacity
+from genlm_sgl.loading import (
+    check_cpu_pages,
+    checked_options,
+    cpu_running_requests,
+    cpu_token_capacity,
+)
 from genlm_sgl.versions import check_version
 
 
@@ -119,6 +124,21 @@ def test_too_little_memory_is_an_error_that_says_what_to_do(
     assert str(refused.value).startswith("asked for a KV cache of the default size, 0.25 of")
     assert "choose a size with engine_opts['max_total_tokens']" in str(refused.value)
     assert build(max_total_tokens=64).statistics()["kv_tokens"] == 64
+
+
+def test_as_many_requests_run_on_a_cpu_as_their_tables_are_small(
+    build: Any, tiny: Any, tmp_path: Any
+) -> None:
+    path = str(tiny.path)
+    assert cpu_running_requests(path, {}) == 1024  # 512 positions, 320 ids
+    assert cpu_running_requests(path, {"context_length": 2**15}) == 512
+    assert cpu_running_requests(path, {"context_length": 2**20}) == 64
+    assert cpu_running_requests(str(tmp_path), {}) == 64  # no config; SGLang says so
+    engine = build()
+    scheduler = engine._api._scheduler
+    assert scheduler.max_running_requests == 1024
+    engine.close()
+    assert build(max_running_requests=5)._api._scheduler.max_running_requests == 5
 
 
 def test_a_size_that_users_choose_stands_whatever_other_processes_take(

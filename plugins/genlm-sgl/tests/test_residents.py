@@ -75,12 +75,11 @@ def test_random_walks_of_contexts_get_right_rows(
 ) -> None:
     """Steps of one token and of several, forks, siblings, parents, waits, draws, aborts ..."""
     engine = build(**options)
-    for seed in (1, 2):
-        walk = Walk(engine, tiny, seed)
-        walk.run(steps=40, population=12)
-        assert walk.largest_error() <= TOLERANCE
-        assert len(walk.answered) >= 200
-        check_nothing_is_lost(engine)
+    walk = Walk(engine, tiny, seed=1)
+    walk.run(steps=60, population=12)
+    assert walk.largest_error() <= TOLERANCE
+    assert len(walk.answered) >= 300
+    check_nothing_is_lost(engine)
     assert counters(engine, "contexts_continued")[0] > 0
     assert counters(engine, "contexts_ended")[0] > 0
 

@@ -162,6 +162,8 @@ class SGLEngine:
             self._corrections = ", ".join(corrections.names)
             self.max_context: int | None = longest
             self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
+            self._api.use_decode_kernel(self._version)
+            self._obstacle = self._api.obstacle_to_stay
         except BaseException:
             self._api.close()
             raise
@@ -180,13 +182,11 @@ class SGLEngine:
         self._final_statistics: Mapping[str, int | float | str] | None = None
 
     def _build_residents(self, keep_contexts: bool) -> None:
-        self._obstacle = self._api.obstacle_to_stay
         self._residents: Residents | None = None
         if self._obstacle is None:
             calls = self._api.resident_api()
             self._residents = Residents(calls, self._requests, self._enqueue_to_stay)
         self.keeps_contexts = keep_contexts
-        self._api.use_decode_kernel(self._version)
 
     def _longest_prompt(self, wanted: Mapping[str, Any]) -> int:
         found = self._api.longest_prompt
@@ -480,8 +480,7 @@ class SGLEngine:
         """Shut SGLang down; another engine may then be built."""
         self._final_statistics = self.statistics()
         self.closed = True
-        if self._residents is not None:
-            self._residents.clear()
+        self._residents = None  # refers to SGLang's scheduler
         try:
             self._api.close()
         finally:

@@ -86,6 +86,12 @@ class ExclusiveEngine:
             if self._engine is not None:
                 self._engine.abort(query_id)
 
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        """As the engine."""
+        with self.lock:
+            if self._engine is not None:
+                self._engine.release_context(adapter, key)
+
     def add_adapter(self, name: str, path: str) -> None:
         """As the engine; repeated each time that it is built."""
         with self.lock:

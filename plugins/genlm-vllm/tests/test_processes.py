@@ -95,7 +95,7 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
     def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(engine, method, *arguments)
         if method == "genlm_take_row_bytes":
-            keepers.update(rank for rank, (keys, _) in enumerate(answers) if keys)
+            keepers.update(rank for rank, (keys, *_) in enumerate(answers) if keys)
         return answers
 
     monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)

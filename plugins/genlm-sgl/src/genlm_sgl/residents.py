@@ -13,8 +13,8 @@ A resident is in one of these states:
 - idle: its row was returned. It is held out of SGLang's batches.
 
 Idle residents end, the least recently used first, where other requests need their room. Nothing
-here depends on SGLang's code, which `resident_api` calls. Longer than other modules because every
-method moves residents between the same tables.
+here depends on SGLang's code, which `resident_api` calls. Longer than other modules because
+every method moves residents between the same tables.
 """
 
 from __future__ import annotations

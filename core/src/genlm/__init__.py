@@ -42,9 +42,14 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.lm import AsyncLM as AsyncLM
     from genlm.core.lm import load_model as load_model
     from genlm.core.lm import load_model_by_name as load_model_by_name
+    from genlm.core.masks import Mask as Mask
     from genlm.core.plugins import get_trie as get_trie
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import use_backend as use_backend
+    from genlm.core.query import TokenScores as TokenScores
+    from genlm.core.reductions import DrawnToken as DrawnToken
+    from genlm.core.reductions import Reduction as Reduction
+    from genlm.core.reductions import TopTokens as TopTokens
     from genlm.core.statistics import Statistics as Statistics
     from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
@@ -95,7 +100,10 @@ _HOME = {
         "UnsupportedCapabilityError VocabularyError WeightsError"
     ),
     "genlm.core.lm": "AsyncLM load_model",
+    "genlm.core.masks": "Mask",
     "genlm.core.plugins": "get_trie list_backends use_backend",
+    "genlm.core.query": "TokenScores",
+    "genlm.core.reductions": "DrawnToken Reduction TopTokens",
     "genlm.core.statistics": "Statistics",
     "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie",
     "genlm.core.verified": "UnverifiedModelWarning",

@@ -4,8 +4,9 @@
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
-  `rows_from_logits`, `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`;
-  `Scheduler`, which runs an engine on its thread
+  `Reduction`, `Reduced`, `reduce_rows`, `TokenScores`, `rows_from_logits`, `draw_tokens`,
+  `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which runs an engine
+  on its thread
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,
@@ -64,7 +65,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.process_state import release_process as release_process
     from genlm.core.query import Completion as Completion
     from genlm.core.query import Query as Query
+    from genlm.core.query import Reduced as Reduced
     from genlm.core.query import SamplingParams as SamplingParams
+    from genlm.core.query import TokenScores as TokenScores
+    from genlm.core.reductions import Reduction as Reduction
+    from genlm.core.reductions import reduce_rows as reduce_rows
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.sampling import draw_tokens as draw_tokens
     from genlm.core.sampling import sample_continuation as sample_continuation
@@ -100,7 +105,8 @@ _HOME = {
         "refresh"
     ),
     "genlm.core.process_state": "claim_process preserve_process_state release_process",
-    "genlm.core.query": "Completion Query SamplingParams",
+    "genlm.core.query": "Completion Query Reduced SamplingParams TokenScores",
+    "genlm.core.reductions": "Reduction reduce_rows",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",

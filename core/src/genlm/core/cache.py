@@ -1,11 +1,12 @@
-"""`OutputCache`: recently used rows of log-probabilities, bounded by number and by bytes."""
+"""`OutputCache`: recently used rows and results of reductions, bounded by number and bytes."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Hashable
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
@@ -15,13 +16,17 @@ from genlm.core.validation import checked_integer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OutputCache"]
+__all__ = ["OutputCache", "copied"]
+
+_OTHER_BYTES = 64
+"""Counted for a number or another object that does not know its size."""
 
 
 class OutputCache:
     """Keeps the most recently used rows, bounded by entries and by bytes.
 
     The bytes of the rows count, and those of the token ids in their keys, 4 for each id.
+    Results of reductions are kept as rows are.
 
     Rows go in and come out as copies, so what a caller does to a row never reaches
     the cache. Safe to use from several threads.
@@ -50,17 +55,17 @@ class OutputCache:
         self._entries = self._no_entries()
         renew_in_forks(self)
 
-    def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return a copy of the row, on the device on which it was put, or None."""
+    def get(self, key: Hashable) -> Any:
+        """Return a copy of what is kept, a row on the device on which it was put, or None."""
         if self.max_entries == 0:
             return None
         with self._lock:
             if key not in self._entries:  # cheaper than the exception
                 return None
             row, device, _ = self._entries[key]
-        return row.clone() if row.device == device else row.to(device)
+        return copied(row) if device is None or row.device == device else row.to(device)
 
-    def put(self, key: Hashable, row: torch.Tensor) -> None:
+    def put(self, key: Hashable, row: Any) -> None:
         """Keep a copy of a row, evicting the least recently used ones it displaces.
 
         Overwriting a row with one of its size evicts no other row. A row that takes more
@@ -68,18 +73,19 @@ class OutputCache:
         """
         if self.max_entries == 0:
             return
-        nbytes = row.nbytes + _nbytes(key)
+        device = getattr(row, "device", None)
+        nbytes = _nbytes(row) + _key_nbytes(key)
         if self.max_bytes is not None and nbytes > self.max_bytes:
             with self._lock:
                 self._entries.pop(key, None)
             return
-        on_cpu = self.move_to_cpu and row.device.type != "cpu"
-        kept = row.cpu() if on_cpu else row.clone()
+        on_cpu = self.move_to_cpu and device is not None and device.type != "cpu"
+        kept = row.cpu() if on_cpu else copied(row)
         with self._lock:
             if key in self._entries:
                 # Older cachetools make room for both the old and the new value.
                 del self._entries[key]
-            self._entries[key] = (kept, row.device, nbytes)
+            self._entries[key] = (kept, device, nbytes)
             while len(self._entries) > self.max_entries:
                 self._entries.popitem()
 
@@ -113,15 +119,33 @@ class OutputCache:
             self._entries = self._no_entries()
         self._lock = threading.Lock()
 
-    def _no_entries(self) -> LRUCache[Hashable, tuple[torch.Tensor, torch.device, int]]:
+    def _no_entries(self) -> LRUCache[Hashable, tuple[Any, torch.device | None, int]]:
         bound = float("inf") if self.max_bytes is None else self.max_bytes
         return LRUCache(bound, getsizeof=itemgetter(2))
 
 
-def _nbytes(key: Hashable) -> int:
-    """Memory of the packed token ids in a key."""
+def copied(value: Any) -> Any:
+    """Return a copy of a result that shares no memory with it that could be changed."""
+    clone = getattr(value, "clone", None)  # of a tensor
+    return copy.deepcopy(value) if clone is None else clone()
+
+
+def _nbytes(value: Any) -> int:
+    """Memory of a result's tensors, and a little for what holds them."""
+    if isinstance(value, tuple):
+        return sum(map(_nbytes, value))
+    nbytes = getattr(value, "nbytes", None)
+    return _OTHER_BYTES if nbytes is None else int(nbytes)
+
+
+def _key_nbytes(key: Hashable) -> int:
+    """Memory of the packed token ids and the masks in a key."""
     total = 0
-    for part in key if type(key) is tuple else (key,):
+    for part in key if isinstance(key, tuple) else (key,):
         if type(part) is bytes:
             total += len(part)
+        elif type(part) is tuple:
+            total += _key_nbytes(part)
+        else:
+            total += getattr(part, "nbytes", 0)
     return total

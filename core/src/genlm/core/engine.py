@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from genlm.core.errors import EvaluationError
-from genlm.core.query import Completion, Query
+from genlm.core.errors import EvaluationError, UnsupportedCapabilityError
+from genlm.core.query import ROW_ONLY, Completion, Query, Reduced, TokenScores
 from genlm.core.vocab import Vocabulary
 
 if TYPE_CHECKING:
     import torch
+
+    from genlm.core.reductions import Reduction
 
 __all__ = [
     "BatchEngine",
@@ -40,6 +42,9 @@ class Capability(enum.StrEnum):
 
     PREFIX_CACHE = "prefix_cache"
     """Keeps computed prefixes; the engine is a `PrefixCacheEngine`."""
+
+    SCORE = "score"
+    """Answers queries with `targets` itself, all positions of a sequence at once."""
 
 
 @runtime_checkable
@@ -145,8 +150,8 @@ class BatchEngine(abc.ABC):
     """An engine that evaluates batches: derive, set the attributes, write `evaluate`.
 
     `step` evaluates in one call the queries that `choose` returns, by default all pending
-    ones. When `evaluate` raises, the batch is halved until each query that makes it raise is
-    alone; only those fail.
+    ones, and reduces the rows of those that ask for something else. When `evaluate` raises,
+    the batch is halved until each query that makes it raise is alone; only those fail.
 
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
@@ -179,6 +184,18 @@ class BatchEngine(abc.ABC):
             them from logits). The engine must not reuse the memory.
         """
 
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
+        """Score the `targets` of each query; engines with `Capability.SCORE` write this.
+
+        Args:
+            queries: At least one, each with targets.
+
+        Returns:
+            For each query how likely each of its n targets is, target i after the first
+            `len(query) - n + 1 + i` ids of the query.
+        """
+        raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
+
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose the queries that the next step evaluates; all by default.
 
@@ -203,7 +220,15 @@ class BatchEngine(abc.ABC):
         Raises:
             EvaluationError: `choose` returned nothing, or a query that is not pending.
         """
-        return self._evaluate_or_halve(self._take_chosen()) if self._pending else []
+        if not self._pending:
+            return []
+        chosen = self._take_chosen()
+        scored = [query for query in chosen if query.targets]
+        if not scored:
+            return _each_or_halves(chosen, self._results)
+        asked = [query for query in chosen if not query.targets]
+        completions = _each_or_halves(scored, self._scores)
+        return completions + (_each_or_halves(asked, self._results) if asked else [])
 
     def abort(self, query_id: int) -> None:
         """Drop a query that no step has evaluated yet."""
@@ -232,33 +257,91 @@ class BatchEngine(abc.ABC):
             )
         return batch
 
-    def _evaluate_or_halve(self, batch: list[Query]) -> list[Completion]:
-        try:
-            rows = self._checked_rows(batch)
-        except Exception as error:  # noqa: BLE001 - it fails the query that causes it
-            if len(batch) == 1:
-                return [Completion(batch[0].query_id, error=error)]
-        else:
-            return [Completion(q.query_id, row) for q, row in zip(batch, rows, strict=True)]
-        # Outside `except`: an error of a half is not "during the handling" of this one.
-        middle = len(batch) // 2
-        return self._evaluate_or_halve(batch[:middle]) + self._evaluate_or_halve(batch[middle:])
+    def _scores(self, queries: list[Query]) -> Sequence[Any]:
+        scores = self.score(queries)
+        expected = [(len(query.targets),) for query in queries]
+        found = [tuple(each.logprobs.shape) for each in scores]
+        if found != expected:
+            raise EvaluationError(
+                f"{type(self).__name__}.score returned shapes {found} for queries with targets "
+                f"of shapes {expected}"
+            )
+        return scores
 
-    def _checked_rows(self, batch: list[Query]) -> Sequence[torch.Tensor]:
-        """Evaluate and return rows that share no memory and can be changed in place."""
+    def _results(self, queries: list[Query]) -> Sequence[Any]:
+        """Evaluate and return rows, or what the queries ask of their rows."""
+        if all(query.outputs == ROW_ONLY for query in queries):
+            return self._own_rows(self._evaluated(queries))
+        from genlm.core.reductions import reduce_rows  # loads torch
+
+        # Queries of one sequence that ask for different things can be in one batch.
+        wanted: dict[tuple[str | None, bytes], tuple[Query, list[Reduction | None]]] = {}
+        parts = []
+        for query in queries:
+            key = (query.adapter, query.sequence.key)
+            _, outputs = wanted.setdefault(key, (query, []))
+            parts.append((key, slice(len(outputs), len(outputs) + len(query.outputs))))
+            outputs.extend(query.outputs)
+        rows = self._evaluated([query for query, _ in wanted.values()])
+        reduced = reduce_rows(rows, [tuple(outputs) for _, outputs in wanted.values()])
+        found = dict(zip(wanted, reduced, strict=True))
+        return [
+            _own_part(found[key], part, query)
+            for query, (key, part) in zip(queries, parts, strict=True)
+        ]
+
+    def _evaluated(self, queries: list[Query]) -> torch.Tensor:
         import torch
 
-        rows = self.evaluate(batch).detach()  # a graph would live as long as its row
-        expected = (len(batch), self.vocabulary.size)
+        rows = self.evaluate(queries).detach()  # a graph would live as long as its row
+        expected = (len(queries), self.vocabulary.size)
         if tuple(rows.shape) != expected or rows.dtype != torch.float32:
             raise EvaluationError(
                 f"{type(self).__name__}.evaluate returned shape {tuple(rows.shape)}, "
-                f"{rows.dtype}, for {len(batch)} queries over {self.vocabulary.size} ids; "
+                f"{rows.dtype}, for {len(queries)} queries over {self.vocabulary.size} ids; "
                 f"expected {expected}, torch.float32"
             )
+        return rows
+
+    @staticmethod
+    def _own_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return rows that share no memory and can be changed in place."""
+        import torch
+
         # A slice of something larger would pin all of it; an expanded row aliases itself.
         owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
-        if len(batch) == 1 and owns_memory and not rows.is_inference():
+        if len(rows) == 1 and owns_memory and not rows.is_inference():
             return [rows[0]]
         copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
         return copies
+
+
+def _each_or_halves(
+    queries: list[Query], evaluate: Callable[[list[Query]], Sequence[Any]]
+) -> list[Completion]:
+    """Evaluate queries at once; when that raises, halves of them, down to single ones."""
+    try:
+        results = evaluate(queries)
+    except Exception as error:  # noqa: BLE001 - it fails the query that causes it
+        if len(queries) == 1:
+            return [Completion(queries[0].query_id, error=error)]
+    else:
+        return [
+            Completion(query.query_id, error=result)
+            if isinstance(result, Exception)
+            else Completion(query.query_id, result)
+            for query, result in zip(queries, results, strict=True)
+        ]
+    # Outside `except`: an error of a half is not "during the handling" of this one.
+    middle = len(queries) // 2
+    return _each_or_halves(queries[:middle], evaluate) + _each_or_halves(
+        queries[middle:], evaluate
+    )
+
+
+def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:
+    """Return what belongs to one of the queries that share a row."""
+    if isinstance(reduced, Exception):
+        return reduced
+    values = reduced.values[part]
+    return values[0] if query.outputs == ROW_ONLY else Reduced(values)

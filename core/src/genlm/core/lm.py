@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 
-from genlm.core.cache import OutputCache
+from genlm.core.cache import OutputCache, copied
 from genlm.core.context import Context, Holds
 from genlm.core.engine import Capability, Engine, checked_engine
 from genlm.core.errors import (
@@ -29,11 +29,14 @@ from genlm.core.errors import (
 )
 from genlm.core.forking import renew_in_forks
 from genlm.core.loading import engine_builder
-from genlm.core.query import Query, SamplingParams
+from genlm.core.query import Query, SamplingParams, TokenScores
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
+from genlm.core.reduction_methods import ReductionMethods
+from genlm.core.reductions import Draw, Reduction, TargetScore, reduce_rows
 from genlm.core.rows import invalid_rows
-from genlm.core.sampling import sample_continuation, stream_seeds
+from genlm.core.sampling import continue_sequence, stream_seeds
 from genlm.core.scheduler import Scheduler
+from genlm.core.score_methods import ScoreMethods, ScoreRequest, checked_start
 from genlm.core.sequence import TokenSequence
 from genlm.core.statistics import Statistics
 from genlm.core.validation import (
@@ -97,7 +100,7 @@ class _Adapter(NamedTuple):
     folder: str
 
 
-class AsyncLM:
+class AsyncLM(ReductionMethods, ScoreMethods):
     """A language model: next-token log-probabilities of any number of sequences at once.
 
     Concurrent calls may share one forward pass; how they are grouped never changes which
@@ -143,13 +146,20 @@ class AsyncLM:
             )
         build = checked_builder(build_engine)
         self._cache = output_cache
+        store = output_cache.put
+
+        def keep(key: Any, result: Any) -> None:
+            if _is_reproducible(key):
+                store(key, result)
+
         self._model = object()  # in every key: models may share one cache
         holds = Holds()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: checked_engine(build()),
             find_invalid=_invalid_rows,
-            on_result=output_cache.put,
-            copy_result=torch.clone,
+            reduce=lambda rows, outputs: reduce_rows(torch.stack(list(rows)), outputs),
+            on_result=keep,
+            copy_result=copied,
             on_release=holds.release,
             max_batch_size=max_batch_size,
             max_wait_s=max_wait_s,
@@ -335,7 +345,8 @@ class AsyncLM:
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor | None:
         """Return a copy of the row if the output cache has it, else None."""
-        return self._cache.get(self._request(token_ids, lora_name)[1])
+        row: torch.Tensor | None = self._cache.get(self._request(token_ids, lora_name)[1])
+        return row
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, lora_name: str | None = None
@@ -381,6 +392,145 @@ class AsyncLM:
         name = self._default_lora if lora_name is None else lora_name
         adapter = None if name is None else self._engine_name(name)
         return Context(self, self._sequence(token_ids), name, adapter)
+
+    # -- reductions of rows -----------------------------------------------------------
+
+    async def batch_reduce(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Return a reduction of the row of each of several contexts.
+
+        Args:
+            contexts: Several sequences of token ids, or `Context` objects.
+            reductions: One for each context; they may be of different classes.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            The result of reduction i of the row of context i.
+
+        Raises:
+            TypeError: One of them is not a `Reduction`.
+            ValueError: Another number of reductions than of contexts.
+            GenlmError: As `reduce`, for the first context that fails.
+        """
+        sequences, values, asked = self._reductions_asked(contexts, reductions, lora_name)
+        answers = await self._scheduler.answer_all(asked)
+        return self._reduced(sequences, values, asked, answers)
+
+    def batch_reduce_sync(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Return a reduction of the row of each of several contexts and wait."""
+        sequences, values, asked = self._reductions_asked(contexts, reductions, lora_name)
+        answers = self._scheduler.answer_sync(asked)
+        return self._reduced(sequences, values, asked, answers)
+
+    def _reductions_asked(
+        self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
+    ) -> tuple[list[TokenIds], list[Any], list[tuple[Query, RowKey, Reduction]]]:
+        """Return contexts, what the output cache answers of them, and what to ask for."""
+        sequences = list(checked_batch(contexts))
+        if len(reductions) != len(sequences):
+            raise ValueError(
+                f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
+            )
+        for reduction in reductions:
+            if not isinstance(reduction, Reduction):
+                raise TypeError(
+                    f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
+                )
+        requests = [self._request(sequence, lora_name) for sequence in sequences]
+        values: list[Any] = []
+        asked = []
+        for (query, key), reduction in zip(requests, reductions, strict=True):
+            value = self._known_reduction(key, reduction)
+            self._counters.count(len(query), hit=value is not None)
+            values.append(value)
+            if value is None:
+                asked.append((query, key, reduction))
+        return sequences, values, asked
+
+    def _known_reduction(self, key: RowKey, reduction: Reduction) -> Any:
+        """Return a reduction if the output cache has it or the row, else None."""
+        value = self._cache.get((key, reduction)) if reduction.is_reproducible else None
+        if value is None and (row := self._cache.get(key)) is not None:
+            [reduced] = reduce_rows(row[None], [(reduction,)])
+            value = reduced if isinstance(reduced, Exception) else reduced.values[0]
+            if isinstance(value, Exception):
+                raise value
+        return value
+
+    def _reduced(
+        self,
+        sequences: list[TokenIds],
+        values: list[Any],
+        asked: list[tuple[Query, RowKey, Reduction]],
+        answers: list[Any],
+    ) -> list[Any]:
+        """Fill the gaps in what the output cache answered, in order."""
+        remaining = iter(zip(asked, answers, strict=True))
+        for place, value in enumerate(values):
+            if value is None:
+                (query, _, _), values[place] = next(remaining)
+                self._hold(sequences[place], query)
+        return values
+
+    # -- scores of texts --------------------------------------------------------------
+
+    def _score_request(
+        self, token_ids: TokenIds, start: int, lora_name: str | None
+    ) -> ScoreRequest:
+        if isinstance(token_ids, Context):
+            adapter = self._adapter_of(token_ids, lora_name)
+            token_ids = token_ids.token_ids
+        else:
+            name = self._default_lora if lora_name is None else lora_name
+            adapter = None if name is None else self._engine_name(name)
+        longest = None if self.max_context is None else self.max_context + 1
+        ids, packed = checked_token_ids(
+            token_ids, vocab_size=self.vocabulary.size, max_context=longest
+        )
+        start = checked_start(start, len(ids))
+        if start == len(ids):
+            return ScoreRequest(
+                [], TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
+            )
+        if Capability.SCORE not in self.capabilities:
+            return self._scores_by_position(ids, packed, start, adapter)
+        query = Query(
+            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
+        )
+        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
+        scores = self._cache.get(key)
+        self._counters.count(len(query), hit=scores is not None)
+        return ScoreRequest([] if scores is not None else [(query, key)], scores)
+
+    def _scores_by_position(
+        self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
+    ) -> ScoreRequest:
+        sequence = TokenSequence(packed[: 4 * start])
+        asked = []
+        for place in range(start, len(ids)):
+            if place > start:
+                sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
+            query, key = self._request_of(sequence, adapter)
+            self._counters.count(len(query), hit=False)
+            asked.append((query, key, TargetScore(ids[place])))
+        return ScoreRequest(asked)
+
+    async def _answers(self, asked: Sequence[Any]) -> list[Any]:
+        return await self._scheduler.answer_all(asked)
+
+    def _answers_sync(self, asked: Sequence[Any]) -> list[Any]:
+        return self._scheduler.answer_sync(asked)
 
     # -- sampling ---------------------------------------------------------------------
 
@@ -469,16 +619,21 @@ class AsyncLM:
 
         sequence = query.sequence
 
-        async def next_row(token_ids: list[int]) -> torch.Tensor:
+        async def next_token(token_ids: list[int], uniform: float) -> int:
             nonlocal sequence
             added = token_ids[len(sequence) :]
             if added:
                 sequence = TokenSequence.of(added, sequence)
             one, key = self._request_of(sequence, query.adapter)
-            row = self._cached(one, key)
-            return await self._scheduler.answer(one, key) if row is None else row
+            draw = Draw(uniform, params.temperature, is_reproducible=params.seed is not None)
+            drawn = self._known_reduction(key, draw)
+            self._counters.count(len(one), hit=drawn is not None)
+            if drawn is None:
+                drawn = await self._scheduler.answer(one, key, draw)
+            token_id: int = drawn.token_id
+            return token_id
 
-        return await sample_continuation(next_row, query.token_ids, params, self.max_context)
+        return await continue_sequence(next_token, query.token_ids, params, self.max_context)
 
     # -- adapters ---------------------------------------------------------------------
 
@@ -735,7 +890,7 @@ class AsyncLM:
                 self._hold(token_ids, next(remaining)[0])
 
     def _cached(self, query: Query, key: RowKey) -> torch.Tensor | None:
-        row = self._cache.get(key)
+        row: torch.Tensor | None = self._cache.get(key)
         self._counters.count(len(query), hit=row is not None)
         return row
 
@@ -750,8 +905,9 @@ class AsyncLM:
         """Drop this model's rows from the output cache, or those of one adapter."""
 
         def is_dropped(key: Any) -> bool:
-            own = isinstance(key, tuple) and key != () and key[0] is self._model
-            return own and (not adapter or key[1] == adapter[0])
+            of_row = key[0] if isinstance(key, tuple) and len(key) == 2 else key
+            own = isinstance(of_row, tuple) and of_row != () and of_row[0] is self._model
+            return own and (not adapter or of_row[1] == adapter[0])
 
         self._cache.clear(is_dropped)
 
@@ -805,6 +961,11 @@ load_model = AsyncLM.from_name
 
 load_model_by_name = load_model
 """The name under which genlm-backend published it."""
+
+
+def _is_reproducible(key: Any) -> bool:
+    """Whether the result under a key may answer later requests."""
+    return not isinstance(key[-1], Reduction) or key[-1].is_reproducible
 
 
 def _invalid_rows(engine: Engine, results: Sequence[Any]) -> dict[int, Exception]:

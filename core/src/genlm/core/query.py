@@ -1,4 +1,4 @@
-"""What travels between the scheduler and an engine: queries and completions.
+"""What the scheduler and an engine exchange: queries and completions.
 
 Plain values. `Query` and `Completion` are made for every request, so neither is a frozen
 dataclass, which takes twice the time to make.
@@ -15,7 +15,12 @@ from genlm.core.sequence import TokenSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Completion", "Query", "SamplingParams"]
+    from genlm.core.reductions import Reduction
+
+__all__ = ["ROW_ONLY", "Completion", "Query", "Reduced", "SamplingParams", "TokenScores"]
+
+ROW_ONLY: tuple[None] = (None,)
+"""The outputs of a query that asks for its row and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,17 @@ class Query:
         adapter: Name of a loaded LoRA adapter, None for the base model.
         sampling: None asks for the next-token row; otherwise for a continuation
             (only engines with `Capability.SAMPLE` receive such queries).
+        outputs: What is asked of the row: the row itself (None) and reductions. An engine may
+            ignore them and return the row, which the core then reduces.
+        targets: If not empty, the query asks for `TokenScores` in place of outputs: how likely
+            each of these ids is at the end of the sequence, where all but the last of them
+            are its last ids (only engines with `Capability.SCORE` receive such queries).
     """
 
-    __slots__ = ("_adapter", "_query_id", "_sampling", "_sequence", "_token_ids")
+    __slots__ = (
+        *("_adapter", "_outputs", "_query_id", "_sampling", "_sequence", "_targets"),
+        "_token_ids",
+    )
 
     def __init__(
         self,
@@ -56,8 +69,12 @@ class Query:
         token_ids: Sequence[int] | TokenSequence,
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
+        outputs: tuple[Reduction | None, ...] = ROW_ONLY,
+        targets: tuple[int, ...] = (),
     ) -> None:
         self._query_id = query_id
+        self._outputs = outputs
+        self._targets = targets
         self._adapter = adapter
         self._sampling = sampling
         self._sequence: TokenSequence | None = None
@@ -81,6 +98,16 @@ class Query:
     def sampling(self) -> SamplingParams | None:
         """How to continue the sequence; None asks for the next-token row."""
         return self._sampling
+
+    @property
+    def outputs(self) -> tuple[Reduction | None, ...]:
+        """What is asked of the row: the row itself (None) and reductions."""
+        return self._outputs
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The ids to be scored; empty for other queries."""
+        return self._targets
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -115,6 +142,8 @@ class Query:
             "token_ids": tokens,
             "adapter": self.adapter,
             "sampling": self.sampling,
+            "outputs": self.outputs,
+            "targets": self.targets,
         }
         return type(self)(**(arguments | changes))
 
@@ -123,18 +152,45 @@ class Query:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Query):
             return NotImplemented
-        mine = (self.query_id, self.adapter, self.sampling)
-        its = (other.query_id, other.adapter, other.sampling)
-        return mine == its and self.token_ids == other.token_ids
+        return self._details == other._details and self.token_ids == other.token_ids
 
     def __hash__(self) -> int:
-        return hash((self.query_id, self.adapter, self.sampling))
+        return hash(self._details)
+
+    @property
+    def _details(self) -> tuple[object, ...]:
+        return self.query_id, self.adapter, self.sampling, self.outputs, self.targets
 
     def __repr__(self) -> str:
+        more = "" if self.outputs == ROW_ONLY else f", outputs={self.outputs!r}"
+        more += f", targets={self.targets}" if self.targets else ""
         return (
             f"Query(query_id={self.query_id}, token_ids={self.token_ids}, "
-            f"adapter={self.adapter!r}, sampling={self.sampling!r})"
+            f"adapter={self.adapter!r}, sampling={self.sampling!r}{more})"
         )
+
+
+class Reduced(NamedTuple):
+    """The answer to a query that asks for more than its row.
+
+    Attributes:
+        values: A result for each of the query's `outputs`, in order: a row, the result of a
+            reduction, or an exception that this output alone fails with.
+    """
+
+    values: tuple[Any, ...]
+
+
+class TokenScores(NamedTuple):
+    """How likely each of several given tokens is after those before it.
+
+    Attributes:
+        logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory.
+        is_top: Whether no other token was more likely, shape `(n,)`, bool, in main memory.
+    """
+
+    logprobs: torch.Tensor
+    is_top: torch.Tensor
 
 
 class Completion(NamedTuple):
@@ -142,12 +198,13 @@ class Completion(NamedTuple):
 
     Attributes:
         query_id: The query that this answers.
-        result: The row of log-probabilities, shape `(vocab_size,)`, or, for a
-            query with `sampling`, the list of drawn token ids. A row shares its
-            memory with no other tensor; it belongs to the receiver.
+        result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
+            query with `sampling` the list of drawn token ids, for one with `targets` its
+            `TokenScores`. A row shares its memory with no other tensor; it belongs to the
+            receiver.
         error: The error, if the query failed.
     """
 
     query_id: int
-    result: torch.Tensor | list[int] | None = None
+    result: torch.Tensor | Reduced | TokenScores | list[int] | None = None
     error: Exception | None = None

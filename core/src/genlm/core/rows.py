@@ -63,18 +63,23 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
     return padded
 
 
-def invalid_rows(rows: Sequence[torch.Tensor], size: int) -> dict[int, Exception]:
+def invalid_rows(
+    rows: Sequence[torch.Tensor] | torch.Tensor, size: int
+) -> dict[int, Exception]:
     """Find the rows that are not distributions: NaN, +inf, or a sum far from 1.
 
     Reads the sums of the rows from each device, which waits until the rows are computed.
 
     Args:
-        rows: What should be natural-log probabilities, each of shape `(size,)`, float32.
+        rows: What should be natural-log probabilities, each of shape `(size,)`, float32, or
+            all of them in one tensor.
         size: Number of ids in the vocabulary.
 
     Returns:
         An error for each invalid row, by its position.
     """
+    if isinstance(rows, torch.Tensor) and rows.ndim == 2:
+        return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
     groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
     for position, row in enumerate(rows):
         groups.setdefault((row.device, row.dtype, row.shape), []).append(position)
@@ -84,19 +89,33 @@ def invalid_rows(rows: Sequence[torch.Tensor], size: int) -> dict[int, Exception
             found = f"shape {tuple(shape)}, {dtype}; expected ({size},), torch.float32"
             errors |= {position: _invalid(found) for position in positions}
             continue
-        for position, total in zip(positions, _sums([rows[i] for i in positions])):
-            if not abs(total - 1) <= _SUM_TOLERANCE:  # true for NaN
-                nans = int(rows[position].isnan().sum())
-                what = f"NaN at {nans} of {size} ids" if nans else f"a sum of {total:.6g}"
-                errors[position] = _invalid(what)
+        errors |= _invalid_sums(rows, positions, _sums([rows[i] for i in positions]), size)
     return errors
 
 
-def _sums(rows: list[torch.Tensor]) -> list[float]:
+def _invalid_sums(
+    rows: Sequence[torch.Tensor] | torch.Tensor,
+    positions: Sequence[int],
+    sums: list[float],
+    size: int,
+) -> dict[int, Exception]:
+    errors: dict[int, Exception] = {}
+    for position, total in zip(positions, sums, strict=True):
+        if not abs(total - 1) <= _SUM_TOLERANCE:  # true for NaN
+            nans = int(rows[position].isnan().sum())
+            what = f"NaN at {nans} of {size} ids" if nans else f"a sum of {total:.6g}"
+            errors[position] = _invalid(what)
+    return errors
+
+
+def _sums(rows: list[torch.Tensor] | torch.Tensor) -> list[float]:
     """Sum the probabilities of each row; one transfer for rows on a GPU."""
+    if not len(rows):
+        return []
     if len(rows[0]) > _STACKED_SIZE and rows[0].device.type == "cpu":
         return [row.exp().sum().item() for row in rows]
-    sums: list[float] = torch.stack(rows).exp().sum(-1).tolist()
+    stacked = torch.stack(rows) if isinstance(rows, list) else rows
+    sums: list[float] = stacked.exp().sum(-1).tolist()
     return sums
 
 

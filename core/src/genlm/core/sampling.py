@@ -10,13 +10,29 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from genlm.core.query import SamplingParams
 
-__all__ = ["draw_tokens", "sample_continuation", "stream_seeds", "stream_uniform"]
+__all__ = [
+    "Draws",
+    "continue_sequence",
+    "draw_tokens",
+    "draws",
+    "sample_continuation",
+    "stream_seeds",
+    "stream_uniform",
+]
+
+_BLOCK = 512
+"""Ids whose weights are summed together before one of them is drawn."""
+
+_LEAST_TEMPERATURE = 1e-30
+"""Divided by it, all but the largest of float32 log-probabilities have no weight."""
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -57,49 +73,148 @@ def stream_uniform(seed: int, position: int) -> float:
     return float((state ^ (state >> 31)) >> 11) / 2**53
 
 
+class Draws(NamedTuple):
+    """Tokens drawn from rows, on the device of the rows.
+
+    Attributes:
+        token_ids: Shape `(n,)`, int64.
+        log_mass: Log of the sum of each row's probabilities, shape `(n,)`, float32; `-inf` for
+            a row without any, whose other values mean nothing.
+        logprobs: The log-probability with which each token was drawn, shape `(n,)`, float32.
+    """
+
+    token_ids: torch.Tensor
+    log_mass: torch.Tensor
+    logprobs: torch.Tensor
+
+
 def draw_tokens(
-    logprobs: torch.Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
+    logprobs: torch.Tensor,
+    temperatures: Sequence[float],
+    uniforms: Sequence[float],
+    top_k: Sequence[int | None] | None = None,
+    top_p: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Draw one id per row, with probability proportional to `exp(logprobs / temperature)`.
 
-    Inverts the cumulative distribution in float64, on the device of the rows, or on the CPU
-    for Apple's GPUs, which lack float64. Each row is drawn from independently. At
+    Inverts the cumulative distribution. Each row is drawn from independently. At
     temperature 0 the result is the most likely id, the lowest of equals.
 
     Args:
-        logprobs: Shape `(n, vocab_size)`, not necessarily normalised; not changed.
+        logprobs: Shape `(n, vocab_size)`, float32, not necessarily normalised, `-inf` for ids
+            that must not be drawn; not changed.
         temperatures: One per row, finite and not negative.
         uniforms: One number in [0, 1) per row: for reproducible draws, `stream_uniform` of
             the continuation's seed and the token's position in it.
+        top_k: Draw from the k most likely ids; None for all. Of equals the lowest count first.
+        top_p: Draw from the fewest most likely ids that have this share of the probability at
+            the temperature, in (0, 1], after top-k; 1 for all.
 
     Returns:
         Ids, shape `(n,)`, int64, on the device of `logprobs`.
     """
-    if not any(temperatures):
-        return logprobs.argmax(-1)
-    logits = (logprobs.cpu() if logprobs.device.type == "mps" else logprobs).double()
-    divisors = logits.new_tensor([t or 1.0 for t in temperatures])[:, None]
-    # The largest becomes 0 before the division, which could make all of them -inf.
-    logits = (logits - logits.amax(-1, keepdim=True)) / divisors
-    cumulative = torch.softmax(logits, dim=-1).cumsum(-1)
+    return draws(logprobs, temperatures, uniforms, top_k, top_p).token_ids
+
+
+def draws(
+    logprobs: torch.Tensor,
+    temperatures: Sequence[float],
+    uniforms: Sequence[float],
+    top_k: Sequence[int | None] | None = None,
+    top_p: Sequence[float] | None = None,
+) -> Draws:
+    """Draw as `draw_tokens` and return the log-probabilities of the draws as well."""
+    largest = logprobs.amax(-1, keepdim=True)
+    # Rows without a possible id would become NaN.
+    shifted = logprobs - largest.masked_fill(largest.isneginf(), 0.0)
+    tempered = [t not in (0, 1) for t in temperatures]
+    weights = shifted.exp()
+    log_mass = weights.sum(-1).log() + largest[:, 0]
+    if any(tempered):
+        # The largest is 0 before the division, which could make all of them -inf.
+        divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
+        weights = (shifted / logprobs.new_tensor(divisors)[:, None]).exp()
+    limits = zip(temperatures, top_k or repeat(None), top_p or repeat(1.0), strict=False)
+    for row, (temperature, k, p) in enumerate(limits):
+        if temperature and ((k is not None and k < logprobs.shape[1]) or p < 1):
+            weights[row] = _truncated(weights[row], k, p)
+    token_ids, totals = _inverted(weights, uniforms)
+    if not all(temperatures):
+        is_greedy = torch.tensor([t == 0 for t in temperatures], device=logprobs.device)
+        token_ids = torch.where(is_greedy, logprobs.argmax(-1), token_ids)
+    found = weights.gather(1, token_ids[:, None])[:, 0]
+    drawn = (found / totals.to(found)).log()
+    if not all(temperatures):
+        drawn = drawn.masked_fill(is_greedy, 0.0)
+    return Draws(token_ids, log_mass, drawn)
+
+
+def _truncated(weights: torch.Tensor, k: int | None, p: float) -> torch.Tensor:
+    """Return one row's weights, 0 for those outside its top-k and top-p."""
+    count = weights.shape[0] if k is None else min(k, weights.shape[0])
+    ordered, ids = weights.sort(descending=True, stable=True)
+    ordered, ids = ordered[:count], ids[:count]
+    if p < 1:
+        wide = _wide(ordered)
+        cumulative = wide.cumsum(-1)
+        kept = max(1, int((cumulative - wide < p * cumulative[-1]).sum()))
+        ids = ids[:kept]
+    truncated = torch.zeros_like(weights)
+    truncated[ids] = weights[ids]
+    return truncated
+
+
+def _inverted(
+    weights: torch.Tensor, uniforms: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw an id from each row in proportion to its weights; return the rows' sums too.
+
+    Two levels: only the sums of blocks and one block of each row are in float64.
+    """
+    size = weights.shape[1]
+    whole = size // _BLOCK * _BLOCK
+    sums = weights[:, :whole].unfold(1, _BLOCK, _BLOCK).sum(-1) if whole else weights[:, :0]
+    if whole < size:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    sums = _wide(sums)
+    cumulative = sums.cumsum(-1)
+    totals = cumulative[:, -1]
     # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
-    thresholds = cumulative[:, -1:] * logits.new_tensor(uniforms)[:, None]
-    drawn = torch.searchsorted(cumulative, thresholds, right=True)[:, 0].to(logprobs.device)
-    if all(temperatures):
-        return drawn
-    is_greedy = torch.tensor([t == 0 for t in temperatures], device=logprobs.device)
-    return torch.where(is_greedy, logprobs.argmax(-1), drawn)
+    thresholds = sums.new_tensor(uniforms) * totals
+    block = torch.searchsorted(cumulative, thresholds[:, None], right=True)
+    block = block.clamp_(max=sums.shape[1] - 1)  # rows of zeros, whose total is not above 0
+    end, width = cumulative.gather(1, block)[:, 0], sums.gather(1, block)[:, 0]
+    share = ((thresholds - (end - width)) / width).clamp(0, 1)
+    ids = (block * _BLOCK + torch.arange(_BLOCK, device=block.device)).to(weights.device)
+    inside = weights.gather(1, ids.clamp(max=size - 1)).masked_fill(ids >= size, 0.0)
+    within = _wide(inside).cumsum(-1)
+    place = torch.searchsorted(within, (share * within[:, -1])[:, None], right=True)[:, 0]
+    # A share that was rounded to 1 stands for the last id that has a weight.
+    last = torch.searchsorted(within, within[:, -1:].contiguous())[:, 0]
+    token_ids = block[:, 0] * _BLOCK + torch.minimum(place, last)
+    return token_ids.clamp_(max=size - 1).to(weights.device), totals
 
 
-async def sample_continuation(
-    next_token_logprobs: Callable[[list[int]], Awaitable[torch.Tensor]],
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float64, on the CPU for Apple's GPUs, which lack it."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
+async def continue_sequence(
+    next_token: Callable[[list[int], float], Awaitable[int]],
     prompt: tuple[int, ...],
     params: SamplingParams,
     max_context: int | None,
 ) -> list[int]:
-    """Continue a sequence token by token from its rows.
+    """Continue a sequence token by token.
 
     Ends before a stop id, after `params.max_tokens`, or when the context is full.
+
+    Args:
+        next_token: Draws the token after a sequence with a uniform number.
+        prompt: The sequence.
+        params: The seed of the numbers and when to end; the temperature is `next_token`'s.
+        max_context: The longest sequence that can be asked, None for no limit.
 
     Returns:
         The drawn ids without the stop id.
@@ -109,10 +224,23 @@ async def sample_continuation(
     for position in range(params.max_tokens):
         if max_context is not None and len(sequence) > max_context:
             break
-        row = await next_token_logprobs(sequence)
-        uniform = stream_uniform(seed, position)
-        token_id = int(draw_tokens(row[None], [params.temperature], [uniform]))
+        token_id = await next_token(sequence, stream_uniform(seed, position))
         if token_id in params.stop_token_ids:
             break
         sequence.append(token_id)
     return sequence[len(prompt) :]
+
+
+async def sample_continuation(
+    next_token_logprobs: Callable[[list[int]], Awaitable[torch.Tensor]],
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    max_context: int | None,
+) -> list[int]:
+    """Continue a sequence token by token from its rows; see `continue_sequence`."""
+
+    async def next_token(sequence: list[int], uniform: float) -> int:
+        row = await next_token_logprobs(sequence)
+        return int(draw_tokens(row[None], [params.temperature], [uniform]))
+
+    return await continue_sequence(next_token, prompt, params, max_context)

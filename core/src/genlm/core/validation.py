@@ -42,6 +42,7 @@ __all__ = [
     "checked_number",
     "checked_stop_ids",
     "checked_token_ids",
+    "checked_vocabulary_ids",
 ]
 
 
@@ -123,10 +124,22 @@ def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]
         TokenTypeError: Not a flat sequence of integers.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    ids = checked_integers(eos_token_ids, "eos_token_ids")
+    return frozenset(checked_vocabulary_ids(eos_token_ids, vocab_size, "eos_token_ids"))
+
+
+def checked_vocabulary_ids(
+    values: Integers, vocab_size: int, argument: str = "token_ids"
+) -> tuple[int, ...]:
+    """Return ids of the vocabulary, possibly none, as Python integers.
+
+    Raises:
+        TokenTypeError: Not a flat sequence of integers.
+        TokenIdError: An id that is negative or not below `vocab_size`.
+    """
+    ids = checked_integers(values, argument)
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise _outside(ids, vocab_size, "eos_token_ids")
-    return frozenset(ids)
+        raise _outside(ids, vocab_size, argument)
+    return ids
 
 
 def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int, ...]:

@@ -34,22 +34,40 @@ class PendingRequest:
 
     Attributes:
         query: What the engine is asked.
-        key: Identical requests have equal keys; None is never shared.
-        waiters: Futures of the callers. Empty means abandoned.
+        key: Requests with equal keys share an evaluation; None is never shared.
+        waiters: Futures of the callers, and what each wants: the place of its output in
+            `outputs`. Empty means abandoned.
+        outputs: What is wanted of the evaluation, by place; None is the whole result.
         arrived_s: `time.perf_counter()` at arrival.
     """
 
-    __slots__ = ("arrived_s", "key", "query", "waiters")
+    __slots__ = ("arrived_s", "key", "outputs", "query", "waiters")
 
-    def __init__(self, query: Any, key: Hashable, waiter: Waiter, arrived_s: float) -> None:
+    def __init__(
+        self, query: Any, key: Hashable, waiter: Waiter, output: Hashable, arrived_s: float
+    ) -> None:
         self.query = query
         self.key = key
-        self.waiters: dict[Waiter, None] = {waiter: None}  # an ordered set
+        self.waiters: dict[Waiter, int] = {waiter: 0}
+        self.outputs: dict[Hashable, int] = {output: 0}
         self.arrived_s = arrived_s
 
-    def take_waiters(self) -> list[Waiter]:
-        """Remove and return all waiters."""
-        waiters = list(self.waiters)
+    def add(self, waiter: Waiter, output: Hashable) -> None:
+        """Add a caller and, if it is new, what it wants."""
+        self.waiters[waiter] = self.outputs.setdefault(output, len(self.outputs))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole result is all that is wanted."""
+        return len(self.outputs) == 1 and None in self.outputs
+
+    def output_key(self, output: Hashable) -> Hashable:
+        """Return the key under which an output is stored; None if it is not."""
+        return self.key if output is None or self.key is None else (self.key, output)
+
+    def take_waiters(self) -> list[tuple[Waiter, int]]:
+        """Remove and return all waiters, with the places of their outputs."""
+        waiters = list(self.waiters.items())
         self.waiters.clear()
         return waiters
 
@@ -78,16 +96,26 @@ class RequestTable:
         self._queue_seconds = 0.0
 
     def enqueue(
-        self, query: Identified, key: Hashable, waiter: Waiter, arrived_s: float
+        self,
+        query: Identified,
+        key: Hashable,
+        waiter: Waiter,
+        arrived_s: float,
+        output: Hashable = None,
     ) -> PendingRequest:
         """Add a request, or let its caller join the request with the same key.
+
+        What the engine was asked for is fixed: of a request that it works on, a caller can
+        only share an output that somebody else wants.
 
         Raises:
             ValueError: An unfinished request has the same id.
         """
         request = self._joinable.get(key) if key is not None else None
-        if request is not None:
-            request.waiters[waiter] = None
+        if request is not None and (
+            output in request.outputs or request.query.query_id not in self.in_engine
+        ):
+            request.add(waiter, output)
             self._joined += 1
             return request
         query_id = query.query_id
@@ -96,7 +124,7 @@ class RequestTable:
                 f"query id {query_id} is that of an unanswered request; every query of a "
                 f"scheduler needs an id of its own (itertools.count, for example)"
             )
-        request = PendingRequest(query, key, waiter, arrived_s)
+        request = PendingRequest(query, key, waiter, output, arrived_s)
         place = self._held_back if self._held_back or self._is_full else self.inbox
         place[query_id] = request
         if key is not None:  # last: Ctrl-C may keep a request from its place, not from joiners
@@ -128,8 +156,11 @@ class RequestTable:
             self._queue_seconds += now_s - request.arrived_s
         return taken
 
-    def finish(self, query_id: int, *, failed: bool) -> list[Waiter]:
-        """Remove an answered request and return its waiters; none if it was abandoned."""
+    def finish(self, query_id: int, *, failed: bool) -> list[tuple[Waiter, int]]:
+        """Remove an answered request and return its waiters; none if it was abandoned.
+
+        With each waiter comes the place of what it wants in the request's `outputs`.
+        """
         request = self.in_engine.pop(query_id, None)
         if request is None:
             return []
@@ -162,7 +193,7 @@ class RequestTable:
             places.clear()
         self.admitted_late = False
         self._failed += len(requests)
-        return [waiter for request in requests for waiter in request.take_waiters()]
+        return [waiter for request in requests for waiter, _ in request.take_waiters()]
 
     def statistics(self) -> SchedulerStatistics:
         """A snapshot of the counters."""

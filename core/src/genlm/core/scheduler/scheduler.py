@@ -18,7 +18,7 @@ from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import Limits
 from genlm.core.scheduler.delivery import Waiter
 from genlm.core.scheduler.request_table import Identified, PendingRequest
-from genlm.core.scheduler.worker import FindInvalid, Worker
+from genlm.core.scheduler.worker import FindInvalid, Reduce, Worker
 from genlm.core.statistics import SchedulerStatistics
 from genlm.core.validation import checked_builder
 
@@ -26,6 +26,9 @@ __all__ = ["Scheduler"]
 
 EngineT = TypeVar("EngineT")
 T = TypeVar("T")
+
+Asked = tuple[Identified, Hashable] | tuple[Identified, Hashable, Hashable]
+"""A query, its key, and what is wanted of it."""
 
 EXIT_TIMEOUT_S = 10.0
 """How long the interpreter's exit waits for an engine to end its step and close."""
@@ -47,8 +50,12 @@ class Scheduler(Generic[EngineT]):
             query with a `query_id`.
         find_invalid: Given the engine and the results of a step, returns an error for each
             invalid result, by its position; called on the engine's thread.
-        on_result: Called with `(key, result)` of a request with a key, on the engine's thread,
-            before the callers are woken.
+        reduce: Given results and for each the outputs that are wanted of it, returns a
+            `Reduced` or an error for each; called on the engine's thread for results of
+            requests with outputs that the engine has not reduced itself.
+        on_result: Called with `(key, result)` of a request with a key, and for each output
+            with `((key, output), result)`, on the engine's thread, before the callers are
+            woken.
         copy_result: Copies a result for the second and later callers that share it.
         on_release: Called with the engine and the items given to `release`, on the engine's
             thread, between two steps. What it raises is logged.
@@ -70,6 +77,7 @@ class Scheduler(Generic[EngineT]):
         build_engine: Callable[[], EngineT],
         *,
         find_invalid: FindInvalid = lambda _engine, _results: {},
+        reduce: Reduce = lambda _results, _outputs: [],
         on_result: Callable[[Any, Any], None] = lambda _key, _result: None,
         copy_result: Callable[[Any], Any] = lambda result: result,
         on_release: Callable[[EngineT, list[Any]], None] = lambda _engine, _items: None,
@@ -81,6 +89,7 @@ class Scheduler(Generic[EngineT]):
         self._worker = Worker(
             checked_builder(build_engine),
             find_invalid=find_invalid,
+            reduce=reduce,
             on_result=on_result,
             copy_result=copy_result,
             on_release=on_release,
@@ -101,12 +110,16 @@ class Scheduler(Generic[EngineT]):
         closed = "; closed" if self.closed else ""
         return f"<Scheduler of {type(self.engine).__name__}{closed}>"
 
-    async def answer(self, query: Identified, key: Hashable = None) -> Any:
+    async def answer(
+        self, query: Identified, key: Hashable = None, output: Hashable = None
+    ) -> Any:
         """Have the engine answer a query.
 
         Args:
             query: Its `query_id` must be unique among this scheduler's queries.
-            key: Requests with equal keys get the same answer; None is never shared.
+            key: Requests with equal keys share an evaluation; None is never shared.
+            output: What is wanted of the evaluation, such as a `Reduction`; None for the whole
+                result. Equal outputs of one evaluation are computed once.
 
         Returns:
             The engine's result, which belongs to the caller (`copy_result`).
@@ -119,7 +132,7 @@ class Scheduler(Generic[EngineT]):
             QueryResetError: `reset` came before the answer.
             ValueError: An unanswered query has the same `query_id`.
         """
-        future, request = self._enqueue(query, key)
+        future, request = self._enqueue(query, key, output)
         try:
             return await future
         except asyncio.CancelledError:
@@ -128,8 +141,8 @@ class Scheduler(Generic[EngineT]):
             self._worker.leave(request, future)
             raise
 
-    async def answer_all(self, queries: Sequence[tuple[Identified, Hashable]]) -> list[Any]:
-        """Have the engine answer several queries, given with their keys.
+    async def answer_all(self, queries: Sequence[Asked]) -> list[Any]:
+        """Have the engine answer several queries, given as the arguments of `answer`.
 
         Returns:
             The results, in order.
@@ -139,8 +152,8 @@ class Scheduler(Generic[EngineT]):
         """
         asked: list[tuple[asyncio.Future[Any], PendingRequest]] = []
         try:
-            for query, key in queries:
-                asked.append(self._enqueue(query, key))
+            for each in queries:  # one by one: those before an error are abandoned
+                asked.append(self._enqueue(*each))  # noqa: PERF401
             return [await future for future, _ in asked]
         except GeneratorExit:  # as in `answer`
             raise
@@ -148,8 +161,8 @@ class Scheduler(Generic[EngineT]):
             self._abandon(asked)
             raise
 
-    def answer_sync(self, queries: Sequence[tuple[Identified, Hashable]]) -> list[Any]:
-        """Have the engine answer several queries, given with their keys, and wait.
+    def answer_sync(self, queries: Sequence[Asked]) -> list[Any]:
+        """Have the engine answer several queries, given as the arguments of `answer`, and wait.
 
         Works in and outside a running event loop, which it blocks.
 
@@ -163,9 +176,9 @@ class Scheduler(Generic[EngineT]):
         self._refuse_own_thread()
         asked: list[tuple[Waiter, PendingRequest]] = []
         try:
-            for query, key in queries:
+            for query, key, *output in queries:
                 waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
-                asked.append((waiter, self._worker.enqueue(query, key, waiter)))
+                asked.append((waiter, self._worker.enqueue(query, key, waiter, *output)))
             self._worker.flush()
             return [future.result() for future, _ in asked]
         except BaseException:
@@ -230,11 +243,11 @@ class Scheduler(Generic[EngineT]):
         return self._worker.statistics()
 
     def _enqueue(
-        self, query: Identified, key: Hashable = None
+        self, query: Identified, key: Hashable = None, output: Hashable = None
     ) -> tuple[asyncio.Future[Any], PendingRequest]:
         """Start answering a query for the running event loop; returns its future."""
         future = asyncio.get_running_loop().create_future()
-        return future, self._worker.enqueue(query, key, future)
+        return future, self._worker.enqueue(query, key, future, output)
 
     def _abandon(self, asked: Sequence[tuple[Waiter, PendingRequest]]) -> None:
         for future, request in asked:

@@ -25,14 +25,14 @@ from genlm.core.errors import (
     described,
 )
 from genlm.core.forking import renew_in_forks
-from genlm.core.query import Completion
+from genlm.core.query import Completion, Reduced
 from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
 from genlm.core.scheduler.delivery import Delivery, Waiter
 from genlm.core.scheduler.request_table import Identified, PendingRequest, RequestTable
 from genlm.core.statistics import SchedulerStatistics
 
-__all__ = ["FindInvalid", "Worker"]
+__all__ = ["FindInvalid", "Reduce", "Worker"]
 
 logger = logging.getLogger("genlm")
 
@@ -41,6 +41,10 @@ RELEASE_DELAY_S = 0.01
 
 FindInvalid = Callable[[Any, Sequence[Any]], Mapping[int, Exception]]
 """From an engine and the results of a step to the errors of those that are invalid."""
+
+
+Reduce = Callable[[Sequence[Any], Sequence[tuple[Any, ...]]], Sequence[Any]]
+"""From results and what is wanted of each to a `Reduced`, or an error, for each."""
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Worker:
         build_engine: Callable[[], Any],
         *,
         find_invalid: FindInvalid,
+        reduce: Reduce,
         on_result: Callable[[Any, Any], None],
         copy_result: Callable[[Any], Any],
         on_release: Callable[[Any, list[Any]], None],
@@ -87,6 +92,7 @@ class Worker:
         name: str,
     ) -> None:
         self._find_invalid = find_invalid
+        self._reduce = reduce
         self._on_result = on_result
         self._copy_result = copy_result
         self._on_release = on_release
@@ -129,7 +135,9 @@ class Worker:
         finally:
             del self._built
 
-    def enqueue(self, query: Identified, key: Hashable, waiter: Waiter) -> PendingRequest:
+    def enqueue(
+        self, query: Identified, key: Hashable, waiter: Waiter, output: Hashable = None
+    ) -> PendingRequest:
         """Accept a request; raises the error that stopped the worker, if it is.
 
         A request of a coroutine is dispatched once its event loop has run what is ready,
@@ -137,7 +145,7 @@ class Worker:
         """
         with self._lock:
             self._raise_if_stopped()
-            request = self._table.enqueue(query, key, waiter, time.perf_counter())
+            request = self._table.enqueue(query, key, waiter, time.perf_counter(), output)
         if not isinstance(waiter, concurrent.futures.Future):
             self._idle_flush.schedule(waiter.get_loop())
         return request
@@ -293,7 +301,7 @@ class Worker:
             self._release(engine)
         if self._table.in_engine:
             start_s = time.perf_counter()
-            completions = self._valid(engine, self._step(engine))
+            completions = self._reduced(self._valid(engine, self._step(engine)))
             self._hand_over(completions, step_s=time.perf_counter() - start_s)
 
     def _release(self, engine: Any) -> None:
@@ -349,8 +357,11 @@ class Worker:
         """Give the requests to the engine; returns the answers of those it refused."""
         refused = []
         for request in requests:
+            query = request.query
+            if not request.is_whole:
+                query = query.replace(outputs=tuple(request.outputs))
             try:
-                engine.submit(request.query)
+                engine.submit(query)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
                 refused.append(Completion(request.query.query_id, error=error))
         return refused
@@ -377,6 +388,37 @@ class Worker:
             completions[places[position]] = Completion(query_id, error=problem)
         return completions
 
+    def _reduced(self, completions: list[Completion]) -> list[Completion]:
+        """Reduce results of which something else is wanted and that the engine left whole."""
+        places, wanted = [], []
+        for place, (query_id, result, error) in enumerate(completions):
+            request = self._table.in_engine.get(query_id)
+            if request is None or request.is_whole or error is not None or result is None:
+                continue
+            if not isinstance(result, Reduced):
+                places.append(place)
+                wanted.append(tuple(request.outputs))
+            elif len(result.values) != len(request.outputs):
+                problem = EvaluationError(
+                    f"the engine returned {len(result.values)} values for a query with "
+                    f"{len(request.outputs)} outputs"
+                )
+                completions[place] = Completion(query_id, error=problem)
+        if not places:
+            return completions
+        results: Sequence[Any]
+        try:
+            results = self._reduce([completions[place].result for place in places], wanted)
+        except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
+            results = [error] * len(places)
+        for place, result in zip(places, results, strict=True):
+            query_id = completions[place].query_id
+            if isinstance(result, Exception):
+                completions[place] = Completion(query_id, error=result)
+            else:
+                completions[place] = Completion(query_id, result)
+        return completions
+
     def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
         """Store the results, remove their requests from the table and wake the callers."""
         # Stored before the requests end: a repeated request in between would find neither
@@ -393,13 +435,26 @@ class Worker:
         delivery = Delivery()
         for completion, waiters in finished:
             if completion.error is not None:
-                delivery.add_error(waiters, completion.error)
+                delivery.add_error([waiter for waiter, _ in waiters], completion.error)
             else:
-                delivery.add_result(waiters, completion.result, self._copy_result)
+                self._add_results(delivery, waiters, completion.result)
         with self._lock:
             idle = delivery.reaches_loops and not self._table.in_engine
             waits = idle and self._policy.begin_grace_period(step_s)
         delivery.send(afterwards=self._idle_flush.schedule if waits else None)
+
+    def _add_results(
+        self, delivery: Delivery, waiters: list[tuple[Waiter, int]], result: Any
+    ) -> None:
+        values = result.values if isinstance(result, Reduced) else (result,)
+        wanting: list[list[Waiter]] = [[] for _ in values]
+        for waiter, place in waiters:
+            wanting[place].append(waiter)
+        for value, its_waiters in zip(values, wanting, strict=True):
+            if isinstance(value, Exception):
+                delivery.add_error(its_waiters, value)
+            else:
+                delivery.add_result(its_waiters, value, self._copy_result)
 
     def _stored(self, completion: Completion) -> Completion:
         """Pass a result to `on_result`; return a completion with its error if that raises."""
@@ -411,8 +466,12 @@ class Worker:
             return Completion(completion.query_id, error=error)
         if request.key is None:
             return completion
+        result = completion.result
+        values = result.values if isinstance(result, Reduced) else (result,)
         try:
-            self._on_result(request.key, completion.result)
+            for output, value in zip(request.outputs, values, strict=True):
+                if not isinstance(value, Exception):
+                    self._on_result(request.output_key(output), value)
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(completion.query_id, error=error)
         return completion

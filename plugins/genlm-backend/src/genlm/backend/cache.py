@@ -34,7 +34,7 @@ class OutputCache(genlm.OutputCache):
         return self.max_entries
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:
-        row = self.get(key)
+        row: torch.Tensor | None = self.get(key)
         if row is None:
             raise KeyError(key)
         return row

@@ -1,0 +1,451 @@
+"""What `AsyncLM` offers beyond rows: reductions of rows, draws among them.
+
+Each method checks its arguments and makes a `Reduction`, which `batch_reduce` asks for. All
+exist in four forms: for one context and for several (`batch_...`), asynchronous and waiting
+(`..._sync`).
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from genlm.core.masks import Mask
+from genlm.core.reductions import (
+    Draw,
+    DrawnToken,
+    LogMass,
+    Reduction,
+    TokenLogprobs,
+    TopK,
+    TopTokens,
+)
+from genlm.core.sampling import stream_seeds, stream_uniform
+from genlm.core.validation import (
+    checked_batch,
+    checked_integer,
+    checked_number,
+    checked_vocabulary_ids,
+)
+
+if TYPE_CHECKING:
+    from genlm.core.masks import MaskLike
+    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.vocab import Vocabulary
+
+__all__ = ["ReductionMethods"]
+
+
+class ReductionMethods(abc.ABC):
+    """The methods of `AsyncLM` that return something else than rows.
+
+    Contexts are token ids as `next_token_logprobs` takes them, or `Context` objects, and every
+    method raises what `next_token_logprobs` raises. Several requests for one context share its
+    evaluation, and only the results leave the device of the rows.
+    """
+
+    vocabulary: Vocabulary
+
+    @abc.abstractmethod
+    async def batch_reduce(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Ask a reduction of the row of each of several contexts."""
+
+    @abc.abstractmethod
+    def batch_reduce_sync(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Ask a reduction of the row of each of several contexts and wait."""
+
+    # -- any reduction ----------------------------------------------------------------
+
+    async def reduce(
+        self, context: TokenIds, reduction: Reduction, *, lora_name: str | None = None
+    ) -> Any:
+        """Return a reduction of the row of a context.
+
+        Args:
+            context: Token ids or a `Context`.
+            reduction: What is wanted of the row: an object of a subclass of `Reduction`.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            What its `compute` returned for this request; the caller's.
+
+        Raises:
+            TypeError: `reduction` is not a `Reduction`.
+            EvaluationError: Its `compute` raised.
+            GenlmError: As `next_token_logprobs`.
+        """
+        return (await self.batch_reduce([context], [reduction], lora_name=lora_name))[0]
+
+    def reduce_sync(
+        self, context: TokenIds, reduction: Reduction, *, lora_name: str | None = None
+    ) -> Any:
+        """Return a reduction of the row of a context and wait; see `reduce`."""
+        return self.batch_reduce_sync([context], [reduction], lora_name=lora_name)[0]
+
+    # -- given tokens -----------------------------------------------------------------
+
+    async def token_logprobs(
+        self, context: TokenIds, token_ids: Integers, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of given next tokens.
+
+        Args:
+            context: Token ids or a `Context`.
+            token_ids: The next tokens, possibly none.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            Natural-log probabilities, shape `(len(token_ids),)`, float32, on the CPU.
+
+        Raises:
+            TokenIdError: One of them is outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            GenlmError: As `next_token_logprobs`.
+        """
+        wanted = self._token_logprobs([token_ids])
+        found: torch.Tensor = await self.reduce(context, wanted[0], lora_name=lora_name)
+        return found
+
+    async def batch_token_logprobs(
+        self,
+        contexts: TokenBatch,
+        token_ids: Sequence[Integers],
+        *,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the log-probabilities of given next tokens, those of context i in place i."""
+        wanted = self._token_logprobs(token_ids)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    def token_logprobs_sync(
+        self, context: TokenIds, token_ids: Integers, *, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of given next tokens and wait."""
+        wanted = self._token_logprobs([token_ids])
+        found: torch.Tensor = self.reduce_sync(context, wanted[0], lora_name=lora_name)
+        return found
+
+    def batch_token_logprobs_sync(
+        self,
+        contexts: TokenBatch,
+        token_ids: Sequence[Integers],
+        *,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the log-probabilities of given next tokens for each context and wait."""
+        wanted = self._token_logprobs(token_ids)
+        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+
+    def _token_logprobs(self, wanted: Sequence[Integers]) -> list[TokenLogprobs]:
+        size = self.vocabulary.size
+        return [TokenLogprobs(checked_vocabulary_ids(ids, size)) for ids in wanted]
+
+    # -- the most likely tokens -------------------------------------------------------
+
+    async def top_k(
+        self, context: TokenIds, k: int, *, lora_name: str | None = None
+    ) -> TopTokens:
+        """Return the `k` most likely next tokens.
+
+        Args:
+            context: Token ids or a `Context`.
+            k: From 1 to the size of the vocabulary.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            Log-probabilities and ids, the most likely first; of equals the lowest id first.
+
+        Raises:
+            TypeError: `k` is not an integer.
+            ValueError: It is below 1 or beyond the vocabulary.
+            GenlmError: As `next_token_logprobs`.
+        """
+        found: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
+        return found
+
+    async def batch_top_k(
+        self, contexts: TokenBatch, k: int, *, lora_name: str | None = None
+    ) -> list[TopTokens]:
+        """Return the `k` most likely next tokens of each context."""
+        contexts = list(checked_batch(contexts))
+        wanted = [self._top_k(k)] * len(contexts)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    def top_k_sync(
+        self, context: TokenIds, k: int, *, lora_name: str | None = None
+    ) -> TopTokens:
+        """Return the `k` most likely next tokens and wait; see `top_k`."""
+        found: TopTokens = self.reduce_sync(context, self._top_k(k), lora_name=lora_name)
+        return found
+
+    def batch_top_k_sync(
+        self, contexts: TokenBatch, k: int, *, lora_name: str | None = None
+    ) -> list[TopTokens]:
+        """Return the `k` most likely next tokens of each context and wait."""
+        contexts = list(checked_batch(contexts))
+        wanted = [self._top_k(k)] * len(contexts)
+        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+
+    def _top_k(self, k: int) -> TopK:
+        return TopK(self._checked_k("k", k))
+
+    def _checked_k(self, name: str, k: int) -> int:
+        k = checked_integer(name, k, 1)
+        if k > self.vocabulary.size:
+            raise ValueError(
+                f"{name}={k} of a vocabulary of {self.vocabulary.size} ids; it must be "
+                f"{self.vocabulary.size} or less"
+            )
+        return k
+
+    # -- sets of tokens ---------------------------------------------------------------
+
+    async def log_mass(
+        self, context: TokenIds, mask: MaskLike, *, lora_name: str | None = None
+    ) -> float:
+        """Return the log of the probability that the next token is in a set.
+
+        Args:
+            context: Token ids or a `Context`.
+            mask: The set, in any form that `Mask` takes.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            `logsumexp` of the row over the mask; `-inf` for an empty mask.
+
+        Raises:
+            ValueError: A mask of another length than the vocabulary.
+            TokenIdError: An id outside the vocabulary.
+            TokenTypeError: Not a mask.
+            GenlmError: As `next_token_logprobs`.
+        """
+        wanted = LogMass(self.mask(mask))
+        found: float = await self.reduce(context, wanted, lora_name=lora_name)
+        return found
+
+    async def batch_log_mass(
+        self,
+        contexts: TokenBatch,
+        masks: Sequence[MaskLike],
+        *,
+        lora_name: str | None = None,
+    ) -> list[float]:
+        """Return the log-probability of a set of next tokens for each context."""
+        wanted = [LogMass(self.mask(mask)) for mask in masks]
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    def log_mass_sync(
+        self, context: TokenIds, mask: MaskLike, *, lora_name: str | None = None
+    ) -> float:
+        """Return the log of the probability of a set and wait; see `log_mass`."""
+        wanted = LogMass(self.mask(mask))
+        found: float = self.reduce_sync(context, wanted, lora_name=lora_name)
+        return found
+
+    def batch_log_mass_sync(
+        self,
+        contexts: TokenBatch,
+        masks: Sequence[MaskLike],
+        *,
+        lora_name: str | None = None,
+    ) -> list[float]:
+        """Return the log-probability of a set of next tokens for each context and wait."""
+        wanted = [LogMass(self.mask(mask)) for mask in masks]
+        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+
+    def mask(self, allowed: MaskLike) -> Mask:
+        """Return a set of token ids of this model's vocabulary, for use in many requests.
+
+        Args:
+            allowed: In any form that `Mask` takes.
+
+        Raises:
+            ValueError: A mask of another length than the vocabulary.
+            TokenIdError: An id outside the vocabulary.
+            TokenTypeError: Not a mask.
+        """
+        size = self.vocabulary.size
+        if isinstance(allowed, Mask) and allowed.vocab_size == size:
+            return allowed
+        return Mask(allowed, size)
+
+    # -- draws ------------------------------------------------------------------------
+
+    async def draw(
+        self,
+        context: TokenIds,
+        mask: MaskLike | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> DrawnToken:
+        """Draw the next token, among those of a mask if one is given.
+
+        The token depends on the context, the seed and the other arguments alone, on every
+        engine with equal rows. The randomness is the number at position `len(context)` of the
+        seed's stream, so a program can pass one seed for all steps of a sequence.
+
+        Args:
+            context: Token ids or a `Context`.
+            mask: The tokens that may be drawn, in any form that `Mask` takes; None for all.
+            temperature: Divides the log-probabilities; 0 takes the most likely token.
+            top_k: Draw from the k most likely of these tokens.
+            top_p: Draw from the fewest most likely of these that have this share of their
+                probability, in (0, 1].
+            seed: Makes the draw reproducible; None takes fresh randomness.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            The id, its log-probability in the row, the log mass of the mask (0 without one),
+            and the log-probability with which it was drawn.
+
+        Raises:
+            EvaluationError: All tokens of the mask have probability 0.
+            ValueError: An empty mask or one of another length, or another argument that is
+                out of range.
+            GenlmError: As `next_token_logprobs`.
+        """
+        drawn = await self.batch_draw(
+            [context],
+            None if mask is None else [mask],
+            temperature,
+            top_k,
+            top_p,
+            None if seed is None else [seed],
+            lora_name=lora_name,
+        )
+        return drawn[0]
+
+    async def batch_draw(
+        self,
+        contexts: TokenBatch,
+        masks: Sequence[MaskLike | None] | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> list[DrawnToken]:
+        """Draw the next token of each context; see `draw`.
+
+        Args:
+            contexts: Several contexts.
+            masks: One for each context, None for all tokens.
+            temperature: As `draw`.
+            top_k: As `draw`.
+            top_p: As `draw`.
+            seed: One for each context, or one number from which as many are derived.
+            lora_name: As `draw`.
+        """
+        contexts = list(checked_batch(contexts))
+        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
+        return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
+
+    def draw_sync(
+        self,
+        context: TokenIds,
+        mask: MaskLike | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> DrawnToken:
+        """Draw the next token and wait; see `draw`."""
+        return self.batch_draw_sync(
+            [context],
+            None if mask is None else [mask],
+            temperature,
+            top_k,
+            top_p,
+            None if seed is None else [seed],
+            lora_name=lora_name,
+        )[0]
+
+    def batch_draw_sync(
+        self,
+        contexts: TokenBatch,
+        masks: Sequence[MaskLike | None] | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> list[DrawnToken]:
+        """Draw the next token of each context and wait; see `batch_draw`."""
+        contexts = list(checked_batch(contexts))
+        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
+        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+
+    def _draws(
+        self,
+        contexts: Sequence[TokenIds],
+        masks: Sequence[MaskLike | None] | None,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | Sequence[int] | None,
+    ) -> list[Draw]:
+        count = len(contexts)
+        temperature = checked_number("temperature", temperature)
+        top_k = None if top_k is None else self._checked_k("top_k", top_k)
+        top_p = 1.0 if top_p is None else checked_number("top_p", top_p)
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p}; it must be above 0 and at most 1")
+        allowed = [None] * count if masks is None else [self._allowed(mask) for mask in masks]
+        _check_count("masks", allowed, count)
+        uniforms = _uniforms(contexts, seed)
+        return [
+            Draw(uniform, temperature, mask, top_k, top_p, is_reproducible=seed is not None)
+            for uniform, mask in zip(uniforms, allowed, strict=True)
+        ]
+
+    def _allowed(self, mask: MaskLike | None) -> Mask | None:
+        allowed = None if mask is None else self.mask(mask)
+        if allowed is not None and not allowed:
+            raise ValueError("asked to draw under a mask without any token; allow at least one")
+        return allowed
+
+
+def _uniforms(
+    contexts: Sequence[TokenIds], seed: int | Sequence[int] | None
+) -> Sequence[float]:
+    if seed is None:
+        return [secrets.randbits(53) / 2**53 for _ in contexts]
+    if isinstance(seed, Sequence):
+        seeds = [checked_integer("seed", each, 0) for each in seed]
+        _check_count("seeds", seeds, len(contexts))
+    else:
+        seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
+    # What has no length is refused, with an error that says more, when it is asked.
+    return [
+        stream_uniform(each, len(context) if hasattr(context, "__len__") else 0)
+        for each, context in zip(seeds, contexts, strict=True)
+    ]
+
+
+def _check_count(what: str, found: Sequence[object], count: int) -> None:
+    if len(found) != count:
+        raise ValueError(f"{len(found)} {what} for {count} contexts; pass one for each")

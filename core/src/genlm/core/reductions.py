@@ -1,0 +1,334 @@
+"""Reductions: what a request wants of its row in place of the row.
+
+A reduction is computed for all requests of its class in a batch at once, on the device of the
+rows, before rows are copied for their callers; only its results leave the device. A reduction
+of one's own derives from `Reduction`:
+
+    @dataclass(frozen=True)
+    class Entropy(genlm.Reduction):
+        @classmethod
+        def compute(cls, rows, requests):
+            return torch.special.entr(rows.exp()).sum(-1).tolist()
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from genlm.core.errors import EvaluationError
+from genlm.core.masks import Mask, unpacked
+from genlm.core.query import Reduced
+from genlm.core.rows import invalid_rows
+from genlm.core.sampling import draws
+
+__all__ = [
+    "Draw",
+    "DrawnToken",
+    "LogMass",
+    "Reduction",
+    "ScoredToken",
+    "TargetScore",
+    "TokenLogprobs",
+    "TopK",
+    "TopTokens",
+    "reduce_rows",
+]
+
+_VALUES_ON_CPU = 2**21
+"""Most entries of the rows that one call of `compute` gets on a CPU: 8 MiB in float32, so that
+what it makes of them stays in the CPU's caches and memory does not grow with the batch."""
+
+_VALUES_ON_DEVICE = 2**26
+"""The same on other devices: 256 MiB in float32."""
+
+
+class Reduction(abc.ABC):
+    """What a request wants of its row; equal instances share one result.
+
+    Subclasses are immutable and hashable, such as frozen dataclasses. For an engine that
+    computes in processes of its own they must be importable there.
+    """
+
+    is_reproducible: bool = True
+    """Whether equal instances have equal results for equal rows, which are then cached."""
+
+    @classmethod
+    @abc.abstractmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
+        """Reduce one row for each request.
+
+        When this raises, the requests are computed one by one, so that only those that cause
+        it fail.
+
+        Args:
+            rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on
+                the engine's device. Must not be changed: other reductions read them.
+            requests: Row i is that of request i.
+
+        Returns:
+            A result for each request, in main memory; an exception fails this request alone.
+        """
+
+
+@dataclass(frozen=True)
+class TokenLogprobs(Reduction):
+    """The log-probabilities of given tokens: shape `(len(token_ids),)`, float32, on the CPU."""
+
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def compute(
+        cls, rows: torch.Tensor, requests: Sequence[TokenLogprobs]
+    ) -> Sequence[torch.Tensor]:
+        """Gather the tokens of all requests in one operation."""
+        sizes = [len(request.token_ids) for request in requests]
+        ids = torch.tensor([i for request in requests for i in request.token_ids])
+        places = torch.arange(len(requests)).repeat_interleave(torch.tensor(sizes))
+        found = rows[places.to(rows.device), ids.to(rows.device)].cpu()
+        return [part.clone() for part in torch.split(found, sizes)]
+
+
+class TopTokens(NamedTuple):
+    """The most likely tokens, the most likely first; of equals the lowest id first.
+
+    Attributes:
+        logprobs: Natural-log probabilities, shape `(k,)`, float32, on the CPU.
+        token_ids: Their ids, shape `(k,)`, int64, on the CPU.
+    """
+
+    logprobs: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TopK(Reduction):
+    """The `k` most likely tokens: `TopTokens`."""
+
+    k: int
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[TopK]) -> Sequence[TopTokens]:
+        """Select all that are at least the k-th value, then sort these few."""
+        ks = [request.k for request in requests]
+        values, ids = rows.topk(max(ks))
+        found, found_ids = values.cpu(), ids.cpu()
+        # topk selects and orders equal values as it likes.
+        return [
+            _tie_broken(row, found[i, :k], found_ids[i, :k])
+            for i, (row, k) in enumerate(zip(rows, ks, strict=True))
+        ]
+
+
+def _tie_broken(row: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> TopTokens:
+    k = len(values)
+    last = values[-1]
+    above = ids[values > last]
+    equal = (row == last.to(row.device)).nonzero()[: k - len(above), 0].cpu()
+    chosen = torch.cat([above, equal]).sort().values
+    logprobs = row[chosen.to(row.device)].cpu()
+    order = logprobs.sort(descending=True, stable=True).indices
+    return TopTokens(logprobs[order], chosen[order])
+
+
+@dataclass(frozen=True)
+class LogMass(Reduction):
+    """The log of the probability of a set of tokens: a float, `-inf` for the empty set."""
+
+    mask: Mask
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[LogMass]) -> Sequence[float]:
+        """Sum under all masks at once."""
+        allowed = unpacked([request.mask for request in requests], rows.device)
+        masses: list[float] = rows.masked_fill(~allowed, -math.inf).logsumexp(-1).tolist()
+        return masses
+
+
+class DrawnToken(NamedTuple):
+    """A token that was drawn.
+
+    Attributes:
+        token_id: Its id.
+        logprob: Its log-probability in the row: the model's.
+        log_mass: Log of the probability of the mask in the row; 0 without a mask.
+        draw_logprob: The log-probability with which it was drawn: under the mask, the
+            temperature, top-k and top-p. Without the last three `logprob - log_mass`.
+    """
+
+    token_id: int
+    logprob: float
+    log_mass: float
+    draw_logprob: float
+
+
+@dataclass(frozen=True)
+class Draw(Reduction):
+    """A token drawn from the row, or the most likely one at temperature 0: `DrawnToken`.
+
+    Attributes:
+        uniform: The randomness: a number in [0, 1).
+        temperature: Divides the log-probabilities.
+        mask: The tokens that may be drawn; None for all.
+        top_k: Draws from the k most likely of these; None for all.
+        top_p: Draws from the fewest most likely of these that have this share of their
+            probability at the temperature; 1 for all.
+        is_reproducible: False if `uniform` is fresh randomness.
+    """
+
+    uniform: float
+    temperature: float = 1.0
+    mask: Mask | None = None
+    top_k: int | None = None
+    top_p: float = 1.0
+    is_reproducible: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the mask."""
+        return 0 if self.mask is None else self.mask.nbytes
+
+    @classmethod
+    def compute(
+        cls, rows: torch.Tensor, requests: Sequence[Draw]
+    ) -> Sequence[DrawnToken | Exception]:
+        """Draw from all rows at once."""
+        masks = [request.mask for request in requests]
+        masked = rows
+        if any(mask is not None for mask in masks):
+            masked = rows.masked_fill(~unpacked(masks, rows.device), -math.inf)
+        drawn = draws(
+            masked,
+            [request.temperature for request in requests],
+            [request.uniform for request in requests],
+            top_k=[request.top_k for request in requests],
+            top_p=[request.top_p for request in requests],
+        )
+        found = torch.stack(
+            [
+                drawn.token_ids.double().cpu(),
+                rows.gather(1, drawn.token_ids[:, None])[:, 0].double().cpu(),
+                drawn.log_mass.double().cpu(),
+                drawn.logprobs.double().cpu(),
+            ]
+        )
+        return [
+            _drawn(request, *values)
+            for request, values in zip(requests, found.T.tolist(), strict=True)
+        ]
+
+
+def _drawn(
+    request: Draw, token_id: float, logprob: float, log_mass: float, draw_logprob: float
+) -> DrawnToken | Exception:
+    if log_mass == -math.inf:
+        return EvaluationError(
+            f"asked to draw one of the {len(request.mask or ())} tokens of a mask, which all "
+            f"have probability 0 here; ask log_mass first, or allow other tokens"
+        )
+    mass = 0.0 if request.mask is None else log_mass
+    return DrawnToken(int(token_id), logprob, mass, draw_logprob)
+
+
+class ScoredToken(NamedTuple):
+    """A given token's log-probability, and whether no token is more likely."""
+
+    logprob: float
+    is_top: bool
+
+
+@dataclass(frozen=True)
+class TargetScore(Reduction):
+    """The score of one given token: `ScoredToken`."""
+
+    token_id: int
+
+    @classmethod
+    def compute(
+        cls, rows: torch.Tensor, requests: Sequence[TargetScore]
+    ) -> Sequence[ScoredToken]:
+        """Gather the tokens, and compare them with the largest entries."""
+        ids = torch.tensor([request.token_id for request in requests], device=rows.device)
+        logprobs = rows.gather(1, ids[:, None])[:, 0]
+        is_top = logprobs >= rows.amax(-1)
+        return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
+
+
+def reduce_rows(
+    rows: torch.Tensor, outputs: Sequence[tuple[Reduction | None, ...]]
+) -> list[Reduced | Exception]:
+    """Compute what queries ask of their rows, each class of reductions in few calls.
+
+    Args:
+        rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
+            changed.
+        outputs: What is asked of each row: `Query.outputs`.
+
+    Returns:
+        For each row its `Reduced`, or the error of a row that is not a distribution. Rows
+        among the values are copies.
+    """
+    invalid = invalid_rows(rows, rows.shape[1])
+    results: list[list[Any]] = [[None] * len(each) for each in outputs]
+    groups: dict[type, list[tuple[int, int]]] = {}
+    for index, each in enumerate(outputs):
+        if index not in invalid:
+            for place, output in enumerate(each):
+                groups.setdefault(type(output), []).append((index, place))
+    for kind, members in groups.items():
+        for part in _parts(members, rows):
+            indices = [index for index, _ in part]
+            if kind is type(None):
+                values: Sequence[Any] = torch.unbind_copy(_selected(rows, indices))  # type: ignore[assignment, func-returns-value]
+            else:
+                requests = [outputs[index][place] for index, place in part]
+                values = _computed(kind.compute, _selected(rows, indices), requests)  # type: ignore[attr-defined]
+            for (index, place), value in zip(part, values, strict=True):
+                results[index][place] = value
+    return [
+        invalid[index] if index in invalid else Reduced(tuple(values))
+        for index, values in enumerate(results)
+    ]
+
+
+def _parts(members: list[tuple[int, int]], rows: torch.Tensor) -> list[list[tuple[int, int]]]:
+    most = _VALUES_ON_CPU if rows.device.type == "cpu" else _VALUES_ON_DEVICE
+    size = max(1, most // rows.shape[1])
+    return [members[begin : begin + size] for begin in range(0, len(members), size)]
+
+
+def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Return rows by index: a view if they follow each other, else a copy."""
+    first, count = indices[0], len(indices)
+    if indices == list(range(first, first + count)):
+        return rows[first : first + count]
+    return rows[torch.tensor(indices, device=rows.device)]
+
+
+def _computed(
+    compute: Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]],
+    rows: torch.Tensor,
+    requests: Sequence[Any],
+) -> Sequence[Any]:
+    try:
+        values = compute(rows, requests)
+        if len(values) == len(requests):
+            return values
+        problem: Exception = EvaluationError(
+            f"{type(requests[0]).__name__}.compute returned {len(values)} results for "
+            f"{len(requests)} requests; return one for each"
+        )
+    except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
+        problem = error
+    if len(requests) == 1:
+        return [problem]
+    return [
+        value
+        for index, request in enumerate(requests)
+        for value in _computed(compute, rows[index : index + 1], [request])
+    ]

@@ -1,0 +1,221 @@
+"""Scores of texts: the log-probability of each of their tokens after those before it.
+
+Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`); for
+others each position is a request for a reduction of its row.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+
+from genlm.core.query import TokenScores
+from genlm.core.validation import checked_batch, checked_integer
+
+if TYPE_CHECKING:
+    from genlm.core.validation import Integers, TokenBatch, TokenIds
+
+__all__ = ["ScoreMethods", "ScoreRequest", "checked_start"]
+
+_REQUESTS_AT_ONCE = 256
+"""Requests after which a long list of texts is interrupted to show progress, and where each
+position is a request of its own to bound the rows in memory."""
+
+
+@dataclass(slots=True)
+class ScoreRequest:
+    """The requests that score one text.
+
+    Attributes:
+        asked: What the scheduler is asked: one request for `TokenScores`, or one for a
+            `ScoredToken` of each position.
+        scores: The scores, once they are known.
+    """
+
+    asked: Sequence[Any]
+    scores: TokenScores | None = None
+
+    def answer(self, answers: Sequence[Any]) -> None:
+        """Put the answers together."""
+        if len(answers) == 1 and isinstance(answers[0], TokenScores):
+            self.scores = answers[0]
+            return
+        logprobs = torch.tensor([each.logprob for each in answers], dtype=torch.float32)
+        is_top = torch.tensor([each.is_top for each in answers], dtype=torch.bool)
+        self.scores = TokenScores(logprobs, is_top)
+
+
+class ScoreMethods(abc.ABC):
+    """The methods of `AsyncLM` that score texts."""
+
+    @abc.abstractmethod
+    def _score_request(
+        self, token_ids: TokenIds, start: int, lora_name: str | None
+    ) -> ScoreRequest:
+        """Check a text and return what must be asked to score it."""
+
+    @abc.abstractmethod
+    async def _answers(self, asked: Sequence[Any]) -> list[Any]:
+        """Ask the scheduler."""
+
+    @abc.abstractmethod
+    def _answers_sync(self, asked: Sequence[Any]) -> list[Any]:
+        """Ask the scheduler and wait."""
+
+    async def score(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: bool = False,
+        lora_name: str | None = None,
+    ) -> torch.Tensor | TokenScores:
+        """Return the log-probability of each token of a text after those before it.
+
+        Args:
+            token_ids: The text: token ids or a `Context`; one token more than `max_context`
+                is allowed.
+            start: The first position that is scored, from 1 to the number of tokens. What
+                comes before it is a prompt.
+            with_top: Whether to return `TokenScores`, which also tell of each token whether
+                it was the most likely one.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            `log p(token_ids[i] | token_ids[:i])` for i from `start` on, shape
+            `(len(token_ids) - start,)`, float32, on the CPU.
+
+        Raises:
+            TypeError: `start` is not an integer.
+            ValueError: It is below 1 or beyond the end.
+            GenlmError: As `next_token_logprobs`.
+        """
+        scores = await self.batch_score(
+            [token_ids], start, with_top=with_top, lora_name=lora_name
+        )
+        return scores[0]
+
+    async def batch_score(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: bool = False,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor] | list[TokenScores]:
+        """Score several texts; see `score`. All are checked before any is computed.
+
+        Args:
+            texts: Several texts.
+            start: The first position that is scored, for all texts or one for each.
+            with_top: As `score`.
+            progress: Whether to show a progress bar on standard error.
+            lora_name: As `score`.
+
+        Returns:
+            The scores of text i in place i.
+        """
+        requests = self._score_requests(texts, start, lora_name)
+        with _progress_bar(requests, shown=progress) as bar:
+            for part in _parts(requests, limited=progress):
+                answers = await self._answers([each for text in part for each in text.asked])
+                bar.update(_distribute(part, answers))
+        return _results(requests, with_top=with_top)
+
+    def score_sync(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: bool = False,
+        lora_name: str | None = None,
+    ) -> torch.Tensor | TokenScores:
+        """Score a text and wait; see `score`."""
+        return self.batch_score_sync(
+            [token_ids], start, with_top=with_top, lora_name=lora_name
+        )[0]
+
+    def batch_score_sync(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: bool = False,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor] | list[TokenScores]:
+        """Score several texts and wait; see `batch_score`."""
+        requests = self._score_requests(texts, start, lora_name)
+        with _progress_bar(requests, shown=progress) as bar:
+            for part in _parts(requests, limited=progress):
+                answers = self._answers_sync([each for text in part for each in text.asked])
+                bar.update(_distribute(part, answers))
+        return _results(requests, with_top=with_top)
+
+    def _score_requests(
+        self, texts: TokenBatch, start: int | Integers, lora_name: str | None
+    ) -> list[ScoreRequest]:
+        listed = list(checked_batch(texts))
+        has_several = hasattr(start, "__len__")
+        starts: list[Any] = list(start) if has_several else [start] * len(listed)  # type: ignore[arg-type]
+        if len(starts) != len(listed):
+            raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
+        return [
+            self._score_request(text, first, lora_name)
+            for text, first in zip(listed, starts, strict=True)
+        ]
+
+
+def checked_start(start: object, length: int) -> int:
+    """Return the first position to be scored of a text.
+
+    Raises:
+        TypeError: Not an integer.
+        ValueError: Below 1 or beyond the end.
+    """
+    first = checked_integer("start", start, 1)
+    if first > length:
+        raise ValueError(
+            f"start={first} of a text of {length} tokens; it must be {length} or less"
+        )
+    return first
+
+
+def _progress_bar(requests: Sequence[ScoreRequest], *, shown: bool) -> tqdm[Any]:
+    return tqdm(total=len(requests), desc="scoring", unit="text", disable=not shown)
+
+
+def _parts(requests: list[ScoreRequest], *, limited: bool) -> Iterator[list[ScoreRequest]]:
+    """Yield texts that are asked together."""
+    limited = limited or any(len(request.asked) > 1 for request in requests)
+    part: list[ScoreRequest] = []
+    count = 0
+    for request in requests:
+        if part and limited and count + len(request.asked) > _REQUESTS_AT_ONCE:
+            yield part
+            part, count = [], 0
+        part.append(request)
+        count += len(request.asked)
+    if part:
+        yield part
+
+
+def _distribute(part: list[ScoreRequest], answers: list[Any]) -> int:
+    remaining = iter(answers)
+    for request in part:
+        if request.scores is None:
+            request.answer([next(remaining) for _ in request.asked])
+    return len(part)
+
+
+def _results(
+    requests: list[ScoreRequest], *, with_top: bool
+) -> list[torch.Tensor] | list[TokenScores]:
+    scores = [request.scores for request in requests if request.scores is not None]
+    return scores if with_top else [each.logprobs for each in scores]

@@ -28,4 +28,4 @@ def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None
     table.inbox = OrderedDict()
     table.enqueue(Query(1, (1,)), "key", second, 0.0)
     (request,) = table.take(None, 0.0)
-    assert request.take_waiters() == [second]
+    assert request.take_waiters() == [(second, 0)]

@@ -184,7 +184,7 @@ class BatchEngine(abc.ABC):
             them from logits). The engine must not reuse the memory.
         """
 
-    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:  # noqa: ARG002
         """Score the `targets` of each query; engines with `Capability.SCORE` write this.
 
         Args:

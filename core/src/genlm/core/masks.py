@@ -93,7 +93,7 @@ class Mask:
 
 def _restored(packed: bytes, vocab_size: int) -> Mask:
     mask = object.__new__(Mask)
-    mask.vocab_size, mask._bytes, mask._hash = vocab_size, packed, hash(packed)  # noqa: SLF001
+    mask.vocab_size, mask._bytes, mask._hash = vocab_size, packed, hash(packed)
     return mask
 
 

@@ -69,6 +69,7 @@ class Query:
         token_ids: Sequence[int] | TokenSequence,
         adapter: str | None = None,
         sampling: SamplingParams | None = None,
+        *,
         outputs: tuple[Reduction | None, ...] = ROW_ONLY,
         targets: tuple[int, ...] = (),
     ) -> None:

@@ -291,11 +291,11 @@ class ReductionMethods(abc.ABC):
         self,
         context: TokenIds,
         mask: MaskLike | None = None,
+        *,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-        *,
         lora_name: str | None = None,
     ) -> DrawnToken:
         """Draw the next token, among those of a mask if one is given.
@@ -327,10 +327,10 @@ class ReductionMethods(abc.ABC):
         drawn = await self.batch_draw(
             [context],
             None if mask is None else [mask],
-            temperature,
-            top_k,
-            top_p,
-            None if seed is None else [seed],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=None if seed is None else [seed],
             lora_name=lora_name,
         )
         return drawn[0]
@@ -339,11 +339,11 @@ class ReductionMethods(abc.ABC):
         self,
         contexts: TokenBatch,
         masks: Sequence[MaskLike | None] | None = None,
+        *,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] | None = None,
-        *,
         lora_name: str | None = None,
     ) -> list[DrawnToken]:
         """Draw the next token of each context; see `draw`.
@@ -358,28 +358,29 @@ class ReductionMethods(abc.ABC):
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
-        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
+        truncation = (top_k, 1.0 if top_p is None else top_p)
+        wanted = self._draws(contexts, masks, temperature, truncation, seed)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     def draw_sync(
         self,
         context: TokenIds,
         mask: MaskLike | None = None,
+        *,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-        *,
         lora_name: str | None = None,
     ) -> DrawnToken:
         """Draw the next token and wait; see `draw`."""
         return self.batch_draw_sync(
             [context],
             None if mask is None else [mask],
-            temperature,
-            top_k,
-            top_p,
-            None if seed is None else [seed],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=None if seed is None else [seed],
             lora_name=lora_name,
         )[0]
 
@@ -387,16 +388,17 @@ class ReductionMethods(abc.ABC):
         self,
         contexts: TokenBatch,
         masks: Sequence[MaskLike | None] | None = None,
+        *,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | Sequence[int] | None = None,
-        *,
         lora_name: str | None = None,
     ) -> list[DrawnToken]:
         """Draw the next token of each context and wait; see `batch_draw`."""
         contexts = list(checked_batch(contexts))
-        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
+        truncation = (top_k, 1.0 if top_p is None else top_p)
+        wanted = self._draws(contexts, masks, temperature, truncation, seed)
         return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
 
     def _draws(
@@ -404,14 +406,14 @@ class ReductionMethods(abc.ABC):
         contexts: Sequence[TokenIds],
         masks: Sequence[MaskLike | None] | None,
         temperature: float,
-        top_k: int | None,
-        top_p: float | None,
+        truncation: tuple[int | None, float],
         seed: int | Sequence[int] | None,
     ) -> list[Draw]:
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
+        top_k, top_p = truncation
         top_k = None if top_k is None else self._checked_k("top_k", top_k)
-        top_p = 1.0 if top_p is None else checked_number("top_p", top_p)
+        top_p = checked_number("top_p", top_p)
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p}; it must be above 0 and at most 1")
         allowed = [None] * count if masks is None else [self._allowed(mask) for mask in masks]

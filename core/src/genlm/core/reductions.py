@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from genlm.core.errors import EvaluationError
+from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask, unpacked
 from genlm.core.query import Reduced
 from genlm.core.rows import invalid_rows
@@ -88,7 +88,7 @@ class TokenLogprobs(Reduction):
     ) -> Sequence[torch.Tensor]:
         """Gather the tokens of all requests in one operation."""
         sizes = [len(request.token_ids) for request in requests]
-        ids = torch.tensor([i for request in requests for i in request.token_ids])
+        ids = torch.tensor([i for each in requests for i in each.token_ids], dtype=torch.long)
         places = torch.arange(len(requests)).repeat_interleave(torch.tensor(sizes))
         found = rows[places.to(rows.device), ids.to(rows.device)].cpu()
         return [part.clone() for part in torch.split(found, sizes)]
@@ -324,7 +324,9 @@ def _computed(
             f"{len(requests)} requests; return one for each"
         )
     except Exception as error:  # noqa: BLE001 - it fails the requests that cause it
-        problem = error
+        kind = type(requests[0]).__name__
+        problem = EvaluationError(f"{kind}.compute raised {described(error)}")
+        problem.__cause__ = error
     if len(requests) == 1:
         return [problem]
     return [

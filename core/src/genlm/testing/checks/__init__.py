@@ -16,6 +16,7 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
         "engine_batches",
         "engine_caches",
         "engine_contexts",
+        "engine_reductions",
         "engine_requests",
         "engine_cancellation",
         "engine_threads",

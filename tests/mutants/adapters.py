@@ -132,8 +132,8 @@ def cached_for_any_adapter(get):
 def joined_across_adapters(enqueue):
     """A request joins one for the same tokens under another adapter."""
 
-    def broken(self, query, key, waiter, arrived_s):
-        return enqueue(self, query, key and key[2:], waiter, arrived_s)
+    def broken(self, query, key, waiter, arrived_s, output=None):
+        return enqueue(self, query, key and key[2:], waiter, arrived_s, output)
 
     return broken
 

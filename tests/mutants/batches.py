@@ -70,25 +70,24 @@ class OneAStep(CachedEngine):
 class AllFailTogether(CachedEngine):
     """Fails a whole batch for the one query that raises."""
 
-    def _evaluate_or_halve(self, batch):
+    def _results(self, queries):
         try:
-            rows = self._checked_rows(batch)
+            return super()._results(queries)
         except Exception as error:  # noqa: BLE001 - the fault
-            return [Completion(query.query_id, error=error) for query in batch]
-        return [Completion(q.query_id, row) for q, row in zip(batch, rows, strict=True)]
+            return [error] * len(queries)
 
 
 @engine_mutant(killed_by="a-poisoned-sequence-fails-alone")
 class FailedRowSkipped(CachedEngine):
     """Leaves the failing query out and shifts the rows after it by one."""
 
-    def _evaluate_or_halve(self, batch):
-        finished = super()._evaluate_or_halve(batch)
+    def step(self):
+        finished = super().step()
         rows = [completion.result for completion in finished if completion.error is None]
         errors = [completion for completion in finished if completion.error is not None]
         if not errors or not rows:
             return finished
-        ids = [q.query_id for q in batch if q.query_id != errors[0].query_id]
+        ids = [each.query_id for each in finished if each.error is None]
         return [*errors, *map(Completion, ids, [rows[-1], *rows[:-1]])]
 
 

@@ -23,7 +23,7 @@ from genlm import (
     SamplingParams,
     rows_from_logits,
 )
-from genlm.plugin import stream_uniform
+from genlm.plugin import TokenScores, stream_uniform
 
 from .attention import ADAPTER_SEEDS, CONTEXT, EMPTY, Attention, Floats, State, base_model
 from .vocabulary import small_vocabulary
@@ -145,6 +145,18 @@ class CachedEngine(BatchEngine):
 
     def model(self, adapter: str | None) -> Attention:
         return self.models[adapter]
+
+    def score(self, queries: Sequence[Query]) -> list[TokenScores]:
+        return [self.scores(query) for query in queries]
+
+    def scores(self, query: Query) -> TokenScores:
+        """Score the targets of a query, each from the hidden vector before it."""
+        first = len(query) - len(query.targets) + 1
+        ends = [query.token_ids[: first + place] for place in range(len(query.targets))]
+        logits = np.stack([self.logits(end, query.adapter) for end in ends])
+        rows = self.rows(torch.from_numpy(logits))
+        logprobs = rows.gather(1, torch.tensor(query.targets)[:, None])[:, 0]
+        return TokenScores(logprobs, logprobs >= rows.amax(-1))
 
     # -- continuations ----------------------------------------------------------------
 

@@ -40,6 +40,7 @@ _MODULES = (
     "output_caches",
     "requests",
     "contexts",
+    "reductions",
     "schedulers",
     "closing",
     "statistics",

@@ -99,8 +99,8 @@ class WindowTooShort(CachedEngine):
 class ViewsOfTheBatch(CachedEngine):
     """Returns rows that are views, each of which keeps the whole batch alive."""
 
-    def _checked_rows(self, batch):
-        return list(self.evaluate(batch))
+    def _own_rows(self, rows):
+        return list(rows)
 
 
 @engine_mutant(killed_by="rows-belong-to-the-caller")
@@ -111,10 +111,10 @@ class RowsKept(CachedEngine):
         super().__init__(**options)
         self.kept = {}
 
-    def _checked_rows(self, batch):
+    def _results(self, queries):
         return [
             self.kept.setdefault((query.token_ids, query.adapter), row)
-            for query, row in zip(batch, super()._checked_rows(batch), strict=True)
+            for query, row in zip(queries, super()._results(queries), strict=True)
         ]
 
 

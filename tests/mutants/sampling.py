@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 import genlm.core.lm
-import genlm.core.sampling
+import genlm.core.reductions
 from genlm import AsyncLM, Capability
 
 from .baselines import cached_target, plain_target
@@ -153,12 +153,12 @@ class ZeroMeansDefault(CachedEngine):
         )
 
 
-@core_mutant(genlm.core.sampling, "draw_tokens", killed_by="samples-follow-the-logprobs")
-def temperature_multiplies(draw_tokens):
+@core_mutant(genlm.core.reductions, "draws", killed_by="samples-follow-the-logprobs")
+def temperature_multiplies(draws):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
-    def broken(logprobs, temperatures, uniforms):
-        return draw_tokens(logprobs, [1 / t if t else 0 for t in temperatures], uniforms)
+    def broken(logprobs, temperatures, *others, **limits):
+        return draws(logprobs, [1 / t if t else 0 for t in temperatures], *others, **limits)
 
     return broken
 

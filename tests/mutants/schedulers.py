@@ -60,7 +60,7 @@ def one_leaves_for_all(leave):
 
     def broken(self, request, waiter):
         request.take_waiters()
-        request.waiters[waiter] = None
+        request.waiters[waiter] = 0
         return leave(self, request, waiter)
 
     return broken

@@ -322,6 +322,28 @@ def _check_scores(fixture: EngineFixture, text: TokenTuple, start: int, scores: 
         expect(is_right, f"is_top={gap <= 0}", is_top, text=text, start=start)
 
 
+@engine_check(needs=Capability.SCORE, cases=("scored by the engine",))
+def declared_scores_are_native(fixture: EngineFixture) -> None:
+    """An engine that declares `score` gets one query for each text."""
+    lm, probe = fixture.load_probed()
+    fixture.run(lm.batch_score(fixture.some_sequences(3)))
+    native = [query for query in probe.submitted if query.targets]
+    expect(len(native) == 3, "three queries with `targets` in the engine", len(native))
+    fixture.saw("scored by the engine")
+
+
+@engine_check(unless=Capability.SCORE, cases=("scored from rows",))
+def undeclared_scores_ask_for_rows(fixture: EngineFixture) -> None:
+    """An engine that does not declare `score` gets requests for rows only."""
+    lm, probe = fixture.load_probed()
+    try:
+        fixture.run(lm.batch_score(fixture.some_sequences(3)))
+    finally:
+        native = [query for query in probe.submitted if query.targets]
+        expect(not native, "no query with `targets` in the engine", native)
+    fixture.saw("scored from rows")
+
+
 @engine_check(cases=("fails alone", "beside rows"))
 def a_failing_reduction_fails_alone(fixture: EngineFixture) -> None:
     """A reduction that raises fails its own request and none beside it."""

@@ -1,0 +1,164 @@
+"""Faults of reductions, draws and scores."""
+
+from __future__ import annotations
+
+import torch
+
+import genlm.core.reduction_methods
+import genlm.core.reductions
+import genlm.core.sampling
+from genlm import AsyncLM, Capability, TokenScores
+from genlm.core.reductions import TargetScore, TokenLogprobs
+from genlm.core.scheduler.request_table import PendingRequest
+
+from .baselines import cached_target, plain_target
+from .cached_engine import CachedEngine
+from .mutant import core_mutant, engine_mutant
+
+
+@core_mutant(genlm.core.reductions, "unpacked", killed_by="reductions-are-of-the-row")
+def bits_in_the_other_order(unpacked):
+    """Reads the bits of each byte of a mask from the highest to the lowest."""
+
+    def broken(masks, device):
+        bits = unpacked(masks, device)
+        whole = bits[:, : bits.shape[1] // 8 * 8].unflatten(1, (-1, 8)).flip(-1).flatten(1)
+        return torch.cat([whole, bits[:, whole.shape[1] :]], 1)
+
+    return broken
+
+
+@core_mutant(TokenLogprobs, "compute", killed_by="reductions-are-of-the-row")
+def tokens_in_ascending_order(compute):
+    """Returns the log-probabilities of tokens in the order of their ids."""
+
+    def broken(rows, requests):
+        ordered = [TokenLogprobs(tuple(sorted(request.token_ids))) for request in requests]
+        return compute(rows, ordered)
+
+    return broken
+
+
+@core_mutant(
+    genlm.core.reduction_methods, "stream_uniform", killed_by="draws-are-those-of-the-seed"
+)
+def position_forgotten(stream_uniform):
+    """Draws from the first number of the seed's stream at every step of a sequence."""
+    return lambda seed, _position: stream_uniform(seed, 0)
+
+
+@core_mutant(genlm.core.sampling, "_truncated", killed_by="draws-are-those-of-the-seed")
+def one_token_too_many(truncated):
+    """Lets top-k have one token more."""
+    return lambda weights, k, p: truncated(weights, None if k is None else k + 1, p)
+
+
+@core_mutant(genlm.core.reductions, "_selected", killed_by="draws-do-not-depend-on-the-batch")
+def rows_by_place_in_the_group(_selected):
+    """Reduces the first rows of a batch in place of those that ask for it."""
+    return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
+
+
+@core_mutant(PendingRequest, "add", killed_by="draws-do-not-depend-on-the-batch")
+def joined_callers_get_the_first_output(add):
+    """Gives a caller that joins a request what the first caller asked for."""
+
+    def broken(self, waiter, output):
+        add(self, waiter, output)
+        if self.waiters[waiter] and None not in (output, *self.outputs):
+            self.waiters[waiter] = 0
+
+    return broken
+
+
+@core_mutant(TargetScore, "compute", killed_by="scores-equal-the-loop-over-rows")
+def scores_of_the_next_position(compute):
+    """Scores each target in the row of the position before."""
+    return lambda rows, requests: compute(rows.roll(1, 0), requests)
+
+
+@engine_mutant(killed_by="scores-equal-the-loop-over-rows")
+class TargetsShifted(CachedEngine):
+    """Scores every target one position too early."""
+
+    def scores(self, query):
+        earlier = query.replace(token_ids=query.token_ids[:-1] or query.token_ids)
+        shown = min(len(earlier), len(query.targets))
+        scores = super().scores(earlier.replace(targets=query.targets[-shown:]))
+        missing = len(query.targets) - shown
+        return TokenScores(*(torch.cat([each[:missing], each]) for each in scores))
+
+
+@engine_mutant(killed_by="scores-equal-the-loop-over-rows")
+class EveryTokenIsTop(CachedEngine):
+    """Says of every token that it was the most likely one."""
+
+    def scores(self, query):
+        return super().scores(query)._replace(is_top=torch.ones(len(query.targets)).bool())
+
+
+def with_capabilities(change):
+    """Score with other capabilities than those of the engine."""
+
+    def mutate(score_request):
+        def broken(self, token_ids, start, lora_name):
+            bound = self.with_lora(self.lora_name)
+            bound.capabilities = change(self.capabilities)
+            return score_request(bound, token_ids, start, lora_name)
+
+        return broken
+
+    return mutate
+
+
+@core_mutant(
+    AsyncLM, "_score_request", killed_by="declared-scores-are-native", on=cached_target
+)
+def never_scored_natively(score_request):
+    """Asks for every position of a text although the engine scores texts itself."""
+    return with_capabilities(lambda own: own - {Capability.SCORE})(score_request)
+
+
+@core_mutant(
+    AsyncLM, "_score_request", killed_by="undeclared-scores-ask-for-rows", on=plain_target
+)
+def always_scored_natively(score_request):
+    """Sends texts to an engine that never said that it scores them."""
+    return with_capabilities(lambda own: own | {Capability.SCORE})(score_request)
+
+
+@core_mutant(genlm.core.reductions, "_computed", killed_by="a-failing-reduction-fails-alone")
+def all_reductions_fail_together(computed):
+    """Fails all requests of a class of reductions for the one that raises."""
+
+    def broken(compute, rows, requests):
+        values = computed(compute, rows, requests)
+        errors = [value for value in values if isinstance(value, Exception)]
+        return [errors[0]] * len(values) if errors else values
+
+    return broken
+
+
+@core_mutant(AsyncLM, "_known_reduction", killed_by="reductions-share-evaluations")
+def output_cache_unread(_known_reduction):
+    """Asks the engine for every reduction, whatever the output cache has."""
+    return lambda _self, _key, _reduction: None
+
+
+@engine_mutant(killed_by="reductions-use-the-adapter")
+class ScoresOfTheBaseModel(CachedEngine):
+    """Scores texts without the adapter that the query names."""
+
+    def scores(self, query):
+        return super().scores(query.replace(adapter=None))
+
+
+@core_mutant(
+    genlm.core.reduction_methods,
+    "checked_number",
+    killed_by="wrong-reductions-are-refused",
+    on=cached_target,
+)
+def numbers_unchecked(_checked_number):
+    """Takes any number for a temperature and a share."""
+    return lambda _name, value: min(max(float(value), 1e-9), 1.0)

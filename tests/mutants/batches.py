@@ -70,9 +70,9 @@ class OneAStep(CachedEngine):
 class AllFailTogether(CachedEngine):
     """Fails a whole batch for the one query that raises."""
 
-    def _results(self, queries):
+    def _evaluate_batch(self, queries):
         try:
-            return super()._results(queries)
+            return super()._evaluate_batch(queries)
         except Exception as error:  # noqa: BLE001 - the fault
             return [error] * len(queries)
 

@@ -111,10 +111,10 @@ class RowsKept(CachedEngine):
         super().__init__(**options)
         self.kept = {}
 
-    def _results(self, queries):
+    def _evaluate_batch(self, queries):
         return [
             self.kept.setdefault((query.token_ids, query.adapter), row)
-            for query, row in zip(queries, super()._results(queries), strict=True)
+            for query, row in zip(queries, super()._evaluate_batch(queries), strict=True)
         ]
 
 

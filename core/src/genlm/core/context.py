@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.lm import AsyncLM
+    from genlm.core.masks import MaskLike
+    from genlm.core.reductions import DrawnToken, Reduction, TopTokens
     from genlm.core.validation import Integers
 
 __all__ = ["Context", "ContextKey", "Hold", "Holds"]
@@ -142,6 +144,36 @@ class Context:
     ) -> list[int]:
         """Draw a continuation; see `AsyncLM.sample`."""
         return await self._lm.sample(self, max_tokens, eos_token_ids, temperature, seed)
+
+    async def token_logprobs(self, token_ids: Integers) -> torch.Tensor:
+        """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""
+        return await self._lm.token_logprobs(self, token_ids)
+
+    async def top_k(self, k: int) -> TopTokens:
+        """Return the `k` most likely next tokens; see `AsyncLM.top_k`."""
+        return await self._lm.top_k(self, k)
+
+    async def log_mass(self, mask: MaskLike) -> float:
+        """Return the log-probability of a set of tokens; see `AsyncLM.log_mass`."""
+        return await self._lm.log_mass(self, mask)
+
+    async def draw(
+        self,
+        mask: MaskLike | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> DrawnToken:
+        """Draw the next token; see `AsyncLM.draw`."""
+        return await self._lm.draw(
+            self, mask, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+
+    async def reduce(self, reduction: Reduction) -> Any:
+        """Return a reduction of the row; see `AsyncLM.reduce`."""
+        return await self._lm.reduce(self, reduction)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -225,10 +225,10 @@ class BatchEngine(abc.ABC):
         chosen = self._take_chosen()
         scored = [query for query in chosen if query.targets]
         if not scored:
-            return _each_or_halves(chosen, self._results)
+            return _each_or_halves(chosen, self._evaluate_batch)
         asked = [query for query in chosen if not query.targets]
-        completions = _each_or_halves(scored, self._scores)
-        return completions + (_each_or_halves(asked, self._results) if asked else [])
+        completions = _each_or_halves(scored, self._score_batch)
+        return completions + (_each_or_halves(asked, self._evaluate_batch) if asked else [])
 
     def abort(self, query_id: int) -> None:
         """Drop a query that no step has evaluated yet."""
@@ -257,7 +257,7 @@ class BatchEngine(abc.ABC):
             )
         return batch
 
-    def _scores(self, queries: list[Query]) -> Sequence[Any]:
+    def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
         scores = self.score(queries)
         expected = [(len(query.targets),) for query in queries]
         found = [tuple(each.logprobs.shape) for each in scores]
@@ -268,7 +268,7 @@ class BatchEngine(abc.ABC):
             )
         return scores
 
-    def _results(self, queries: list[Query]) -> Sequence[Any]:
+    def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate and return rows, or what the queries ask of their rows."""
         if all(query.outputs == ROW_ONLY for query in queries):
             return self._own_rows(self._evaluated(queries))

@@ -1,0 +1,251 @@
+"""Reductions of rows against float64, row by row."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm import EvaluationError, Mask, Reduction
+from genlm.core import reductions
+from genlm.core.query import Reduced
+from genlm.core.reductions import (
+    Draw,
+    LogMass,
+    TargetScore,
+    TokenLogprobs,
+    TopK,
+    reduce_rows,
+)
+from genlm.core.sampling import draws
+
+INF = math.inf
+SIZE = 1300
+"""More than two blocks of the inversion, and no multiple of one."""
+
+
+def some_rows(count: int, size: int = SIZE, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(3 * torch.randn(count, size, generator=generator), -1)
+
+
+def reduced(rows: torch.Tensor, *wanted: Reduction | None) -> list[Any]:
+    """One output for each row."""
+    results = reduce_rows(rows, [(each,) for each in wanted])
+    values = []
+    for result in results:
+        assert isinstance(result, Reduced)
+        values.append(result.values[0])
+    return values
+
+
+# -- values ---------------------------------------------------------------------------
+
+
+def test_log_probabilities_of_tokens_are_gathered_in_their_order() -> None:
+    rows = some_rows(3)
+    wanted = [(5, 3, 5), (), (SIZE - 1,)]
+    found = reduced(rows, *map(TokenLogprobs, wanted))
+    for row, ids, values in zip(rows, wanted, found, strict=True):
+        assert values.tolist() == row[list(ids)].tolist()
+    found[0].zero_()  # shares memory with no other result
+    assert found[2].tolist() == rows[2, -1:].tolist()
+
+
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=12), st.integers(1, 4))
+def test_top_k_breaks_ties_by_the_lowest_id(levels: list[int], k: int) -> None:
+    row = torch.log_softmax(torch.tensor(levels, dtype=torch.float32), -1)
+    (found,) = reduced(row[None], TopK(k))
+    expected = sorted(range(len(levels)), key=lambda i: (-levels[i], i))[:k]
+    assert found.token_ids.tolist() == expected
+    assert found.logprobs.tolist() == row[expected].tolist()
+
+
+def test_log_masses_equal_logsumexp_in_float64() -> None:
+    rows = some_rows(4)
+    generator = np.random.default_rng(1)
+    masks = [Mask(generator.random(SIZE) < share, SIZE) for share in (0.001, 0.1, 0.9, 0)]
+    found = reduced(rows, *map(LogMass, masks))
+    for row, mask, mass in zip(rows, masks, found, strict=True):
+        expected = row.double()[list(mask)].logsumexp(-1) if mask else torch.tensor(-INF)
+        assert mass == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_target_scores_say_whether_no_token_is_more_likely() -> None:
+    rows = some_rows(2)
+    best = int(rows[0].argmax())
+    first, second = reduced(rows, TargetScore(best), TargetScore(7))
+    assert first == (float(rows[0, best]), True)
+    assert second == (float(rows[1, 7]), int(rows[1].argmax()) == 7)
+
+
+# -- draws ----------------------------------------------------------------------------
+
+
+def inverted(weights: np.ndarray[Any, Any], uniform: float) -> int:
+    """The definition: the first id with a larger cumulative weight than the threshold."""
+    cumulative = np.cumsum(weights)
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], "right"))
+
+
+def weights_of(row: torch.Tensor, draw: Draw) -> np.ndarray[Any, Any]:
+    """The weights from which a draw is made, token by token in float64."""
+    logits = row.double().numpy().copy()
+    if draw.mask is not None:
+        logits[[i for i in range(len(logits)) if i not in draw.mask]] = -INF
+    weights = np.exp((logits - logits.max()) / draw.temperature)
+    order = np.argsort(-weights, kind="stable")
+    kept = order if draw.top_k is None else order[: draw.top_k]
+    if draw.top_p < 1:
+        share = np.cumsum(weights[kept]) / weights[kept].sum()
+        kept = kept[: int(np.sum(share - weights[kept] / weights[kept].sum() < draw.top_p))]
+    limited = np.zeros_like(weights)
+    limited[kept] = weights[kept]
+    return limited
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (5, 1.0), (None, 0.6), (20, 0.5)])
+def test_draws_invert_the_limited_distribution(
+    temperature: float, masked: bool, top_k: int | None, top_p: float
+) -> None:
+    generator = np.random.default_rng(3)
+    rows = some_rows(40, seed=2)
+    mask = Mask(generator.random(SIZE) < 0.3, SIZE) if masked else None
+    wanted = [
+        Draw(float(generator.random()), temperature, mask, top_k, top_p) for _ in range(40)
+    ]
+    found = reduced(rows, *wanted)
+    for row, draw, drawn in zip(rows, wanted, found, strict=True):
+        weights = weights_of(row, draw)
+        expected = inverted(weights, draw.uniform)
+        share = np.cumsum(weights)[min(expected, drawn.token_id)] / weights.sum()
+        # float32 weights move the boundary between two ids by as little as this.
+        assert drawn.token_id == expected or abs(share - draw.uniform) < 1e-6
+        probability = weights[drawn.token_id] / weights.sum()
+        assert drawn.draw_logprob == pytest.approx(math.log(probability), abs=1e-5)
+        assert drawn.logprob == pytest.approx(float(row[drawn.token_id]), abs=1e-6)
+        mass = 0.0 if mask is None else float(row.double()[list(mask)].logsumexp(-1))
+        assert drawn.log_mass == pytest.approx(mass, abs=1e-5)
+
+
+def test_frequencies_of_draws_are_the_probabilities() -> None:
+    row = some_rows(1, size=700)[0]
+    count = 20_000
+    uniforms = (np.arange(count) + 0.5) / count
+    ids = draws(row.expand(count, -1), [1.0] * count, uniforms.tolist()).token_ids
+    found = torch.bincount(ids, minlength=700).double() / count
+    assert (found - row.double().exp()).abs().max() < 1.5 / count
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_no_id_without_weight_is_drawn(uniform: float) -> None:
+    row = torch.full((SIZE,), -INF)
+    row[[600, 1200]] = math.log(0.5)
+    ids = draws(row[None], [1.0], [uniform]).token_ids.tolist()
+    assert ids == [600 if uniform < 0.5 else 1200]
+
+
+def test_the_same_draws_in_any_batch() -> None:
+    rows = some_rows(30)
+    masks = [None, Mask(range(0, SIZE, 3), SIZE), Mask([5], SIZE)]
+    wanted = [
+        Draw(i / 30, temperature, mask, top_k, top_p)
+        for i, (temperature, mask, top_k, top_p) in zip(
+            range(30),
+            itertools.cycle(itertools.product([1.0, 0.0, 0.3], masks, [None, 4], [1.0, 0.8])),
+            strict=False,
+        )
+    ]
+    together = reduced(rows, *wanted)
+    alone = [reduced(row[None], draw)[0] for row, draw in zip(rows, wanted, strict=True)]
+    assert together == alone
+
+
+def test_a_mask_without_probability_is_an_error_of_its_request_alone() -> None:
+    rows = some_rows(2)
+    rows[0, 3] = -INF
+    first, second = reduced(rows, Draw(0.5, mask=Mask([3], SIZE)), Draw(0.5))
+    assert isinstance(first, EvaluationError)
+    assert "1 tokens of a mask, which all have probability 0" in str(first)
+    assert second.token_id == reduced(rows[1:], Draw(0.5))[0].token_id
+
+
+# -- batches --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sum(Reduction):
+    """The sum of the probabilities, wrong for some requests on purpose."""
+
+    problem: str = ""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Sum]) -> Sequence[float]:
+        if any(request.problem == "raises" for request in requests):
+            raise ArithmeticError("no sum today")
+        sums: list[float] = rows.exp().sum(-1).tolist()
+        return sums[1:] if any(request.problem == "too few" for request in requests) else sums
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [("raises", "Sum.compute raised ArithmeticError: no sum"), ("too few", "0 results for 1")],
+)
+def test_a_reduction_that_fails_does_so_alone(problem: str, message: str) -> None:
+    rows = some_rows(4)
+    found = reduced(rows, Sum(), Sum(problem), None, Sum())
+    assert isinstance(found[1], EvaluationError)
+    assert message in str(found[1])
+    assert [found[0], found[3]] == pytest.approx([1.0, 1.0])
+    assert torch.equal(found[2], rows[2])
+
+
+def test_rows_that_are_no_distributions_are_errors() -> None:
+    rows = some_rows(3)
+    rows[1, 4] = math.nan
+    first, second, third = reduce_rows(rows, [(TopK(1),), (TopK(1), None), (None,)])
+    assert isinstance(first, Reduced)
+    assert isinstance(second, EvaluationError)
+    assert isinstance(third, Reduced)
+
+
+def test_several_outputs_of_one_row_come_in_their_order() -> None:
+    rows = some_rows(2)
+    before = rows.clone()
+    wanted = (TopK(2), None, Draw(0.3), TopK(1), Sum())
+    (result, other) = reduce_rows(rows, [wanted, (Sum(),)])
+    assert isinstance(result, Reduced)
+    assert isinstance(other, Reduced)
+    top, row, drawn, best, total = result.values
+    assert torch.equal(row, rows[0])
+    assert row.data_ptr() != rows.data_ptr()
+    assert top.token_ids[0] == best.token_ids[0] == rows[0].argmax()
+    assert drawn == reduced(rows[:1], Draw(0.3))[0]
+    assert total == pytest.approx(1.0)
+    assert torch.equal(rows, before)
+
+
+def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = some_rows(10)
+    whole = reduced(rows, *(Draw(i / 10) for i in range(10)))
+    monkeypatch.setattr(reductions, "_VALUES_ON_CPU", 3 * SIZE)
+    sizes: list[int] = []
+    own = Draw.compute.__func__  # type: ignore[attr-defined]
+
+    def compute(cls: type[Draw], part: torch.Tensor, requests: Sequence[Draw]) -> Any:
+        sizes.append(len(part))
+        return own(cls, part, requests)
+
+    monkeypatch.setattr(Draw, "compute", classmethod(compute))
+    assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
+    assert sizes == [3, 3, 3, 1]

@@ -76,7 +76,7 @@ def test_one_mask_for_many_rows_is_unpacked_once() -> None:
 
 def test_a_mask_of_another_process_is_equal() -> None:
     mask = Mask([1, 2, 40], 50)
-    again = pickle.loads(pickle.dumps(mask))  # noqa: S301 - its own
+    again = pickle.loads(pickle.dumps(mask))
     assert again == mask
     assert hash(again) == hash(mask)
 

@@ -6,11 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from scripted import oracle_row
 from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
 
 from genlm import AsyncLM, Capability, Completion, OutputCache
-from genlm.plugin import stream_uniform
+from genlm.plugin import TokenScores, stream_uniform
 from genlm.testing import QUICK, all_checks
 
 from .conftest import RunCheck
@@ -54,6 +55,16 @@ class AbleEngine(CertifiedEngine):
                 break
             sequence.append(token_id)
         return sequence[len(query.token_ids) :]
+
+    def score(self, queries):
+        return [self._scored(query) for query in queries]
+
+    def _scored(self, query):
+        first = len(query) - len(query.targets) + 1
+        ends = (query.token_ids[: first + place] for place in range(len(query.targets)))
+        rows = torch.stack([oracle_row(end, query.adapter, VOCAB_SIZE) for end in ends])
+        logprobs = rows.gather(1, torch.tensor(query.targets)[:, None])[:, 0]
+        return TokenScores(logprobs, logprobs >= rows.amax(-1))
 
     def cache_prefix(self, token_ids, adapter):
         self.prefixes.add((tuple(token_ids), adapter))

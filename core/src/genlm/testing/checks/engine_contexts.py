@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 from typing import Any
 
 from hypothesis import strategies as st
@@ -148,8 +147,7 @@ def contexts_may_be_dropped(fixture: EngineFixture) -> None:
         fixture.check_row(row, context.token_ids, how=how)
         fixture.saw(how)
 
-    def settle() -> None:
-        gc.collect()
+    def settle() -> None:  # reference counts drop contexts; a collection takes long
         fixture.run(lm.next_token_logprobs(fixture.some_sequences(1)[0]))
 
     for token_ids in fixture.some_sequences(4):

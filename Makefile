@@ -20,7 +20,7 @@ VLLM_OLDEST := .venv-vllm-oldest
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants chaos bench docs clean
+.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants chaos bench docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -75,8 +75,12 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_particles.py
 
+dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
+	rm -rf dist
+	for package in $(PACKAGES) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
+
 clean:
-	rm -rf $(VENV) $(SGL) $(VLLM_OLDEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(VLLM_OLDEST) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'

@@ -16,11 +16,13 @@ SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 
 VLLM_OLDEST := .venv-vllm-oldest
 
+SITE := .venv-site
+
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants chaos bench docs site dist clean
+.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -51,6 +53,16 @@ check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+format: $(READY)  ## write Python files as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+surface: $(READY)  ## what programs for the last release can no longer do
+	$(BIN)/python scripts/check_surface.py
+
+release-check: surface  ## that TAG=v1.2.3 may be published
+	$(BIN)/python scripts/check_release.py "$$TAG"
+
 mutants: $(READY)  ## break engines and tries one by one: which check sees it
 	$(BIN)/python -m tests.mutants
 
@@ -75,12 +87,15 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_particles.py
 
+site: $(SITE)/.ready  ## the documentation as a web site in build/site/
+	$(SITE)/bin/mkdocs build --strict --quiet
+
 dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	rm -rf dist
 	for package in $(PACKAGES) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(SGL) $(VLLM_OLDEST) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
@@ -90,11 +105,16 @@ $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-hf
 	touch $@
 
-$(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) $(SERVING:%=%/pyproject.toml)
+$(READY): $(DEMO) requirements-dev.txt requirements-site.txt $(PACKAGES:%=%/pyproject.toml) $(SERVING:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps $(SERVING:%=-e %)
 	$(BIN)/python -m genlm_vllm.install_cpu
+	touch $@
+
+$(SITE)/.ready: requirements-site.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -r requirements-site.txt
 	touch $@
 
 $(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml

@@ -125,6 +125,13 @@ def test_reductions_are_captured_as_the_readme_of_genlm_trie_cuda_shows():
     torch.testing.assert_close(names["mass"], expected)
 
 
+def test_the_index_of_decisions_has_each_by_its_title():
+    index = (REPOSITORY / "docs/decisions/README.md").read_text("utf-8")
+    for page in sorted((REPOSITORY / "docs/decisions").glob("0*.md")):
+        number, _, title = page.read_text("utf-8").partition("\n")[0][2:].partition(". ")
+        assert f"{number}. [{title}]({page.name})" in index.splitlines()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_what_a_page_points_at_exists(page):
     text = page.read_text(encoding="utf-8")

@@ -99,7 +99,10 @@ def test_the_demonstration_runs_on_it(environment):
 
 def test_the_code_is_in_the_style_of_this_project(project):
     config = Path(__file__).parents[3] / "pyproject.toml"
-    for command in (["format", "--check", project], ["check", project / "src"]):
+    for command in (
+        ["format", "--check", project],
+        ["check", "--select=B,D,E,F,I,UP,W", project],
+    ):
         run_program(sys.executable, "-m", "ruff", *command, "--config", config)
 
 

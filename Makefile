@@ -4,21 +4,25 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-sgl plugins/genlm-mlx plugins/genlm-backend
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-mlx plugins/genlm-backend
+# On Linux these depend on builds of vLLM and SGLang for GPUs; `install_cpu` installs others.
+SERVING  := plugins/genlm-vllm plugins/genlm-sgl
 
 # SGLang needs versions of its own, so an environment of its own.
 SGL        := .venv-sgl
 SGL_READY  := $(SGL)/.ready
 SGL_OLDEST := $(SGL)/oldest/site-packages
-SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-sgl plugins/genlm-backend
+SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 
 VLLM_OLDEST := .venv-vllm-oldest
+
+SITE := .venv-site
 
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check mutants chaos bench docs clean
+.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -49,6 +53,16 @@ check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+format: $(READY)  ## write Python files as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+surface: $(READY)  ## what programs for the last release can no longer do
+	$(BIN)/python scripts/check_surface.py
+
+release-check: surface  ## that TAG=v1.2.3 may be published
+	$(BIN)/python scripts/check_release.py "$$TAG"
+
 mutants: $(READY)  ## break engines and tries one by one: which check sees it
 	$(BIN)/python -m tests.mutants
 
@@ -73,8 +87,15 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_particles.py
 
+site: $(SITE)/.ready  ## the documentation as a web site in build/site/
+	$(SITE)/bin/mkdocs build --strict --quiet
+
+dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
+	rm -rf dist
+	for package in $(PACKAGES) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
+
 clean:
-	rm -rf $(VENV) $(SGL) $(VLLM_OLDEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'
@@ -84,25 +105,33 @@ $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-hf
 	touch $@
 
-$(READY): $(DEMO) requirements-dev.txt $(PACKAGES:%=%/pyproject.toml)
+$(READY): $(DEMO) requirements-dev.txt requirements-site.txt $(PACKAGES:%=%/pyproject.toml) $(SERVING:%=%/pyproject.toml)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(PACKAGES:%=-e %)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps $(SERVING:%=-e %)
 	$(BIN)/python -m genlm_vllm.install_cpu
+	touch $@
+
+$(SITE)/.ready: requirements-site.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -r requirements-site.txt
 	touch $@
 
 $(VLLM_OLDEST)/.ready: requirements-dev.txt plugins/genlm-vllm/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_OLDEST)
 	$(VLLM_OLDEST)/bin/python -m pip install --quiet hatchling editables peft pytest pytest-timeout ray==2.60.0 scipy hypothesis torch==2.13.0
-	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core -e plugins/genlm-vllm
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation -e core
+	$(VLLM_OLDEST)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-vllm
 	$(VLLM_OLDEST)/bin/python -m genlm_vllm.install_cpu 0.28.0
 	$(VLLM_OLDEST)/bin/python -m pip install --quiet transformers==5.19.0
 	touch $@
 
-$(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt
+$(SGL_READY): requirements-sgl.txt $(SGL_PACKAGES:%=%/pyproject.toml) plugins/genlm-sgl/pyproject.toml plugins/genlm-sgl/src/genlm_sgl/requirements-cpu.txt
 	$(PYTHON) -m venv $(SGL)
 	$(SGL)/bin/python -m pip install --quiet --upgrade 'pip>=24'
 	$(SGL)/bin/python -m pip install --quiet -r requirements-sgl.txt
 	$(SGL)/bin/python -m pip install --quiet --no-build-isolation $(SGL_PACKAGES:%=-e %)
+	$(SGL)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e plugins/genlm-sgl
 	$(SGL)/bin/python -m genlm_sgl.install_cpu --quiet
 	touch $@
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import genlm
+from genlm.smc import effective_sample_size, normalised_weights, systematic_resampling
 
 Expert = Callable[[list[int]], Awaitable[torch.Tensor]]
 """From a continuation to the log-probabilities of its next token."""
@@ -50,11 +51,12 @@ async def intersect(
     """Draw continuations of at most `steps` tokens; also their weights, log-evidence."""
     rng, log_evidence = np.random.default_rng(seed), 0.0
     particles: list[list[int]] = [[] for _ in range(size)]
-    weights = np.full(size, 1 / size)
+    log_weights = np.full(size, -math.log(size))
     for _ in range(steps):
-        if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
-            particles = [particles[i] for i in rng.choice(size, size, p=weights)]
-            weights = np.full(size, 1 / size)
+        if effective_sample_size(log_weights) < size / 2:
+            chosen = systematic_resampling(log_weights, rng.random())
+            particles = [particles[i] for i in chosen]
+            log_weights = np.full(size, -math.log(size))
         uniforms = rng.random(size)  # before the requests, whose order of completion may vary
         steps_of_all = (
             extended(particle, experts, eos, uniform)
@@ -62,10 +64,10 @@ async def intersect(
         )
         grown = await asyncio.gather(*steps_of_all)
         particles = [particle for particle, _ in grown]
-        weights *= np.exp([log_sum for _, log_sum in grown])
-        log_evidence += math.log(weights.sum())
-        weights /= weights.sum()
-    return particles, weights, log_evidence
+        log_weights += [log_sum for _, log_sum in grown]
+        total = float(np.logaddexp.reduce(log_weights))
+        log_evidence, log_weights = log_evidence + total, log_weights - total
+    return particles, normalised_weights(log_weights), log_evidence
 
 
 async def _main() -> None:

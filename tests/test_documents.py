@@ -61,6 +61,13 @@ def test_the_readme_runs(demo, adapter, capsys):
     assert not torch.equal(names["row"], names["rows"][0])
 
 
+def test_the_readme_of_genlm_core_prints_what_it_says(capsys):
+    [program] = blocks("core/README.md")
+    exec(program, {})
+    printed = "".join(line.rstrip() + "\n" for line in capsys.readouterr().out.splitlines())
+    assert printed in blocks("core/README.md", "")
+
+
 def test_the_readme_of_genlm_hf_runs(adapter):
     program, adapters = blocks("plugins/genlm-hf/README.md")
     names: dict[str, Any] = {}
@@ -116,6 +123,13 @@ def test_reductions_are_captured_as_the_readme_of_genlm_trie_cuda_shows():
     expected = trie.batch_weight_sum(rows, returns="torch")
     names["graph"].replay()
     torch.testing.assert_close(names["mass"], expected)
+
+
+def test_the_index_of_decisions_has_each_by_its_title():
+    index = (REPOSITORY / "docs/decisions/README.md").read_text("utf-8")
+    for page in sorted((REPOSITORY / "docs/decisions").glob("0*.md")):
+        number, _, title = page.read_text("utf-8").partition("\n")[0][2:].partition(". ")
+        assert f"{number}. [{title}]({page.name})" in index.splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

@@ -70,7 +70,7 @@ def next_byte_mass(llm, row):
 
 @pytest.mark.parametrize("text", [b"", b"T", b"The va", b"return "])
 def test_next_bytes_are_summed_over_all_ways_to_write_the_text(llm, next_byte_mass, text):
-    reader = program("next_byte").ByteReader(llm, width=10_000)
+    reader = genlm.ByteReader(llm, width=10_000)
 
     async def read() -> np.ndarray:
         await reader.start([0])
@@ -83,7 +83,7 @@ def test_next_bytes_are_summed_over_all_ways_to_write_the_text(llm, next_byte_ma
 
 
 def test_a_narrow_beam_goes_on_through_a_long_text(llm):
-    reader = program("next_byte").ByteReader(llm, width=3)
+    reader = genlm.ByteReader(llm, width=3)
     text = b"The following functions are defined in this module. " * 3
 
     async def read() -> np.ndarray:
@@ -93,6 +93,21 @@ def test_a_narrow_beam_goes_on_through_a_long_text(llm):
 
     assert asyncio.run(read()).sum() == pytest.approx(1)
     assert -4 * len(text) < reader.logprob < 0
+
+
+def test_bytes_are_drawn_with_their_probabilities(llm):
+    sampled = program("next_byte").sampled
+
+    async def draw() -> tuple[Counter[bytes], np.ndarray]:
+        reader = genlm.ByteReader(llm, width=8)
+        await reader.start([0])
+        await reader.read(b"The val")
+        drawn = await asyncio.gather(*(sampled(reader, 1, seed) for seed in range(300)))
+        return Counter(drawn), reader.probabilities()
+
+    counts, row = asyncio.run(draw())
+    found = np.array([counts[bytes([byte])] for byte in range(256)] + [counts[b""]]) / 300
+    assert np.abs(found - row).sum() < 0.2
 
 
 def expert_of(seed: int) -> Any:
@@ -210,7 +225,7 @@ def test_scores_are_those_of_unbatched_passes(llm, row):
     [
         ("grammar", "log-evidence -"),
         ("intersection", "log-evidence -"),
-        ("next_byte", "'The following ' however it is written: "),
+        ("next_byte", "'The following ' continued: '"),
         ("score", "   "),
     ],
 )

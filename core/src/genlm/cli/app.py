@@ -11,6 +11,7 @@ import typer
 from genlm.cli.check import check
 from genlm.cli.compare import compare
 from genlm.cli.demo import demo
+from genlm.cli.new_plugin import plugin_commands
 from genlm.cli.plugins import plugins
 from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
@@ -28,6 +29,7 @@ app.command()(check)
 app.command()(compare)
 app.command()(demo)
 app.command()(plugins)
+app.add_typer(plugin_commands)
 app.command()(trie)
 
 

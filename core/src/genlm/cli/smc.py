@@ -14,6 +14,7 @@ from itertools import zip_longest
 import numpy as np
 
 from genlm import AsyncLM, load_model
+from genlm.smc import effective_sample_size, normalised_weights, systematic_resampling
 
 
 def max_word_length(limit: int, llm: AsyncLM) -> np.ndarray:
@@ -29,12 +30,6 @@ def max_word_length(limit: int, llm: AsyncLM) -> np.ndarray:
     return table
 
 
-def resample(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw ancestors, i `len(weights) * weights[i]` times on average (systematic)."""
-    points = (rng.random() + np.arange(len(weights))) / len(weights)
-    return np.searchsorted((total := np.cumsum(weights)) / total[-1], points)
-
-
 async def steer(
     llm: AsyncLM, prompt: list[int], table: np.ndarray, *, size: int, steps: int, seed: int
 ) -> AsyncIterator[tuple[list[tuple[int, ...]], np.ndarray, float]]:
@@ -43,25 +38,29 @@ async def steer(
     for token in prompt:
         state = table[state, token] % (len(table) - 1)  # a prompt may break the rule
     contexts, states = [llm.context(prompt)] * size, np.full(size, state)
-    live, weights = np.full(size, True), np.full(size, 1 / size)
+    live, log_weights = np.full(size, True), np.full(size, -math.log(size))
     for _ in range(steps):
         asked = [contexts[i] for i in np.flatnonzero(live)]
         rows = (await llm.batch_next_token_logprobs(asked)).cpu().double().exp().numpy()
         mass = np.cumsum(rows * (table[states[live]] < len(table) - 1), axis=1)
-        weights[live] *= mass[:, -1]
-        log_evidence += math.log(weights.sum())  # an error if no particle can go on
-        weights, row_of = weights / weights.sum(), np.cumsum(live) - 1
-        if 1 / np.sum(weights**2) < size / 2:  # the effective sample size
-            chosen, weights = resample(weights, rng), np.full(size, 1 / size)
+        with np.errstate(divide="ignore"):  # a particle that cannot go on has weight 0
+            log_weights[live] += np.log(mass[:, -1])
+        spread = effective_sample_size(log_weights)  # an error if no particle can go on
+        log_sum, row_of = np.logaddexp.reduce(log_weights), np.cumsum(live) - 1
+        log_evidence, log_weights = log_evidence + log_sum, log_weights - log_sum
+        if spread < size / 2:
+            chosen = systematic_resampling(log_weights, rng.random())
             contexts, states = [contexts[i] for i in chosen], states[chosen]
             live, row_of = live[chosen], row_of[chosen]
-        live &= weights > 0
+            log_weights = np.full(size, -math.log(size))
+        live &= log_weights > -math.inf
         for i in np.flatnonzero(live):
             row = mass[row_of[i]]
             token = int(np.searchsorted(row, rng.random() * row[-1], side="right"))
             contexts[i] = contexts[i].extend(token)
             states[i], live[i] = table[states[i], token], token != llm.tokenizer.eos_token_id
-        yield [each.token_ids for each in contexts], weights.copy(), log_evidence
+        found = [each.token_ids for each in contexts]
+        yield found, normalised_weights(log_weights), float(log_evidence)
         if not live.any():
             return
 

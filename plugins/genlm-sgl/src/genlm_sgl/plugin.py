@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from genlm.plugin import BackendSpec, hookimpl
 
-INSTALL = "pip install sglang (with a GPU), or python -m genlm_sgl.install_cpu (without)"
+INSTALL = (
+    "on Linux pip install 'sglang>=0.5.20,<0.5.24' (with a GPU), or "
+    "python -m genlm_sgl.install_cpu (without)"
+)
 
 
 @hookimpl

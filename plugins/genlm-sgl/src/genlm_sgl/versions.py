@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-from genlm.plugin import MissingRequirementError
-
 __all__ = ["CPU_PAGES_FROM", "NEWEST", "OLDEST", "check_version", "installed_version"]
 
 OLDEST = (0, 5, 20)
@@ -33,6 +31,9 @@ def check_version(found: str) -> tuple[int, ...]:
     Raises:
         MissingRequirementError: The version is too old, too new, or not a version.
     """
+    # Here, because `install_cpu` runs without genlm-core, which it installs.
+    from genlm.plugin import MissingRequirementError
+
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
     release = tuple(map(int, numbers.groups())) if numbers else None
     if release is None or not OLDEST <= release <= NEWEST:

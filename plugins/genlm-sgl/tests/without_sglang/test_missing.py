@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import run_program
+from programs import run_code, run_program
 
 import genlm
 from genlm_sgl import install_cpu
@@ -29,6 +29,20 @@ def test_asking_for_it_names_the_command() -> None:
 
 def test_the_command_installs_the_requirements_and_then_sglang_alone() -> None:
     requirements, alone = install_cpu.commands(["--quiet"])
-    assert requirements[1:] == ["-m", "pip", "install", "--quiet", "-r", requirements[-1]]
+    assert requirements[1:5] == ["-m", "pip", "install", "--quiet"]
+    own, dashed = requirements[5:-2], requirements[-2]
+    assert [name for name in own if name.startswith("genlm-core")]
+    assert not [name for name in own if name.startswith("sglang")]
+    assert dashed == "-r"
     assert "torch==" in Path(requirements[-1]).read_text(encoding="utf-8")
     assert alone[-2:] == ["--no-deps", "sglang==0.5.23"]
+
+
+def test_the_command_needs_neither_genlm_nor_another_package() -> None:
+    code = (
+        "import sys; sys.modules['genlm'] = None\n"
+        "from genlm_sgl import install_cpu\n"
+        "wanted = 'genlm-core~=1.0.0', \"sglang>=0.5.20; sys_platform == 'linux'\", 'numpy'\n"
+        "print(install_cpu.others(wanted))"
+    )
+    assert run_code(code).stdout == "['genlm-core~=1.0.0', 'numpy']\n"

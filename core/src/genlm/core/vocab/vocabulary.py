@@ -7,9 +7,10 @@ a module that derives them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import VocabularyError
 from genlm.core.vocab.fast_tokenizer import fast_tokenizer_bytes
@@ -18,7 +19,11 @@ from genlm.core.vocab.python_tokenizer import (
     sentencepiece_bytes,
     tiktoken_bytes,
 )
+from genlm.core.vocab.special import special_ids
 from genlm.core.vocab.token import Token
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Vocabulary", "decode_vocab"]
 
@@ -63,6 +68,61 @@ class Vocabulary:
     def size(self) -> int:
         """Number of ids, the length of every row."""
         return len(self.byte_vocab)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokenizer's special tokens, whose bytes are only their names."""
+        return special_ids(self.tokenizer, self.size)
+
+    def mask(self, predicate: Callable[[bytes], object]) -> torch.Tensor:
+        r"""Select the tokens whose bytes satisfy a predicate.
+
+            digits = llm.vocabulary.mask(bytes.isdigit)
+            digits[llm.tokenizer.eos_token_id] = True       # special tokens are set by id
+            row.masked_fill_(~digits, -math.inf)
+
+        Args:
+            predicate: Called with the bytes of each token that stands for text, as plain
+                `bytes`; its result counts as true or false.
+
+        Returns:
+            Bools, shape `(size,)`, on the CPU, the caller's. False for special tokens and for
+            ids without a token.
+        """
+        import torch
+
+        found = torch.zeros(self.size, dtype=torch.bool)
+        chosen = [key for key, text in self._texts() if predicate(text)]
+        found[chosen] = True
+        return found
+
+    def ids_of(self, text: bytes) -> tuple[int, ...]:
+        """Return the ids whose bytes are exactly these, ascending; special tokens are left out.
+
+        Most vocabularies have at most one such id; a text of several tokens has none. An
+        encoder gives a text's usual tokens: `llm.tokenizer.encode`.
+
+        Raises:
+            TypeError: `text` is not `bytes`.
+        """
+        if not isinstance(text, bytes):
+            raise TypeError(
+                f"ids_of({text!r}): expected bytes, such as b'the' or text.encode()"
+            )
+        return self._ids_by_bytes.get(bytes(text), ())
+
+    @functools.cached_property
+    def _ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
+        found: dict[bytes, tuple[int, ...]] = {}
+        for key, text in self._texts():
+            found[text] = (*found.get(text, ()), key)
+        return found
+
+    def _texts(self) -> list[tuple[int, bytes]]:
+        """Ids and plain bytes of the tokens that stand for text."""
+        apart = self.special_ids.union(self.missing_ids)
+        plain = ((token.token_id, token.byte_string) for token in self.byte_vocab)
+        return [each for each in plain if each[0] not in apart]
 
 
 def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:

@@ -1,0 +1,169 @@
+"""`ByteReader`: next-byte probabilities of a token model, summed over tokenizations.
+
+Many token sequences spell the same text, and a text may end within a token. A beam of
+hypotheses advances byte by byte; each has the context of its complete tokens, their row, and
+the token-trie node of the bytes of a partial token. The probabilities are exact until the beam
+is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.context import Context
+from genlm.core.lm import AsyncLM
+from genlm.core.plugins import get_trie
+
+__all__ = ["ByteReader"]
+
+Floats = npt.NDArray[np.float64]
+
+_APART = 257
+
+
+@dataclass(frozen=True, slots=True)
+class _Hypothesis:
+    """A tokenization of the bytes read: complete tokens and a part of the next one."""
+
+    context: Context
+    weight: float  # of the complete tokens, normalised over the beam
+    mass: float  # including the part of the next token
+    node: int  # trie node of this part
+    row: Any = None  # probabilities of the next token, once they are needed
+
+
+class ByteReader:
+    """Next-byte probabilities of a token model after the bytes that were read.
+
+        reader = genlm.ByteReader(llm)
+        await reader.start(llm.tokenizer.encode("Then"))
+        await reader.read(b" the followi")
+        reader.probabilities()[ord("n")]
+
+    Special tokens are not bytes: those that end a text are the outcome `STOP`, the others are
+    left out, as if the model did not have them. One method of a reader runs at a time; `copy`
+    gives readers that go on independently.
+
+    Args:
+        llm: The model.
+        width: Size of the beam. The most likely hypotheses are kept, and each needs a row for
+            each token that it completes.
+        eos_token_ids: Ids that end a text; by default the tokenizer's `eos_token_id`, if it
+            has one.
+
+    Attributes:
+        logprob: Natural-log probability of all bytes read since `start`.
+    """
+
+    STOP: Final = 256
+    """Index after the 256 bytes: the end of the text."""
+
+    def __init__(
+        self, llm: AsyncLM, width: int = 32, eos_token_ids: Sequence[int] | None = None
+    ) -> None:
+        if width < 1:
+            raise ValueError(f"width={width!r}: expected at least one hypothesis")
+        if eos_token_ids is None:
+            eos = getattr(llm.tokenizer, "eos_token_id", None)
+            eos_token_ids = () if eos is None else (eos,)
+        symbols: list[Any] = list(llm.byte_vocab)
+        # A symbol instead of the bytes of their names; the id tells them apart.
+        for token_id in llm.vocabulary.special_ids:
+            symbols[token_id] = (_APART, token_id)
+        for token_id in eos_token_ids:
+            symbols[token_id] = (self.STOP, token_id)
+        self.llm, self.width, self.logprob = llm, width, -math.inf
+        self._trie = get_trie()(symbols)
+        self._beam: tuple[_Hypothesis, ...] = ()
+
+    async def start(self, token_ids: Sequence[int] | Context) -> None:
+        """Begin after these tokens, such as the beginning of a text or a prompt.
+
+        Raises:
+            QueryError: The ids are not a sequence that the model can continue.
+        """
+        if not isinstance(token_ids, Context):
+            token_ids = self.llm.context(token_ids)
+        self.logprob = 0.0
+        await self._keep([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
+
+    def copy(self) -> ByteReader:
+        """Return a reader that has read the same and shares rows and trie with this one."""
+        return copy.copy(self)
+
+    def probabilities(self) -> Floats:
+        """Return the distribution of the next byte, float64, shape `(257,)`, sum 1.
+
+        Index 256, `STOP`, is the end of the text.
+
+        Raises:
+            RuntimeError: `start` was not awaited.
+        """
+        if not self._beam:
+            raise RuntimeError("the reader was not started: await reader.start(token_ids)")
+        mass = np.zeros(_APART + 1)
+        for hypothesis in self._beam:
+            below = self._trie.child_prefixes(hypothesis.node)
+            sums = self._trie.partial_sum(hypothesis.row, below)
+            mass[self._trie.child_symbols(hypothesis.node)] += hypothesis.weight * sums
+        found: Floats = mass[:_APART] / mass[:_APART].sum()
+        return found
+
+    async def read(self, text: bytes) -> None:
+        """Advance by these bytes.
+
+        Raises:
+            ValueError: No hypothesis can be continued with one of the bytes; the reader has
+                read those before it. A wider beam may have one.
+            RuntimeError: `start` was not awaited.
+        """
+        for byte in text:
+            probability = self.probabilities()[byte]
+            beam: list[_Hypothesis] = []
+            for hypothesis in self._beam:
+                node = self._trie.child(hypothesis.node, byte)
+                if node is not None:
+                    beam += self._at(node, hypothesis)
+            if probability == 0 or not beam:
+                raise ValueError(
+                    f"no tokenization in the beam continues with {bytes((byte,))!r}; "
+                    f"use a width above {self.width}"
+                )
+            await self._keep(beam)
+            self.logprob += float(np.log(probability))
+
+    def _at(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
+        """Advance to a node: within the partial token, and by each token that ends there."""
+        row: Floats = hypothesis.row
+        begun = self._trie.partial_sum(row, self._trie.child_prefixes(node)).sum()
+        beam = [replace(hypothesis, node=node, mass=hypothesis.weight * begun)]
+        for token in self._trie.tokens_at(node):
+            weight = hypothesis.weight * float(row[token])
+            longer = hypothesis.context.extend(int(token))
+            beam.append(_Hypothesis(longer, weight, weight, self._trie.root))
+        return beam
+
+    async def _keep(self, beam: list[_Hypothesis]) -> None:
+        kept = heapq.nlargest(self.width, beam, key=attrgetter("mass"))
+        total = sum(hypothesis.mass for hypothesis in kept)
+        asked = (self._with_row(each, total) for each in kept if each.mass > 0)
+        self._beam = tuple(await asyncio.gather(*asked))
+
+    async def _with_row(self, hypothesis: _Hypothesis, total: float) -> _Hypothesis:
+        row = hypothesis.row
+        if row is None:
+            logprobs = await hypothesis.context.next_token_logprobs()
+            row = logprobs.cpu().double().exp().numpy()
+        return replace(
+            hypothesis, row=row, weight=hypothesis.weight / total, mass=hypothesis.mass / total
+        )

@@ -1,0 +1,101 @@
+"""`genlm plugin new NAME`: write a plugin that is certified as it stands."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from genlm.core.plugins import list_backends
+from genlm.core.plugins.registry import PUBLISHED
+
+__all__ = ["plugin_commands"]
+
+plugin_commands = typer.Typer(name="plugin", help="Write a plugin.", no_args_is_help=True)
+
+_FILES = {
+    "pyproject.toml.template": "pyproject.toml",
+    "README.md.template": "README.md",
+    "plugin.py.template": "src/{package}/plugin.py",
+    "engine.py.template": "src/{package}/engine.py",
+    "conformance.py.template": "src/{package}/conformance.py",
+    "test_conformance.py.template": "tests/test_conformance.py",
+    "test_engine.py.template": "tests/test_engine.py",
+}
+"""Templates and where they go."""
+
+_OTHER_DISTRIBUTIONS = {"backend", "bytes", "control", "core", "grammar"}
+
+
+@plugin_commands.callback()
+def _commands() -> None:
+    """Keep `new` a command of its own while it is the only one."""
+
+
+@plugin_commands.command()
+def new(
+    name: Annotated[str, typer.Argument(help="What users will type: backend=NAME.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Where; by default genlm-NAME. It must not exist.")
+    ] = None,
+) -> None:
+    """Write a package with an engine of a few lines, its tests and its metadata."""
+    _check(name)
+    place = Path(f"genlm-{name}") if folder is None else folder
+    if place.exists():
+        raise typer.BadParameter(f"{place} exists; name another with --folder")
+    written = _write(place, name)
+    path = place if place.is_absolute() else f"./{place}"
+    typer.echo(
+        f"wrote {place}. Next:\n"
+        f"  pip install -e '{path}[test]'\n"
+        f"  genlm check {name}\n"
+        f"  genlm demo --backend {name}\n"
+        f"then put your model into {written['engine.py.template']}."
+    )
+
+
+def _check(name: str) -> None:
+    if re.fullmatch(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*", name) is None:
+        raise typer.BadParameter(
+            f"{name!r}: expected lower-case letters, digits and single '-' or '_', such as "
+            f"'mine' or 'my-engine'; genlm- is added to the name of the distribution"
+        )
+    taken = {info.name: info.distribution for info in list_backends()}
+    taken |= {each: distribution for each, (_, distribution) in PUBLISHED.items()}
+    taken |= {each: f"genlm-{each}" for each in _OTHER_DISTRIBUTIONS}
+    if name in taken:
+        raise typer.BadParameter(f"{name!r} is taken by {taken[name]}; choose another name")
+
+
+def _write(place: Path, name: str) -> dict[str, Path]:
+    """Write the files; return each one's path by its template."""
+    package = f"genlm_{name.replace('-', '_')}"
+    words = {
+        "name": name,
+        "package": package,
+        "distribution": f"genlm-{name}",
+        "engine": "".join(word.capitalize() for word in re.split("[-_]", name)) + "Engine",
+        "version": importlib.metadata.version("genlm-core"),
+    }
+    texts = {
+        place / "src" / package / "__init__.py": f'"""The engine {name} for genlm."""\n',
+        place / "src" / package / "py.typed": "",
+    }
+    written = {}
+    for template, target in _FILES.items():
+        source = resources.files("genlm.cli") / "plugin_template" / template
+        path = written[template] = place / target.format(package=package)
+        texts[path] = Template(source.read_text("utf-8")).substitute(words)
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}") from error
+    return written

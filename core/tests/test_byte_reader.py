@@ -1,0 +1,152 @@
+"""`ByteReader` against sums over all token sequences that spell a text."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm.plugin import BatchEngine, Query, Vocabulary
+
+TEXTS = [b"<end>", b"a", b"b", b"ab", b"ba", b"aba", b"<pad>", b"ab", b""]
+EOS, PAD, MISSING = 0, 6, 8
+STOP = genlm.ByteReader.STOP
+
+
+def row(token_ids: Sequence[int]) -> np.ndarray:
+    """A random row, determined by the ids."""
+    logits = np.random.default_rng([2, *token_ids]).normal(scale=1.5, size=len(TEXTS))
+    logits[MISSING] = -np.inf
+    weights = np.exp(logits)
+    return weights / weights.sum()
+
+
+class RandomEngine(BatchEngine):
+    """Nine ids, two with equal bytes, two special, one missing; each row is random."""
+
+    def __init__(self) -> None:
+        tokens = [genlm.Token(index, text) for index, text in enumerate(TEXTS)]
+        tokenizer = SimpleNamespace(eos_token_id=EOS, pad_token_id=PAD)
+        self.vocabulary = Vocabulary(tokenizer, tokens, list(map(repr, TEXTS)), (MISSING,))
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = np.stack([row(query.token_ids) for query in queries])
+        return torch.from_numpy(rows).log().float()
+
+
+def mass_after(token_ids: tuple[int, ...], text: bytes) -> np.ndarray:
+    """Probability of the text followed by each byte or the end, without other specials."""
+    mass, probabilities = np.zeros(257), row(token_ids)
+    for token, written in enumerate(TEXTS):
+        if token == EOS:
+            mass[STOP] += probabilities[token] * (text == b"")
+        elif token in {PAD, MISSING}:
+            continue
+        elif len(written) > len(text) and written.startswith(text):
+            mass[written[len(text)]] += probabilities[token]
+        elif text.startswith(written):
+            longer = (*token_ids, token)
+            mass += probabilities[token] * mass_after(longer, text[len(written) :])
+    return mass
+
+
+@pytest.fixture
+def llm():
+    with genlm.AsyncLM(RandomEngine) as llm:
+        yield llm
+
+
+async def reading(llm: genlm.AsyncLM, text: bytes, **options: object) -> genlm.ByteReader:
+    reader = genlm.ByteReader(llm, **options)
+    await reader.start([1, 2])
+    await reader.read(text)
+    return reader
+
+
+@pytest.mark.parametrize("text", [b"", b"a", b"ab", b"abab", b"baba", b"aabbabab"])
+def test_next_bytes_are_sums_over_all_tokenizations(llm, text):
+    reader = asyncio.run(reading(llm, text, width=10_000))
+    expected = mass_after((1, 2), text)
+    np.testing.assert_allclose(reader.probabilities(), expected / expected.sum(), atol=1e-6)
+
+
+def test_the_probability_of_the_text_is_the_product_of_its_bytes(llm):
+    reader = asyncio.run(reading(llm, b"abba", width=10_000))
+    expected = 0.0
+    for end, byte in enumerate(b"abba"):
+        mass = mass_after((1, 2), b"abba"[:end])
+        expected += math.log(mass[byte] / mass.sum())
+    assert reader.logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_end_of_a_text_may_be_another_token_or_none(llm):
+    reader = asyncio.run(reading(llm, b"", eos_token_ids=[PAD]))
+    mass = row((1, 2))
+    assert reader.probabilities()[STOP] == pytest.approx(
+        mass[PAD] / (mass.sum() - mass[EOS]), abs=1e-6
+    )
+    reader = asyncio.run(reading(llm, b"", eos_token_ids=[EOS, PAD]))
+    assert reader.probabilities()[STOP] == pytest.approx(mass[EOS] + mass[PAD], abs=1e-6)
+    reader = asyncio.run(reading(llm, b"", eos_token_ids=()))
+    assert reader.probabilities()[STOP] == 0
+
+
+def test_a_reader_starts_at_a_context_and_again(llm):
+    async def read() -> genlm.ByteReader:
+        reader = await reading(llm, b"bab")
+        await reader.start(llm.context([1, 2]))
+        await reader.read(b"ab")
+        return reader
+
+    again, fresh = asyncio.run(read()), asyncio.run(reading(llm, b"ab"))
+    np.testing.assert_array_equal(again.probabilities(), fresh.probabilities())
+    assert again.logprob == fresh.logprob
+
+
+def test_copies_go_on_independently(llm):
+    async def read() -> list[genlm.ByteReader]:
+        reader = await reading(llm, b"a")
+        other = reader.copy()
+        await asyncio.gather(reader.read(b"b"), other.read(b"a"))
+        return [reader, other, await reading(llm, b"ab"), await reading(llm, b"aa")]
+
+    one, two, *fresh = asyncio.run(read())
+    for found, expected in zip((one, two), fresh, strict=True):
+        np.testing.assert_array_equal(found.probabilities(), expected.probabilities())
+
+
+def test_a_full_beam_keeps_the_likeliest_and_goes_on(llm):
+    reader = asyncio.run(reading(llm, b"abab" * 20, width=2))
+    assert reader.probabilities().sum() == pytest.approx(1)
+    assert -160 < reader.logprob < 0
+
+
+def test_a_byte_that_no_token_writes_is_an_error_and_changes_nothing(llm):
+    async def read() -> genlm.ByteReader:
+        reader = await reading(llm, b"a")
+        with pytest.raises(ValueError, match="continues with b'x'; use a width above 32"):
+            await reader.read(b"bx")
+        return reader
+
+    found, fresh = asyncio.run(read()), asyncio.run(reading(llm, b"ab"))
+    np.testing.assert_array_equal(found.probabilities(), fresh.probabilities())
+    assert found.logprob == fresh.logprob
+
+
+def test_a_reader_that_was_not_started_says_so(llm):
+    reader = genlm.ByteReader(llm)
+    with pytest.raises(RuntimeError, match=r"await reader.start\(token_ids\)"):
+        reader.probabilities()
+    with pytest.raises(RuntimeError, match="not started"):
+        asyncio.run(reader.read(b"a"))
+
+
+def test_a_beam_without_room_is_refused(llm):
+    with pytest.raises(ValueError, match="width=0"):
+        genlm.ByteReader(llm, width=0)

@@ -1,0 +1,157 @@
+"""Collects the pages of the site: a hook of mkdocs.
+
+Markdown pages keep their places in the repository, so that relative links between them need no
+change. Links to other files become links to the repository's host. The pages of the examples
+show their sources; the pages of the API reference hold instructions for mkdocstrings, which
+reads docstrings and signatures from the sources.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).parents[1]
+HOST = "https://github.com/genlm/genlm"
+PAGES = (
+    *("*.md", "core/README.md", "docs/**/*.md", "examples/genlm-toy/README.md"),
+    *("plugins/*/README.md", "plugins/genlm-hf/src/genlm_hf/demo/MODEL.md"),
+)
+IMAGES = "docs/**/*.svg"
+EXAMPLES = "examples/*.py"
+
+REFERENCE = {
+    "models": ("Models and contexts", ["genlm.AsyncLM", "genlm.Context"]),
+    "caches": ("Caches and statistics", ["genlm.OutputCache", "genlm.Statistics"]),
+    "vocabulary": (
+        "Vocabularies and bytes",
+        ["genlm.Token", "genlm.plugin.Vocabulary", "genlm.decode_vocab", "genlm.ByteReader"],
+    ),
+    "smc": ("Particle filters", ["genlm.smc"]),
+    "tries": (
+        "Token tries",
+        ["genlm.get_trie", "genlm.TokenCharacterTrie", "genlm.AsyncTokenCharacterTrie"],
+    ),
+    "hf": ("Options of hf", ["genlm_hf.engine.HFEngine"]),
+    "vllm": ("Options of vllm", ["genlm_vllm.engine.VLLMEngine"]),
+    "sgl": ("Options of sgl", ["genlm_sgl.engine.SGLEngine"]),
+    "mlx": ("Options of mlx", ["genlm_mlx.engine.MLXEngine"]),
+    "reference": ("Options of reference", ["genlm.core.reference.engine.ReferenceEngine"]),
+    "cuda": ("Options of cuda", ["genlm_trie_cuda.trie.DeviceTrie"]),
+    "choosing": ("Choosing a backend", ["genlm.use_backend", "genlm.list_backends"]),
+    "errors": ("Errors", ["genlm.core.errors"]),
+    "plugin": (
+        "For plugin authors",
+        [
+            *("genlm.plugin.BackendSpec", "genlm.plugin.BatchEngine", "genlm.plugin.Engine"),
+            *("genlm.plugin.LoraEngine", "genlm.plugin.PrefixCacheEngine"),
+            *("genlm.plugin.Capability", "genlm.plugin.Query", "genlm.plugin.TokenSequence"),
+            *("genlm.plugin.SamplingParams", "genlm.plugin.Completion"),
+            *("genlm.plugin.rows_from_logits", "genlm.plugin.draw_tokens"),
+            *("genlm.plugin.stream_uniform", "genlm.plugin.check_query"),
+            *("genlm.plugin.model_source", "genlm.plugin.ModelFacts"),
+            *("genlm.plugin.cache_budget_bytes", "genlm.plugin.free_memory_bytes"),
+            *("genlm.plugin.preserve_process_state", "genlm.plugin.claim_process"),
+        ],
+    ),
+    "prefix": ("Shared prefixes", ["genlm.prefix"]),
+    "testing": (
+        "The conformance suite",
+        [
+            *("genlm.testing.EngineTarget", "genlm.testing.TrieTarget"),
+            *("genlm.testing.conformance_tests", "genlm.testing.TinyModel"),
+            *("genlm.testing.families", "genlm.testing.measure_family"),
+        ],
+    ),
+}
+"""Pages of the API reference: file name, title, and what each documents."""
+
+NOTES = {"models": "`genlm.load_model` is `AsyncLM.from_name`."}
+"""What a page of the API reference says before the objects."""
+
+LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+
+
+def on_config(config: Any) -> Any:
+    """Fill in the parts of the navigation that follow from files."""
+    lists = {
+        "TUTORIALS": [*_under("docs/tutorials/*.md"), *map(_page_of_example, _under(EXAMPLES))],
+        "REFERENCE": [f"reference/{name}.md" for name in REFERENCE],
+        "DECISIONS": ["docs/decisions/README.md", *_under("docs/decisions/0*.md")],
+    }
+    for entry in config["nav"]:
+        [(title, place)] = entry.items()
+        if isinstance(place, str) and place in lists:
+            entry[title] = lists[place]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Replace the files of docs/ by the pages under their places in the repository."""
+    found = [file for file in files if file.inclusion.is_excluded() or not _in_docs(file)]
+    kept = Files(found)
+    for pattern in (*PAGES, IMAGES):
+        for place in _under(pattern):
+            path = str(REPOSITORY / place)
+            kept.append(File.generated(config, place, abs_src_path=path))
+    for place in _under(EXAMPLES):
+        text = (REPOSITORY / place).read_text("utf-8")
+        page = f"# {place}\n\n[In the repository]({place.partition('/')[2]})\n\n"
+        page += f"```python\n{text}```\n"
+        kept.append(File.generated(config, _page_of_example(place), content=page))
+    for name, (title, objects) in REFERENCE.items():
+        page = f"# {title}\n\n{NOTES.get(name, '')}\n\n"
+        page += "".join(f"::: {each}\n\n" for each in objects)
+        kept.append(File.generated(config, f"reference/{name}.md", content=page))
+    return kept
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Point links at pages; what is not one is in the repository."""
+    place_of_page = page.file.src_uri
+    folder = posixpath.dirname(place_of_page)
+
+    def pointed(match: re.Match[str]) -> str:
+        before, link, anchor, after = match.groups(default="")
+        place = posixpath.normpath(posixpath.join(folder, link))
+        is_folder = (REPOSITORY / place).is_dir()
+        target = f"{place}/README.md" if is_folder else place
+        if _page_of_example(place) != place_of_page:  # which links to its source
+            target = _page_of_example(target)
+        if files.get_file_from_path(target) is None:
+            kind = "tree" if is_folder else "blob"
+            return f"{before}{HOST}/{kind}/main/{place}{anchor}{after}"
+        return f"{before}{posixpath.relpath(target, folder or '.')}{anchor}{after}"
+
+    return "\n".join(_nested(LINK.sub(pointed, markdown).splitlines()))
+
+
+def _nested(lines: Iterable[str]) -> Iterator[str]:
+    """Indent what belongs to a numbered item by four spaces, as Python-Markdown wants it."""
+    in_code = False
+    for line in lines:
+        in_code ^= line.startswith("```")
+        spaces = len(line) - len(line.lstrip())
+        yield f" {line}" if not in_code and spaces % 4 == 3 else line
+
+
+def _under(pattern: str) -> list[str]:
+    """Files of the repository, as paths relative to it; not those of environments."""
+    found = sorted(REPOSITORY.glob(pattern))
+    return [path.relative_to(REPOSITORY).as_posix() for path in found]
+
+
+def _in_docs(file: File) -> bool:
+    source = file.abs_src_path
+    return source is not None and Path(source).is_relative_to(REPOSITORY / "docs")
+
+
+def _page_of_example(place: str) -> str:
+    """The page that shows a program of examples/; other places are unchanged."""
+    is_example = place.startswith("examples/") and place.endswith(".py")
+    return f"{place.removesuffix('.py')}.md" if is_example else place

@@ -124,7 +124,7 @@ REFUSED: list[tuple[Any, str]] = [
     (5, "int 5"),
     (None, "NoneType None"),
     (1.5, "float 1.5"),
-    ("12", "str '12'; llm.tokenizer.encode makes ids of text"),
+    ("12", "str '12'; llm.encode makes ids of text"),
     ("", "str ''"),
     (b"12", "bytes b'12'"),
     (bytearray(b"12"), "bytearray bytearray(b'12')"),

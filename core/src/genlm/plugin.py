@@ -6,7 +6,7 @@
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `rows_from_logits`, `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`;
   `Scheduler`, which runs an engine on its thread
-- vocabularies: `Vocabulary`, `Token`, `decode_vocab`
+- vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,
   `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.sequence import TokenSequence as TokenSequence
+    from genlm.core.text import Tokenizer as Tokenizer
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.validation import check_query as check_query
@@ -105,6 +106,7 @@ _HOME = {
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.sequence": "TokenSequence",
+    "genlm.core.text": "Tokenizer",
     "genlm.core.trie": "TokenCharacterTrie TrieLayout",
     "genlm.core.validation": "check_query",
     "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",

@@ -12,7 +12,7 @@ import copy
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -36,6 +36,7 @@ from genlm.core.sampling import sample_continuation, stream_seeds
 from genlm.core.scheduler import Scheduler
 from genlm.core.sequence import TokenSequence
 from genlm.core.statistics import Statistics
+from genlm.core.text import decode, encode, encode_chat
 from genlm.core.validation import (
     checked_batch,
     checked_builder,
@@ -249,6 +250,57 @@ class AsyncLM:
     def vocab_size(self) -> int:
         """Number of ids, the length of every row."""
         return self.vocabulary.size
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Encode a text as the model wants it.
+
+        A tokenizer that adds special tokens decides what begins a text; an end that it adds is
+        left out. Where it adds nothing, `bos_token_id` begins the text if it is also
+        `eos_token_id`, which separated the texts that such models were trained on (GPT-2,
+        GPT-NeoX), unless the tokenizer was made with `add_bos_token=False`.
+
+        Args:
+            text: Names of special tokens in it are read as the tokenizer reads them.
+            begin: False for a text that continues another: nothing is put before it.
+
+        Raises:
+            TokenizerError: The engine's tokenizer has no `encode`.
+            TypeError: `text` is not a string.
+        """
+        return encode(self.vocabulary, text, begin=begin)
+
+    def decode(self, token_ids: TokenIds, *, special_tokens: bool = False) -> str:
+        """Decode ids by the exact bytes of their tokens.
+
+        A continuation keeps its leading space. Bytes that are not UTF-8, as those of a
+        character that is not complete yet, become U+FFFD.
+
+        Args:
+            token_ids: As `next_token_logprobs` takes them, or none.
+            special_tokens: Whether to write special tokens, by their names.
+
+        Raises:
+            TokenTypeError: Not a flat sequence of integers.
+            TokenIdError: An id outside the vocabulary.
+        """
+        ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
+        return decode(self.vocabulary, ids, special_tokens=special_tokens)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """Encode messages by the tokenizer's chat template, up to where the answer begins.
+
+        Args:
+            messages: Such as `[{"role": "user", "content": "Hello"}]`.
+            **template_options: Passed to the tokenizer's `apply_chat_template`: `tools`,
+                `chat_template`, `add_generation_prompt=False` ...
+
+        Raises:
+            TokenizerError: The tokenizer has no chat template, or the template fails.
+            TypeError: `messages` is not a sequence of mappings.
+        """
+        return encode_chat(self.vocabulary, messages, **template_options)
 
     # -- next-token log-probabilities -------------------------------------------------
 

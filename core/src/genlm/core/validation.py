@@ -37,6 +37,7 @@ __all__ = [
     "check_query",
     "checked_batch",
     "checked_builder",
+    "checked_ids",
     "checked_integer",
     "checked_integers",
     "checked_number",
@@ -123,10 +124,20 @@ def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]
         TokenTypeError: Not a flat sequence of integers.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    ids = checked_integers(eos_token_ids, "eos_token_ids")
+    return frozenset(checked_ids(eos_token_ids, vocab_size, "eos_token_ids"))
+
+
+def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:
+    """Return any number of token ids, none included, as a tuple of Python integers.
+
+    Raises:
+        TokenTypeError: Not a flat sequence of integers.
+        TokenIdError: An id that is negative or not below `vocab_size`.
+    """
+    ids = checked_integers(values, argument or "token ids")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise _outside(ids, vocab_size, "eos_token_ids")
-    return frozenset(ids)
+        raise _outside(ids, vocab_size, argument)
+    return ids
 
 
 def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int, ...]:
@@ -235,7 +246,7 @@ def _outside(ids: tuple[int, ...], vocab_size: int, argument: str = "") -> Token
 
 
 def _no_sequence(values: object) -> str:
-    hint = "; llm.tokenizer.encode makes ids of text" if isinstance(values, str) else ""
+    hint = "; llm.encode makes ids of text" if isinstance(values, str) else ""
     if _is_integer(values):
         hint = f"; a sequence of this one is [{values}]"
     return f"{type(values).__name__} {_shortened(values)}{hint}"

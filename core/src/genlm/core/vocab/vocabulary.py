@@ -7,6 +7,7 @@ a module that derives them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,28 @@ class Vocabulary:
     def size(self) -> int:
         """Number of ids, the length of every row."""
         return len(self.byte_vocab)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, if the tokenizer names one of this vocabulary."""
+        return self._named("bos_token_id")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, if the tokenizer names one of this vocabulary."""
+        return self._named("eos_token_id")
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are not text: the tokenizer's special tokens."""
+        listed = getattr(self.tokenizer, "all_special_ids", ())
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {key for key, each in added.items() if getattr(each, "special", False)}
+        return frozenset({*listed, *special, self.bos_token_id, self.eos_token_id} - {None})
+
+    def _named(self, name: str) -> int | None:
+        found = getattr(self.tokenizer, name, None)
+        return found if isinstance(found, int) and 0 <= found < self.size else None
 
 
 def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:

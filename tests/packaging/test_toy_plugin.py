@@ -63,7 +63,8 @@ def test_an_absent_plugin_is_named_with_its_command(environment):
     )
     assert environment.run_code(code) == (
         "no engine named 'hf'. Installed: reference, toy. "
-        "It is provided by genlm-hf: pip install genlm-hf\n"
+        "It is provided by genlm-hf: pip install genlm-hf, "
+        "or pip install ./plugins/genlm-hf in a clone\n"
     )
 
 

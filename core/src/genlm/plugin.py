@@ -8,8 +8,8 @@
   `Scheduler`, which runs an engine on its thread
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
-- models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,
-  `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
+- models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
+  `check_verified`, `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
 - the errors that engines and plugins raise
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _HOME
     from genlm.core.adapter_files import read_adapter_config as read_adapter_config
     from genlm.core.adapter_files import read_lora_config as read_lora_config
+    from genlm.core.dtypes import dtype_name as dtype_name
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
     from genlm.core.engine import Engine as Engine
@@ -85,6 +86,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
 
 _HOME = {
     "genlm.core.adapter_files": "read_adapter_config read_lora_config",
+    "genlm.core.dtypes": "dtype_name",
     "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
     "genlm.core.errors": (
         "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "

@@ -89,9 +89,32 @@ def test_torch_and_targets_are_not_imported(environment):
 
 
 def test_an_error_of_genlms_own_is_one_line_and_exit_code_one(environment):
-    done = run(environment | {"GENLM_STRICT": "1"}, "plugins", status=1)
+    done = run(environment, "demo", "--backend", "broken", status=1)
     assert done.stdout == ""
     assert done.stderr == "genlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+
+
+@pytest.mark.parametrize("command", [("plugins",), ("check", "broken")])
+def test_in_strict_mode_the_traceback_of_the_cause_precedes_it(environment, command, tmp_path):
+    done = run(environment | {"GENLM_STRICT": "1"}, *command, status=1)
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert f'File "{tmp_path}/broken_plugin.py", line 1, in <module>' in done.stderr
+    assert done.stderr.endswith(
+        "OSError: no disk\ngenlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+    )
+
+
+def test_strict_mode_shows_why_the_module_of_an_engine_cannot_be_imported(
+    environment, tmp_path
+):
+    source = (tmp_path / "fine_plugin.py").read_text().replace("json:dumps", "engine_of_it:E")
+    (tmp_path / "fine_plugin.py").write_text(source)
+    (tmp_path / "engine_of_it.py").write_text("\nraise OSError('no GPU')")
+    code = "from genlm.cli import main; main()"
+    arguments = ("demo", "--backend", "fine")
+    done = run(environment | {"GENLM_STRICT": "1"}, *arguments, code=code, status=1)
+    assert f'File "{tmp_path}/engine_of_it.py", line 2, in <module>' in done.stderr
+    assert "is broken: importing 'engine_of_it:E' failed: OSError: no GPU" in done.stderr
 
 
 def test_the_version_is_that_of_the_core(environment):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from genlm.cli.demo import demo
 from genlm.cli.plugins import plugins
 from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
+from genlm.core.plugins.lookup import is_strict
 
 __all__ = ["app", "main"]
 
@@ -48,9 +50,14 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; an error that genlm raises on purpose is one line, exit 1."""
+    """Run the command line; an error that genlm raises on purpose is one line, exit 1.
+
+    With `GENLM_STRICT=1` the traceback of its cause precedes it.
+    """
     try:
         app()
     except GenlmError as error:
+        if is_strict() and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         typer.echo(f"genlm: {error}", err=True)
         sys.exit(1)

@@ -175,7 +175,7 @@ class AsyncLM:
     @classmethod
     def from_name(
         cls,
-        model: str | os.PathLike[str],
+        model: Any,
         backend: str | None = None,
         *,
         output_cache: OutputCache | None = None,
@@ -190,7 +190,8 @@ class AsyncLM:
         is refused here. Blocks while the model loads; in a coroutine use `asyncio.to_thread`.
 
         Args:
-            model: What the engine calls a model: a hub id, a folder, `"demo"`.
+            model: What the engine calls a model: a hub id, a folder, `"demo"`. Or a model
+                object of the engine's library, with `tokenizer=`.
             backend: Name of an engine, see `genlm plugins`; by default the one chosen with
                 `use_backend` or `GENLM_BACKEND`, or the only one installed.
             output_cache: Rows to keep; see `AsyncLM`.
@@ -205,7 +206,7 @@ class AsyncLM:
         Raises:
             PluginError: The backend is unknown, ambiguous, broken or lacks a library.
             ModelLoadError: The engine cannot serve this model, or its first row fails.
-            TypeError: The engine takes no such option.
+            TypeError: The engine takes no such option, or no model objects.
             ValueError: A limit below 1, or a wait that is negative or not finite.
         """
         common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending")

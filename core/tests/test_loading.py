@@ -205,6 +205,14 @@ def test_a_model_object_needs_its_tokenizer_and_an_engine_that_takes_objects() -
         load_model(model, "strict", tokenizer=object())
 
 
+def test_a_loaded_model_says_its_name(tmp_path: Path) -> None:
+    for model, shown in [("a-model", "a-model"), (tmp_path, str(tmp_path))]:
+        with load_model(model, "strict") as llm:
+            assert repr(llm).startswith(f"<AsyncLM {shown!r} on 'strict': 16 token ids")
+    with load_model(torch.nn.Linear(2, 2), "homely", tokenizer=object()) as llm:
+        assert repr(llm).startswith("<AsyncLM 'Linear' on 'homely': ")
+
+
 def test_all_unknown_options_are_named() -> None:
     with pytest.raises(TypeError, match=r"no option 'b', 'a'\. It takes: none"):
         load_model("a-model", "bare", b=1, a=2)

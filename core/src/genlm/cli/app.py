@@ -23,7 +23,7 @@ app = typer.Typer(
     name="genlm",
     help="Next-token distributions from any inference engine.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.command()(check)

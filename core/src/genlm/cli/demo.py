@@ -15,6 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from genlm.cli.completion import backends
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -95,7 +97,12 @@ class _Plan:
 def demo(
     *,
     backend: Annotated[
-        str, typer.Option(envvar="GENLM_BACKEND", help="An engine; see `genlm plugins`.")
+        str,
+        typer.Option(
+            envvar="GENLM_BACKEND",
+            help="An engine; see `genlm plugins`.",
+            autocompletion=backends("engine"),
+        ),
     ] = "hf",
     model: Annotated[str, typer.Option(help="What the engine calls a model.")] = "demo",
     prompt: Annotated[str, typer.Option(help="What every text begins with.")] = "The",

@@ -44,6 +44,7 @@ from genlm.core.validation import (
     checked_number,
     checked_stop_ids,
     checked_token_ids,
+    is_model_object,
 )
 from genlm.core.vocab import Token, Vocabulary
 
@@ -159,6 +160,7 @@ class AsyncLM:
         )
         engine = self._scheduler.engine
         self.name = name
+        self.model_name: str | None = None  # what `load_model` was asked for
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
@@ -211,7 +213,7 @@ class AsyncLM:
         """
         common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending")
         name, build = engine_builder(model, backend, engine_options, common)
-        return AsyncLM(
+        llm = AsyncLM(
             build,
             name=name,
             output_cache=output_cache,
@@ -219,15 +221,18 @@ class AsyncLM:
             max_wait_s=max_wait_s,
             max_pending=max_pending,
         )
+        llm.model_name = type(model).__name__ if is_model_object(model) else str(model)
+        return llm
 
     def __repr__(self) -> str:
         context = "any length" if self.max_context is None else f"{self.max_context} tokens"
         abilities = ", ".join(["rows", *sorted(self.capabilities)])
         lora = "" if self._default_lora is None else f"; lora {self._default_lora!r}"
+        model = "" if self.model_name is None else f"{self.model_name!r} on "
         closed = "; closed" if self._scheduler.closed else ""
         return (
-            f"<{type(self).__name__} {self.name!r}: {self.vocab_size} token ids, context of "
-            f"{context}; {abilities}{lora}{closed}>"
+            f"<{type(self).__name__} {model}{self.name!r}: {self.vocab_size} token ids, "
+            f"context of {context}; {abilities}{lora}{closed}>"
         )
 
     # -- vocabulary -------------------------------------------------------------------

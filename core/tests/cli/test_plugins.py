@@ -122,3 +122,37 @@ def test_the_version_is_that_of_the_core(environment):
 
     done = run(environment, "--version")
     assert done.stdout == f"genlm {version('genlm-core')}\n"
+
+
+def test_a_plugin_is_described_with_its_options_and_links(environment, tmp_path):
+    source = (tmp_path / "fine_plugin.py").read_text().replace("json:dumps", "fine_engine:E")
+    (tmp_path / "fine_plugin.py").write_text(source)
+    (tmp_path / "fine_engine.py").write_text(
+        "raise OSError('imported')\n"
+        "class E:\n"
+        '    """Serves.\n\n    Args:\n        speed: How fast it is.\n    """\n'
+        "    def __init__(self, model, *, speed=3): pass\n"
+    )
+    metadata = tmp_path / "their_fine-2.1.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + "Project-URL: Documentation, https://a.b/c\n")
+    lines = [line.split() for line in run(environment, "plugins", "fine").stdout.splitlines()]
+    assert ["speed", "3", "How", "fast", "it", "is."] in lines
+    assert ["documentation", "https://a.b/c"] in lines
+    assert ["status", "ok"] in lines
+    [described] = json.loads(run(environment, "plugins", "their-fine:fine", "--json").stdout)
+    assert described["options"] == [
+        {"name": "speed", "default": "3", "meaning": "How fast it is."}
+    ]
+    assert described["links"] == {"Documentation": "https://a.b/c"}
+    assert described["capabilities"] == ["lora", "sample"]
+
+
+def test_a_plugin_whose_library_is_missing_is_described_too(environment):
+    assert (
+        "missing: no_such_module; pip install" in run(environment, "plugins", "missing").stdout
+    )
+
+
+def test_an_unknown_plugin_is_answered_with_the_nearest(environment):
+    done = run(environment, "plugins", "fin", status=1)
+    assert "Did you mean 'fine'?" in done.stderr

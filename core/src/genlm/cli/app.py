@@ -12,6 +12,7 @@ import typer
 from genlm.cli.check import check
 from genlm.cli.compare import compare
 from genlm.cli.demo import demo
+from genlm.cli.env import env
 from genlm.cli.plugins import plugins
 from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(compare)
 app.command()(demo)
+app.command()(env)
 app.command()(plugins)
 app.command()(trie)
 

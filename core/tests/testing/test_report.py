@@ -193,6 +193,11 @@ def test_an_unknown_check_is_answered_with_a_few_names(check, name, said):
     assert len(done.output.splitlines()) < 10
 
 
+def test_dtypes_are_spelled_as_people_do(check, monkeypatch):
+    found = check("--only", "rows-are-right", "--dtype", "bf16", "--json")
+    assert json.loads(found.stdout)["settings"]["dtype"] == "bfloat16"
+
+
 def test_a_check_without_an_oracle_is_skipped_and_the_report_says_so():
     arguments = ["check", "reference", "--model", "demo", *FEW]
     done = CliRunner().invoke(app, arguments)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from genlm.cli.bench import bench
 from genlm.cli.check import check
 from genlm.cli.compare import compare
 from genlm.cli.demo import demo
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 app.command()(check)
 app.command()(compare)
 app.command()(demo)

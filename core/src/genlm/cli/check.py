@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from genlm.cli.completion import backends
+from genlm.cli.dtype_argument import checked_dtype
 from genlm.core.errors import GenlmError, MissingRequirementError
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ def check(
         str | None, typer.Option(help="A model to check without an oracle.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype in which that model computes; sets the tolerance.")
+        str,
+        typer.Option(
+            help="Dtype in which that model computes; sets the tolerance.",
+            callback=checked_dtype,
+        ),
     ] = "float32",
     only: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="A check; may be repeated.")

@@ -16,7 +16,7 @@ import typer
 from genlm.core.errors import described
 from genlm.core.plugins import list_backends
 
-__all__ = ["env"]
+__all__ = ["env", "environment"]
 
 _LIBRARIES = (
     "torch",
@@ -53,7 +53,7 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what a bug report needs: versions, hardware, plugins and their status."""
-    found = _found()
+    found = environment()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -68,7 +68,8 @@ def env(
         typer.echo(f"  {info['provider']:<30} {info['version']}  {info['status']}{reason}")
 
 
-def _found() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Return the sections of the report, each a mapping; `plugins` is a list."""
     plugins = [dataclasses.asdict(info) for info in list_backends()]
     distributions = sorted({"genlm-core", *(info["distribution"] for info in plugins)})
     fields = ("name", "kind", "provider", "version", "status", "reason", "capabilities")
@@ -109,7 +110,7 @@ def _processor() -> str:
 
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "?"
-    return f"{os.cpu_count()}, {usable} of them usable"
+    return f"{os.cpu_count()}, usable: {usable}"
 
 
 def _free_memory() -> str:

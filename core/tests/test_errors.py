@@ -54,6 +54,7 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (errors.QueryResetError("reset"), {}, ["reset"]),
     (errors.ModelLoadError("no such model"), {}, ["no such model"]),
     (errors.VocabularyError("no bytes"), {}, ["no bytes"]),
+    (errors.TokenizerError("no encode"), {}, ["no encode"]),
     (
         errors.WeightsError("shape (3,)", "shape (2,)"),
         {"expected": "shape (3,)", "found": "shape (2,)"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import textwrap
 import threading
@@ -41,6 +42,18 @@ BACKENDS = """
     def bare(model):
         return Strict(model)
 
+    class Homely(Strict):
+        option_homes = {"load_in_": "bits_opts", "device_map": "lib_opts", "": "lib_opts"}
+
+        def __init__(self, model, device="cpu", lib_opts=None, bits_opts=None):
+            super().__init__(model)
+
+        @classmethod
+        def from_model(cls, model, tokenizer, *, device="cpu"):
+            engine = cls(model)
+            engine.given = (model, tokenizer, device)
+            return engine
+
     def failing(model, reason="no reason"):
         raise ModelLoadError(f"{model!r}: {reason}")
 
@@ -75,10 +88,10 @@ BACKENDS = """
 
     @hookimpl
     def genlm_backends():
-        for name in ("Strict", "tolerant", "bare", "failing", "interrupted", "Faulty"):
+        for name in "Strict tolerant bare failing interrupted Faulty Homely".split():
             yield BackendSpec(name.lower(), "engine", f"loading_backends:{name}")
 """
-NAMES = ("strict", "tolerant", "bare", "failing", "interrupted", "faulty")
+NAMES = ("strict", "tolerant", "bare", "failing", "interrupted", "faulty", "homely")
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +166,51 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(
 def test_a_misspelt_option_is_recognised(written: str, meant: str) -> None:
     with pytest.raises(TypeError, match=rf"Did you mean '{meant}'\?$"):
         load_model("a-model", "strict", **{written: 3})
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ({"device_map": "auto"}, "Pass lib_opts={'device_map': 'auto'}"),
+        ({"load_in_8bit": True}, "Pass bits_opts={'load_in_8bit': True}"),
+        ({"revision": "main"}, "Pass lib_opts={'revision': 'main'}"),
+        ({"devise": "cpu"}, "Did you mean 'device'?"),
+        ({"tokenizer": 1}, "tokenizer= goes with a model object; a folder has its own"),
+    ],
+)
+def test_an_option_of_the_engines_library_is_sent_where_it_belongs(
+    option: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"\. {re.escape(advice)}$"):
+        load_model("a-model", "homely", **option)
+
+
+def test_a_model_object_is_served_with_its_tokenizer() -> None:
+    model, tokenizer = torch.nn.Linear(2, 2), object()
+    with load_model(model, "homely", tokenizer=tokenizer, device="gpu") as llm:
+        assert llm.engine.given == (model, tokenizer, "gpu")  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="takes no option 'lib_opts'"):
+        load_model(model, "homely", tokenizer=tokenizer, lib_opts={})
+
+
+def test_a_model_object_needs_its_tokenizer_and_an_engine_that_takes_objects() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        TypeError, match=r"Linear, without its tokenizer: load_model\(model, 'ho"
+    ):
+        load_model(model, "homely")
+    with pytest.raises(
+        TypeError, match="'strict' to serve a model object, Linear; it loads mod"
+    ):
+        load_model(model, "strict", tokenizer=object())
+
+
+def test_a_loaded_model_says_its_name(tmp_path: Path) -> None:
+    for model, shown in [("a-model", "a-model"), (tmp_path, str(tmp_path))]:
+        with load_model(model, "strict") as llm:
+            assert repr(llm).startswith(f"<AsyncLM {shown!r} on 'strict': 16 token ids")
+    with load_model(torch.nn.Linear(2, 2), "homely", tokenizer=object()) as llm:
+        assert repr(llm).startswith("<AsyncLM 'Linear' on 'homely': ")
 
 
 def test_all_unknown_options_are_named() -> None:

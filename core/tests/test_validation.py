@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.models import WordLevel
+from transformers import BatchEncoding
 
 from genlm.core.errors import (
     ContextLengthError,
@@ -124,7 +127,7 @@ REFUSED: list[tuple[Any, str]] = [
     (5, "int 5"),
     (None, "NoneType None"),
     (1.5, "float 1.5"),
-    ("12", "str '12'; llm.tokenizer.encode makes ids of text"),
+    ("12", "str '12'; llm.encode makes ids of text"),
     ("", "str ''"),
     (b"12", "bytes b'12'"),
     (bytearray(b"12"), "bytearray bytearray(b'12')"),
@@ -132,8 +135,15 @@ REFUSED: list[tuple[Any, str]] = [
     ([1, None, 2.0], "NoneType None at position 1"),
     ([1, 2.0], "float 2.0 at position 1"),
     ([[1, 2]], "list [1, 2] at position 0"),
-    (np.array([[1, 2]]), "list [1, 2] at position 0"),
-    (torch.tensor([[1], [2]]), "list [1] at position 0"),
+    ([[1, 2]], "; methods with `batch` in their name take several sequences"),
+    (np.array([[1, 2]]), "an array of shape (1, 2); methods with `batch` in their name take"),
+    (torch.tensor([[1, 2]]), "take several sequences. Of the only row: array[0]"),
+    (torch.tensor([[1], [2]]), "shape (2, 1); methods with `batch` in their name take several"),
+    (BatchEncoding({"input_ids": [1, 2]}), "BatchEncoding; pass its input_ids"),
+    (tokenizers.Tokenizer(WordLevel({"a": 0}, "a")).encode("a"), "Encoding; pass its ids"),
+    ([True, False], "booleans, a mask; the ids that it marks are [i for i"),
+    ((False, True), "booleans, a mask"),
+    ([0, 1, True], "booleans, a mask"),
     (np.array(5), "a single int, 5"),
     (torch.tensor(5), "a single int, 5"),
     (np.int64(5), "a single int, 5"),

@@ -6,10 +6,10 @@ import dataclasses
 
 from genlm import Token
 
-from .attention import MISSING
+from .attention import MISSING, SIZE
 from .cached_engine import PlainEngine
 from .mutant import engine_mutant
-from .vocabulary import PIECES, small_vocabulary
+from .vocabulary import PIECES, LongestMatch, small_vocabulary
 
 
 class _WithPieces(PlainEngine):
@@ -64,6 +64,29 @@ class BytesForMissingIds(_WithPieces):
 
     def pieces(self):
         return [piece or b"<unused>" for piece in PIECES]
+
+
+class _WithTokenizer(PlainEngine):
+    def __init__(self):
+        super().__init__()
+        self.vocabulary = dataclasses.replace(self.vocabulary, tokenizer=self.Tokenizer())
+
+
+@engine_mutant(killed_by="texts-are-encoded-and-decoded")
+class EndOfAnotherVocabulary(_WithTokenizer):
+    """Names as end of text an id of the vocabulary before it was cut."""
+
+    class Tokenizer(LongestMatch):
+        eos_token_id = SIZE
+
+
+@engine_mutant(killed_by="texts-are-encoded-and-decoded")
+class EndsEveryText(_WithTokenizer):
+    """Adds an end to every text and does not name it."""
+
+    class Tokenizer(LongestMatch):
+        def encode(self, text):
+            return [*super().encode(text), PIECES.index(b"<end>")]
 
 
 assert not PIECES[MISSING]

@@ -45,6 +45,12 @@ def test_a_model_of_the_plugin_answers_with_its_closed_form(environment):
     assert max(abs(a - b) for a, b in zip(row, expected, strict=True)) <= 1e-5
 
 
+def test_the_demonstration_runs_on_the_plugin(environment):
+    command = [environment.folder / "bin" / "genlm", "demo", "--backend", "toy", "--json"]
+    report = json.loads(environment.run(*command, "--particles", "5", "--max-tokens", "5"))
+    assert len(report["particles"]) == 5
+
+
 def test_the_plugin_is_what_a_call_means_when_it_is_the_only_one(environment):
     assert environment.run_code("import genlm; print(genlm.find_backend().name)") == "toy\n"
 
@@ -57,7 +63,8 @@ def test_an_absent_plugin_is_named_with_its_command(environment):
     )
     assert environment.run_code(code) == (
         "no engine named 'hf'. Installed: reference, toy. "
-        "It is provided by genlm-hf: pip install genlm-hf\n"
+        "It is provided by genlm-hf: pip install genlm-hf, "
+        "or pip install ./plugins/genlm-hf in a clone\n"
     )
 
 

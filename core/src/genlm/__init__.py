@@ -1,7 +1,8 @@
 """Next-token distributions from any inference engine.
 
     llm = genlm.load_model("demo", backend="hf")
-    row = await llm.next_token_logprobs(llm.tokenizer.encode("The "))
+    row = await llm.next_token_logprobs(llm.encode("This method returns"))
+    llm.decode([row.argmax()])  # ' the'
 
 What authors of plugins need is in `genlm.plugin`. Public names are imported on first use, so
 `import genlm` loads neither torch nor any plugin. This is the only `genlm/__init__.py` of any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.errors import QueryError as QueryError
     from genlm.core.errors import QueryResetError as QueryResetError
     from genlm.core.errors import TokenIdError as TokenIdError
+    from genlm.core.errors import TokenizerError as TokenizerError
     from genlm.core.errors import TokenTypeError as TokenTypeError
     from genlm.core.errors import UnknownAdapterError as UnknownAdapterError
     from genlm.core.errors import UnknownBackendError as UnknownBackendError
@@ -98,7 +100,7 @@ _HOME = {
         "AdapterError ContextLengthError EmptySequenceError EngineClosedError "
         "EngineDiedError EngineError EvaluationError GenlmError MissingRequirementError "
         "ModelLoadError PluginError QueryError QueryResetError TokenIdError "
-        "TokenTypeError UnknownAdapterError UnknownBackendError "
+        "TokenTypeError TokenizerError UnknownAdapterError UnknownBackendError "
         "UnsupportedCapabilityError VocabularyError WeightsError"
     ),
     "genlm.core.lm": "AsyncLM load_model",

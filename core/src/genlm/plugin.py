@@ -7,10 +7,10 @@
   `Reduction`, `Reduced`, `reduce_rows`, `TokenScores`, `rows_from_logits`, `draw_tokens`,
   `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which runs an engine
   on its thread
-- vocabularies: `Vocabulary`, `Token`, `decode_vocab`
+- vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
-- models: `model_source`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`, `check_verified`,
-  `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
+- models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
+  `check_verified`, `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
 - the errors that engines and plugins raise
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _HOME
     from genlm.core.adapter_files import read_adapter_config as read_adapter_config
     from genlm.core.adapter_files import read_lora_config as read_lora_config
+    from genlm.core.dtypes import dtype_name as dtype_name
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
     from genlm.core.engine import Engine as Engine
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.sequence import TokenSequence as TokenSequence
+    from genlm.core.text import Tokenizer as Tokenizer
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.validation import check_query as check_query
@@ -89,6 +91,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
 
 _HOME = {
     "genlm.core.adapter_files": "read_adapter_config read_lora_config",
+    "genlm.core.dtypes": "dtype_name",
     "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
     "genlm.core.errors": (
         "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "
@@ -111,6 +114,7 @@ _HOME = {
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "Scheduler",
     "genlm.core.sequence": "TokenSequence",
+    "genlm.core.text": "Tokenizer",
     "genlm.core.trie": "TokenCharacterTrie TrieLayout",
     "genlm.core.validation": "check_query",
     "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from programs import run_code
 from typer.testing import CliRunner, Result
 
 from genlm.cli import app
@@ -101,3 +105,60 @@ def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     result = invoke("demo", "--json", "--particles", "2", "--max-tokens", "2")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["backend"] == "reference"
+
+
+def plugin(folder: Path, tokenizer: str, max_context: int | None = None) -> None:
+    """An engine over bytes whose tokenizer is the value of an expression."""
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "from types import SimpleNamespace\n"
+        "from genlm.plugin import BackendSpec, BatchEngine, Token, Vocabulary, hookimpl\n"
+        "class Engine(BatchEngine):\n"
+        f"    max_context = {max_context}\n"
+        "    def __init__(self, model):\n"
+        "        tokens = [Token(i, bytes([i])) for i in range(256)]\n"
+        f"        self.vocabulary = Vocabulary({tokenizer}, tokens, list(map(repr, tokens)))\n"
+        "    def evaluate(self, queries):\n"
+        "        weights = torch.ones(len(queries), 256)\n"
+        "        weights[:, 32:127] += 100\n"
+        "        return (weights / weights.sum(1, keepdim=True)).log()\n"
+        "@hookimpl\n"
+        "def genlm_backends():\n"
+        "    yield BackendSpec('mine', 'engine', 'mine:Engine')\n"
+    )
+    info = folder / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[genlm]\nmine = mine\n")
+
+
+def demo_of(folder: Path, *arguments: str) -> CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder), "GENLM_PLUGINS": "mine"}
+    code = "from genlm.cli import main; main()"
+    return run_code(code, "demo", "--backend", "mine", *arguments, env=environment)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    ["None", "object()", "SimpleNamespace(encode=lambda text: list(text.encode()))"],
+)
+def test_any_tokenizer_or_none_will_do(tmp_path: Path, tokenizer: str) -> None:
+    plugin(tmp_path, tokenizer)
+    done = demo_of(tmp_path, "--particles", "5", "--max-tokens", "6", "--json")
+    found = json.loads(done.stdout)
+    texts = [*found["samples"], *(each["text"] for each in found["particles"])]
+    assert len(texts) == 8
+    assert all(text.startswith("The") for text in texts)
+    assert found["cut_by_context"] == 0
+
+
+def test_texts_that_the_context_ends_are_counted_and_kept(tmp_path: Path) -> None:
+    plugin(tmp_path, "None", max_context=10)
+    options = ("--particles", "2", "--max-tokens", "1000")
+    found = json.loads(demo_of(tmp_path, *options, "--json").stdout)
+    assert found["cut_by_context"] == 5
+    assert all(len(each["text"]) <= 11 for each in found["particles"])
+    said = demo_of(tmp_path, *options).stdout
+    assert "5 of 5 texts end where the model's context is full, before --max-tokens" in said
+    cut = json.loads(demo_of(tmp_path, "--max-tokens", "8", "--json").stdout)["cut_by_context"]
+    assert cut == 0, "--max-tokens ended them at the same place"

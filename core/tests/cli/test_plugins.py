@@ -89,9 +89,32 @@ def test_torch_and_targets_are_not_imported(environment):
 
 
 def test_an_error_of_genlms_own_is_one_line_and_exit_code_one(environment):
-    done = run(environment | {"GENLM_STRICT": "1"}, "plugins", status=1)
+    done = run(environment, "demo", "--backend", "broken", status=1)
     assert done.stdout == ""
     assert done.stderr == "genlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+
+
+@pytest.mark.parametrize("command", [("plugins",), ("check", "broken")])
+def test_in_strict_mode_the_traceback_of_the_cause_precedes_it(environment, command, tmp_path):
+    done = run(environment | {"GENLM_STRICT": "1"}, *command, status=1)
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert f'File "{tmp_path}/broken_plugin.py", line 1, in <module>' in done.stderr
+    assert done.stderr.endswith(
+        "OSError: no disk\ngenlm: the plugin their-broken:broken is broken: OSError: no disk\n"
+    )
+
+
+def test_strict_mode_shows_why_the_module_of_an_engine_cannot_be_imported(
+    environment, tmp_path
+):
+    source = (tmp_path / "fine_plugin.py").read_text().replace("json:dumps", "engine_of_it:E")
+    (tmp_path / "fine_plugin.py").write_text(source)
+    (tmp_path / "engine_of_it.py").write_text("\nraise OSError('no GPU')")
+    code = "from genlm.cli import main; main()"
+    arguments = ("demo", "--backend", "fine")
+    done = run(environment | {"GENLM_STRICT": "1"}, *arguments, code=code, status=1)
+    assert f'File "{tmp_path}/engine_of_it.py", line 2, in <module>' in done.stderr
+    assert "is broken: importing 'engine_of_it:E' failed: OSError: no GPU" in done.stderr
 
 
 def test_the_version_is_that_of_the_core(environment):
@@ -99,3 +122,37 @@ def test_the_version_is_that_of_the_core(environment):
 
     done = run(environment, "--version")
     assert done.stdout == f"genlm {version('genlm-core')}\n"
+
+
+def test_a_plugin_is_described_with_its_options_and_links(environment, tmp_path):
+    source = (tmp_path / "fine_plugin.py").read_text().replace("json:dumps", "fine_engine:E")
+    (tmp_path / "fine_plugin.py").write_text(source)
+    (tmp_path / "fine_engine.py").write_text(
+        "raise OSError('imported')\n"
+        "class E:\n"
+        '    """Serves.\n\n    Args:\n        speed: How fast it is.\n    """\n'
+        "    def __init__(self, model, *, speed=3): pass\n"
+    )
+    metadata = tmp_path / "their_fine-2.1.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + "Project-URL: Documentation, https://a.b/c\n")
+    lines = [line.split() for line in run(environment, "plugins", "fine").stdout.splitlines()]
+    assert ["speed", "3", "How", "fast", "it", "is."] in lines
+    assert ["documentation", "https://a.b/c"] in lines
+    assert ["status", "ok"] in lines
+    [described] = json.loads(run(environment, "plugins", "their-fine:fine", "--json").stdout)
+    assert described["options"] == [
+        {"name": "speed", "default": "3", "meaning": "How fast it is."}
+    ]
+    assert described["links"] == {"Documentation": "https://a.b/c"}
+    assert described["capabilities"] == ["lora", "sample"]
+
+
+def test_a_plugin_whose_library_is_missing_is_described_too(environment):
+    assert (
+        "missing: no_such_module; pip install" in run(environment, "plugins", "missing").stdout
+    )
+
+
+def test_an_unknown_plugin_is_answered_with_the_nearest(environment):
+    done = run(environment, "plugins", "fin", status=1)
+    assert "Did you mean 'fine'?" in done.stderr

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import run_program
+from programs import run_code, run_program
 
 import genlm
 from genlm.cli import smc
@@ -25,6 +25,7 @@ from genlm.cli import smc
 EOS = 0
 TOKENS = [b"<end>", b"a", b"bb", b" ", b"a b"]
 LIMIT = 2
+TOKENIZER = SimpleNamespace(eos_token_id=EOS)
 STEPS = 4
 REPOSITORY = Path(__file__).parents[3]
 
@@ -32,11 +33,11 @@ REPOSITORY = Path(__file__).parents[3]
 class TinyEngine(genlm.BatchEngine):
     """Five tokens, each with a fixed random row after every sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any = TOKENIZER, max_context: int | None = None) -> None:
         byte_vocab = [genlm.Token(index, token) for index, token in enumerate(TOKENS)]
-        self.vocabulary = genlm.Vocabulary(
-            SimpleNamespace(eos_token_id=EOS), byte_vocab, [repr(token) for token in TOKENS]
-        )
+        names = [repr(token) for token in TOKENS]
+        self.vocabulary = genlm.Vocabulary(tokenizer, byte_vocab, names)
+        self.max_context = max_context
 
     def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
         return torch.stack([row(query.token_ids) for query in queries])
@@ -99,7 +100,7 @@ def test_the_table_agrees_with_splitting_the_text_into_words(
     fake: Any = SimpleNamespace(
         byte_vocab=byte_vocab,
         vocab_size=len(byte_vocab),
-        tokenizer=SimpleNamespace(eos_token_id=0),
+        vocabulary=SimpleNamespace(eos_token_id=0),
     )
     table = smc.max_word_length(limit, fake)
     assert table.shape == (limit + 2, len(byte_vocab))
@@ -246,15 +247,45 @@ def test_seeds_reproduce_and_differ(llm: genlm.AsyncLM) -> None:
 def test_the_example_is_the_same_file_and_short() -> None:
     example = REPOSITORY / "examples" / "smc.py"
     assert example.samefile(Path(smc.__file__))
-    assert len(example.read_text().splitlines()) < 80
+    assert len(example.read_text().splitlines()) < 90
 
 
-def test_the_example_runs_as_a_script() -> None:
+def test_texts_end_where_the_context_is_full() -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(max_context=3)) as llm:
+        populations = run(llm, (3,), size=20, seed=0, steps=100)
+        assert len(populations) == 3
+        particles, weights, log_evidence = populations[-1]
+        assert weights.sum() == pytest.approx(1)
+        assert math.isfinite(log_evidence)
+        assert {len(particle) for particle in particles if particle[-1] != EOS} == {4}
+
+
+def test_a_model_that_never_ends_its_texts_is_steered_too() -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(tokenizer=None)) as llm:
+        particles, weights, _ = run(llm, (3,), size=10, seed=0)[-1]
+        assert {len(particle) for particle in particles} == {1 + STEPS}
+        assert weights.sum() == pytest.approx(1)
+
+
+def test_the_example_runs_as_a_script_and_names_its_engine() -> None:
     script = REPOSITORY / "examples" / "smc.py"
-    lines = run_program(sys.executable, script).stdout.splitlines()
+    engine, *lines = run_program(sys.executable, script, "reference").stdout.splitlines()
+    assert "reference" in engine
     assert len(lines) == 50
     for line in lines:
         weight, text = line.split(" ", 1)
         assert 0 <= float(weight) <= 1
-        text = text.replace("<|endoftext|>", "")
         assert max(map(len, re.findall("[a-zA-Z]+", text))) <= 5
+
+
+def test_the_example_takes_no_engine_silently() -> None:
+    script = REPOSITORY / "examples" / "smc.py"
+    code = (
+        "import runpy, sys\n"
+        "script = sys.argv.pop()\n"
+        "from unittest import mock\n"
+        "with mock.patch('genlm.load_model', side_effect=SystemExit) as load:\n"
+        "    try: runpy.run_path(script, run_name='__main__')\n"
+        "    except SystemExit: print(load.call_args.args)\n"
+    )
+    assert run_code(code, script).stdout == "('demo',)\n"

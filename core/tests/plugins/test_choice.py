@@ -171,7 +171,8 @@ def test_no_trie_at_all_is_an_error_that_says_what_to_install(core):
     with pytest.raises(genlm.UnknownBackendError) as caught:
         genlm.get_trie()
     assert str(caught.value) == (
-        "no trie chosen. Installed: none. Install one: pip install genlm-trie-cuda"
+        "no trie chosen. Installed: none. Install one of genlm-trie-cuda: pip install "
+        "genlm-trie-cuda, or pip install ./plugins/genlm-trie-cuda in a clone"
     )
 
 

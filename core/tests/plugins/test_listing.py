@@ -125,6 +125,23 @@ def test_an_empty_allow_list_allows_everything(core, monkeypatch):
     assert set(status().values()) == {"ok"}
 
 
+@pytest.mark.parametrize(("value", "meant"), [("toy,tyo", "toy"), ("genlm_toys", "genlm-toy")])
+def test_an_allow_list_with_a_misspelt_name_is_an_error(core, monkeypatch, value, meant):
+    core.install("genlm-toy", "toy")
+    monkeypatch.setenv("GENLM_PLUGINS", value)
+    wrong = value.rpartition(",")[2]
+    for call in (genlm.list_backends, lambda: genlm.get_backend("toy"), genlm.get_backend):
+        with pytest.raises(genlm.UnknownBackendError) as caught:
+            call()
+        message = str(caught.value)
+        assert message.startswith(
+            f"no plugin named {wrong!r} (from GENLM_PLUGINS). Installed: "
+        )
+        assert message.endswith(f"Did you mean {meant!r}?")
+    monkeypatch.setenv("GENLM_PLUGINS", "Genlm_Toy, genlm-core:reference")
+    assert set(status().values()) == {"ok"}
+
+
 def test_disabling_wins_over_allowing_and_reaches_the_core(core, monkeypatch):
     core.install("genlm-toy", "toy")
     monkeypatch.setenv("GENLM_PLUGINS", "toy")

@@ -50,11 +50,13 @@ def test_an_absent_plugin_of_this_project_is_named_with_its_command(core):
     core.install("genlm-hf", "hf")
     assert message(genlm.get_backend, "sgl") == (
         "no engine named 'sgl'. Installed: hf, reference. "
-        "It is provided by genlm-sgl: pip install genlm-sgl"
+        "It is provided by genlm-sgl: pip install genlm-sgl, "
+        "or pip install ./plugins/genlm-sgl in a clone"
     )
     assert message(genlm.get_trie, "parallel") == (
         "no trie named 'parallel'. Installed: none. "
-        "It is provided by genlm-trie-cuda: pip install genlm-trie-cuda"
+        "It is provided by genlm-trie-cuda: pip install genlm-trie-cuda, "
+        "or pip install ./plugins/genlm-trie-cuda in a clone"
     )
 
 
@@ -69,7 +71,8 @@ def test_a_misspelt_name_is_answered_with_the_nearest(site):
 def test_a_misspelt_name_of_an_absent_plugin_is_answered_with_its_command(core):
     assert message(genlm.get_backend, "vlm") == (
         "no engine named 'vlm'. Installed: reference. Did you mean 'vllm'? "
-        "It is provided by genlm-vllm: pip install genlm-vllm"
+        "It is provided by genlm-vllm: pip install genlm-vllm, "
+        "or pip install ./plugins/genlm-vllm in a clone"
     )
 
 

@@ -16,8 +16,8 @@ from genlm.testing import QUICK, all_checks
 
 from .conftest import RunCheck
 
-# The scripted engine lacks a tokenizer.
-CHECKS = [c.id for c in all_checks("engine") if c.id != "text-survives-the-vocabulary"]
+OF_TEXTS = {"text-survives-the-vocabulary", "texts-are-encoded-and-decoded"}
+CHECKS = [c.id for c in all_checks("engine") if c.id not in OF_TEXTS]  # it has no tokenizer
 
 
 class AbleEngine(CertifiedEngine):
@@ -110,6 +110,14 @@ def test_a_model_without_an_oracle_and_adapters_has_their_checks_skipped(
     target = scripted_target(oracle=None, adapters={})
     assert run_check("adapters-answer-as-themselves", target).status == "skipped"
     assert run_check("batch-equals-map", target).status == "passed"
+
+
+@pytest.mark.parametrize("check_id", sorted(OF_TEXTS))
+def test_checks_of_texts_do_not_apply_without_a_tokenizer(
+    run_check: RunCheck, check_id
+) -> None:
+    target = scripted_target(texts=("a text",))
+    assert run_check(check_id, target).status == "not applicable"
 
 
 def test_what_a_target_leaves_out_is_skipped_not_passed_over(run_check: RunCheck) -> None:

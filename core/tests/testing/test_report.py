@@ -98,6 +98,38 @@ def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check
     assert "1 passed, 1 failed" in done.output
 
 
+class Logits(CertifiedEngine):
+    def evaluate(self, queries):
+        return super().evaluate(queries) + 3
+
+
+def test_equal_causes_are_shown_once_and_rows_of_logits_are_recognised(check):
+    checks = "rows-are-right", "batch-equals-map", "rows-are-distributions"
+    chosen = [word for each in checks for word in ("--only", each)]
+    done = check(*chosen, build=Logits)
+    assert done.exit_code == 1
+    assert done.output.count("FAILED") == 1
+    likewise = next(line for line in done.output.splitlines() if "likewise" in line)
+    assert likewise.count("[scripted]") == 2
+    assert "return genlm.plugin.rows_from_logits(logits, self.vocabulary)" in done.output
+    assert "3 failed" in done.output
+
+
+def test_different_causes_are_shown_apart_without_that_hint(check):
+    done = check(*FEW, "--only", "rows-are-distributions", build=LastRowFirst)
+    assert done.output.count("FAILED") == 1
+    assert "likewise" not in done.output
+    assert "rows_from_logits" not in done.output
+
+
+def test_a_run_that_fails_fast_ends_at_the_first_failure(check):
+    checks = "rows-are-right", "batch-equals-map", "rows-are-distributions"
+    chosen = [word for each in checks for word in ("--only", each)]
+    done = check(*chosen, "--fail-fast", "--json", build=Logits)
+    assert done.exit_code == 1
+    assert [each["status"] for each in json.loads(done.stdout)["outcomes"]] == ["failed"]
+
+
 def test_the_json_report_has_every_field_of_every_outcome(check):
     done = check(*FEW, "--json", build=LastRowFirst)
     assert done.exit_code == 1
@@ -145,6 +177,25 @@ def test_an_expected_failure_of_no_check_exits_with_2(check, tmp_path):
 )
 def test_what_does_not_exist_exits_with_2(check, arguments):
     assert check(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rows-are-rihgt", "Did you mean 'rows-are-right'"),
+        ("temperature", "temperature-zero-is-greedy"),
+        ("nope", "genlm check BACKEND --list"),
+    ],
+)
+def test_an_unknown_check_is_answered_with_a_few_names(check, name, said):
+    done = check("--only", name)
+    assert said in " ".join(done.output.replace("│", " ").split())
+    assert len(done.output.splitlines()) < 10
+
+
+def test_dtypes_are_spelled_as_people_do(check, monkeypatch):
+    found = check("--only", "rows-are-right", "--dtype", "bf16", "--json")
+    assert json.loads(found.stdout)["settings"]["dtype"] == "bfloat16"
 
 
 def test_a_check_without_an_oracle_is_skipped_and_the_report_says_so():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import genlm
 from genlm_hf.engine import HFEngine
@@ -37,6 +39,32 @@ def test_concurrent_requests_equal_unbatched_forward_passes(lm: Any, llama: Any)
     rows = asyncio.run(ask())
     for ids, row in zip(SEQUENCES, rows, strict=True):
         assert (row - alone(llama, ids)).abs().max() <= 1e-4
+
+
+def test_a_model_object_is_served_with_its_tokenizer(folder: Path, llama: Any) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with genlm.load_model(llama, "hf", tokenizer=tokenizer, self_test=False) as lm:
+        row = lm.next_token_logprobs_sync(SEQUENCES[0])
+    assert (row - alone(llama, SEQUENCES[0])).abs().max() <= 1e-4
+    with pytest.raises(TypeError, match="LlamaForCausalLM, without its tokenizer"):
+        genlm.load_model(llama, "hf")
+
+
+@pytest.mark.parametrize(
+    ("option", "home"),
+    [
+        ({"device_map": "auto"}, "hf_opts={'device_map': 'auto'}"),
+        ({"load_in_8bit": True}, "bitsandbytes_opts={'load_in_8bit': True}"),
+        ({"bnb_4bit_quant_type": "nf4"}, "bitsandbytes_opts={'bnb_4bit_quant_type': 'nf4'}"),
+        ({"attn_implementation": "sdpa"}, "hf_opts={'attn_implementation': 'sdpa'}"),
+        ({"torch_dtype": "bf16"}, "dtype='bf16'"),
+    ],
+)
+def test_options_of_transformers_are_sent_where_they_belong(
+    folder: Path, option: dict[str, Any], home: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"\. Pass {re.escape(home)}$"):
+        genlm.load_model(folder, "hf", **option)
 
 
 def test_one_gather_mixes_adapters_and_the_base_model(

@@ -45,6 +45,8 @@ def test_a_half_precision_checkpoint_becomes_float32_on_the_cpu_unless_told_othe
     for dtype, expected in [
         (None, "float32"),
         ("auto", "bfloat16"),
+        ("bf16", "bfloat16"),
+        ("half", "float16"),
         ("float16", "float16"),
         (torch.bfloat16, "bfloat16"),
     ]:
@@ -58,7 +60,7 @@ def test_options_reach_from_pretrained(folder: Path, llama: Any) -> None:
         folder,
         hf_opts={
             "attn_implementation": "eager",
-            "torch_dtype": "bfloat16",
+            "torch_dtype": "bf16",
             "rms_norm_eps": 0.5,
         },
     )
@@ -251,6 +253,20 @@ def test_a_gpu_that_is_not_there_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "torch finds 1 CUDA devices" in refusal(folder, device="cuda:1")
+
+
+def test_a_device_that_torch_cannot_use_is_refused(folder: Path) -> None:
+    assert not torch.backends.mps.is_available(), "this test needs a machine without"
+    message = refusal(folder, device="mps")
+    assert "asked for device 'mps'; this torch cannot use it here (" in message
+    assert "device='cpu'" in message
+    assert len(message) < 250
+
+
+def test_a_budget_that_cannot_be_allocated_is_refused(folder: Path) -> None:
+    message = refusal(folder, kv_budget_bytes=10**15)
+    assert "asked for kv_budget_bytes=1000000000000000; cpu cannot allocate as much" in message
+    assert "Pass a smaller budget" in message
 
 
 def test_an_unknown_argument_is_a_type_error(folder: Path) -> None:

@@ -57,6 +57,13 @@ def test_options_that_take_other_processes_are_refused(build: Any, option: str) 
     assert checked_options({option: 1}, frozenset({option})) == {option: 1}
 
 
+def test_dtypes_are_spelled_as_sglang_does() -> None:
+    known = frozenset({"dtype"})
+    assert checked_options({"dtype": "bf16"}, known) == {"dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="no dtype 'float33'"):
+        checked_options({"dtype": "float33"}, known)
+
+
 @pytest.mark.parametrize("option", ["model_path", "base_gpu_id"])
 def test_options_with_an_argument_of_their_own_are_refused(build: Any, option: str) -> None:
     with pytest.raises(ValueError, match="first argument"):

@@ -9,7 +9,12 @@ import pytest
 
 import genlm
 from genlm_vllm.engine import VLLMEngine
-from genlm_vllm.loading import CPU_BLOCK_SIZE, engine_arguments, needs_processes
+from genlm_vllm.loading import (
+    CPU_BLOCK_SIZE,
+    checked_options,
+    engine_arguments,
+    needs_processes,
+)
 
 
 def test_options_that_would_make_rows_wrong_are_refused(tiny: Any) -> None:
@@ -29,8 +34,16 @@ def test_unknown_options_are_refused_with_a_hint(tiny: Any) -> None:
         VLLMEngine(tiny.path, engine_opts={"max_num_seq": 3})
     with pytest.raises(TypeError, match=r"'model'.*load_model's first argument"):
         VLLMEngine(tiny.path, engine_opts={"model": "other"})
-    with pytest.raises(TypeError, match="backend 'vllm' takes no option 'max_num_seqs'"):
+    with pytest.raises(
+        TypeError, match=r"'max_num_seqs'.* Pass engine_opts=\{'max_num_seqs': 3"
+    ):
         genlm.load_model(tiny.path, "vllm", max_num_seqs=3)
+
+
+def test_dtypes_are_spelled_as_vllm_does() -> None:
+    assert checked_options({"dtype": "bf16", "seed": 3}) == {"dtype": "bfloat16", "seed": 3}
+    with pytest.raises(ValueError, match="no dtype 'float33'"):
+        checked_options({"dtype": "float33"})
 
 
 def test_options_of_other_types_are_refused(tiny: Any) -> None:

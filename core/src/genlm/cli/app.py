@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
+from genlm.cli.bench import bench
 from genlm.cli.check import check
 from genlm.cli.compare import compare
 from genlm.cli.demo import demo
+from genlm.cli.env import env
 from genlm.cli.new_plugin import plugin_commands
 from genlm.cli.plugins import plugins
 from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
+from genlm.core.plugins.lookup import is_strict
 
 __all__ = ["app", "main"]
 
@@ -22,12 +26,14 @@ app = typer.Typer(
     name="genlm",
     help="Next-token distributions from any inference engine.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 app.command()(check)
 app.command()(compare)
 app.command()(demo)
+app.command()(env)
 app.command()(plugins)
 app.add_typer(plugin_commands)
 app.command()(trie)
@@ -50,9 +56,14 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; an error that genlm raises on purpose is one line, exit 1."""
+    """Run the command line; an error that genlm raises on purpose is one line, exit 1.
+
+    With `GENLM_STRICT=1` the traceback of its cause precedes it.
+    """
     try:
         app()
     except GenlmError as error:
+        if is_strict() and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         typer.echo(f"genlm: {error}", err=True)
         sys.exit(1)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from genlm.cli.completion import backends
+from genlm.cli.dtype_argument import checked_dtype
 from genlm.core.errors import GenlmError, MissingRequirementError
 
 if TYPE_CHECKING:
@@ -20,13 +22,19 @@ __all__ = ["check"]
 
 
 def check(
-    backend: Annotated[str, typer.Argument(help="An installed engine or trie.")],
+    backend: Annotated[
+        str, typer.Argument(help="An installed engine or trie.", autocompletion=backends())
+    ],
     *,
     model: Annotated[
         str | None, typer.Option(help="A model to check without an oracle.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype in which that model computes; sets the tolerance.")
+        str,
+        typer.Option(
+            help="Dtype in which that model computes; sets the tolerance.",
+            callback=checked_dtype,
+        ),
     ] = "float32",
     only: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="A check; may be repeated.")
@@ -36,6 +44,9 @@ def check(
     seed: Annotated[int, typer.Option(min=0, help="Decides every example.")] = 0,
     no_skips: Annotated[
         bool, typer.Option("--no-skips", help="Count a skipped check as a failure.")
+    ] = False,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Stop at the first failure.")
     ] = False,
     as_list: Annotated[bool, typer.Option("--list", help="List the checks; run none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -69,12 +80,12 @@ def check(
             for case in run.cases:
                 typer.echo(f"{case.id}: {case.check.property}")
             return
-        report = _reported(run, quiet=as_json)
+        report = _reported(run, quiet=as_json, fail_fast=fail_fast)
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
     raise typer.Exit(code=bool(report.failures))
 
 
-def _reported(run: Run, *, quiet: bool) -> Report:
+def _reported(run: Run, *, quiet: bool, fail_fast: bool) -> Report:
     from genlm.testing.report import Report, one_line
 
     outcomes = []
@@ -82,6 +93,8 @@ def _reported(run: Run, *, quiet: bool) -> Report:
         outcomes.append(outcome)
         if not quiet:
             typer.echo(one_line(outcome))
+        if fail_fast and run.fails(outcome):
+            break
     return Report(run, outcomes)
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from genlm.cli.dtype_argument import checked_dtype
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 
@@ -39,7 +40,9 @@ def compare(
             help="Two or more engines, separated by commas; the first is the reference."
         ),
     ],
-    dtype: Annotated[str, typer.Option(help="What they compute in.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="What they compute in.", callback=checked_dtype)
+    ] = "float32",
     texts: Annotated[
         Path | None, typer.Option(help="A file of texts, one a line, to ask about.")
     ] = None,

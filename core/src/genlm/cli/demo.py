@@ -15,6 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from genlm.cli.completion import backends
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -60,6 +62,8 @@ class Report:
         log_evidence: Estimated log-probability that the model keeps to the constraint.
         tokens: Tokens drawn for the particles, those resampled away included.
         seconds: Time that took.
+        cut_by_context: Texts that end because the model's context was full, before
+            `--max-tokens`.
         tokens_per_second: Their ratio.
         statistics: The batching and caching figures of `llm.statistics()`, for samples
             and particles together.
@@ -77,6 +81,7 @@ class Report:
     tokens: int
     seconds: float
     tokens_per_second: float
+    cut_by_context: int
     statistics: dict[str, int | float]
 
 
@@ -92,7 +97,12 @@ class _Plan:
 def demo(
     *,
     backend: Annotated[
-        str, typer.Option(envvar="GENLM_BACKEND", help="An engine; see `genlm plugins`.")
+        str,
+        typer.Option(
+            envvar="GENLM_BACKEND",
+            help="An engine; see `genlm plugins`.",
+            autocompletion=backends("engine"),
+        ),
     ] = "hf",
     model: Annotated[str, typer.Option(help="What the engine calls a model.")] = "demo",
     prompt: Annotated[str, typer.Option(help="What every text begins with.")] = "The",
@@ -126,16 +136,17 @@ def demo(
 
 async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], None]) -> Report:
     """Draw the samples, then the particles, from independent streams of one seed."""
-    ids = llm.tokenizer.encode(plan.prompt)
-    drawn = await llm.batch_sample(
-        [ids] * _SAMPLES, plan.max_tokens, [llm.tokenizer.eos_token_id], seed=plan.seed
-    )
+    ids = _prompt_ids(llm, plan.prompt)
+    end = llm.vocabulary.eos_token_id
+    ends = () if end is None else (end,)
+    drawn = await llm.batch_sample([ids] * _SAMPLES, plan.max_tokens, ends, seed=plan.seed)
     asked = llm.statistics().requests
     began = time.perf_counter()
     texts, weights, log_evidence = await _steered(llm, ids, plan, on_step)
     seconds = time.perf_counter() - began
     statistics = llm.statistics()
     tokens = statistics.requests - asked  # one row for each token drawn
+    samples = [(*ids, *sample) for sample in drawn]
     heaviest_first = sorted(range(len(texts)), key=lambda i: -weights[i])
     return Report(
         backend=llm.name,
@@ -143,13 +154,14 @@ async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], N
         prompt=plan.prompt,
         constraint=f"no word has more than {plan.max_letters} letters",
         seed=plan.seed,
-        samples=[_text(llm, [*ids, *sample]) for sample in drawn],
-        particles=[Particle(_text(llm, texts[i]), float(weights[i])) for i in heaviest_first],
+        samples=[llm.decode(sample) for sample in samples],
+        particles=[Particle(llm.decode(texts[i]), float(weights[i])) for i in heaviest_first],
         effective_sample_size=1 / float((weights**2).sum()),
         log_evidence=log_evidence,
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
+        cut_by_context=_cut_by_context(llm, [*samples, *texts], len(ids) + plan.max_tokens),
         statistics={name: getattr(statistics, name) for name in _FIGURES},
     )
 
@@ -169,12 +181,21 @@ async def _steered(
     return last
 
 
-def _text(llm: AsyncLM, token_ids: Sequence[int]) -> str:
-    """Decode without the end of text, which only says that the text ended."""
-    text: str = llm.tokenizer.decode(
-        [token_id for token_id in token_ids if token_id != llm.tokenizer.eos_token_id]
-    )
-    return text
+def _prompt_ids(llm: AsyncLM, prompt: str) -> list[int]:
+    """Encode the prompt; without a tokenizer, by the bytes of the vocabulary."""
+    from genlm.core.text import fewest_token_ids
+
+    if callable(getattr(llm.tokenizer, "encode", None)):
+        return llm.encode(prompt)
+    return fewest_token_ids(llm.vocabulary, prompt.encode())
+
+
+def _cut_by_context(llm: AsyncLM, texts: Sequence[Sequence[int]], longest: int) -> int:
+    """Count the texts that the model's context ended, not their own end or `--max-tokens`."""
+    if llm.max_context is None:
+        return 0
+    end = llm.vocabulary.eos_token_id
+    return sum(llm.max_context < len(ids) < longest and ids[-1] != end for ids in texts)
 
 
 def _print(report: Report, console: Console) -> None:
@@ -185,6 +206,14 @@ def _print(report: Report, console: Console) -> None:
         console.print(Text(f"  {sample!r}"))
     console.print(Text(f"\nconstrained: {report.constraint}", "bold"))
     console.print(_table(report.particles))
+    if report.cut_by_context:
+        console.print(
+            Text(
+                f"\n{report.cut_by_context} of {len(report.samples) + len(report.particles)} "
+                f"texts end where the model's context is full, before --max-tokens",
+                "yellow",
+            )
+        )
     figures = report.statistics
     console.print(
         Text(

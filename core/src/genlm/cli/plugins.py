@@ -1,38 +1,114 @@
-"""`genlm plugins`: list the installed backends and their status."""
+"""`genlm plugins`: list the installed backends, or describe one of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.core.plugins import BackendInfo, list_backends
+from genlm.cli.completion import backends as completed
+from genlm.cli.documented_options import options_of
+from genlm.core.plugins import BackendInfo, find_backend, list_backends
+from genlm.core.plugins.registry import PUBLISHED
 
 __all__ = ["plugins"]
 
 _COLOURS = {"ok": "green", "disabled": "bright_black"}
 _PIPE_WIDTH = 10_000  # no wrapping in a pipe
 
+_CAPABILITIES = {
+    "lora": "LoRA adapters per request: llm.add_new_lora(folder, name), lora_name=name",
+    "sample": "draws continuations itself: llm.sample",
+    "prefix_cache": "keeps computed prefixes: llm.cache_kv, llm.clear_kv_cache",
+}
+
 
 def plugins(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="One of them, to see its options and capabilities.", autocompletion=completed()
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON list with every field.")
     ] = False,
 ) -> None:
-    """List the installed engines and tries. Imports no engine."""
+    """List the installed engines and tries, or describe one. Imports no engine."""
     backends = list_backends()
+    if name is not None:
+        backends = _named(name, backends)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(info) for info in backends], indent=2))
+        described = [_described(info, options=name is not None) for info in backends]
+        typer.echo(json.dumps(described, indent=2))
         return
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPE_WIDTH)
-    console.print(_table(backends))
+    if name is None:
+        console.print(_table(backends))
+        return
+    for info in backends:
+        _print(info, console)
+
+
+def _named(name: str, backends: list[BackendInfo]) -> list[BackendInfo]:
+    found = [info for info in backends if name in {info.name, info.provider}]
+    if not found:
+        find_backend(name, PUBLISHED[name][0] if name in PUBLISHED else "engine")  # raises
+    return found
+
+
+def _described(info: BackendInfo, *, options: bool) -> dict[str, Any]:
+    fields = dataclasses.asdict(info)
+    if not options:
+        return fields
+    documented = [dataclasses.asdict(option) for option in options_of(info.target)]
+    return fields | {"options": documented, "links": dict(_links(info.distribution))}
+
+
+def _links(distribution: str) -> Iterator[tuple[str, str]]:
+    """Yield the label and the address of each link in the metadata of a distribution."""
+    for entry in importlib.metadata.metadata(distribution).get_all("Project-URL") or ():
+        label, _, address = entry.partition(",")
+        yield label.strip(), address.strip()
+
+
+def _print(info: BackendInfo, console: Console) -> None:
+    title = Text(info.name, "bold")
+    console.print(title.append(f": {info.summary}" if info.summary else "", "not bold"))
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("status", Text(_status(info), style=_COLOURS.get(info.status, "red")))
+    facts.add_row("provided by", f"{info.distribution} {info.version} ({info.target})")
+    facts.add_row("needs", ", ".join(info.requires) or "nothing else")
+    for capability in info.capabilities:
+        facts.add_row("can", f"{capability}: {_CAPABILITIES.get(capability, 'see its pages')}")
+    if info.kind == "engine":
+        facts.add_row("load", f"genlm.load_model(model, {info.name!r}, **options)")
+    else:
+        facts.add_row("load", f"genlm.get_trie({info.name!r})(vocabulary, **options)")
+    if info.conformance:
+        facts.add_row("certify", f"genlm check {info.name}")
+    for label, address in _links(info.distribution):
+        facts.add_row(label.lower(), address)
+    console.print(facts)
+    options = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("option", "default"):
+        options.add_column(column, no_wrap=True)
+    options.add_column("meaning", overflow="fold")
+    for option in options_of(info.target):
+        options.add_row(option.name, Text(option.default or "required"), Text(option.meaning))
+    console.print()
+    console.print(options if options.row_count else "It takes no options.")
 
 
 def _table(backends: list[BackendInfo]) -> Table:

@@ -8,6 +8,7 @@ without bias the probability that the model by itself keeps to the constraint.
 
 import asyncio
 import math
+import sys
 from collections.abc import AsyncIterator
 from itertools import zip_longest
 
@@ -26,7 +27,8 @@ def max_word_length(limit: int, llm: AsyncLM) -> np.ndarray:
     table = np.repeat(states, llm.vocab_size, axis=1)
     for column in zip_longest(*llm.byte_vocab, fillvalue=256):
         table = step[table, column]
-    table[:, llm.tokenizer.eos_token_id] = states[:, 0]
+    if llm.vocabulary.eos_token_id is not None:  # not every model ends its texts
+        table[:, llm.vocabulary.eos_token_id] = states[:, 0]
     return table
 
 
@@ -39,6 +41,7 @@ async def steer(
         state = table[state, token] % (len(table) - 1)  # a prompt may break the rule
     contexts, states = [llm.context(prompt)] * size, np.full(size, state)
     live, log_weights = np.full(size, True), np.full(size, -math.log(size))
+    end, room = llm.vocabulary.eos_token_id, llm.max_context or math.inf
     for _ in range(steps):
         asked = [contexts[i] for i in np.flatnonzero(live)]
         rows = (await llm.batch_next_token_logprobs(asked)).cpu().double().exp().numpy()
@@ -58,21 +61,23 @@ async def steer(
             row = mass[row_of[i]]
             token = int(np.searchsorted(row, rng.random() * row[-1], side="right"))
             contexts[i] = contexts[i].extend(token)
-            states[i], live[i] = table[states[i], token], token != llm.tokenizer.eos_token_id
+            states[i] = table[states[i], token]
+            live[i] = token != end and len(contexts[i]) <= room  # beyond it nothing is asked
         found = [each.token_ids for each in contexts]
         yield found, normalised_weights(log_weights), float(log_evidence)
         if not live.any():
             return
 
 
-async def _main() -> None:
-    with load_model("demo", "reference") as llm:  # or "hf"
-        prompt, table = llm.tokenizer.encode("The"), max_word_length(5, llm)
+async def _main(*backend: str) -> None:
+    with load_model("demo", *backend) as llm:
+        print(llm)  # noqa: T201
+        prompt, table = llm.encode("The"), max_word_length(5, llm)
         drawn = steer(llm, prompt, table, size=50, steps=40, seed=0)
         *_, (texts, weights, _) = [population async for population in drawn]
         for text, weight in zip(texts, weights):
-            print(f"{weight:.3f} {llm.tokenizer.decode(text)!r}")  # noqa: T201
+            print(f"{weight:.3f} {llm.decode(text)!r}")  # noqa: T201
 
 
 if __name__ == "__main__":
-    asyncio.run(_main())
+    asyncio.run(_main(*sys.argv[1:2]))  # an engine's name; by default the one installed

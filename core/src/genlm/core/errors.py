@@ -17,6 +17,7 @@
     ├── ModelLoadError (ValueError)         a model that cannot be served
     ├── VocabularyError (ValueError)        a tokenizer that cannot be decoded, or
     │                                       items that make no token trie
+    ├── TokenizerError (TypeError)          a tokenizer that lacks what a call needs
     ├── WeightsError (ValueError)           not one weight for each token of a trie
     └── PluginError (RuntimeError)          see below
         ├── UnknownBackendError (LookupError)
@@ -53,6 +54,7 @@ __all__ = [
     "QueryResetError",
     "TokenIdError",
     "TokenTypeError",
+    "TokenizerError",
     "UnknownAdapterError",
     "UnknownBackendError",
     "UnsupportedCapabilityError",
@@ -221,6 +223,10 @@ class ModelLoadError(GenlmError, ValueError):
 
 class VocabularyError(GenlmError, ValueError):
     """Tokens without exact bytes, or items that cannot make a token trie."""
+
+
+class TokenizerError(GenlmError, TypeError):
+    """The engine's tokenizer lacks what a call needs, or does not return ids of its tokens."""
 
 
 class WeightsError(GenlmError, ValueError):

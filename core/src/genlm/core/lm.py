@@ -12,7 +12,7 @@ import copy
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -39,6 +39,7 @@ from genlm.core.scheduler import Scheduler
 from genlm.core.score_methods import ScoreMethods, ScoreRequest, checked_start
 from genlm.core.sequence import TokenSequence
 from genlm.core.statistics import Statistics
+from genlm.core.text import decode, encode, encode_chat
 from genlm.core.validation import (
     checked_batch,
     checked_builder,
@@ -46,6 +47,7 @@ from genlm.core.validation import (
     checked_number,
     checked_stop_ids,
     checked_token_ids,
+    is_model_object,
 )
 from genlm.core.vocab import Token, Vocabulary
 
@@ -168,6 +170,7 @@ class AsyncLM(ReductionMethods, ScoreMethods):
         )
         engine = self._scheduler.engine
         self.name = name
+        self.model_name: str | None = None  # what `load_model` was asked for
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
@@ -184,7 +187,7 @@ class AsyncLM(ReductionMethods, ScoreMethods):
     @classmethod
     def from_name(
         cls,
-        model: str | os.PathLike[str],
+        model: Any,
         backend: str | None = None,
         *,
         output_cache: OutputCache | None = None,
@@ -199,7 +202,8 @@ class AsyncLM(ReductionMethods, ScoreMethods):
         is refused here. Blocks while the model loads; in a coroutine use `asyncio.to_thread`.
 
         Args:
-            model: What the engine calls a model: a hub id, a folder, `"demo"`.
+            model: What the engine calls a model: a hub id, a folder, `"demo"`. Or a model
+                object of the engine's library, with `tokenizer=`.
             backend: Name of an engine, see `genlm plugins`; by default the one chosen with
                 `use_backend` or `GENLM_BACKEND`, or the only one installed.
             output_cache: Rows to keep; see `AsyncLM`.
@@ -214,12 +218,12 @@ class AsyncLM(ReductionMethods, ScoreMethods):
         Raises:
             PluginError: The backend is unknown, ambiguous, broken or lacks a library.
             ModelLoadError: The engine cannot serve this model, or its first row fails.
-            TypeError: The engine takes no such option.
+            TypeError: The engine takes no such option, or no model objects.
             ValueError: A limit below 1, or a wait that is negative or not finite.
         """
         common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending")
         name, build = engine_builder(model, backend, engine_options, common)
-        return AsyncLM(
+        llm = AsyncLM(
             build,
             name=name,
             output_cache=output_cache,
@@ -227,15 +231,18 @@ class AsyncLM(ReductionMethods, ScoreMethods):
             max_wait_s=max_wait_s,
             max_pending=max_pending,
         )
+        llm.model_name = type(model).__name__ if is_model_object(model) else str(model)
+        return llm
 
     def __repr__(self) -> str:
         context = "any length" if self.max_context is None else f"{self.max_context} tokens"
         abilities = ", ".join(["rows", *sorted(self.capabilities)])
         lora = "" if self._default_lora is None else f"; lora {self._default_lora!r}"
+        model = "" if self.model_name is None else f"{self.model_name!r} on "
         closed = "; closed" if self._scheduler.closed else ""
         return (
-            f"<{type(self).__name__} {self.name!r}: {self.vocab_size} token ids, context of "
-            f"{context}; {abilities}{lora}{closed}>"
+            f"<{type(self).__name__} {model}{self.name!r}: {self.vocab_size} token ids, "
+            f"context of {context}; {abilities}{lora}{closed}>"
         )
 
     # -- vocabulary -------------------------------------------------------------------
@@ -259,6 +266,57 @@ class AsyncLM(ReductionMethods, ScoreMethods):
     def vocab_size(self) -> int:
         """Number of ids, the length of every row."""
         return self.vocabulary.size
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Encode a text as the model wants it.
+
+        A tokenizer that adds special tokens decides what begins a text; an end that it adds is
+        left out. Where it adds nothing, `bos_token_id` begins the text if it is also
+        `eos_token_id`, which separated the texts that such models were trained on (GPT-2,
+        GPT-NeoX), unless the tokenizer was made with `add_bos_token=False`.
+
+        Args:
+            text: Names of special tokens in it are read as the tokenizer reads them.
+            begin: False for a text that continues another: nothing is put before it.
+
+        Raises:
+            TokenizerError: The engine's tokenizer has no `encode`.
+            TypeError: `text` is not a string.
+        """
+        return encode(self.vocabulary, text, begin=begin)
+
+    def decode(self, token_ids: TokenIds, *, special_tokens: bool = False) -> str:
+        """Decode ids by the exact bytes of their tokens.
+
+        A continuation keeps its leading space. Bytes that are not UTF-8, as those of a
+        character that is not complete yet, become U+FFFD.
+
+        Args:
+            token_ids: As `next_token_logprobs` takes them, or none.
+            special_tokens: Whether to write special tokens, by their names.
+
+        Raises:
+            TokenTypeError: Not a flat sequence of integers.
+            TokenIdError: An id outside the vocabulary.
+        """
+        ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
+        return decode(self.vocabulary, ids, special_tokens=special_tokens)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """Encode messages by the tokenizer's chat template, up to where the answer begins.
+
+        Args:
+            messages: Such as `[{"role": "user", "content": "Hello"}]`.
+            **template_options: Passed to the tokenizer's `apply_chat_template`: `tools`,
+                `chat_template`, `add_generation_prompt=False` ...
+
+        Raises:
+            TokenizerError: The tokenizer has no chat template, or the template fails.
+            TypeError: `messages` is not a sequence of mappings.
+        """
+        return encode_chat(self.vocabulary, messages, **template_options)
 
     # -- next-token log-probabilities -------------------------------------------------
 

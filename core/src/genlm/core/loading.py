@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from genlm.core.errors import ModelLoadError, TokenIdError
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.query import Query
 from genlm.core.rows import invalid_rows
+from genlm.core.validation import is_model_object
 from genlm.core.vocab import Vocabulary
 
 __all__ = ["engine_builder", "with_first_row"]
@@ -27,7 +27,7 @@ _MAX_STEPS = 10_000
 
 
 def engine_builder(
-    model: str | os.PathLike[str],
+    model: Any,
     backend: str | None,
     options: Mapping[str, Any],
     common_options: Sequence[str],
@@ -35,7 +35,8 @@ def engine_builder(
     """Find the engine that `load_model` asks for.
 
     Args:
-        model: Passed to the engine.
+        model: Passed to the engine; a model object and the option `tokenizer` to its
+            `from_model`.
         backend: Name of an engine; None follows the order of choice of `find_backend`.
         options: Passed to the engine.
         common_options: Options of `load_model` itself, for messages.
@@ -46,10 +47,12 @@ def engine_builder(
 
     Raises:
         PluginError: The backend is unknown, ambiguous, broken or lacks a library.
-        TypeError: The engine takes no such option.
+        TypeError: The engine takes no such option, or no model objects.
     """
     info = find_backend(backend)
     build = get_backend(info.provider)
+    if is_model_object(model):
+        build = _of_objects(build, info.name, model, options)
     _check_options(build, info.name, options, common_options)
     return info.name, lambda: with_first_row(build(model, **options), info.name, model)
 
@@ -73,8 +76,9 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
             raise problem
     except Exception as error:
         engine.close()
+        name = type(model).__name__ if is_model_object(model) else str(model)
         raise ModelLoadError(
-            f"asked {backend!r} for the model {str(model)!r}; it was loaded, but its first row "
+            f"asked {backend!r} for the model {name!r}; it was loaded, but its first row "
             f"failed: {type(error).__name__}: {error}"
         ) from error
     except BaseException:  # Ctrl-C
@@ -116,6 +120,25 @@ def _token_ids(vocabulary: Vocabulary) -> Iterator[int]:
     yield from known
 
 
+def _of_objects(
+    build: Callable[..., Any], backend: str, model: object, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return what builds an engine from a model object, with the option `tokenizer`."""
+    kind = type(model).__name__
+    from_model: Callable[..., Any] | None = getattr(build, "from_model", None)
+    if from_model is None:
+        raise TypeError(
+            f"asked {backend!r} to serve a model object, {kind}; it loads models itself: pass "
+            f"a folder or a name"
+        )
+    if options.get("tokenizer") is None:
+        raise TypeError(
+            f"asked {backend!r} to serve a model object, {kind}, without its tokenizer: "
+            f"load_model(model, {backend!r}, tokenizer=tokenizer)"
+        )
+    return from_model
+
+
 def _check_options(
     build: Callable[..., Any], backend: str, options: Mapping[str, Any], common: Sequence[str]
 ) -> None:
@@ -126,9 +149,28 @@ def _check_options(
     known = [parameter.name for parameter in parameters]
     unknown = [option for option in options if option not in known]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], [*known, *common], 1)
         raise TypeError(
             f"backend {backend!r} takes no option {', '.join(map(repr, unknown))}. "
             f"It takes: {', '.join(known) or 'none'}. On any backend: {', '.join(common)}"
-            + "".join(f". Did you mean {name!r}?" for name in close)
+            + _advice(build, unknown[0], options[unknown[0]], [*known, *common])
         )
+
+
+def _advice(build: object, name: str, value: object, known: Sequence[str]) -> str:
+    """Say where an option belongs that the engine does not take itself.
+
+    The engine's `option_homes` maps the beginnings of names of its library's options to its
+    own option that takes them; the first that fits counts, `""` fits every name.
+    """
+    if name == "tokenizer":
+        return ". tokenizer= goes with a model object; a folder has its own"
+    homes: Mapping[str, str] = getattr(build, "option_homes", {})
+    home = next((homes[each] for each in homes if each and name.startswith(each)), None)
+    close = difflib.get_close_matches(name, known, 1) if home is None else []
+    if close:
+        return f". Did you mean {close[0]!r}?"
+    home = homes.get("") if home is None else home
+    if home is None:
+        return ""
+    passed = f"{{{name!r}: {value!r}}}" if home.endswith("_opts") else repr(value)
+    return f". Pass {home}={passed}"

@@ -27,9 +27,9 @@ from genlm.core.reductions import (
 from genlm.core.sampling import stream_seeds, stream_uniform
 from genlm.core.validation import (
     checked_batch,
+    checked_ids,
     checked_integer,
     checked_number,
-    checked_vocabulary_ids,
 )
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class ReductionMethods(abc.ABC):
 
     def _token_logprobs(self, wanted: Sequence[Integers]) -> list[TokenLogprobs]:
         size = self.vocabulary.size
-        return [TokenLogprobs(checked_vocabulary_ids(ids, size)) for ids in wanted]
+        return [TokenLogprobs(checked_ids(ids, size)) for ids in wanted]
 
     # -- the most likely tokens -------------------------------------------------------
 

@@ -37,12 +37,13 @@ __all__ = [
     "check_query",
     "checked_batch",
     "checked_builder",
+    "checked_ids",
     "checked_integer",
     "checked_integers",
     "checked_number",
     "checked_stop_ids",
     "checked_token_ids",
-    "checked_vocabulary_ids",
+    "is_model_object",
 ]
 
 
@@ -77,6 +78,8 @@ def checked_token_ids(
     largest = max(ids) if len(ids) < _SHORT else int(np.frombuffer(packed, np.uintc).max())
     if largest >= vocab_size:
         raise _outside(ids, vocab_size)
+    if largest <= 1:
+        _refuse_booleans(token_ids, "token ids")
     return ids, packed.tobytes()
 
 
@@ -124,19 +127,17 @@ def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]
         TokenTypeError: Not a flat sequence of integers.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    return frozenset(checked_vocabulary_ids(eos_token_ids, vocab_size, "eos_token_ids"))
+    return frozenset(checked_ids(eos_token_ids, vocab_size, "eos_token_ids"))
 
 
-def checked_vocabulary_ids(
-    values: Integers, vocab_size: int, argument: str = "token_ids"
-) -> tuple[int, ...]:
-    """Return ids of the vocabulary, possibly none, as Python integers.
+def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:
+    """Return any number of token ids, none included, as a tuple of Python integers.
 
     Raises:
         TokenTypeError: Not a flat sequence of integers.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    ids = checked_integers(values, argument)
+    ids = checked_integers(values, argument or "token ids")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise _outside(ids, vocab_size, argument)
     return ids
@@ -159,7 +160,17 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
     ):
         raise TokenTypeError(_no_sequence(values), argument)
     if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:
-        raise TokenTypeError("an array of booleans", argument)
+        raise TokenTypeError(
+            "an array of booleans, a mask; its ids are mask.nonzero()", argument
+        )
+    if getattr(values, "ndim", 1) > 1:
+        shape = tuple(getattr(values, "shape", ()))
+        one = " Of the only row: array[0]" if shape[:1] == (1,) else ""
+        raise TokenTypeError(
+            f"an array of shape {shape}; methods with `batch` in their name take several "
+            f"sequences.{one}",
+            argument,
+        )
     return _integers(values if array_values is None else array_values(), argument)
 
 
@@ -183,12 +194,23 @@ def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
     Raises:
         TypeError: It cannot be called.
     """
+    if is_model_object(build_engine):
+        raise TypeError(
+            f"found the model {type(build_engine).__name__}; expected a function without "
+            f'arguments that makes an engine. To serve a model: genlm.load_model(model, "hf", '
+            f"tokenizer=tokenizer), with the name of an engine"
+        )
     if not callable(build_engine):
         raise TypeError(
             f"build_engine={_shortened(build_engine)}; expected a function without arguments "
-            f"that makes the engine"
+            f"that makes the engine. genlm.load_model loads a model by its name"
         )
     return build_engine
+
+
+def is_model_object(value: object) -> bool:
+    """Whether it is a model of torch or MLX, not the name of one or a function."""
+    return callable(getattr(value, "parameters", None)) and not isinstance(value, type)
 
 
 def checked_integer(name: str, value: Any, least: int) -> int:
@@ -237,9 +259,21 @@ def _float(value: Any) -> float | None:
 
 def _integers(values: Any, argument: str) -> tuple[int, ...]:
     try:
-        return tuple(map(index, values))
+        ids = tuple(map(index, values))
     except TypeError:
         raise TokenTypeError(_first_wrong(values), argument) from None
+    if ids and max(ids) <= 1:
+        _refuse_booleans(values, argument)
+    return ids
+
+
+def _refuse_booleans(values: Iterable[Any], argument: str) -> None:
+    """Refuse a mask, which Python takes for the integers 0 and 1."""
+    if bool in map(type, values):
+        hint = (
+            "a mask; the ids that it marks are [i for i, marked in enumerate(mask) if marked]"
+        )
+        raise TokenTypeError(f"booleans, {hint}", argument)
 
 
 def _outside(ids: tuple[int, ...], vocab_size: int, argument: str = "") -> TokenIdError:
@@ -248,7 +282,11 @@ def _outside(ids: tuple[int, ...], vocab_size: int, argument: str = "") -> Token
 
 
 def _no_sequence(values: object) -> str:
-    hint = "; llm.tokenizer.encode makes ids of text" if isinstance(values, str) else ""
+    hint = "; llm.encode makes ids of text" if isinstance(values, str) else ""
+    if hasattr(values, "input_ids"):
+        return f"{type(values).__name__}; pass its input_ids, or llm.encode(text)"
+    if hasattr(values, "ids"):
+        return f"{type(values).__name__}; pass its ids, or llm.encode(text)"
     if _is_integer(values):
         hint = f"; a sequence of this one is [{values}]"
     return f"{type(values).__name__} {_shortened(values)}{hint}"
@@ -258,7 +296,10 @@ def _first_wrong(values: Any) -> str:
     if not isinstance(values, Iterable):
         return f"a single {type(values).__name__}, {_shortened(values)}"
     position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
-    return f"{type(value).__name__} {_shortened(value)} at position {position}"
+    found = f"{type(value).__name__} {_shortened(value)} at position {position}"
+    if isinstance(value, (list, tuple)):
+        found += "; methods with `batch` in their name take several sequences"
+    return found
 
 
 def _is_integer(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,11 @@ from genlm.testing.outcome import Outcome
 from genlm.testing.run import Run
 
 __all__ = ["Report", "one_line"]
+
+_ROW_WITH_A_SUM = "a row that is not a distribution: a sum of"
+_HINT_ABOUT_LOGITS = (
+    "if the model gives logits, return genlm.plugin.rows_from_logits(logits, self.vocabulary)"
+)
 
 _LIBRARIES = ("torch", "numpy", "hypothesis")
 
@@ -65,8 +71,12 @@ class Report:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        for outcome in self.failures:
-            yield from ("", *describe(outcome))
+        for first, *others in _by_cause(self.failures):
+            yield from ("", *describe(first))
+            if others:
+                yield f"  likewise  {', '.join(outcome.id for outcome in others)}"
+            if _ROW_WITH_A_SUM in first.found:
+                yield f"  hint      {_HINT_ABOUT_LOGITS}"
         environment, settings = _environment(self.run), self.run.settings
         versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items())
         yield ""
@@ -89,6 +99,16 @@ class Report:
         if self.certified:
             return f"{self.run.settings.backend} is certified"
         return "no failures; only a complete run that passes every check certifies"
+
+
+def _by_cause(failures: Iterable[Outcome]) -> list[list[Outcome]]:
+    """Group failures with the same finding, numbers apart: one bug fails many checks."""
+    groups: dict[object, list[Outcome]] = {}
+    for outcome in failures:
+        cause = re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", outcome.found)
+        key = (outcome.status, outcome.expected, cause) if cause else outcome.id
+        groups.setdefault(key, []).append(outcome)
+    return list(groups.values())
 
 
 def one_line(outcome: Outcome) -> str:

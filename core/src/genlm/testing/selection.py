@@ -16,6 +16,8 @@ from genlm.testing.target import EngineTarget, Target, TrieTarget
 
 __all__ = ["Case", "cases_of", "chosen", "find", "targets_of"]
 
+_SHOWN_NAMES = 3
+
 MODEL_TIMEOUT_S = 600.0
 """Time limit for loading a user's own model and for each answer."""
 
@@ -120,9 +122,17 @@ def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) ->
 def _refuse_unknown(what: str, names: Sequence[str], known: set[str]) -> None:
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise LookupError(f"no {what} {name!r}.{hint} Known: {', '.join(sorted(known))}")
+            raise LookupError(f"no {what} {name!r}. {_nearest(name, known)}")
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    """Suggest a few of many names."""
+    ids = known if "[" in name else {each for each in known if "[" not in each} or known
+    close = difflib.get_close_matches(name, ids, n=_SHOWN_NAMES, cutoff=0.5)
+    close = close or sorted(each for each in ids if name in each)[:_SHOWN_NAMES]
+    if close:
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    return f"`genlm check BACKEND --list` prints all {len(ids)}"
 
 
 def _without_oracle(info: BackendInfo, model: str, dtype: str) -> EngineTarget:

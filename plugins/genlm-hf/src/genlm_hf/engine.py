@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -76,6 +76,15 @@ class HFEngine(PrefixEngine):
     """
 
     backend = "hf"
+
+    option_homes: ClassVar[Mapping[str, str]] = {
+        "bnb_": "bitsandbytes_opts",
+        "llm_int8_": "bitsandbytes_opts",
+        "load_in_": "bitsandbytes_opts",
+        "device_map": "hf_opts",
+        "torch_dtype": "dtype",
+        "": "hf_opts",
+    }
 
     _adapters: Adapters
 

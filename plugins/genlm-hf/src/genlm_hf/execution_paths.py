@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from genlm.plugin import ModelFacts
+from genlm.plugin import ModelFacts, ModelLoadError, free_memory_bytes
 from genlm.prefix import (
     ForwardFn,
     PathChoice,
@@ -176,7 +176,15 @@ def _slot_cache(served: ServedModel, padded: PaddedPath, options: ServeOptions) 
 
 def _storage(shapes: list[LayerShape], options: ServeOptions) -> KVStorage:
     budget = options.kv_budget_bytes
-    return KVStorage(shapes, default_budget_bytes(shapes) if budget is None else budget)
+    try:
+        return KVStorage(shapes, default_budget_bytes(shapes) if budget is None else budget)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one too
+        device = shapes[0].device
+        free = free_memory_bytes(device)
+        raise ModelLoadError(
+            f"asked for kv_budget_bytes={budget}; {device} cannot allocate as much, "
+            f"{free:,} bytes are free. Pass a smaller budget, or none for a share of these"
+        ) from error
 
 
 def _prefix_rows(

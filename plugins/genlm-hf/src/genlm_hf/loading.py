@@ -11,11 +11,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, cast
 
 import torch
 
-from genlm.plugin import MissingRequirementError, ModelLoadError, model_source
+from genlm.plugin import MissingRequirementError, ModelLoadError, dtype_name, model_source
 from genlm_hf.progress import without_bars
 from genlm_hf.quantised import is_quantised, say_once
 
@@ -119,6 +120,8 @@ def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device
     if options.bitsandbytes_opts:
         arguments |= _quantisation(options.bitsandbytes_opts, arguments, device)
         device = None
+    if isinstance(arguments.get("dtype"), str):
+        arguments["dtype"] = _dtype(arguments["dtype"], "auto")
     if "dtype" not in arguments:
         on_cpu = device is not None and device.type == "cpu"
         arguments["dtype"] = _dtype(options.dtype, "float32" if on_cpu else "auto")
@@ -137,17 +140,22 @@ def _device(device: str | torch.device | None) -> torch.device:
             f"asked for device {str(device)!r}; torch finds {torch.cuda.device_count()} CUDA "
             f"devices. Use device='cpu', or a torch built for your GPU"
         )
+    try:
+        torch.empty(0, device=found)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).split("\n")[0].split(" To ")[0]
+        raise ModelLoadError(
+            f"asked for device {str(device)!r}; this torch cannot use it here "
+            f"({shorten(reason, 120)}). Use device='cpu', or a torch built for it"
+        ) from error
     return found
 
 
 def _dtype(dtype: str | torch.dtype | None, default: str) -> torch.dtype | str:
-    wanted = default if dtype is None else dtype
-    if wanted == "auto":
-        return "auto"
-    found = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"no dtype {dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
-    return found
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype  # also those without a common name, such as float8_e4m3fn
+    name = dtype_name(default if dtype is None else dtype)
+    return name if name == "auto" else cast("torch.dtype", getattr(torch, name))
 
 
 def _quantisation(

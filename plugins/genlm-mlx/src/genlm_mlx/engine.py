@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
@@ -68,6 +68,8 @@ class MLXEngine(PrefixEngine):
 
     backend = "mlx"
 
+    option_homes: ClassVar[Mapping[str, str]] = {"": "mlx_opts"}
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -92,7 +94,7 @@ class MLXEngine(PrefixEngine):
             self_test=self_test,
             tier=tier,
         )
-        wanted = None if dtype is None else as_dtype(dtype)
+        wanted = None if dtype in {None, "auto"} else as_dtype(dtype)
         loaded, tokenizer, settings, config = load_model(
             model, mlx_opts or {}, trust_remote_code=trust_remote_code
         )

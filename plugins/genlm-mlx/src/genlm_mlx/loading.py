@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from genlm.plugin import ModelLoadError, model_source
+from genlm.plugin import ModelLoadError, dtype_name, model_source
 from genlm_mlx.published import as_mlx_reads, published_config
 
 __all__ = [
@@ -120,10 +120,10 @@ def as_dtype(name: str) -> mx.Dtype:
     Raises:
         ValueError: It is not a dtype of weights.
     """
-    short = str(name).rpartition(".")[2]
-    if short not in _DTYPES:
+    found = dtype_name(name)
+    if found not in _DTYPES:
         raise ValueError(f"dtype={name!r}; choose one of {', '.join(map(repr, _DTYPES))}")
-    return _DTYPES[short]
+    return _DTYPES[found]
 
 
 def context_window(config: Mapping[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -106,6 +106,8 @@ class SGLEngine:
         embedding_rows: Number of ids that the model embeds.
         closed: Whether `close` was called.
     """
+
+    option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
 
     def __init__(
         self,

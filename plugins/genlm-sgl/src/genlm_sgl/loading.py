@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import ModelLoadError, cache_budget_bytes
+from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
 from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
@@ -96,7 +96,8 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     """Return a copy of the caller's options.
 
     Raises:
-        ValueError: An option that the engine sets itself, or that needs other processes.
+        ValueError: An option that the engine sets itself, that needs other processes, or an
+            unknown dtype.
         TypeError: An option that SGLang does not have.
     """
     for name in _ONE_PROCESS:
@@ -124,7 +125,8 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
             raise TypeError(
                 f"engine_opts[{name!r}]: not an option of SGLang's ServerArgs.{hint}"
             )
-    return dict(options)
+    named = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
+    return {**options, **named}
 
 
 def shown(engine_opts: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from genlm.plugin import (
     AdapterError,
@@ -77,6 +77,8 @@ class VLLMEngine:
 
     capability_hints: Mapping[Capability, str] = {Capability.LORA: _LORA_HINT}
     _final_statistics: Mapping[str, int | float | str] | None = None
+
+    option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
 
     def __init__(
         self,

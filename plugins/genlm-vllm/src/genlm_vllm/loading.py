@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from genlm.plugin import ModelLoadError, cache_budget_bytes
+from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
 from genlm_vllm.model_checks import CORRECTED
 
 __all__ = [
@@ -56,6 +56,7 @@ def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Raises:
         TypeError: They are not a mapping, or a number of workers is not an integer.
+        ValueError: Their `dtype` is unknown.
     """
     options: object = {} if engine_opts is None else engine_opts
     if not isinstance(options, Mapping):
@@ -66,7 +67,8 @@ def checked_options(engine_opts: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in _PARALLEL_SIZES:
         if not isinstance(options.get(name, 1), int):
             raise TypeError(f"engine_opts[{name!r}]={options[name]!r}; expected an integer")
-    return dict(options)
+    named = {"dtype": dtype_name(options["dtype"])} if "dtype" in options else {}
+    return {**options, **named}
 
 
 def needs_processes(engine_opts: Mapping[str, Any]) -> bool:

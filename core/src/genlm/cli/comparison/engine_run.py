@@ -27,7 +27,7 @@ from genlm.core.reference.text import default_text
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
 
-__all__ = ["engine_options", "main"]
+__all__ = ["device_memory", "engine_options", "main", "peak_memory"]
 
 _KIB = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
 
@@ -76,9 +76,9 @@ def _answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             "fitting": fitting,
             "vocab_size": llm.vocab_size,
             "max_context": llm.max_context,
-            "device_memory_bytes": _device_memory(),
+            "device_memory_bytes": device_memory(),
         }
-    figures["peak_memory_bytes"] = _peak_memory()
+    figures["peak_memory_bytes"] = peak_memory()
     np.save(folder / f"{request['number']}.npy", np.stack([rows, again]))
     return figures
 
@@ -124,13 +124,13 @@ def _fits(llm: AsyncLM, context: Context) -> bool:
     return short and max(context.ids) < llm.vocab_size
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
     """Resident memory at its peak: of this process and the largest that it started."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _KIB * (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
-def _device_memory() -> int | None:
+def device_memory() -> int | None:
     """Memory of the GPU at its peak, as far as this process allocated it with torch."""
     import torch
 

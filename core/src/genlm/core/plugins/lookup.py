@@ -37,6 +37,7 @@ __all__ = [
     "find_backend",
     "get_backend",
     "get_trie",
+    "is_strict",
     "list_backends",
     "refresh",
     "use_backend",
@@ -127,10 +128,12 @@ def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
 
     Raises:
         ValueError: Another kind.
+        UnknownBackendError: `GENLM_PLUGINS` lists a plugin that is not installed.
         PluginError: A plugin is broken or incompatible and `GENLM_STRICT=1`.
     """
     if kind is not None:
         _check_kind(kind)
+    _check_allowed()
     infos = _of_kind(_registry().everything(), kind)
     for info in infos:
         _raise_if_strict(info)
@@ -162,6 +165,7 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
         if name is None:
             return _only_one(kind)
     _check_name(name)
+    _check_allowed()
     infos = _registry().named(name)
     candidates = [info for info in infos if info.kind == kind]
     providers = [info.provider for info in candidates if info.status == "ambiguous"]
@@ -171,8 +175,8 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
     faulty = [info for info in _of_kind(infos, kind) if info.error() is not None]
     if not usable and not faulty:
         _raise_unknown(kind, name, source)
-    _report_ignored(info for info in faulty if info not in usable[:1])
     info = (usable or faulty)[0]
+    _report_ignored(each for each in faulty if each is not info)
     _raise_fault(info)
     return info
 
@@ -239,15 +243,29 @@ def _check_name(name: object) -> None:
         raise TypeError(f"a backend's name is a string; found {name!r}")
 
 
+def _check_allowed() -> None:
+    """Refuse a misspelt `GENLM_PLUGINS`, which would disable every plugin."""
+    unknown = _registry().not_installed()
+    if unknown:
+        known = _registry().ids
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else "Unset it to allow every plugin"
+        raise UnknownBackendError(unknown[0], "plugin", known, hint, "GENLM_PLUGINS")
+
+
 def _raise_fault(info: BackendInfo) -> None:
     error = info.error()
     if error is not None:
         raise error from _registry().cause(info.provider)
 
 
+def is_strict() -> bool:
+    """Whether `GENLM_STRICT` asks for errors of plugins, with their tracebacks."""
+    return os.environ.get("GENLM_STRICT", "").strip().lower() not in {"", "0", "false", "no"}
+
+
 def _raise_if_strict(info: BackendInfo) -> None:
-    strict = os.environ.get("GENLM_STRICT", "").strip().lower() not in {"", "0", "false", "no"}
-    if strict and info.status in {"broken", "incompatible"}:
+    if is_strict() and info.status in {"broken", "incompatible"}:
         _raise_fault(info)
 
 
@@ -296,7 +314,12 @@ def _hint(kind: Kind, name: str, everything: list[BackendInfo]) -> str:
 
 
 def _provided_by(distribution: str) -> str:
-    return f"It is provided by {distribution}: pip install {distribution}"
+    return f"It is provided by {distribution}: {_install(distribution)}"
+
+
+def _install(distribution: str) -> str:
+    """Both ways, because a clone may be newer than what an index has, or the only source."""
+    return f"pip install {distribution}, or pip install ./plugins/{distribution} in a clone"
 
 
 def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
@@ -305,7 +328,7 @@ def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
     )
     if not choices:
         distributions = sorted({source for of, source in PUBLISHED.values() if of == kind})
-        return f"Install one: pip install {' or '.join(distributions)}"
+        return f"Install one of {', '.join(distributions)}: {_install(distributions[0])}"
     example = repr(choices[0])
     if kind == "trie":
         return f"Name one: get_trie({example}), use_backend(trie={example}) or GENLM_TRIE"

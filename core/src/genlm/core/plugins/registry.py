@@ -68,6 +68,11 @@ class Plugin:
         """`"distribution:name"`, unique."""
         return f"{self.distribution}:{self.name}"
 
+    @property
+    def ids(self) -> set[str]:
+        """What environment variables may call it."""
+        return {self.name, self.distribution, self.id}
+
     def why_disabled(self) -> str | None:
         """Say which environment variable disables it, None if it is enabled.
 
@@ -75,7 +80,7 @@ class Plugin:
         `GENLM_DISABLE_PLUGINS` those that are not: names of backends, of distributions, or
         `distribution:name`, separated by commas.
         """
-        names = {self.name, self.distribution, self.id}
+        names = self.ids
         if names & _listed("GENLM_DISABLE_PLUGINS"):
             return "GENLM_DISABLE_PLUGINS lists it"
         allowed = _listed("GENLM_PLUGINS")
@@ -85,12 +90,16 @@ class Plugin:
 
 
 def _listed(variable: str) -> set[str]:
-    found = set()
-    for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
-        distribution, colon, name = entry.rpartition(":")
-        full = f"{_normalized(distribution)}:{name}"
-        found |= {full} if colon else {entry, _normalized(entry)}
-    return found
+    return {each for entry in _entries(variable) for each in _spellings(entry)}
+
+
+def _entries(variable: str) -> list[str]:
+    return [each for each in map(str.strip, os.environ.get(variable, "").split(",")) if each]
+
+
+def _spellings(entry: str) -> set[str]:
+    distribution, colon, name = entry.rpartition(":")
+    return {f"{_normalized(distribution)}:{name}"} if colon else {entry, _normalized(entry)}
 
 
 def _normalized(distribution: str) -> str:
@@ -138,6 +147,16 @@ class Registry:
         self._manager.add_hookspecs(hookspecs)
         self._lock = threading.Lock()
         renew_in_forks(self)
+
+    def not_installed(self) -> list[str]:
+        """Return the entries of `GENLM_PLUGINS` that name no installed plugin."""
+        ids = {each for plugin in self._plugins for each in plugin.ids}
+        return [each for each in _entries("GENLM_PLUGINS") if not _spellings(each) & ids]
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of the plugins and of their distributions, as variables list them."""
+        return sorted({each for plugin in self._plugins for each in plugin.ids})
 
     def everything(self) -> list[BackendInfo]:
         """Describe each backend of each plugin, importing all that are enabled."""

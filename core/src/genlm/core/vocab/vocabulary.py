@@ -69,6 +69,16 @@ class Vocabulary:
         """Number of ids, the length of every row."""
         return len(self.byte_vocab)
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, if the tokenizer names one of this vocabulary."""
+        return self._named("bos_token_id")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, if the tokenizer names one of this vocabulary."""
+        return self._named("eos_token_id")
+
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokenizer's special tokens, whose bytes are only their names."""
@@ -123,6 +133,10 @@ class Vocabulary:
         apart = self.special_ids.union(self.missing_ids)
         plain = ((token.token_id, token.byte_string) for token in self.byte_vocab)
         return [each for each in plain if each[0] not in apart]
+
+    def _named(self, name: str) -> int | None:
+        found = getattr(self.tokenizer, name, None)
+        return found if isinstance(found, int) and 0 <= found < self.size else None
 
 
 def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from genlm import Capability, Token
 from genlm.testing.check import engine_check
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import Skipped, expect
+from genlm.testing.failure import NotApplicable, Skipped, expect
 
 
 @engine_check(cases=("token with bytes",))
@@ -38,16 +40,38 @@ def vocabulary_matches_the_rows(fixture: EngineFixture) -> None:
 def text_survives_the_vocabulary(fixture: EngineFixture) -> None:
     """The bytes of a text's tokens, concatenated, are the bytes of the text."""
     lm = fixture.lm
-    if not fixture.target.texts:
-        raise Skipped("the target names no texts")
-    for text in fixture.target.texts:
-        token_ids = list(lm.tokenizer.encode(text))
-        outside = [token_id for token_id in token_ids if not 0 <= token_id < lm.vocab_size]
-        expect(not outside, "ids of the vocabulary", outside, text=text)
+    for text in _texts(fixture):
+        token_ids = lm.encode(text)
         joined = b"".join(lm.byte_vocab[token_id].byte_string for token_id in token_ids)
         # A tokenizer may prepend a special token or a space.
         expect(joined.endswith(text.encode()), f"{text.encode()!r}", repr(joined), text=text)
         fixture.saw("text")
+
+
+@engine_check(cases=("text",))
+def texts_are_encoded_and_decoded(fixture: EngineFixture) -> None:
+    """Texts survive `llm.encode` and `llm.decode`; what begins and ends them are ids."""
+    lm = fixture.lm
+    for name in ("bos_token_id", "eos_token_id"):
+        named = getattr(lm.tokenizer, name, None)
+        expect(
+            named is None or (isinstance(named, int) and 0 <= named < lm.vocab_size),
+            f"None or an id of the vocabulary as {name} of the tokenizer",
+            repr(named),
+        )
+    for text in _texts(fixture):
+        decoded = lm.decode(lm.encode(text))
+        # The space that a tokenizer prepends is dropped only after a token that begins a text.
+        expect(decoded in {text, f" {text}"}, repr(text), repr(decoded), text=text)
+        fixture.saw("text")
+
+
+def _texts(fixture: EngineFixture) -> Sequence[str]:
+    if not fixture.target.texts:
+        raise Skipped("the target names no texts")
+    if not callable(getattr(fixture.lm.tokenizer, "encode", None)):
+        raise NotApplicable("the engine has no tokenizer with a method encode")
+    return fixture.target.texts
 
 
 @engine_check(cases=("engine",))

@@ -1,0 +1,211 @@
+"""`genlm bench`: one page of figures for an engine and a model on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from genlm.cli.completion import backends
+from genlm.cli.measurement import Cell, Plan, first_row_s, measured
+from genlm.core.errors import MissingRequirementError
+
+__all__ = ["BenchReport", "bench"]
+
+_FIRST_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchReport:
+    """What was measured; `--json` prints it.
+
+    Attributes:
+        backend: Name of the engine.
+        model: What the engine loaded.
+        options: Of `load_model`.
+        load_s: Seconds to load the model and compute its first row.
+        first_row_s: Seconds from then to the row of a context of 16 tokens.
+        peak_memory_bytes: Resident memory of this process and the largest that it started.
+        device_memory_bytes: Memory that torch allocated on the GPU at its peak, if any.
+        cells: Rows a second of each batch.
+        engine: The engine's own figures afterwards.
+        environment: Versions and hardware, as `genlm env` prints them.
+    """
+
+    backend: str
+    model: str
+    options: dict[str, Any]
+    load_s: float
+    first_row_s: float
+    peak_memory_bytes: int
+    device_memory_bytes: int | None
+    cells: list[Cell]
+    engine: dict[str, Any]
+    environment: dict[str, Any]
+
+
+def bench(
+    backend: Annotated[
+        str, typer.Argument(help="An installed engine.", autocompletion=backends("engine"))
+    ],
+    model: Annotated[str, typer.Argument(help="What the engine calls a model.")] = "demo",
+    *,
+    lengths: Annotated[str, typer.Option(help="Tokens of contexts.")] = "16,256,1024",
+    batches: Annotated[str, typer.Option(help="Contexts asked at once.")] = "1,8,64",
+    options: Annotated[str, typer.Option(help='Of load_model, as JSON: {"dtype": "bf16"}.')] = (
+        "{}"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each batch.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens by which contexts continue.")] = 4,
+    most_tokens: Annotated[
+        int, typer.Option(min=1, help="Leave out batches of more tokens than this.")
+    ] = 2**14,
+    seed: Annotated[int, typer.Option(min=0, help="Of the token ids.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures into this file, .svg or .png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure rows a second over batch sizes and lengths, time to the first row, memory."""
+    plan = Plan(
+        _integers("--lengths", lengths), _integers("--batches", batches), repeats, steps,
+        most_tokens, seed,
+    )  # fmt: skip
+    if plot is not None:
+        _require_matplotlib()
+    report = _measured(backend, model, _options(options), plan)
+    if plot is not None:
+        _draw(report, plot)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str))
+    else:
+        _print(report, Console())
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(
+            f"{text!r}: expected numbers of at least 1, separated by commas", param_hint=option
+        )
+    return found
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--options")
+    return found
+
+
+def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> BenchReport:
+    from genlm.cli.comparison.engine_run import device_memory, peak_memory
+    from genlm.cli.env import environment
+    from genlm.core.cache import OutputCache
+    from genlm.core.lm import load_model
+
+    terminal = Console(stderr=True)
+    began = time.perf_counter()
+    with (
+        load_model(model, backend, **{"output_cache": OutputCache(0), **options}) as llm,
+        Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
+    ):
+        load_s = time.perf_counter() - began
+        first = first_row_s(llm, min(_FIRST_TOKENS, llm.max_context or _FIRST_TOKENS))
+        task = bar.add_task("measuring", total=len(plan.batches(llm.max_context)))
+        cells = list(measured(llm, plan, lambda: bar.advance(task)))
+        engine = dict(llm.statistics().engine)
+    return BenchReport(
+        backend=backend,
+        model=model,
+        options=options,
+        load_s=load_s,
+        first_row_s=first,
+        peak_memory_bytes=peak_memory(),
+        device_memory_bytes=device_memory(),
+        cells=cells,
+        engine=engine,
+        environment=environment(),
+    )
+
+
+def _print(report: BenchReport, console: Console) -> None:
+    system, libraries = report.environment["system"], report.environment["libraries"]
+    console.print(Text(f"{report.backend}, model {report.model!r}", "bold"))
+    torch = libraries.get("torch", "unknown")
+    console.print(Text(f"{system['processor']}, cores: {system['cores']}; torch {torch}"))
+    console.print(
+        f"loaded in {report.load_s:.1f} s, first row {1000 * report.first_row_s:.1f} ms later; "
+        f"at most {_size(report.peak_memory_bytes)} of memory"
+        + (
+            f", {_size(report.device_memory_bytes)} on the GPU"
+            * bool(report.device_memory_bytes)
+        )
+    )
+    for title, figure in (
+        ("rows a second of new contexts", "new_rows_per_s"),
+        ("rows a second of contexts continued by one token", "continued_rows_per_s"),
+    ):
+        console.print(f"\n{title}")
+        console.print(_table(figure, report.cells))
+
+
+def _table(figure: str, cells: Sequence[Cell]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    sizes = sorted({cell.batch_size for cell in cells})
+    table.add_column("tokens", justify="right")
+    for size in sizes:
+        table.add_column(f"batch of {size}", justify="right")
+    found = {(cell.context_tokens, cell.batch_size): getattr(cell, figure) for cell in cells}
+    for length in sorted({cell.context_tokens for cell in cells}):
+        figures = (found.get((length, size)) for size in sizes)
+        table.add_row(
+            str(length), *("-" if each is None else f"{each:,.0f}" for each in figures)
+        )
+    return table
+
+
+def _size(nbytes: int | None) -> str:
+    return f"{(nbytes or 0) / 2**30:.2f} GiB"
+
+
+def _require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingRequirementError("--plot", ["matplotlib"], "pip install matplotlib")
+
+
+def _draw(report: BenchReport, path: Path) -> None:
+    """Draw rows a second over batch sizes, a line for each length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    titles = {"new_rows_per_s": "new contexts", "continued_rows_per_s": "continued by a token"}
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items()):
+        for length in sorted({cell.context_tokens for cell in report.cells}):
+            cells = [cell for cell in report.cells if cell.context_tokens == length]
+            sizes = [cell.batch_size for cell in cells]
+            axes.plot(sizes, [getattr(cell, name) for cell in cells], "o-", label=str(length))
+        axes.set(
+            xscale="log", yscale="log", xlabel="contexts in a batch", ylabel="rows a second"
+        )
+        axes.set_title(title)
+        axes.grid(visible=True, alpha=0.3)
+    axes.legend(title="tokens")
+    figure.suptitle(f"{report.backend}, {report.model}")
+    figure.savefig(path)

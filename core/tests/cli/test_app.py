@@ -1,0 +1,58 @@
+"""`genlm` as a command: help, completion, `python -m genlm`, Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from programs import run_code, run_program
+from typer.testing import CliRunner
+
+import genlm
+from genlm.cli import app
+from genlm.cli.completion import backends
+
+INTERRUPTED = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.argv[0] = "genlm"
+from genlm.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", [(), ("check",), ("demo",), ("plugins",)])
+def test_h_is_help(command: tuple[str, ...]) -> None:
+    short = CliRunner().invoke(app, [*command, "-h"])
+    long = CliRunner().invoke(app, [*command, "--help"])
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert "Usage" in short.output
+
+
+def test_the_package_is_a_program() -> None:
+    done = run_program(sys.executable, "-m", "genlm", "--version")
+    assert done.stdout == f"genlm {genlm.__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["typer", "genlm.cli.app", "genlm.core.plugins"])
+def test_ctrl_c_during_imports_leaves_no_traceback(module: str) -> None:
+    done = run_code(INTERRUPTED.format(name=module), "plugins", status=130)
+    assert done.stderr == "\ngenlm: interrupted\n"
+
+
+def test_ctrl_c_while_a_command_imports_leaves_no_traceback() -> None:
+    code = INTERRUPTED.format(name="torch")
+    done = run_code(code, "demo", "--backend", "reference", status=None)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+def test_shells_complete_the_names_of_backends() -> None:
+    assert "reference" in backends("engine")("ref")
+    assert backends("trie")("ref") == []
+    help_page = CliRunner().invoke(app, ["--help"]).output
+    assert "--install-completion" in help_page

@@ -1,0 +1,89 @@
+"""`genlm bench` measures what it says, and reports all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ScriptedEngine
+from typer.testing import CliRunner, Result
+
+import genlm
+from genlm.cli import app
+from genlm.cli.bench import BenchReport
+from genlm.cli.measurement import Plan, first_row_s, measured
+
+PLAN = Plan(lengths=(3, 5), batch_sizes=(1, 4), repeats=2, steps=3, most_tokens=18, seed=0)
+SMALL = ("--lengths", "4,16", "--batches", "1,3", "--repeats", "1", "--steps", "1")
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "reference", "demo", *SMALL, *arguments])
+
+
+def test_every_batch_of_new_contexts_is_continued_token_by_token() -> None:
+    engine = ScriptedEngine()
+    with genlm.AsyncLM(lambda: engine, output_cache=genlm.OutputCache(0)) as llm:
+        cells = list(measured(llm, PLAN))
+    assert [(cell.context_tokens, cell.batch_size) for cell in cells] == [
+        (3, 1),
+        (3, 4),
+        (5, 1),
+    ]
+    assert all(cell.new_rows_per_s > 0 < cell.continued_rows_per_s for cell in cells)
+    batches = iter(engine.batches)
+    for length, size in [(3, 1), (3, 4), (5, 1)]:
+        for _ in range(PLAN.repeats + 1):
+            before = sorted(next(batches))
+            assert [len(ids) for ids in before] == [length] * size
+            for _ in range(PLAN.steps):
+                after = sorted(next(batches))
+                assert [ids[:-1] for ids in after] == before
+                before = after
+    assert not list(batches)
+
+
+def test_contexts_fit_the_model_with_their_continuations() -> None:
+    assert PLAN.batches(None) == [(3, 1), (3, 4), (5, 1)]
+    assert PLAN.batches(7) == [(3, 1), (3, 4), (4, 1), (4, 4)]
+    with genlm.AsyncLM(lambda: ScriptedEngine(max_context=7)) as llm:
+        assert len(list(measured(llm, PLAN))) == 4
+        assert first_row_s(llm, 7) > 0
+
+
+def test_the_report_has_every_field() -> None:
+    result = bench("--json", "--options", '{"order": 2}')
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert set(found) == set(BenchReport.__dataclass_fields__)
+    assert (found["backend"], found["options"]) == ("reference", {"order": 2})
+    assert found["engine"]["order"] == 2
+    assert len(found["cells"]) == 4
+    assert found["load_s"] > 0 < found["first_row_s"]
+    assert found["peak_memory_bytes"] > 2**20
+    assert "torch" in found["environment"]["libraries"]
+
+
+def test_people_read_a_row_for_each_length() -> None:
+    lines = bench("--most-tokens", "20").stdout.splitlines()
+    cells = [line.split() for line in lines if line.split()[:1] in (["4"], ["16"])]
+    assert [(cell[0], len(cell)) for cell in cells] == [("4", 3), ("16", 3)] * 2
+    assert [cell[2] == "-" for cell in cells] == [False, True] * 2, "48 tokens are too many"
+    assert "first row" in lines[2]
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "figures.svg"
+    assert bench("--plot", str(path)).exit_code == 0
+    assert path.read_text("utf-8").count("</svg>") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--lengths", "a"), ("--batches", "0"), ("--options", "[]"), ("--options", "{")]
+)
+def test_a_wrong_argument_is_a_usage_error(wrong: tuple[str, str]) -> None:
+    result = bench(*wrong)
+    assert result.exit_code == 2
+    assert wrong[0] in result.output

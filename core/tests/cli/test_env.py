@@ -1,0 +1,54 @@
+"""`genlm env` has what a bug report needs, and no secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from genlm.cli import app
+
+
+def found() -> dict[str, dict[str, str]]:
+    result = CliRunner().invoke(app, ["env", "--json"])
+    assert result.exit_code == 0, result.output
+    parsed: dict[str, dict[str, str]] = json.loads(result.stdout)
+    return parsed
+
+
+def test_versions_are_those_of_the_installation() -> None:
+    report = found()
+    assert report["libraries"]["torch"] == importlib.metadata.version("torch")
+    assert report["genlm"]["genlm-core"] == importlib.metadata.version("genlm-core")
+    assert platform.python_version() in report["system"]["python"]
+    assert report["devices"]["torch built for"] == (torch.version.cuda or "the CPU only")
+
+
+def test_plugins_are_listed_with_their_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENLM_DISABLE_PLUGINS", "reference")
+    report = found()
+    status = {info["provider"]: info["status"] for info in report["plugins"]}  # type: ignore[index]
+    assert status["genlm-core:reference"] == "disabled"
+    assert report["variables"]["GENLM_DISABLE_PLUGINS"] == "reference"
+    printed = CliRunner().invoke(app, ["env"]).stdout
+    assert "disabled: GENLM_DISABLE_PLUGINS lists it" in printed
+
+
+def test_no_other_variable_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = CliRunner().invoke(app, ["env"])
+    assert "secret-token" not in result.stdout
+    assert "OMP_NUM_THREADS        1" in result.stdout
+
+
+def test_a_torch_that_does_not_load_is_part_of_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "cannot be imported: ModuleNotFoundError" in found()["devices"]["torch"]

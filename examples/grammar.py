@@ -10,8 +10,6 @@ import asyncio
 import math
 from collections import Counter
 
-import numpy as np
-import torch
 import xgrammar
 
 import genlm
@@ -28,18 +26,16 @@ async def constrained(
     llm: genlm.AsyncLM, grammar: xgrammar.CompiledGrammar, prompt: list[int], seed: int
 ) -> tuple[list[int], float]:
     """Draw one continuation, without the end-of-sequence token; also its log-weight."""
-    rng, log_weight, drawn = np.random.default_rng(seed), 0.0, []
+    context, log_weight = llm.context(prompt), 0.0
     matcher = xgrammar.GrammarMatcher(grammar)
     mask = xgrammar.allocate_token_bitmask(1, llm.vocab_size)
     while not matcher.is_terminated():
-        row = (await llm.next_token_logprobs(prompt + drawn)).cpu()  # the caller's copy
         matcher.fill_next_token_bitmask(mask)
-        xgrammar.apply_token_bitmask_inplace(row, mask[0])
-        mass = torch.cumsum(row.double().exp(), 0)
-        drawn.append(int(torch.searchsorted(mass, rng.random() * mass[-1:], right=True)))
-        log_weight += float(mass[-1].log())
-        matcher.accept_token(drawn[-1])
-    return drawn[:-1], log_weight
+        drawn = await context.draw(mask[0], seed=seed)
+        log_weight += drawn.log_mass
+        matcher.accept_token(drawn.token_id)
+        context = context.extend(drawn.token_id)
+    return list(context.token_ids[len(prompt) : -1]), log_weight
 
 
 async def _main() -> None:

@@ -1,24 +1,19 @@
 """Log-probabilities of whole texts, perplexity and mutual information, short enough to copy.
 
-All prefixes of all texts are requested at once. `max_pending` bounds the number of rows in
-memory: with 128,000 tokens a thousand rows are half a gibibyte.
+A score is the log-probability of each token of a text after those before it; no row leaves the
+engine. The scores of all texts are requested at once.
 """
 
 import asyncio
 import math
-
-import torch
 
 import genlm
 
 
 async def logprob(llm: genlm.AsyncLM, token_ids: list[int], context: list[int]) -> float:
     """Log-probability of tokens after a context of at least one token."""
-    text = context + token_ids
-    rows = await llm.batch_next_token_logprobs(
-        [text[:end] for end in range(len(context), len(text))]
-    )
-    return float(rows.cpu().double().gather(1, torch.tensor(token_ids)[:, None]).sum())
+    scores = await llm.score(context + token_ids, start=len(context))
+    return float(scores.double().sum())
 
 
 def tokens(llm: genlm.AsyncLM, text: str) -> list[int]:
@@ -37,7 +32,7 @@ async def mutual_information(llm: genlm.AsyncLM, first: str, second: str) -> flo
 
 
 async def _main() -> None:
-    with genlm.load_model("demo", "hf", max_pending=1000) as llm:
+    with genlm.load_model("demo", "hf") as llm:
         texts = ["The function returns a list.", "A list the returns function."]
         encoded = [tokens(llm, text) for text in texts]
         start = [llm.tokenizer.bos_token_id]

@@ -21,6 +21,7 @@ import genlm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STOP = 256
+DRAWS = 2000
 
 
 def program(name: str) -> Any:
@@ -189,14 +190,14 @@ def test_constrained_draws_have_the_models_probabilities_of_the_grammar(llm, pro
     }
 
     async def draw() -> list[tuple[list[int], float]]:
-        asked = (grammar.constrained(llm, compiled, prompt, seed) for seed in range(1000))
+        asked = (grammar.constrained(llm, compiled, prompt, seed) for seed in range(DRAWS))
         return await asyncio.gather(*asked)
 
-    weights = {text: np.zeros(1000) for text in exact}
+    weights = {text: np.zeros(DRAWS) for text in exact}
     for draw_id, (token_ids, log_weight) in enumerate(asyncio.run(draw())):
         weights[llm.tokenizer.decode(token_ids)][draw_id] = math.exp(log_weight)
     evidence = sum(weights.values())
-    error = evidence.std() / math.sqrt(1000)
+    error = evidence.std() / math.sqrt(DRAWS)
     assert error < 0.1 * evidence.mean()
     assert abs(evidence.mean() - sum(exact.values())) < 4 * error
     distance = sum(abs(weights[text].mean() - exact[text]) for text in exact)

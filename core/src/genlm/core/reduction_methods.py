@@ -235,7 +235,7 @@ class ReductionMethods(abc.ABC):
             TokenTypeError: Not a mask.
             GenlmError: As `next_token_logprobs`.
         """
-        wanted = LogMass(self.mask(mask))
+        wanted = LogMass(self._mask(mask))
         found: float = await self.reduce(context, wanted, lora_name=lora_name)
         return found
 
@@ -247,14 +247,14 @@ class ReductionMethods(abc.ABC):
         lora_name: str | None = None,
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context."""
-        wanted = [LogMass(self.mask(mask)) for mask in masks]
+        wanted = [LogMass(self._mask(mask)) for mask in masks]
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     def log_mass_sync(
         self, context: TokenIds, mask: MaskLike, *, lora_name: str | None = None
     ) -> float:
         """Return the log of the probability of a set and wait; see `log_mass`."""
-        wanted = LogMass(self.mask(mask))
+        wanted = LogMass(self._mask(mask))
         found: float = self.reduce_sync(context, wanted, lora_name=lora_name)
         return found
 
@@ -266,20 +266,10 @@ class ReductionMethods(abc.ABC):
         lora_name: str | None = None,
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context and wait."""
-        wanted = [LogMass(self.mask(mask)) for mask in masks]
+        wanted = [LogMass(self._mask(mask)) for mask in masks]
         return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
 
-    def mask(self, allowed: MaskLike) -> Mask:
-        """Return a set of token ids of this model's vocabulary, for use in many requests.
-
-        Args:
-            allowed: In any form that `Mask` takes.
-
-        Raises:
-            ValueError: A mask of another length than the vocabulary.
-            TokenIdError: An id outside the vocabulary.
-            TokenTypeError: Not a mask.
-        """
+    def _mask(self, allowed: MaskLike) -> Mask:
         size = self.vocabulary.size
         if isinstance(allowed, Mask) and allowed.vocab_size == size:
             return allowed
@@ -425,7 +415,7 @@ class ReductionMethods(abc.ABC):
         ]
 
     def _allowed(self, mask: MaskLike | None) -> Mask | None:
-        allowed = None if mask is None else self.mask(mask)
+        allowed = None if mask is None else self._mask(mask)
         if allowed is not None and not allowed:
             raise ValueError("asked to draw under a mask without any token; allow at least one")
         return allowed

@@ -41,12 +41,12 @@ async def constrained(
 async def _main() -> None:
     with genlm.load_model("demo", "hf") as llm:
         grammar = compiler(llm).compile_regex(" (Value|Type|Key|Index|Import|OS)Error")
-        prompt = llm.tokenizer.encode("If the argument is wrong, this raises")
+        prompt = llm.encode("If the argument is wrong, this raises")
         asked = (constrained(llm, grammar, prompt, seed) for seed in range(100))
         drawn = await asyncio.gather(*asked)
         totals: Counter[str] = Counter()
         for token_ids, log_weight in drawn:
-            totals[llm.tokenizer.decode(token_ids)] += math.exp(log_weight)
+            totals[llm.decode(token_ids)] += math.exp(log_weight)
         evidence = totals.total()
         for text, total in totals.most_common():
             print(f"{total / evidence:.3f} {text}")

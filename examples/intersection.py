@@ -27,7 +27,7 @@ Expert = Callable[[list[int]], Awaitable[torch.Tensor]]
 
 def after(llm: genlm.AsyncLM, prompt: str) -> Expert:
     """The model after a prompt."""
-    token_ids = llm.tokenizer.encode(prompt)
+    token_ids = llm.encode(prompt)
     return lambda continuation: llm.next_token_logprobs(token_ids + continuation)
 
 
@@ -78,7 +78,7 @@ async def _main() -> None:
         particles, weights, log_evidence = found
         totals: Counter[str] = Counter()
         for particle, weight in zip(particles, weights):
-            totals[llm.tokenizer.decode(particle)] += weight
+            totals[llm.decode(particle)] += weight
         for text, total in totals.most_common(5):
             print(f"{total:.3f} {text!r}")
         print(f"log-evidence {log_evidence:.3f}, {llm.statistics().batches} batches")

@@ -36,7 +36,7 @@ async def _main() -> None:
     with genlm.load_model("demo", "hf") as llm:
         reader, begin = genlm.ByteReader(llm, width=32), [llm.tokenizer.bos_token_id]
         for text in ("The followi", "The following "):
-            token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
+            token_ids = llm.encode(text, begin=False)
             await reader.start(begin + token_ids)
             print(f"{text!r} as its tokenizer writes it: {likeliest(reader)}")
             await reader.start(begin)

@@ -18,7 +18,7 @@ async def logprob(llm: genlm.AsyncLM, token_ids: list[int], context: list[int]) 
 
 def tokens(llm: genlm.AsyncLM, text: str) -> list[int]:
     """Without the beginning-of-text token that many tokenizers put before it."""
-    return llm.tokenizer.encode(text, add_special_tokens=False)
+    return llm.encode(text, begin=False)
 
 
 async def mutual_information(llm: genlm.AsyncLM, first: str, second: str) -> float:

@@ -143,7 +143,11 @@ def test_statistics_say_what_was_asked_and_how_it_was_answered(make_model: MakeM
     assert sum(statistics.batch_sizes.values()) == statistics.batches
     assert statistics.mean_batch_size == 5 / statistics.batches
     assert statistics.largest_batch == 3
-    assert statistics.queue_seconds > 0
+    assert statistics.dispatched == 5
+    assert statistics.mean_queue_s == statistics.queue_seconds / 5 > 0
+    assert statistics.cache_hit_ratio == 2 / 8
+    assert statistics.joined_ratio == 1 / 8
+    assert statistics.requests_per_s == pytest.approx(8 / statistics.seconds)
     assert statistics.engine == {"tokens_computed": 42}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import ScriptedEngine
+from transformers import BatchEncoding
 
 import genlm
 from genlm import AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
@@ -59,6 +60,14 @@ def test_numbers_of_other_libraries_are_numbers(llm: AsyncLM) -> None:
     for kind in (np.array, torch.tensor):
         asked = kind(3), kind([2]), kind(0.5), kind(4)
         assert asyncio.run(llm.sample([1], *asked)) == plain
+
+
+def test_of_encodings(llm: AsyncLM) -> None:
+    encoding: Any = BatchEncoding({"input_ids": [[1, 2], [3, 0]], "attention_mask": []})
+    with pytest.raises(TypeError, match="found BatchEncoding: pass its input_ids as"):
+        llm.batch_next_token_logprobs_sync(encoding)
+    with pytest.raises(TypeError, match="found BatchEncoding; pass its input_ids"):
+        llm.next_token_logprobs_sync(encoding)
 
 
 @pytest.mark.parametrize("found", [None, 3])

@@ -167,7 +167,7 @@ def test_texts_of_the_user_and_a_wide_bound_are_used(
         (["--backends", "reference"], "two or more"),
         (["--backends", "reference,reference"], "two or more"),
         (["--backends", "reference,nosuch"], "no engine named 'nosuch'"),
-        (["--backends", "reference,hf", "--dtype", "int8"], "expected one of float32"),
+        (["--backends", "reference,hf", "--dtype", "int8"], "no dtype 'int8'"),
         (["--backends", "reference,hf", "--bound", "0"], "expected a positive"),
         (["--backends", "reference,hf", "--bound", "nan"], "expected a positive"),
         (["--backends", "reference,hf", "--texts", "no/such"], "No such file"),

@@ -185,7 +185,7 @@ def test_statistics_outlive_the_engine() -> None:
     engine = Engine()
     engine.evaluate([Query(0, (1, 2))])
     engine.close()
-    assert engine.statistics()["tokens_asked"] == 2
+    assert engine.statistics()["tokens_evaluated"] == 2
     assert engine.statistics()["model"] == "Toy"
     with pytest.warns(DeprecationWarning, match="until genlm 1.1"):
         assert engine.statistics()["tier"] == "tree"

@@ -131,8 +131,8 @@ def test_an_unknown_option_names_the_known_ones(folder: Path) -> None:
 
 def test_statistics_outlive_the_engine() -> None:
     with genlm.load_model("demo", backend="hf") as llm:
-        loaded = llm.statistics().engine["tokens_asked"]
+        loaded = llm.statistics().engine["tokens_evaluated"]
         llm.next_token_logprobs_sync([5, 6, 7])
         open_figures = llm.statistics().engine
     assert llm.statistics().engine == open_figures
-    assert open_figures["tokens_asked"] == loaded + 3
+    assert open_figures["tokens_evaluated"] == loaded + 3

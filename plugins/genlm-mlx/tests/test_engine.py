@@ -248,7 +248,7 @@ def test_figures_outlive_the_engine(engine: MLXEngine) -> None:
     rows_of(engine, [(5, 6)])
     engine.close()
     figures = engine.statistics()
-    assert figures["tokens_asked"] == 2
+    assert figures["tokens_evaluated"] == 2
     assert figures["model"] == "llama"
     assert figures["execution_path"] == "slot_cache"
 

@@ -294,7 +294,7 @@ def test_figures_add_up(engine: Any) -> None:
     drawn(engine, prompts(7, seed=11)[0], 5, seed=0)
     after = engine.statistics()
     grown = {name: after[name] - before[name] for name in after if "tokens_" in name[:7]}
-    assert grown == {"tokens_asked": 37, "tokens_computed": 41, "tokens_drawn": 5}
+    assert grown == {"tokens_evaluated": 37, "tokens_computed": 41, "tokens_drawn": 5}
     assert after["processes"] == "this"
     assert after["dtype"] == "float32"
 

@@ -129,7 +129,7 @@ def test_figures_outlive_the_engine(serve: Any) -> None:
     figures = engine.statistics()
     engine.close()
     assert engine.statistics() == figures
-    assert figures["tokens_asked"] == 9
+    assert figures["tokens_evaluated"] == 9
 
 
 def test_an_engine_that_is_dropped_frees_the_process(serve: Any, tiny: Any) -> None:

@@ -12,6 +12,7 @@ import copy
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
@@ -72,6 +73,7 @@ class _Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.requests = self.cache_hits = self.tokens_asked = 0
+        self._began_s = time.monotonic()
         renew_in_forks(self)
 
     def count(self, tokens: int, *, hit: bool) -> None:
@@ -86,6 +88,7 @@ class _Counters:
                 "requests": self.requests,
                 "cache_hits": self.cache_hits,
                 "tokens_asked": self.tokens_asked,
+                "seconds": time.monotonic() - self._began_s,
             }
 
     def _after_fork(self) -> None:

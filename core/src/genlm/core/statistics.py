@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 __all__ = ["SchedulerStatistics", "Statistics"]
+
+_NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
+"""Fields that are no sums: a difference of two snapshots has the later one's."""
+
+_COUNTED_BY_ENGINES = ("tokens_evaluated", "tokens_computed", "tokens_drawn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,17 +20,20 @@ class SchedulerStatistics:
 
     Attributes:
         joined: Requests that shared the evaluation of an identical one in flight.
+        dispatched: Evaluations that the engine was given.
         answered: Evaluations that gave a result.
         failed: Evaluations that gave an error.
         abandoned: Evaluations dropped because every caller was cancelled.
         batches: Engine steps that finished something.
         batch_sizes: How many batches had how many evaluations.
-        queue_seconds: Time from arrival to the engine, summed over evaluations.
+        queue_seconds: Time from arrival to the engine, summed over `dispatched`; its mean is
+            `mean_queue_s`.
         pending: Evaluations accepted and unfinished now.
         waiting: Requests held back by `max_pending` now.
     """
 
     joined: int
+    dispatched: int
     answered: int
     failed: int
     abandoned: int
@@ -43,21 +52,30 @@ class SchedulerStatistics:
     def mean_batch_size(self) -> float:
         """Evaluations per batch."""
         finished = sum(size * count for size, count in self.batch_sizes.items())
-        return finished / self.batches if self.batches else 0.0
+        return _ratio(finished, self.batches)
+
+    @property
+    def mean_queue_s(self) -> float:
+        """Seconds from the arrival of an evaluation until the engine was given it."""
+        return _ratio(self.queue_seconds, self.dispatched)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics(SchedulerStatistics):
     """Counters of a language model since it was loaded.
 
+    `print` shows them as a table, and so do notebooks. `after - before`, two snapshots of one
+    model, has the counts and the rates of the time between them.
+
     Attributes:
         requests: Requests for rows and continuations.
         cache_hits: Requests answered from the output cache.
-        tokens_asked: Sum of the lengths of the requested sequences.
+        tokens_asked: Sum of the lengths of the requested sequences, however they were answered.
         cache_entries: Rows in the output cache now.
         cache_bytes: Their memory and that of the token ids in their keys.
-        engine: The engine's own figures; the ratio of `tokens_computed` to `tokens_asked`
-            shows how much work was saved.
+        seconds: Time since the model was loaded.
+        engine: The engine's own figures. Of the tokens of the contexts that it evaluated,
+            `tokens_evaluated`, it computed `tokens_computed`; the others were in its caches.
     """
 
     requests: int
@@ -65,4 +83,106 @@ class Statistics(SchedulerStatistics):
     tokens_asked: int
     cache_entries: int
     cache_bytes: int
+    seconds: float
     engine: Mapping[str, int | float | str]
+
+    @property
+    def cache_hit_ratio(self) -> float:
+        """Share of the requests that the output cache answered."""
+        return _ratio(self.cache_hits, self.requests)
+
+    @property
+    def joined_ratio(self) -> float:
+        """Share of the requests that shared the evaluation of another one."""
+        return _ratio(self.joined, self.requests)
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests a second."""
+        return _ratio(self.requests, self.seconds)
+
+    @property
+    def tokens_reused_ratio(self) -> float | None:
+        """Share of the evaluated tokens that the engine had cached; None if it counts none."""
+        evaluated = self.engine.get("tokens_evaluated", 0)
+        computed = self.engine.get("tokens_computed")
+        if isinstance(evaluated, str) or isinstance(computed, str) or computed is None:
+            return None
+        return max(0.0, 1 - computed / evaluated) if evaluated else None
+
+    def __sub__(self, before: Statistics) -> Statistics:
+        """Return what happened after an earlier snapshot of the same model.
+
+        What is counted now (pending requests, entries of caches, the engine's sizes) is that
+        of the later snapshot.
+        """
+        if not isinstance(before, Statistics):
+            return NotImplemented
+        summed = [field.name for field in fields(self) if field.name not in _NOW]
+        differences = {name: getattr(self, name) - getattr(before, name) for name in summed}
+        sizes = {
+            size: count - before.batch_sizes.get(size, 0)
+            for size, count in self.batch_sizes.items()
+            if count != before.batch_sizes.get(size, 0)
+        }
+        engine = dict(self.engine)
+        for name in _COUNTED_BY_ENGINES:
+            now, then = engine.get(name), before.engine.get(name)
+            if isinstance(now, (int, float)) and isinstance(then, (int, float)):
+                engine[name] = now - then
+        return replace(self, **differences, batch_sizes=sizes, engine=engine)
+
+    def __str__(self) -> str:
+        """Format the table as text."""
+        rows = list(self._rows())
+        width = max(len(label) for label, _, _ in rows)
+        figures = max((len(value) for _, value, note in rows if note is not None), default=0)
+        lines = []
+        for label, value, note in rows:
+            shown = value if note is None else f"{value:>{figures}}  {note}"
+            lines.append(f"{label:<{width}}  {shown}".rstrip())
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Format the table for notebooks."""
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(label)}</th>"
+            f"<td style='text-align:right'>{html.escape(value)}</td>"
+            f"<td style='text-align:left'>{html.escape(note or '')}</td></tr>"
+            for label, value, note in self._rows()
+        )
+        return f"<table>{cells}</table>"
+
+    def _rows(self) -> Iterator[tuple[str, str, str | None]]:
+        """Yield a label, a value and a note for each figure; no note for the engine's own."""
+        rate = f"{self.requests_per_s:,.1f} a second over {self.seconds:,.1f} s"
+        yield "requests", f"{self.requests:,}", rate
+        yield "  from the output cache", f"{self.cache_hits:,}", f"{self.cache_hit_ratio:.1%}"
+        yield "  joined a pending one", f"{self.joined:,}", f"{self.joined_ratio:.1%}"
+        yield "tokens asked", f"{self.tokens_asked:,}", ""
+        yield "evaluations answered", f"{self.answered:,}", ""
+        yield "  failed", f"{self.failed:,}", ""
+        yield "  abandoned", f"{self.abandoned:,}", ""
+        yield "  pending now", f"{self.pending:,}", f"{self.waiting:,} more held back"
+        yield "  mean time in the queue", f"{1000 * self.mean_queue_s:,.2f}", "ms"
+        sizes = f"of {self.mean_batch_size:,.1f} on average, {self.largest_batch:,} at most"
+        yield "batches", f"{self.batches:,}", sizes
+        yield "rows in the output cache", f"{self.cache_entries:,}", _size(self.cache_bytes)
+        if self.tokens_reused_ratio is not None:
+            yield "tokens reused by engine", f"{self.tokens_reused_ratio:.1%}", ""
+        for name, value in self.engine.items():
+            yield f"engine: {name}", _shown(value), None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

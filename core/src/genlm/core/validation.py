@@ -180,6 +180,11 @@ def checked_batch(sequences: TokenBatch) -> Iterable[TokenIds]:
     Raises:
         TypeError: It cannot be iterated.
     """
+    if hasattr(sequences, "input_ids"):
+        raise TypeError(
+            f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
+            f"its input_ids as lists without padding, or [llm.encode(text) for text in texts]"
+        )
     if not isinstance(sequences, Iterable):
         raise TypeError(
             f"expected several sequences of token ids, such as [[1, 2], [3]]; found "

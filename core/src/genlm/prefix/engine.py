@@ -62,7 +62,7 @@ class PrefixEngine(BatchEngine):
     _choice: PathChoice
     _adapters: Adapters
     _embedding_rows: int
-    _tokens_asked = 0
+    _tokens_evaluated = 0
     _final_statistics: EngineStatistics | None = None
 
     def serve(
@@ -125,7 +125,7 @@ class PrefixEngine(BatchEngine):
             Shape `(len(queries), vocabulary.size)`, float32.
         """
         adapter = queries[0].adapter
-        self._tokens_asked += sum(map(len, queries))
+        self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
             return self._choice.path.rows(adapter, self._sequences(queries))
 
@@ -186,7 +186,7 @@ class PrefixEngine(BatchEngine):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work, the execution path and facts about the model.
 
-        `tokens_asked` counts the tokens of all contexts, `tokens_computed` those that
+        `tokens_evaluated` counts the tokens of all contexts, `tokens_computed` those that
         went through the model. `execution_path_reason` says why the path was chosen,
         `self_test_error` is its largest error in the self-test. After `close`, the last
         statistics.
@@ -197,7 +197,7 @@ class PrefixEngine(BatchEngine):
             {
                 **self._choice.path.statistics(),
                 **self._choice.statistics(),
-                "tokens_asked": self._tokens_asked,
+                "tokens_evaluated": self._tokens_evaluated,
                 "adapters": len(self._adapters.names),
                 **self.model_statistics(),
             }

@@ -154,7 +154,7 @@ class VLLMEngine:
                 embedded_ids=self._embedded_ids,
                 forks=all(call_workers(engine, "genlm_start_forks")),
             )
-        self._tokens_asked = self._tokens_computed = self._tokens_drawn = self._steps = 0
+        self._tokens_evaluated = self._tokens_computed = self._tokens_drawn = self._steps = 0
 
     # -- queries ----------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class VLLMEngine:
             elif not residents.accept(query):
                 self._check(query)
                 residents.accept_checked(query)
-        self._tokens_asked += len(query)
+        self._tokens_evaluated += len(query)
 
     def _check(self, query: Query) -> None:
         check_query(
@@ -324,16 +324,16 @@ class VLLMEngine:
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counters and settings of the engine; after `close`, the last ones.
 
-        `tokens_asked` counts the tokens of all queries, `tokens_computed` those that the model
-        computed, `tokens_drawn` those of continuations. `contexts_resident` are the requests
-        that stay in vLLM now, `contexts_continued` counts the queries that continued one,
-        `contexts_ended` those that were ended.
+        `tokens_evaluated` counts the tokens of all queries, `tokens_computed` those that the
+        model computed, `tokens_drawn` those of continuations. `contexts_resident` are the
+        requests that stay in vLLM now, `contexts_continued` counts the queries that continued
+        one, `contexts_ended` those that were ended.
         """
         if self._final_statistics is not None:
             return self._final_statistics
         config = self._vllm.vllm_config
         return {
-            "tokens_asked": self._tokens_asked,
+            "tokens_evaluated": self._tokens_evaluated,
             "tokens_computed": self._tokens_computed - self._rows.tokens_copied,
             "tokens_drawn": self._tokens_drawn,
             "steps": self._steps,

@@ -93,6 +93,7 @@ class RequestTable:
         self._max_pending = max_pending
         self._joined = self._answered = self._failed = self._abandoned = 0
         self._batch_sizes: Counter[int] = Counter()
+        self._dispatched = 0
         self._queue_seconds = 0.0
 
     def enqueue(
@@ -154,6 +155,7 @@ class RequestTable:
         for request in taken:
             self.in_engine[request.query.query_id] = request
             self._queue_seconds += now_s - request.arrived_s
+        self._dispatched += len(taken)
         return taken
 
     def finish(self, query_id: int, *, failed: bool) -> list[tuple[Waiter, int]]:
@@ -199,6 +201,7 @@ class RequestTable:
         """A snapshot of the counters."""
         return SchedulerStatistics(
             joined=self._joined,
+            dispatched=self._dispatched,
             answered=self._answered,
             failed=self._failed,
             abandoned=self._abandoned,

@@ -310,7 +310,8 @@ class TextScorer:
         except OutOfSlotsError:
             return False
         end, node = len(sequence), self._tree.find(adapter, sequence)
-        batch.again.update(set(node.path_slots(first, cached).tolist()) - batch.new)
+        again = node.path_slots(min(first, cached), cached)
+        batch.again.update(set(again.tolist()) - batch.new)
         batch.new.update(node.path_slots(cached, end).tolist())
         batch.sequences.append(sequence)
         batch.last_slots.append(slot)

@@ -40,7 +40,7 @@ from genlm.prefix.padding import (
     prefill_stages,
 )
 from genlm.prefix.rows import PrefixRows
-from genlm.prefix.scoring import PieceScores, ScoredText
+from genlm.prefix.scoring import PieceScores, ScoredText, divided_scores
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "TreeBatch",
     "UnsupportedModelError",
     "choose_path",
+    "divided_scores",
     "group_segments",
     "places_of",
     "plan_batches",

@@ -27,7 +27,7 @@ from genlm.prefix.tree import OutOfSlotsError, PrefixTree
 if TYPE_CHECKING:
     from genlm.prefix.node import Slots
 
-__all__ = ["PieceScores", "ScoredText", "TextScorer"]
+__all__ = ["PieceScores", "ScoredText", "TextScorer", "divided_scores"]
 
 # Logits that are normalised at once on a CPU: 1 MiB in float32, which stays in its caches.
 _VALUES_AT_ONCE = 2**18
@@ -117,12 +117,8 @@ class PieceScores:
             highest.append(known.amax(-1))
         return torch.cat(totals), torch.cat(highest)
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self) -> TokenScores:
         """Return the scores of all targets, in the order in which they were given.
-
-        Returns:
-            Natural-log probabilities, float32, and whether no token is more likely, bool;
-            on the CPU.
 
         Raises:
             EvaluationError: A row is not a distribution.
@@ -139,7 +135,14 @@ class PieceScores:
                 f"overflowed, or the engine does not serve this model correctly: try "
                 f"dtype='float32' or another engine"
             )
-        return logprobs, logprobs >= highest
+        return TokenScores(logprobs, logprobs >= highest)
+
+
+def divided_scores(scores: TokenScores, texts: Sequence[ScoredText]) -> list[TokenScores]:
+    """Return the scores of each text, given those of all their targets."""
+    sizes = [len(text.targets) for text in texts]
+    parts = zip(*(torch.split(each, sizes) for each in scores), strict=True)
+    return [TokenScores(logprobs.clone(), is_top.clone()) for logprobs, is_top in parts]
 
 
 @dataclass(slots=True)
@@ -193,11 +196,10 @@ class TextScorer:
         self, adapter: str | None, texts: Sequence[ScoredText], limit: int
     ) -> list[TokenScores]:
         """Score texts in passes of at most `limit` tokens; see `PrefixRows.scores`."""
-        ends = np.cumsum([len(text.targets) for text in texts])
-        found = TokenScores(
-            torch.empty(int(ends[-1])), torch.empty(int(ends[-1]), dtype=torch.bool)
-        )
         targets = np.array([i for text in texts for i in text.targets], np.int64)
+        found = TokenScores(
+            torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
+        )
         try:
             for members, scores in self._passes(adapter, texts, targets, limit):
                 places = torch.from_numpy(members)
@@ -205,11 +207,7 @@ class TextScorer:
         except BaseException:
             self._tree.roll_back()
             raise
-        sizes = [len(text.targets) for text in texts]
-        return [
-            TokenScores(logprobs.clone(), is_top.clone())
-            for logprobs, is_top in zip(*(part.split(sizes) for part in found), strict=True)
-        ]
+        return divided_scores(found, texts)
 
     def next_pass(
         self, adapter: str | None, texts: Sequence[ScoredText], limit: int
@@ -247,7 +245,7 @@ class TextScorer:
         texts: Sequence[ScoredText],
         targets: _Integers,
         limit: int,
-    ) -> Iterator[tuple[_Integers, tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> Iterator[tuple[_Integers, TokenScores]]:
         """Yield which targets a pass scored, and their scores."""
         batch, begin = _Batch(), 0
         for text in texts:
@@ -322,7 +320,7 @@ class TextScorer:
 
     def _scored(
         self, adapter: str | None, batch: _Batch, targets: _Integers
-    ) -> tuple[_Integers, tuple[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[_Integers, TokenScores]:
         """Compute a batch; return which targets these are, and their scores."""
         members = np.concatenate(batch.members)
         scores = PieceScores(np.concatenate(batch.keys), targets[members], self._vocabulary)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from genlm.plugin import TokenScores, rows_from_logits
-from genlm.prefix import BatchLimits, PieceScores, ScoredText, plan_batches
+from genlm.prefix import BatchLimits, PieceScores, ScoredText, divided_scores, plan_batches
 from genlm_hf.forward import next_logits, padded_inputs
 from genlm_hf.pieces import OutputPieces
 from genlm_hf.probe import padding_is_safe, sample_ids
@@ -99,12 +99,7 @@ class PaddedPath:
         else:
             for text, first in zip(texts, ends, strict=False):
                 self._score_by_rows(adapter, text, int(first), scores)
-        found = scores.results()
-        sizes = [len(text.targets) for text in texts]
-        return [
-            TokenScores(logprobs.clone(), is_top.clone())
-            for logprobs, is_top in zip(*(part.split(sizes) for part in found), strict=True)
-        ]
+        return divided_scores(scores.results(), texts)
 
     def next_score_pass(
         self,

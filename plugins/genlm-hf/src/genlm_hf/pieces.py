@@ -176,10 +176,10 @@ def _decoders(model: Any) -> Iterator[torch.nn.Module]:
     found += [getattr(found[-1], "decoder", None), getattr(model, "model", None)]
     seen: set[int] = set()
     for module in found:
-        is_part = isinstance(module, torch.nn.Module) and module is not model
-        if is_part and id(module) not in seen:
-            seen.add(id(module))
-            yield module
+        if not isinstance(module, torch.nn.Module) or module is model or id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield module
 
 
 def _with_states(output: Any, states: torch.Tensor) -> Any:

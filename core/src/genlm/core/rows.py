@@ -15,7 +15,7 @@ import torch
 from genlm.core.errors import EvaluationError
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["invalid_rows", "rows_from_logits"]
+__all__ = ["invalid_rows", "known_logits", "rows_from_logits"]
 
 _SUM_TOLERANCE = 1e-2
 """How far from 1 the probabilities of a row may sum. Rows of a correct engine are within
@@ -51,16 +51,29 @@ def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tens
             f"logits of shape {tuple(logits.shape)}; expected rows of them, (n, width)"
         )
     size = vocabulary.size
-    kept = logits[:, :size].float()
-    if vocabulary.missing_ids:
-        index = _missing_index(vocabulary, kept.shape[1], kept.device)
-        kept = kept.index_fill(1, index, float("-inf"))
-    rows = torch.log_softmax(kept, dim=-1)
+    rows = torch.log_softmax(known_logits(logits, vocabulary), dim=-1)
     if rows.shape[1] == size:
         return rows
     padded = rows.new_full((rows.shape[0], size), float("-inf"))
     padded[:, : rows.shape[1]] = rows
     return padded
+
+
+def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """Return the logits of the vocabulary's ids, `-inf` for ids that no token has.
+
+    Args:
+        logits: Shape `(n, width)`, any floating dtype, any device.
+        vocabulary: Says which ids there are.
+
+    Returns:
+        Shape `(n, min(width, vocabulary.size))`, float32; may share memory with `logits`.
+    """
+    kept = logits[:, : vocabulary.size].float()
+    if vocabulary.missing_ids:
+        index = _missing_index(vocabulary, kept.shape[1], kept.device)
+        kept = kept.index_fill(1, index, float("-inf"))
+    return kept
 
 
 def invalid_rows(

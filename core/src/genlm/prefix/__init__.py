@@ -2,20 +2,31 @@
 
 For engines that run a model themselves. `PrefixRows` computes the next-token rows of batches
 of sequences from a `PrefixTree` of bounded size, with eviction, pinning, adapters and
-roll-back; the engine provides a `ForwardFn`, which runs its model over uncached tokens.
-`prefill_stages`, `group_segments` and `SegmentBatch` lay those out as padded forward passes
-with gathered pasts. `PrefixEngine` is the base class of such engines; `choose_path` selects
-the fastest execution path that gives the right rows.
+roll-back; the engine provides a `ForwardFn`, which runs its model over uncached tokens, or a
+`ScoringForward`, with which texts are scored too. `prefill_stages`, `group_segments` and
+`SegmentBatch` lay tokens out as padded forward passes with gathered pasts. `PrefixEngine` is
+the base class of such engines; `choose_path` selects the fastest execution path that gives the
+right rows.
 """
 
 from genlm.prefix.engine import Adapters, PrefixEngine
 from genlm.prefix.execution_path import (
     ExecutionPath,
     PathChoice,
+    ScoringPath,
     SelfTest,
     ServeOptions,
     UnsupportedModelError,
     choose_path,
+)
+from genlm.prefix.forward import (
+    ForwardCounts,
+    ForwardFn,
+    ForwardResult,
+    Receive,
+    ScoringForward,
+    TokenRun,
+    TreeBatch,
 )
 from genlm.prefix.node import SCRATCH_SLOT, Node, Slots, slots_within
 from genlm.prefix.padding import (
@@ -28,7 +39,8 @@ from genlm.prefix.padding import (
     plan_batches,
     prefill_stages,
 )
-from genlm.prefix.rows import ForwardFn, ForwardResult, PrefixRows, TreeBatch
+from genlm.prefix.rows import PrefixRows
+from genlm.prefix.scoring import PieceScores, ScoredText, divided_scores
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
 
 __all__ = [
@@ -36,24 +48,32 @@ __all__ = [
     "Adapters",
     "BatchLimits",
     "ExecutionPath",
+    "ForwardCounts",
     "ForwardFn",
     "ForwardResult",
     "Node",
     "OutOfSlotsError",
     "PathChoice",
+    "PieceScores",
     "PrefixEngine",
     "PrefixRows",
     "PrefixTree",
+    "Receive",
+    "ScoredText",
+    "ScoringForward",
+    "ScoringPath",
     "Segment",
     "SegmentBatch",
     "SegmentLimits",
     "SelfTest",
     "ServeOptions",
     "Slots",
+    "TokenRun",
     "Tokens",
     "TreeBatch",
     "UnsupportedModelError",
     "choose_path",
+    "divided_scores",
     "group_segments",
     "places_of",
     "plan_batches",

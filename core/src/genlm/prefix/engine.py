@@ -10,12 +10,15 @@ from genlm.core.engine import BatchEngine, Capability
 from genlm.core.errors import UnknownAdapterError, UnsupportedCapabilityError
 from genlm.core.query import Query
 from genlm.core.validation import check_query
-from genlm.prefix.execution_path import PathChoice
+from genlm.prefix.execution_path import PathChoice, ScoringPath
 from genlm.prefix.renamed import EngineStatistics
 from genlm.prefix.rows import PrefixRows
+from genlm.prefix.scoring import ScoredText
 
 if TYPE_CHECKING:
     import torch
+
+    from genlm.core.query import TokenScores
 
 __all__ = ["Adapters", "PrefixEngine"]
 
@@ -87,7 +90,10 @@ class PrefixEngine(BatchEngine):
         if not isinstance(choice.path, PrefixRows):
             hints[Capability.PREFIX_CACHE] = f"this model has no cache ({choice.reason})"
         self.capability_hints = hints
-        self.capabilities = frozenset({Capability.LORA, Capability.PREFIX_CACHE} - hints.keys())
+        offered = {Capability.LORA, Capability.PREFIX_CACHE}
+        if isinstance(choice.path, ScoringPath) and choice.path.can_score:
+            offered.add(Capability.SCORE)
+        self.capabilities = frozenset(offered - hints.keys())
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -101,21 +107,34 @@ class PrefixEngine(BatchEngine):
             UnknownAdapterError: Its adapter was not loaded.
             TokenIdError: The tokenizer has the id, but the model has no embedding
                 for it.
-            UnsupportedCapabilityError: It requests a continuation.
+            UnsupportedCapabilityError: It requests a continuation, or scores of a model
+                whose path cannot score.
         """
         if query.sampling is not None:
             raise self._unsupported(Capability.SAMPLE)
+        if query.targets and Capability.SCORE not in self.capabilities:
+            raise self._unsupported(Capability.SCORE)
         self._check(query)
         super().submit(query)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select about one forward pass: the oldest query and others of its adapter.
 
-        A context longer than a pass, or of more slots than are free, takes several passes.
+        All of them ask for rows, or all for scores. A context longer than a pass, or of more
+        slots than are free, takes several passes.
         """
-        adapter = pending[0].adapter
-        candidates = [query for query in pending if query.adapter == adapter]
-        chosen = self._choice.path.next_pass(adapter, self._sequences(candidates))
+        adapter, path = pending[0].adapter, self._choice.path
+        scored = bool(pending[0].targets)
+        candidates = [
+            query
+            for query in pending
+            if query.adapter == adapter and bool(query.targets) == scored
+        ]
+        if scored:
+            assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
+            chosen = path.next_score_pass(adapter, _texts(candidates))
+        else:
+            chosen = path.next_pass(adapter, self._sequences(candidates))
         return [candidates[i] for i in chosen]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -128,6 +147,14 @@ class PrefixEngine(BatchEngine):
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
             return self._choice.path.rows(adapter, self._sequences(queries))
+
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
+        """Score the targets of each query; all have the same adapter."""
+        adapter, path = queries[0].adapter, self._choice.path
+        assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
+        self._tokens_asked += sum(map(len, queries))
+        with self.activate(adapter):
+            return path.scores(adapter, _texts(queries))
 
     def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Return what the execution path takes: only a tree has a use for `TokenSequence`."""
@@ -225,3 +252,7 @@ class PrefixEngine(BatchEngine):
     def _unsupported(self, capability: Capability) -> UnsupportedCapabilityError:
         hint = self.capability_hints.get(capability, "")
         return UnsupportedCapabilityError(capability, self.backend, hint)
+
+
+def _texts(queries: Sequence[Query]) -> list[ScoredText]:
+    return [ScoredText(query.sequence, query.targets) for query in queries]

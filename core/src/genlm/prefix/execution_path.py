@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -18,9 +18,14 @@ from genlm.core.errors import ModelLoadError
 from genlm.prefix.renamed import current_execution_path
 from genlm.prefix.rows import PrefixRows
 
+if TYPE_CHECKING:
+    from genlm.core.query import TokenScores
+    from genlm.prefix.scoring import ScoredText
+
 __all__ = [
     "ExecutionPath",
     "PathChoice",
+    "ScoringPath",
     "SelfTest",
     "ServeOptions",
     "UnsupportedModelError",
@@ -70,6 +75,26 @@ class ExecutionPath(Protocol):
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work. Thread-safe."""
+        ...
+
+
+@runtime_checkable
+class ScoringPath(ExecutionPath, Protocol):
+    """An execution path that also scores texts, if `can_score`."""
+
+    @property
+    def can_score(self) -> bool:
+        """Whether it scores texts of this model."""
+        ...
+
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+        """Score the targets of each text; the caller activates the adapter."""
+        ...
+
+    def next_score_pass(
+        self, adapter: str | None, texts: Sequence[ScoredText]
+    ) -> Sequence[int]:
+        """Choose texts whose scores take about one forward pass; as `next_pass`."""
         ...
 
 

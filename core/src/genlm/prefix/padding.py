@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from genlm.prefix.forward import TreeBatch
 from genlm.prefix.node import SCRATCH_SLOT, Node, Slots
-from genlm.prefix.rows import TreeBatch
 
 __all__ = [
     "BatchLimits",
@@ -187,12 +187,10 @@ def places_of(
 def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
     """Divide the work of a batch into stages, each of which depends on the earlier ones.
 
-    The first stage includes the last tokens of cached sequences, which are run again for
-    their logits.
+    The first stage includes cached tokens whose logits are wanted, which are run again.
     """
     depths: dict[Node, int] = {}
     stages: list[list[Segment]] = [[]]
-    uncached: set[int] = set()
     for node in batch.tree.uncached():  # ancestors before descendants
         above = depths.get(node.parent) if node.parent is not None else None
         depth = depths[node] = 0 if above is None else above + 1
@@ -201,15 +199,9 @@ def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
         writes = node.slots[node.computed :]
         slots = node.path_slots(0, node.end)
         stages[depth].append(Segment(node.tokens[node.computed :], slots, writes))
-        uncached.update(writes.tolist())
-    scratch = np.array([SCRATCH_SLOT], np.int64)
-    for sequence, slot in zip(batch.sequences, batch.last_slots, strict=True):
-        if slot not in uncached:
-            node = batch.tree.find(batch.adapter, sequence)
-            slots = node.path_slots(0, len(sequence))
-            last = sequence.ids_from(len(sequence) - 1)
-            stages[0].append(Segment(last, slots, scratch))
-            uncached.add(slot)
+    for run in batch.cached_runs():
+        scratch = np.full(run.end - run.first, SCRATCH_SLOT, np.int64)
+        stages[0].append(Segment(run.tokens, run.node.path_slots(0, run.end), scratch))
     return stages
 
 

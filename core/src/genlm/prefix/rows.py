@@ -1,72 +1,35 @@
 """Next-token rows of batches of sequences from a prefix tree.
 
 `PrefixRows` owns the tree, its budget and its roll-backs. A `ForwardFn` runs the model over
-the tokens that the tree does not have yet.
+the tokens that the tree does not have yet. Texts are scored by `TextScorer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from genlm.core.errors import EvaluationError
 from genlm.core.rows import rows_from_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
+from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TreeBatch
 from genlm.prefix.node import slots_within
+from genlm.prefix.scoring import ScoredText, TextScorer
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ForwardFn", "ForwardResult", "PrefixRows", "TreeBatch"]
+    from genlm.core.query import TokenScores
+
+__all__ = ["PrefixRows"]
 
 _Batch = list[tuple[int, int]]
 """Index of a sequence and the slot of its last token."""
 
 # `next_pass` looks at each pending sequence for microseconds; this bounds the total.
 _MOST_PASSED_OVER = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TreeBatch:
-    """Sequences in the current batch of a tree.
-
-    Attributes:
-        tree: Holds all of them; its uncached tokens are to be computed.
-        adapter: Adapter under which they were inserted.
-        sequences: Sequences whose next tokens are wanted.
-        last_slots: What `insert` returned for each.
-    """
-
-    tree: PrefixTree
-    adapter: str | None
-    sequences: Sequence[TokenSequence]
-    last_slots: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """Result of running a model over a batch.
-
-    Attributes:
-        logits: Shape `(sequences, width of the model's output)`, in the model's dtype.
-        tokens: Number of tokens that went through the model, without padding.
-        forwards: Number of forward passes.
-    """
-
-    logits: torch.Tensor
-    tokens: int
-    forwards: int
-
-
-class ForwardFn(Protocol):
-    """Runs a model over the uncached tokens of a tree."""
-
-    def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Store keys and values of all uncached tokens; return the sequences' logits."""
-        ...
 
 
 class PrefixRows:
@@ -79,6 +42,8 @@ class PrefixRows:
         forward: Runs the model over the tokens that are not in the tree yet.
         without_cache: Returns the row of a sequence too long for the whole budget, shape
             `(1, vocabulary.size)`, float32.
+        score_without_cache: Scores a text too long for the whole budget; texts are scored only
+            if it is given, and `forward` is a `ScoringForward`.
         vocabulary: The tokenizer's vocabulary.
         budget_bytes: Upper bound of the memory of keys and values.
         bytes_per_token: Memory of the keys and values of one token.
@@ -99,6 +64,7 @@ class PrefixRows:
         bytes_per_token: int,
         max_tokens: int,
         max_rows: int,
+        score_without_cache: Callable[[ScoredText], TokenScores] | None = None,
     ) -> None:
         self.forward, self._without_cache = forward, without_cache
         self._vocabulary = vocabulary
@@ -106,6 +72,13 @@ class PrefixRows:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
+        self._score_without_cache = score_without_cache
+        self._scorer = TextScorer(
+            self._tree,
+            self._score_pass,
+            without_cache=self._scored_alone,
+            vocabulary=vocabulary,
+        )
 
     def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
         """Compute the next-token row of each sequence, in one pass or in several.
@@ -176,6 +149,45 @@ class PrefixRows:
             if len(chosen) == self._max_rows:
                 break
         return chosen
+
+    @property
+    def can_score(self) -> bool:
+        """Whether it scores texts."""
+        return self._score_without_cache is not None and isinstance(
+            self.forward, ScoringForward
+        )
+
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+        """Score texts: each position that is not cached is computed once, in few passes.
+
+        When this raises, the tree holds computed tokens only.
+
+        Args:
+            adapter: Name of the adapter that is active in the model.
+            texts: At least one; ids that the model can embed.
+
+        Raises:
+            EvaluationError: A row is not a distribution.
+        """
+        assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
+        limit = self._max_tokens
+        if not self.forward.scores_in_pieces():
+            limit = min(limit, self._max_rows)
+        return self._scorer.scores(adapter, texts, limit)
+
+    def next_score_pass(
+        self, adapter: str | None, texts: Sequence[ScoredText]
+    ) -> Sequence[int]:
+        """Choose texts whose scores take one pass: the first, then those that still fit.
+
+        Args:
+            adapter: Adapter of all texts.
+            texts: At least one, the most urgent first.
+
+        Returns:
+            Their indices, in order, 0 among them.
+        """
+        return self._scorer.next_pass(adapter, texts, self._max_tokens)
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.
@@ -280,7 +292,20 @@ class PrefixRows:
     def _compute(self, wanted: TreeBatch) -> torch.Tensor:
         """Compute a batch of the tree, end it, and return the requested logits."""
         result = self.forward(wanted)
-        self._tree.commit()
-        self._forwards += result.forwards
-        self._tokens_computed += result.tokens
+        self._commit(result.tokens, result.forwards)
         return result.logits
+
+    def _score_pass(self, wanted: TreeBatch, receive: Receive) -> None:
+        """Compute a batch of the tree, end it, and give the wanted logits to `receive`."""
+        assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
+        self._commit(*self.forward.score(wanted, receive))
+
+    def _scored_alone(self, text: ScoredText) -> TokenScores:
+        assert self._score_without_cache is not None  # noqa: S101 - our own mistake
+        self._contexts_without_cache += 1
+        return self._score_without_cache(text)
+
+    def _commit(self, tokens: int, forwards: int) -> None:
+        self._tree.commit()
+        self._forwards += forwards
+        self._tokens_computed += tokens

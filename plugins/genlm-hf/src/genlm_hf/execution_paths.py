@@ -193,6 +193,7 @@ def _prefix_rows(
     return PrefixRows(
         forward,
         without_cache=lambda sequence: padded.rows(None, [sequence]),
+        score_without_cache=lambda text: padded.scores(None, [text])[0],
         vocabulary=served.vocabulary,
         budget_bytes=storage.budget_bytes,
         bytes_per_token=storage.bytes_per_token,

@@ -15,7 +15,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["accepted", "current_device", "evaluation_mode", "next_logits", "taken_logits"]
+__all__ = [
+    "accepted",
+    "current_device",
+    "evaluation_mode",
+    "next_logits",
+    "padded_inputs",
+    "replaced_forward",
+    "taken_logits",
+]
 
 _parameters: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
@@ -43,8 +51,21 @@ def next_logits(
         Logits, shape `(len(sequences), width of the model's output)`, in the
         model's dtype, on the device of its output.
     """
+    inputs, shape = padded_inputs(model, sequences, pad_id=pad_id, device=device)
+    last = [len(sequence) - 1 for sequence in sequences]
+    kept = torch.tensor(last if positions is None else positions, device=device)
+
+    def take(states: torch.Tensor) -> torch.Tensor:
+        return _take(states, kept)[:, None]
+
+    return taken_logits(model, inputs, shape, take)[:, 0]
+
+
+def padded_inputs(
+    model: Any, sequences: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Return what `forward` gets to run sequences padded on the right, and the ids' shape."""
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
-    kept = lengths - 1 if positions is None else torch.tensor(positions, device=device)
     longest = max(len(sequence) for sequence in sequences)
     padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
     mask = torch.arange(longest, device=device) < lengths[:, None]
@@ -54,11 +75,7 @@ def next_logits(
         "use_cache": False,
         "return_dict": True,
     }
-
-    def take(states: torch.Tensor) -> torch.Tensor:
-        return _take(states, kept)[:, None]
-
-    return taken_logits(model, accepted(model, inputs), (len(sequences), longest), take)[:, 0]
+    return accepted(model, inputs), (len(sequences), longest)
 
 
 def taken_logits(
@@ -122,15 +139,23 @@ def _head_input(
         yield
         return
 
-    # Not a hook: another model may share the module's dictionary of hooks.
-    attributes, whole = vars(head), head.forward
-    replaced = attributes.get("forward")
+    whole = head.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args and tuple(args[0].shape[:-1]) == shape:
             return whole(take(args[0]), *args[1:], **kwargs)
         return whole(*args, **kwargs)
 
+    with replaced_forward(head, forward):
+        yield
+
+
+@contextmanager
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute something else within this context."""
+    # Not a hook: another model may share the module's dictionary of hooks.
+    attributes = vars(module)
+    replaced = attributes.get("forward")
     attributes["forward"] = forward
     try:
         yield

@@ -5,13 +5,16 @@ It supports every decoder-only model and is the reference for faster paths.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
-from genlm.plugin import rows_from_logits
-from genlm.prefix import BatchLimits, plan_batches
-from genlm_hf.forward import next_logits
+from genlm.plugin import TokenScores, rows_from_logits
+from genlm.prefix import BatchLimits, PieceScores, ScoredText, divided_scores, plan_batches
+from genlm_hf.forward import next_logits, padded_inputs
+from genlm_hf.pieces import OutputPieces
 from genlm_hf.probe import padding_is_safe, sample_ids
 from genlm_hf.quantised import is_quantised
 from genlm_hf.rope import depends_on_longest, forget_longest
@@ -27,14 +30,14 @@ _PADDABLE_LAYERS |= {"hybrid", "hybrid_sliding", "moe", "mlp", "dense"}
 
 
 class PaddedPath:
-    """Rows from padded forward passes; an `ExecutionPath`.
+    """Rows and scores from padded forward passes; a `ScoringPath`.
 
     Raises:
         ModelLoadError: The model is not a causal language model.
     """
 
     def __init__(self, served: ServedModel) -> None:
-        self._served = served
+        self._served, self._pieces = served, OutputPieces(served)
         config = served.model.config.get_text_config()
         self._by_longest = depends_on_longest(config)
         kinds = set(getattr(config, "layer_types", None) or ())
@@ -50,6 +53,11 @@ class PaddedPath:
             max_rows=served.max_rows,
             equal_lengths=self._by_longest or not safe or not kinds <= _PADDABLE_LAYERS,
         )
+
+    @property
+    def can_score(self) -> bool:
+        """Whether it scores texts."""
+        return True
 
     @property
     def pads(self) -> bool:
@@ -74,6 +82,83 @@ class PaddedPath:
         batches = plan_batches([len(sequence) for sequence in sequences], self._limits)
         return next(batch for batch in batches if 0 in batch)
 
+    def scores(
+        self,
+        adapter: str | None,
+        texts: Sequence[ScoredText],
+    ) -> list[TokenScores]:
+        """Score texts in few passes; where a row depends on the length, by rows."""
+        ends = np.cumsum([0, *(len(text.targets) for text in texts)])
+        targets = np.array([i for text in texts for i in text.targets], np.int64)
+        scores = PieceScores(np.arange(len(targets)), targets, self._served.vocabulary)
+        if self.pads:
+            lengths = [len(text.sequence) for text in texts]
+            for batch in plan_batches(lengths, self._score_limits()):
+                chosen = [(texts[i], int(ends[i])) for i in batch]
+                self._score_pass(chosen, scores)
+        else:
+            for text, first in zip(texts, ends, strict=False):
+                self._score_by_rows(adapter, text, int(first), scores)
+        return divided_scores(scores.results(), texts)
+
+    def next_score_pass(
+        self,
+        adapter: str | None,  # noqa: ARG002 - see ScoringPath
+        texts: Sequence[ScoredText],
+    ) -> Sequence[int]:
+        """Choose the first and those that share its pass; alone if rows score it."""
+        if not self.pads:
+            return [0]
+        lengths = [len(text.sequence) for text in texts]
+        return next(batch for batch in plan_batches(lengths, self._limits) if 0 in batch)
+
+    def _score_limits(self) -> BatchLimits:
+        if self._pieces.are_small:
+            return self._limits
+        most = min(self._served.max_tokens, self._served.max_rows)
+        return dataclasses.replace(self._limits, max_tokens=most)
+
+    def _score_pass(self, texts: Sequence[tuple[ScoredText, int]], scores: PieceScores) -> None:
+        """Run one pass over texts and score them.
+
+        Args:
+            texts: Texts, and the key of the first target of each.
+            scores: Gets the logits, whose keys continue the first of each text.
+        """
+        sequences = [text.sequence.token_ids for text, _ in texts]
+        inputs, shape = padded_inputs(
+            self._served.model,
+            sequences,
+            pad_id=self._served.pad_id,
+            device=self._served.device,
+        )
+        places, keys = [], []
+        for row, (text, first_key) in enumerate(texts):
+            count = len(text.targets)
+            places.append(row * shape[1] + text.first + np.arange(count))
+            keys.append(first_key + np.arange(count))
+        kept = torch.from_numpy(np.concatenate(places)).to(self._served.device)
+        known = np.concatenate(keys)
+
+        def take(states: torch.Tensor) -> torch.Tensor:
+            return states.flatten(0, 1)[kept.to(states.device)][None]
+
+        self._pieces.compute(
+            inputs, shape, take, lambda part, logits: scores.add(known[part], logits)
+        )
+        self._count(sequences)
+
+    def _score_by_rows(
+        self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
+    ) -> None:
+        """Score one text by the rows of its beginnings."""
+        ids = text.sequence.token_ids
+        for begin in range(0, len(text.targets), self._served.max_rows):
+            end = min(begin + self._served.max_rows, len(text.targets))
+            lengths = range(text.first + 1 + begin, text.first + 1 + end)
+            rows = self.rows(adapter, [ids[:length] for length in lengths])
+            scores.add(first_key + np.arange(begin, end), rows)
+
     def logits(
         self, sequences: Sequence[Sequence[int]], positions: Sequence[int] | None = None
     ) -> torch.Tensor:
@@ -87,11 +172,14 @@ class PaddedPath:
             device=self._served.device,
             positions=positions,
         )
+        self._count(sequences)
+        return logits
+
+    def _count(self, sequences: Sequence[Sequence[int]]) -> None:
         tokens = sum(map(len, sequences))
         self._forwards += 1
         self._tokens_computed += tokens
         self._tokens_padded += len(sequences) * max(map(len, sequences)) - tokens
-        return logits
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of tokens of contexts, of padding, and of passes."""

@@ -8,7 +8,7 @@ from the slots. The model's own cache would copy the pasts as well.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,13 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm.prefix import (
+    ForwardCounts,
     ForwardResult,
+    Receive,
     Segment,
     SegmentBatch,
     SegmentLimits,
+    Slots,
     TreeBatch,
     UnsupportedModelError,
     group_segments,
@@ -27,6 +30,7 @@ from genlm.prefix import (
     prefill_stages,
 )
 from genlm_hf.forward import accepted, evaluation_mode, taken_logits
+from genlm_hf.pieces import OutputPieces, Take
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
 
@@ -166,7 +170,7 @@ class RecordingCache(Cache):  # type: ignore[misc]
 
 
 class SlotCacheForward:
-    """Runs a model over the uncached tokens of a tree, in padded batches; a `ForwardFn`.
+    """Runs a model over the uncached tokens of a tree, in padded batches; a `ScoringForward`.
 
     Args:
         served: The model.
@@ -179,39 +183,70 @@ class SlotCacheForward:
     def __init__(self, served: ServedModel, storage: KVStorage) -> None:
         self.storage, self._served = storage, served
         self._limits = SegmentLimits(served.max_tokens, served.max_context)
+        self._pieces = OutputPieces(served)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run each prefill stage in as few passes as padding allows."""
-        wanted = set(batch.last_slots)
         parts: list[torch.Tensor] = []
         places: dict[int, int] = {}
-        tokens = forwards = 0
-        for stage in prefill_stages(batch):
-            for segments in group_segments(stage, self._limits):
-                ends = places_of(segments, wanted)
-                for slot, _, _ in ends:
-                    places[slot] = len(places)
-                results = np.array([end[1:] for end in ends], np.int64).reshape(-1, 2)
-                side_by_side = SegmentBatch(segments, self._served.pad_id)
-                parts.append(self._logits(side_by_side, results))
-                tokens += sum(len(segment.tokens) for segment in segments)
-                forwards += 1
+
+        def run(inputs: dict[str, Any], shape: Sequence[int], take: Take, ends: Slots) -> None:
+            for slot in ends.tolist():
+                places[slot] = len(places)
+            parts.append(taken_logits(self._served.model, inputs, shape, take)[0])
+
+        tokens, forwards = self._run(batch, run)
         logits = torch.cat(parts).to(self._served.device)
         order = torch.tensor([places[slot] for slot in batch.last_slots], device=logits.device)
         return ForwardResult(logits[order], tokens, forwards)
 
-    def _logits(self, batch: SegmentBatch, results: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Run one pass; return logits at the given (segment, token) places."""
+    def scores_in_pieces(self) -> bool:
+        """Whether `score` never has the logits of a whole pass in memory."""
+        return self._pieces.are_small
+
+    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
+        """Run each prefill stage; apply the output embedding to a few tokens at a time."""
+
+        def run(inputs: dict[str, Any], shape: Sequence[int], take: Take, ends: Slots) -> None:
+            self._pieces.compute(
+                inputs, shape, take, lambda part, logits: receive(ends[part], logits)
+            )
+
+        return self._run(batch, run)
+
+    def _run(
+        self,
+        batch: TreeBatch,
+        run: Callable[[dict[str, Any], Sequence[int], Take, Slots], None],
+    ) -> ForwardCounts:
+        """Call `run` for each pass: its inputs, their shape, and which tokens are wanted.
+
+        The last two arguments select the wanted positions, and are the slots of these.
+        """
+        wanted = set(batch.wanted_slots())
         device, model = self._served.device, self._served.model
-        where = torch.from_numpy(results).to(device)
-        inputs = _inputs(model, batch, device)
-        inputs["past_key_values"] = SlotCache(self.storage, batch)
+        tokens = forwards = 0
+        for stage in prefill_stages(batch):
+            for segments in group_segments(stage, self._limits):
+                found = np.array(places_of(segments, wanted), np.int64).reshape(-1, 3)
+                side_by_side = SegmentBatch(segments, self._served.pad_id)
+                inputs = _inputs(model, side_by_side, device)
+                inputs["past_key_values"] = SlotCache(self.storage, side_by_side)
+                take = _taking(torch.from_numpy(found[:, 1:]).to(device))
+                run(inputs, side_by_side.tokens.shape, take, found[:, 0])
+                tokens += sum(len(segment.tokens) for segment in segments)
+                forwards += 1
+        return ForwardCounts(tokens, forwards)
 
-        def take(states: torch.Tensor) -> torch.Tensor:
-            rows, tokens = where.to(states.device).unbind(1)
-            return states[rows, tokens][None]
 
-        return taken_logits(model, inputs, batch.tokens.shape, take)[0]
+def _taking(where: torch.Tensor) -> Take:
+    """Return what selects (segment, token) places from states, `(1, places, width)`."""
+
+    def take(states: torch.Tensor) -> torch.Tensor:
+        rows, tokens = where.to(states.device).unbind(1)
+        return states[rows, tokens][None]
+
+    return take
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:

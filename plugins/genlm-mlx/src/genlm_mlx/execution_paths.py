@@ -12,23 +12,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import torch
 
-from genlm.plugin import Vocabulary, rows_from_logits
+from genlm.plugin import TokenScores, Vocabulary, rows_from_logits
 from genlm.prefix import (
     BatchLimits,
     PathChoice,
+    PieceScores,
     PrefixRows,
+    ScoredText,
     SegmentLimits,
     SelfTest,
     ServeOptions,
     Tokens,
     UnsupportedModelError,
     choose_path,
+    divided_scores,
     plan_batches,
     slots_within,
 )
-from genlm_mlx.forward import SlotCacheForward, own_logits, read_shapes, read_windows
+from genlm_mlx.forward import (
+    SlotCacheForward,
+    own_logits,
+    own_pieces,
+    read_shapes,
+    read_windows,
+)
+from genlm_mlx.pieces import OutputPieces
 from genlm_mlx.rotary import PublishedRoPE
 from genlm_mlx.storage import KVStorage, default_budget_bytes
 
@@ -129,6 +140,12 @@ class UncachedPath:
         self._model, self._vocabulary = model, vocabulary
         self._rotary, self._max_tokens = rotary, max_tokens
         self._forwards = self._tokens_computed = 0
+        self._pieces = OutputPieces(model)
+
+    @property
+    def can_score(self) -> bool:
+        """Whether it scores texts."""
+        return True
 
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see ExecutionPath
         """Compute rows in as few passes as limits and lengths allow."""
@@ -152,6 +169,64 @@ class UncachedPath:
         """Choose the first and others, up to about the tokens of one pass in total."""
         totals = itertools.accumulate(map(len, sequences))
         return range(max(1, sum(total <= self._max_tokens for total in totals)))
+
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+        """Score texts of one length together; where rows depend on the length, by rows."""
+        ends = np.cumsum([0, *(len(text.targets) for text in texts)])
+        targets = np.array([i for text in texts for i in text.targets], np.int64)
+        scores = PieceScores(np.arange(len(targets)), targets, self._vocabulary)
+        if self._rotary:
+            for text, first in zip(texts, ends, strict=False):
+                self._score_by_rows(adapter, text, int(first), scores)
+        else:
+            for batch in self._batches([len(text.sequence) for text in texts]):
+                self._score_batch([texts[i] for i in batch], ends[batch], scores)
+        return divided_scores(scores.results(), texts)
+
+    def next_score_pass(
+        self, adapter: str | None, texts: Sequence[ScoredText]
+    ) -> Sequence[int]:
+        """Choose the first and others, as `next_pass`; alone if rows score it."""
+        if self._rotary:
+            return [0]
+        return self.next_pass(adapter, [text.sequence.token_ids for text in texts])
+
+    def _score_batch(
+        self, texts: Sequence[ScoredText], first_keys: Any, scores: PieceScores
+    ) -> None:
+        firsts = np.array([text.first for text in texts])
+        sequences = [text.sequence.token_ids for text in texts]
+        most = self._max_tokens
+        if not self._pieces.are_small:
+            most = min(most, _LOGITS_PER_PASS // self._vocabulary.size)
+        piece = max(1, most // len(texts))
+
+        def receive(where: Any, logits: torch.Tensor) -> None:
+            rows, places = where.T
+            scores.add(first_keys[rows] + places - firsts[rows], logits)
+
+        own_pieces(
+            self._model,
+            self._pieces,
+            sequences,
+            firsts.tolist(),
+            piece=piece,
+            receive=receive,
+        )
+        self._forwards += -(-len(sequences[0]) // piece)
+        self._tokens_computed += sum(map(len, sequences))
+
+    def _score_by_rows(
+        self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
+    ) -> None:
+        """Score one text by the rows of its beginnings."""
+        ids = text.sequence.token_ids
+        most = max(1, _LOGITS_PER_PASS // self._vocabulary.size)
+        for begin in range(0, len(text.targets), most):
+            end = min(begin + most, len(text.targets))
+            lengths = range(text.first + 1 + begin, text.first + 1 + end)
+            rows = self.rows(adapter, [ids[:length] for length in lengths])
+            scores.add(first_key + np.arange(begin, end), rows)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         most = max(1, min(self._max_tokens, _LOGITS_PER_PASS // self._vocabulary.size))
@@ -212,6 +287,7 @@ class SlotCachePath(PrefixRows):
         super().__init__(
             forward,
             without_cache=lambda sequence: uncached.rows(None, [sequence]),
+            score_without_cache=lambda text: uncached.scores(None, [text])[0],
             vocabulary=vocabulary,
             budget_bytes=budget,
             bytes_per_token=token_bytes,
@@ -223,6 +299,15 @@ class SlotCachePath(PrefixRows):
         """Compute rows in one pass, or in several if limits or memory require it."""
         try:
             return super().rows(adapter, sequences)
+        except BaseException:
+            if self.forward.storage.lost:
+                self.clear()
+            raise
+
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+        """Score texts in few passes; see `PrefixRows.scores`."""
+        try:
+            return super().scores(adapter, texts)
         except BaseException:
             if self.forward.storage.lost:
                 self.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm.prefix import (
     SCRATCH_SLOT,
+    ForwardCounts,
     ForwardResult,
+    Receive,
     Segment,
     SegmentBatch,
     SegmentLimits,
@@ -23,10 +25,11 @@ from genlm.prefix import (
     prefill_stages,
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
+from genlm_mlx.pieces import OutputPieces, as_tensor
 from genlm_mlx.resident import ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape
 
-__all__ = ["SlotCacheForward", "own_logits", "read_shapes", "read_windows"]
+__all__ = ["SlotCacheForward", "own_logits", "own_pieces", "read_shapes", "read_windows"]
 
 # Most logits of a pass; 32 MiB in float16. If all tokens of a pass have more, the wanted ones
 # are computed in one more pass, of their tokens alone.
@@ -34,7 +37,7 @@ _LOGITS_AT_ONCE = 2**24
 
 
 class SlotCacheForward:
-    """Runs a model over the uncached tokens of a tree, in padded batches; a `ForwardFn`.
+    """Runs a model over the uncached tokens of a tree, in padded batches; a `ScoringForward`.
 
     Args:
         model: An mlx-lm model.
@@ -63,6 +66,7 @@ class SlotCacheForward:
         self._budget = budget_bytes
         self._token_bytes = sum(layer.bytes_per_token for layer in storage.layers)
         self._resident = ResidentBatches()
+        self._pieces = OutputPieces(model, width)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run each prefill stage in as few passes as padding allows."""
@@ -84,6 +88,47 @@ class SlotCacheForward:
             if not stages and again:
                 stages, again = [again], []
         return ForwardResult(found.logits(batch.last_slots), tokens, forwards)
+
+    def scores_in_pieces(self) -> bool:
+        """Whether `score` never has the logits of a whole pass in memory."""
+        return self._pieces.are_small
+
+    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
+        """Run each prefill stage; apply the output embedding to a few tokens at a time."""
+        wanted = set(batch.wanted_slots())
+        tokens = forwards = 0
+        for stage in prefill_stages(batch):
+            for segments in group_segments(stage, self._limits):
+                self._score(segments, places_of(segments, wanted), receive)
+                tokens += sum(len(segment.tokens) for segment in segments)
+                forwards += 1
+        return ForwardCounts(tokens, forwards)
+
+    def _score(
+        self,
+        segments: Sequence[Segment],
+        ends: Sequence[tuple[int, int, int]],
+        receive: Receive,
+    ) -> None:
+        """Run one pass; pass on the logits at the given (slot, segment, token) places."""
+        slot = max(int(segment.slots.max()) for segment in segments)
+        self._resident.fit(self._budget - self.storage.slots_with(slot) * self._token_bytes)
+        self.storage.make_room(slot)
+        batch = SegmentBatch(segments, pad_id=0)
+        caches = slot_caches(self.storage, batch, self._windows)
+        ids = mx.array(batch.tokens.astype(np.int32))
+        if ends:
+            slots = np.array([slot for slot, _, _ in ends], np.int64)
+            rows, places = (mx.array([end[i] for end in ends]) for i in (1, 2))
+            self._pieces.compute(
+                lambda: self._model(ids, cache=caches),
+                lambda states: states[rows, places][None],
+                self.storage.settle,
+                lambda part, logits: receive(slots[part], logits),
+            )
+        else:
+            self.storage.settle(self._model(ids, cache=caches)[:, :1])
+        self._resident.forget_slots(batch)
 
     def clear(self) -> None:
         """Free everything computed."""
@@ -154,7 +199,7 @@ class _Found:
         """Store the logits, `(slots, width)`, of the tokens in some slots."""
         for slot in slots:
             self._places[slot] = len(self._places)
-        self._parts.append(_as_tensor(logits))
+        self._parts.append(as_tensor(logits))
 
     def logits(self, slots: Sequence[int]) -> torch.Tensor:
         """Return the logits of slots in order, `(slots, width)`."""
@@ -180,7 +225,60 @@ def own_logits(model: Any, sequences: Sequence[tuple[int, ...]], piece: int) -> 
     for first in range(0, last, piece):
         model(ids[:, first : min(first + piece, last)], cache=cache)
         mx.eval([layer.state for layer in cache])
-    return _as_tensor(model(ids[:, last:], cache=cache)[:, -1].astype(mx.float32))
+    return as_tensor(model(ids[:, last:], cache=cache)[:, -1].astype(mx.float32))
+
+
+def own_pieces(
+    model: Any,
+    pieces: OutputPieces,
+    sequences: Sequence[tuple[int, ...]],
+    firsts: Sequence[int],
+    *,
+    piece: int,
+    receive: Callable[[np.ndarray[Any, Any], torch.Tensor], None],
+) -> None:
+    """Run a model over whole sequences through its own cache; give the logits of their ends.
+
+    Args:
+        model: An mlx-lm model.
+        pieces: Its output embedding.
+        sequences: Sequences of one length.
+        firsts: The first position of each whose logits are wanted.
+        piece: Number of tokens of each in one pass.
+        receive: Gets (sequence, position) pairs, shape `(n, 2)`, and their logits.
+    """
+    ids = mx.array(np.array(sequences, np.int32))
+    cache = make_prompt_cache(model)
+    for begin in range(0, ids.shape[1], piece):
+        end = min(begin + piece, ids.shape[1])
+        wanted = [
+            (row, place)
+            for row, first in enumerate(firsts)
+            for place in range(max(first, begin), end)
+        ]
+        _own_pass(model, pieces, ids[:, begin:end], cache, np.array(wanted), begin, receive)
+
+
+def _own_pass(  # noqa: PLR0917 - the parts of `own_pieces`
+    model: Any,
+    pieces: OutputPieces,
+    ids: mx.array,
+    cache: list[Any],
+    wanted: np.ndarray[Any, Any],
+    begin: int,
+    receive: Callable[[np.ndarray[Any, Any], torch.Tensor], None],
+) -> None:
+    if not len(wanted):
+        model(ids, cache=cache)
+        mx.eval([layer.state for layer in cache])
+        return
+    rows, places = mx.array(wanted[:, 0]), mx.array(wanted[:, 1] - begin)
+    pieces.compute(
+        lambda: model(ids, cache=cache),
+        lambda states: states[rows, places][None],
+        lambda states: mx.eval(states, [layer.state for layer in cache]),
+        lambda part, logits: receive(wanted[part], logits),
+    )
 
 
 def read_windows(model: Any) -> list[int | None]:
@@ -236,9 +334,3 @@ def _alone(segment: Segment, place: int) -> Segment:
     """Return a segment of one computed token, to be run again."""
     slots = segment.slots[: segment.past + place + 1]
     return Segment(segment.tokens[place : place + 1], slots, np.array([SCRATCH_SLOT], np.int64))
-
-
-def _as_tensor(array: mx.array) -> torch.Tensor:
-    """Return a float32 array as a tensor on the CPU."""
-    mx.eval(array)
-    return torch.from_numpy(np.array(array))

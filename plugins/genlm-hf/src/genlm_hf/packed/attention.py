@@ -9,18 +9,21 @@ slots of its own past. It does not use transformers' caches or masks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from genlm.prefix import ForwardResult, TreeBatch
+from genlm.prefix import ForwardCounts, ForwardResult, Receive, TreeBatch
 from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward
+from genlm_hf.pieces import OutputPieces, Take
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage
 
@@ -70,7 +73,7 @@ def register() -> None:
 
 
 class PackedForward:
-    """Runs a model over the uncached tokens of a tree, as one sequence; a `ForwardFn`.
+    """Runs a model over the uncached tokens of a tree, as one sequence; a `ScoringForward`.
 
     Args:
         served: The model.
@@ -86,10 +89,38 @@ class PackedForward:
     ) -> None:
         self.storage, self._layout = storage, layout
         self._model, self._device = served.model, served.device
+        self._pieces = OutputPieces(served)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run one pass with explicit positions and without a mask."""
         plan = plan_forward(batch)
+        with self._planned(plan) as (inputs, take):
+            logits = taken_logits(self._model, inputs, (1, len(plan.tokens)), take)[0]
+        return ForwardResult(logits.to(self._device), tokens=len(plan.tokens), forwards=1)
+
+    def scores_in_pieces(self) -> bool:
+        """Whether `score` never has the logits of a whole pass in memory."""
+        return self._pieces.are_small
+
+    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
+        """Run one pass, and the output embedding for a few tokens at a time."""
+        plan, slots = plan_forward(batch), np.array(batch.wanted_slots())
+        with self._planned(plan) as (inputs, take):
+            self._pieces.compute(
+                inputs,
+                (1, len(plan.tokens)),
+                take,
+                lambda part, logits: receive(slots[part], logits),
+            )
+        return ForwardCounts(tokens=len(plan.tokens), forwards=1)
+
+    @contextmanager
+    def _planned(self, plan: PackedPlan) -> Iterator[tuple[dict[str, Any], Take]]:
+        """Let forward passes within this context follow a plan.
+
+        Yields:
+            Arguments of the model's `forward`, and what selects the wanted positions.
+        """
         first = DevicePlan(plan, self._device)
         inputs = {
             "input_ids": first.tokens[None],
@@ -105,10 +136,9 @@ class PackedForward:
         _step.plan, _step.on_device = plan, {self._device: first}
         try:
             with self._layout.runs(PACKED_ATTENTION):
-                logits = taken_logits(self._model, inputs, (1, len(plan.tokens)), take)[0]
+                yield inputs, take
         finally:
             del _step.layout, _step.storage, _step.plan, _step.on_device
-        return ForwardResult(logits.to(self._device), tokens=len(plan.tokens), forwards=1)
 
 
 def takes_positions(model: Any) -> bool:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.prefix import SCRATCH_SLOT, BatchLimits, Node, Slots, TreeBatch, plan_batches
+from genlm.prefix import (
+    SCRATCH_SLOT,
+    BatchLimits,
+    Node,
+    Slots,
+    TokenRun,
+    TreeBatch,
+    plan_batches,
+)
 
 __all__ = [
     "PackedPlan",
@@ -75,7 +83,7 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive tokens of one sequence, computed together.
+    """Consecutive tokens of one sequence, computed together, or run again for their logits.
 
     Attributes:
         past: Number of tokens before them.
@@ -101,7 +109,7 @@ class PackedPlan:
         writes: The slot that takes the keys and values of each.
         groups: Groups of the first tokens of the pass.
         chunks: Chunks of the tokens after the groups.
-        results: Index in the pass of each sequence's last token.
+        results: Index in the pass of each token whose logits are wanted.
     """
 
     tokens: Integers
@@ -114,55 +122,49 @@ class PackedPlan:
 
 def plan_forward(batch: TreeBatch) -> PackedPlan:
     """Plan the pass that computes the uncached tokens of a tree, and all results."""
-    queries, nodes = _queries_and_nodes(batch.tree.uncached())
-    uncached = {query.write for query in queries}
-    uncached.update(slot for node in nodes for slot in node.slots[node.computed :].tolist())
-    again = {
-        slot: QueryToken(
-            sequence.ids_from(len(sequence) - 1)[0],
-            len(sequence) - 1,
-            SCRATCH_SLOT,
-            batch.tree.find(batch.adapter, sequence),
-        )
-        for sequence, slot in zip(batch.sequences, batch.last_slots, strict=True)
-        if slot not in uncached
-    }
-    groups = list(group_tokens([*queries, *again.values()]))
+    queries, runs = _divided(batch.tree.uncached(), batch.cached_runs())
+    groups = list(group_tokens([query for query, _ in queries]))
+    slots = dict(queries)
     ordered = [query for group in groups for query in group.tokens]
     tokens = [query.token for query in ordered]
     positions = [query.position for query in ordered]
     writes = [query.write for query in ordered]
-    for node in nodes:
-        tokens.extend(node.tokens[node.computed :])
-        positions.extend(range(node.start + node.computed, node.end))
-        writes.extend(node.slots[node.computed :].tolist())
-    places = {slot: place for place, slot in enumerate(writes)}
-    if again:
-        place_of = {query: place for place, query in enumerate(ordered)}
-        places.update({slot: place_of[query] for slot, query in again.items()})
+    places = {slots[query]: place for place, query in enumerate(ordered)}
+    for run in runs:
+        own = run.own_slots.tolist()
+        places.update(zip(own, range(len(tokens), len(tokens) + len(own)), strict=True))
+        tokens.extend(run.tokens)
+        positions.extend(range(run.first, run.end))
+        is_cached = run.first < run.node.start + run.node.computed
+        writes.extend([SCRATCH_SLOT] * len(own) if is_cached else own)
     return PackedPlan(
         tokens=np.array(tokens, np.int64),
         positions=np.array(positions, np.int64),
         writes=np.array(writes, np.int64),
         groups=groups,
-        chunks=[PrefillChunk(n.start + n.computed, n.path_slots(0, n.end)) for n in nodes],
-        results=np.array([places[slot] for slot in batch.last_slots], np.int64),
+        chunks=[PrefillChunk(run.first, run.node.path_slots(0, run.end)) for run in runs],
+        results=np.array([places[slot] for slot in batch.wanted_slots()], np.int64),
     )
 
 
-def _queries_and_nodes(uncached: Sequence[Node]) -> tuple[list[QueryToken], list[Node]]:
-    """Divide uncached tokens into query tokens and nodes that run as prefill chunks."""
-    queries: list[QueryToken] = []
-    nodes: list[Node] = []
-    for node in uncached:
-        length = len(node.tokens) - node.computed
-        if length > _LONGEST_UNGROUPED:
-            nodes.append(node)
-            continue
-        for offset in range(node.computed, len(node.tokens)):
-            slot = int(node.slots[offset])
-            queries.append(QueryToken(node.tokens[offset], node.start + offset, slot, node))
-    return queries, nodes
+def _divided(
+    uncached: Sequence[Node], cached: Sequence[TokenRun]
+) -> tuple[list[tuple[QueryToken, int]], list[TokenRun]]:
+    """Divide tokens into query tokens with their slots, and runs that are prefill chunks."""
+    queries: list[tuple[QueryToken, int]] = []
+    long: list[TokenRun] = []
+    new = [TokenRun(node, node.start + node.computed, node.end) for node in uncached]
+    for runs, is_cached in ((new, False), (cached, True)):
+        for run in runs:
+            if run.end - run.first > _LONGEST_UNGROUPED:
+                long.append(run)
+                continue
+            for place, (token, slot) in enumerate(
+                zip(run.tokens, run.own_slots.tolist(), strict=True), run.first
+            ):
+                write = SCRATCH_SLOT if is_cached else slot
+                queries.append((QueryToken(token, place, write, run.node), slot))
+    return queries, long
 
 
 def group_tokens(queries: Sequence[QueryToken]) -> Iterator[QueryGroup]:

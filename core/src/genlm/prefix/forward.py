@@ -1,0 +1,180 @@
+"""What a prefix tree asks of a model: the batch, the result, and the functions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm.core.sequence import TokenSequence
+from genlm.prefix.node import Node, Slots
+from genlm.prefix.tree import PrefixTree
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ForwardCounts",
+    "ForwardFn",
+    "ForwardResult",
+    "Receive",
+    "ScoringForward",
+    "TokenRun",
+    "TreeBatch",
+]
+
+_Flags = NDArray[np.bool_]
+
+Receive = Callable[[Slots, "torch.Tensor"], None]
+"""Takes slots and the logits after their tokens, shape `(slots, width)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """Sequences in the current batch of a tree.
+
+    Attributes:
+        tree: Holds all of them; its uncached tokens are to be computed.
+        adapter: Adapter under which they were inserted.
+        sequences: Sequences whose next tokens are wanted.
+        last_slots: What `insert` returned for each.
+        first_positions: For each sequence the first position whose logits are wanted, and
+            those of all later ones with it; empty if only those of the last are.
+    """
+
+    tree: PrefixTree
+    adapter: str | None
+    sequences: Sequence[TokenSequence]
+    last_slots: Sequence[int]
+    first_positions: Sequence[int] = ()
+
+    def wanted_slots(self) -> Sequence[int]:
+        """Return the slots of the tokens whose logits are wanted, each once."""
+        if not self.first_positions:
+            return self.last_slots
+        parts = [node.slots[mask] for node, mask in self._wanted().items()]
+        wanted: list[int] = np.concatenate(parts).tolist()
+        return wanted
+
+    def cached_runs(self) -> list[TokenRun]:
+        """Return the tokens that are computed already, but whose logits are wanted."""
+        if self.first_positions:
+            return [
+                TokenRun(node, node.start + first, node.start + end)
+                for node, mask in self._wanted().items()
+                for first, end in _runs(mask[: node.computed])
+            ]
+        uncached = {
+            slot
+            for node in self.tree.uncached()
+            for slot in node.slots[node.computed :].tolist()
+        }
+        return [
+            TokenRun(self.tree.find(self.adapter, sequence), len(sequence) - 1, len(sequence))
+            for sequence, slot in zip(self.sequences, self.last_slots, strict=True)
+            if slot not in uncached
+        ]
+
+    def _wanted(self) -> dict[Node, _Flags]:
+        """Return which tokens of each node have wanted logits."""
+        found: dict[Node, _Flags] = {}
+        for sequence, first in zip(self.sequences, self.first_positions, strict=True):
+            end = len(sequence)
+            node: Node | None = self.tree.find(self.adapter, sequence)
+            while node is not None and node.parent is not None and node.end > first:
+                if node not in found:
+                    found[node] = np.zeros(len(node.tokens), bool)
+                found[node][max(0, first - node.start) : end - node.start] = True
+                end = min(end, node.start)
+                node = node.parent
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Consecutive tokens of a node.
+
+    Attributes:
+        node: The node that holds them.
+        first: Position of the first in its sequences.
+        end: Position after the last.
+    """
+
+    node: Node
+    first: int
+    end: int
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Their ids."""
+        start = self.node.start
+        return self.node.tokens[self.first - start : self.end - start]
+
+    @property
+    def own_slots(self) -> Slots:
+        """Their slots."""
+        start = self.node.start
+        return self.node.slots[self.first - start : self.end - start]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Result of running a model over a batch.
+
+    Attributes:
+        logits: Shape `(sequences, width of the model's output)`, in the model's dtype.
+        tokens: Number of tokens that went through the model, without padding.
+        forwards: Number of forward passes.
+    """
+
+    logits: torch.Tensor
+    tokens: int
+    forwards: int
+
+
+class ForwardFn(Protocol):
+    """Runs a model over the uncached tokens of a tree."""
+
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        """Store keys and values of all uncached tokens; return the sequences' logits."""
+        ...
+
+
+class ForwardCounts(NamedTuple):
+    """What it took to run a model over a batch.
+
+    Attributes:
+        tokens: Number of tokens that went through the model, without padding.
+        forwards: Number of forward passes.
+    """
+
+    tokens: int
+    forwards: int
+
+
+@runtime_checkable
+class ScoringForward(ForwardFn, Protocol):
+    """A `ForwardFn` that gives the logits of many positions of each sequence, in pieces."""
+
+    def scores_in_pieces(self) -> bool:
+        """Whether `score` never has the logits of a whole pass in memory."""
+        ...
+
+    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
+        """Store keys and values of all uncached tokens; pass on the wanted logits.
+
+        Args:
+            batch: Its `wanted_slots` say which logits are wanted.
+            receive: Is called with some of these slots and their logits, as often as it
+                takes, with each slot once. The logits are read before it returns.
+        """
+        ...
+
+
+def _runs(flags: _Flags) -> Iterator[tuple[int, int]]:
+    """Yield the beginning and the end of each run of true entries."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

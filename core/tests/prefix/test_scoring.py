@@ -1,0 +1,283 @@
+"""Scores of texts from a prefix tree, by a model whose keys tell every prefix apart."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from genlm import EvaluationError, Token, TokenScores, Vocabulary
+from genlm.plugin import TokenSequence
+from genlm.prefix import (
+    ForwardCounts,
+    PieceScores,
+    PrefixRows,
+    Receive,
+    ScoredText,
+    TreeBatch,
+    prefill_stages,
+)
+
+from .test_rows import SIZE, TOKEN_BYTES, Model, expected, next_state, row_after, text
+
+Ids = tuple[int, ...]
+
+
+class ScoringModel(Model):
+    """Gives the logits of all wanted slots, two at a time."""
+
+    small = True
+
+    def scores_in_pieces(self) -> bool:
+        return self.small
+
+    def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
+        wanted = list(batch.wanted_slots())
+        assert len(set(wanted)) == len(wanted)
+        states: dict[int, int] = {}
+        tokens = 0
+        for stage in prefill_stages(batch):
+            for segment in stage:
+                past = segment.slots[: segment.past]
+                state = self.slots[past[-1]] if len(past) else len(batch.adapter or "")
+                for token, slot, write in zip(
+                    segment.tokens, segment.slots[segment.past :], segment.writes, strict=True
+                ):
+                    assert state is not None
+                    state = next_state(state, token)
+                    assert int(slot) not in states  # nothing is run twice in a pass
+                    states[int(slot)] = state
+                    self.slots[write] = state
+                    if self.fail:
+                        raise RuntimeError("no memory")
+                    tokens += 1
+        self.passes += 1
+        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(wanted))
+        for begin in range(0, len(wanted), 2):
+            slots = np.array(wanted[begin : begin + 2])
+            receive(slots, torch.stack([row_after(states[slot]) for slot in slots.tolist()]))
+        return ForwardCounts(tokens, forwards=1)
+
+
+def serve(capacity: int, **limits: int) -> tuple[PrefixRows, ScoringModel]:
+    tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
+    model = ScoringModel(capacity)
+    rows = PrefixRows(
+        model,
+        without_cache=lambda sequence: expected(None, sequence)[None],
+        score_without_cache=lambda scored: right_scores(None, scored),
+        vocabulary=Vocabulary(None, tokens, [str(token) for token in tokens]),
+        budget_bytes=(capacity + 1) * TOKEN_BYTES + 3,
+        bytes_per_token=TOKEN_BYTES,
+        **{"max_tokens": 64, "max_rows": 8} | limits,
+    )
+    return rows, model
+
+
+def scored(ids: Ids, start: int = 1) -> ScoredText:
+    return ScoredText(TokenSequence.of(ids[:-1]), ids[start:])
+
+
+def right_scores(adapter: str | None, asked: ScoredText) -> TokenScores:
+    """The oracle: each target by the row before it."""
+    ids = asked.sequence.token_ids
+    rows = [expected(adapter, ids[:end]) for end in range(asked.first + 1, len(ids) + 1)]
+    pairs = list(zip(rows, asked.targets, strict=True))
+    return TokenScores(
+        torch.stack([row[target] for row, target in pairs]),
+        torch.tensor([bool(row[target] >= row.max()) for row, target in pairs]),
+    )
+
+
+def assert_right(rows: PrefixRows, texts: list[ScoredText], adapter: str | None = None) -> None:
+    for found, asked in zip(rows.scores(adapter, texts), texts, strict=True):
+        wanted = right_scores(adapter, asked)
+        torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
+        assert found.is_top.tolist() == wanted.is_top.tolist()
+
+
+def used(rows: PrefixRows, name: str) -> int:
+    return int(rows.statistics()[name])
+
+
+@pytest.mark.parametrize("capacity", [0, 25, 70, 2000])
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_do_not_depend_on_what_else_is_scored_or_kept(capacity: int, seed: int) -> None:
+    program = random.Random(seed)
+    rows, model = serve(capacity)
+    texts: list[Ids] = [text(20, seed)]
+    for _ in range(12):
+        texts = [
+            (*program.choice(texts)[: program.randrange(90)], *text(program.randint(2, 12), i))
+            for i in program.choices(range(1000), k=program.randint(1, 9))
+        ]
+        assert_right(rows, [scored(ids, program.randint(1, len(ids) - 1)) for ids in texts])
+        if program.random() < 0.5:
+            sequences = list(dict.fromkeys(ids[: program.randint(1, 40)] for ids in texts))
+            found = rows.rows(None, sequences)
+            wanted = torch.stack([expected(None, ids) for ids in sequences])
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert used(rows, "kv_tokens") <= capacity
+    assert model.largest[0] <= 64
+    if capacity != 70:  # longer than most
+        assert (used(rows, "contexts_without_cache") > 0) == (capacity < 70)
+
+
+def test_a_known_prefix_is_not_computed_again_and_the_rest_once() -> None:
+    rows, _ = serve(500)
+    ids = text(30, 0)
+    rows.rows(None, [ids[:20]])
+    before = used(rows, "tokens_computed")
+    assert_right(rows, [scored(ids, 20)])  # after token 19, which is run again for its logits
+    assert used(rows, "tokens_computed") == before + 1 + 9
+    assert used(rows, "forwards") == 2
+
+
+def test_positions_that_texts_share_are_computed_once() -> None:
+    rows, model = serve(500)
+    prompt = text(30, 0)
+    texts = [scored((*prompt, i, 3), 1) for i in range(SIZE)]
+    assert_right(rows, texts)
+    assert used(rows, "tokens_computed") == model.largest[1] == 30 + SIZE
+    assert_right(rows, texts)  # all of them cached and run again, in one pass
+    assert used(rows, "tokens_computed") == 2 * (30 + SIZE)
+    assert (model.passes, model.largest) == (2, (30 + SIZE, 30 + SIZE))
+
+
+def test_texts_that_differ_in_the_last_target_share_all_positions() -> None:
+    rows, _ = serve(500)
+    ids = text(12, 0)
+    assert_right(rows, [scored((*ids, i), 5) for i in range(SIZE)])
+    assert used(rows, "tokens_computed") == 12
+
+
+def test_a_text_longer_than_a_pass_takes_several_and_the_last_has_room_for_others() -> None:
+    rows, model = serve(500, max_tokens=10)
+    assert_right(rows, [scored(text(36, 0), 14), scored(text(5, 1), 2)])
+    assert model.passes == 4
+    assert model.largest[0] == 10
+    assert used(rows, "tokens_computed") == 35 + 4
+
+
+def test_passes_are_smaller_where_all_logits_of_a_pass_are_in_memory() -> None:
+    rows, model = serve(500)
+    model.small = False
+    assert_right(rows, [scored(text(30, 0)), scored(text(9, 1))])
+    assert model.largest[0] == 8
+
+
+def test_what_raises_leaves_computed_tokens_only() -> None:
+    rows, model = serve(500)
+    ids = text(30, 0)
+    assert_right(rows, [scored(ids[:10])])
+    model.fail = True
+    with pytest.raises(RuntimeError, match="no memory"):
+        rows.scores(None, [scored(ids)])
+    assert used(rows, "kv_tokens") == 9
+    model.fail = False
+    assert_right(rows, [scored(ids)])
+
+
+def test_adapters_share_nothing() -> None:
+    rows, _ = serve(500)
+    for adapter in (None, "red", "scarlet"):
+        assert_right(rows, [scored(text(9, 0))], adapter)
+    assert used(rows, "kv_tokens") == 24
+
+
+def test_a_choice_is_one_pass() -> None:
+    rows, model = serve(2000)
+    prompt = text(25, 99)
+    left = [scored((*prompt, *text(12, i)), 5 * (i % 6) + 1) for i in range(12)]
+    left += [scored(text(40, i)) for i in range(3)]
+    program = random.Random(0)
+    program.shuffle(left)
+    while left:
+        chosen = rows.next_score_pass(None, left)
+        assert chosen[0] == 0
+        assert sorted(set(chosen)) == list(chosen)
+        before = model.passes
+        assert_right(rows, [left[place] for place in chosen])
+        assert model.passes == before + 1
+        left = [each for place, each in enumerate(left) if place not in chosen]
+    assert model.largest[0] <= 64
+    # 14 passes would be one for each text.
+    assert model.passes <= 8
+
+
+def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
+    rows, _ = serve(500)
+    waiting = [scored(text(n + 1, n)) for n in (40, 30, 10, 25, 14, 3)]
+    assert list(rows.next_score_pass(None, waiting)) == [0, 2, 4]
+    assert list(rows.next_score_pass(None, [scored(text(101, 0)), *waiting])) == [0, 3, 5, 6]
+
+
+# -- pieces -----------------------------------------------------------------------------
+
+
+def vocabulary(size: int, missing: tuple[int, ...] = ()) -> Vocabulary:
+    tokens = [Token(i, b"" if i in missing else bytes([65 + i])) for i in range(size)]
+    return Vocabulary(None, tokens, [str(i) for i in range(size)], missing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [5, 9, 12])
+def test_only_ids_of_the_vocabulary_that_have_logits_count(
+    width: int, dtype: torch.dtype
+) -> None:
+    vocab = vocabulary(9, missing=(3, 7))
+    logits = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kept = torch.full((6, 9), float("-inf"), dtype=torch.float64)
+    kept[:, :width] = logits[:, :9].double()
+    kept[:, [3, 7]] = float("-inf")
+    wanted = kept.log_softmax(-1)
+    pairs = np.array([(row, target) for row in range(6) for target in range(9)])
+    pairs = np.random.default_rng(0).permutation(pairs)
+    scores = PieceScores(pairs[:, 0] * 10, pairs[:, 1], vocab)
+    for rows in ([4], [5, 0], [1, 2, 3]):
+        scores.add(np.array(rows) * 10, logits[rows])
+    logprobs, is_top = scores.results()
+    right = wanted[pairs[:, 0], pairs[:, 1]]
+    torch.testing.assert_close(logprobs.double(), right, rtol=0, atol=1e-5)
+    assert torch.equal(is_top, right >= wanted.amax(-1)[pairs[:, 0]])
+    assert is_top.any()
+
+
+def test_equal_logits_are_all_on_top() -> None:
+    scores = PieceScores(np.array([0, 0, 0]), np.array([1, 2, 0]), vocabulary(4))
+    scores.add(np.array([0]), torch.tensor([[0.0, 2.0, 2.0, -1.0]]))
+    assert scores.results()[1].tolist() == [True, True, False]
+
+
+def test_a_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    found = []
+    for values in (1, 20, 10**6):
+        monkeypatch.setattr("genlm.prefix.scoring._VALUES_AT_ONCE", values)
+        scores = PieceScores(np.arange(50), np.arange(50) % 9, vocabulary(9, (2,)))
+        scores.add(np.arange(50), logits)
+        found.append(scores.results())
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0])
+        assert torch.equal(found[0][1], other[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
+def test_rows_that_are_no_distributions_are_errors(bad: float | None) -> None:
+    logits = torch.zeros(3, 4)
+    if bad is None:
+        logits[1] = float("-inf")
+    else:
+        logits[1, 2] = bad
+    for targets, fails in (([0, 1, 2], True), ([0, 2], False)):
+        scores = PieceScores(np.array(targets), np.zeros(len(targets), np.int64), vocabulary(4))
+        scores.add(np.arange(3), logits)
+        if fails:
+            with pytest.raises(
+                EvaluationError, match=r"1 of 3 rows that are not distributions"
+            ):
+                scores.results()
+        else:
+            assert scores.results()[0].isfinite().all()

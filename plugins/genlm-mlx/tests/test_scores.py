@@ -1,0 +1,187 @@
+"""Scores of texts against transformers, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import AsyncLM, Capability, Query, TokenScores
+from genlm.testing import TINY_LLAMA, TinyModel, families
+from genlm_mlx import execution_paths, pieces
+from genlm_mlx.engine import MLXEngine
+
+from .conftest import Make
+from .driving import rows_of, used
+
+Ids = tuple[int, ...]
+FAMILIES = families(head_dim=8)
+PATHS = ("slot_cache", "uncached")
+
+
+def text(length: int, seed: int) -> Ids:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 300, (length,), generator=generator).tolist())
+
+
+TEXTS = [text(40, 0), (*text(40, 0)[:12], *text(20, 1)), text(33, 2), text(33, 3), text(2, 4)]
+STARTS = [1, 15, 30, 4, 1]
+
+
+def scores_of(
+    engine: MLXEngine, texts: Sequence[Ids], starts: Sequence[int], adapter: str | None = None
+) -> list[TokenScores]:
+    for i, (ids, start) in enumerate(zip(texts, starts, strict=True)):
+        engine.submit(Query(i, ids[:-1], adapter, targets=ids[start:]))
+    found: dict[int, Any] = {}
+    while len(found) < len(texts):
+        for completion in engine.step():
+            assert completion.error is None, completion.error
+            found[completion.query_id] = completion.result
+    return [found[i] for i in range(len(texts))]
+
+
+def assert_right(
+    texts: Sequence[Ids],
+    starts: Sequence[int],
+    found: Sequence[TokenScores],
+    oracle: Callable[[Ids], torch.Tensor],
+    bound: float = 1e-5,
+) -> None:
+    for ids, start, scores in zip(texts, starts, found, strict=True):
+        rows = [oracle(ids[:end]).double() for end in range(start, len(ids))]
+        pairs = list(zip(rows, ids[start:], strict=True))
+        right = torch.stack([row[target] for row, target in pairs])
+        assert (scores.logprobs.double() - right).abs().max() <= bound
+        assert scores.is_top.tolist() == [bool(row[i] >= row.max()) for row, i in pairs]
+
+
+@pytest.fixture(autouse=True)
+def few_positions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_LOGITS_AT_ONCE", 7 * 320)
+
+
+def pieces_of(engine: MLXEngine) -> pieces.OutputPieces:
+    path: Any = engine._choice.path
+    found: pieces.OutputPieces = getattr(path, "forward", path)._pieces
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_scores_are_right_with_and_without_a_cache(path: str, llama: TinyModel) -> None:
+    engine = MLXEngine(
+        llama.path, dtype="float32", execution_path=path, max_tokens_per_batch=50
+    )
+    assert Capability.SCORE in engine.capabilities
+    for _ in range(2):  # the second time most is cached
+        assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
+    assert pieces_of(engine).are_small
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "cohere", "granite", "mamba", "gemma2"])
+def test_logits_that_are_scaled_or_capped_and_other_layers_are_right(
+    name: str, tmp_path: Any
+) -> None:
+    model = TinyModel.of(tmp_path, FAMILIES[name])
+    engine = MLXEngine(model.path, dtype="float32", max_tokens_per_batch=60)
+    assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), model.logprobs, 1e-4)
+    assert pieces_of(engine).are_small
+
+
+def test_windows_hide_what_they_should(make: Make) -> None:
+    settings = {**TINY_LLAMA, "sliding_window": 6}
+    model = make("mistral", settings)
+    for path in PATHS:
+        engine = MLXEngine(
+            model.path, dtype="float32", execution_path=path, max_tokens_per_batch=9
+        )
+        assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), model.logprobs)
+
+
+def test_adapters_apply(llama: TinyModel) -> None:
+    engine = MLXEngine(llama.path, dtype="float32")
+    for name in ("red", "blue"):
+        engine.add_adapter(name, llama.adapters[name])
+    for name in (None, "red", "blue"):
+        found = scores_of(engine, TEXTS, STARTS, name)
+        assert_right(TEXTS, STARTS, found, lambda ids, name=name: llama.logprobs(ids, name))
+
+
+def test_every_position_is_computed_once(llama: TinyModel) -> None:
+    engine = MLXEngine(llama.path, dtype="float32", self_test=False)
+    prompt = text(30, 0)
+    texts = [(*prompt, *text(4, i)) for i in range(1, 7)]
+    engine.cache_prefix(prompt, None)
+    before = used(engine, "tokens_computed")
+    found = scores_of(engine, texts, [30] * 6)
+    # All but the last token of each, and the last of the prompt again, for its logits.
+    assert used(engine, "tokens_computed") == before + 6 * 3 + 1
+    assert_right(texts, [30] * 6, found, llama.logprobs)
+
+
+def test_rows_after_scores_are_right(llama: TinyModel) -> None:
+    engine = MLXEngine(llama.path, dtype="float32")
+    contexts = [ids[:20] for ids in TEXTS[:4]]
+    for _ in range(3):
+        rows = rows_of(engine, contexts)
+        right = torch.stack([llama.logprobs(ids) for ids in contexts])
+        assert (rows - right).abs().max() <= 1e-5
+        assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
+        contexts = [(*ids, 7) for ids in contexts]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_decoder_all_logits_of_smaller_passes_are_computed(
+    path: str, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_modules", lambda model: iter(()))
+    monkeypatch.setattr(execution_paths, "_LOGITS_PER_PASS", 11 * 320)
+    engine = MLXEngine(llama.path, dtype="float32", execution_path=path)
+    assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
+    assert not pieces_of(engine).are_small
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_text_longer_than_the_cache_is_scored_without(path: str, llama: TinyModel) -> None:
+    engine = MLXEngine(
+        llama.path, dtype="float32", execution_path=path, kv_budget_bytes=20 * 256
+    )
+    assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
+
+
+def test_texts_whose_rows_depend_on_the_length_are_scored_by_rows(make: Make) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    settings = {**TINY_LLAMA, "max_position_embeddings": 16, "rope_parameters": rope}
+    model = make("llama", settings)
+    engine = MLXEngine(model.path, dtype="float32")
+    assert engine.statistics()["execution_path"] == "uncached"
+    found = scores_of(engine, TEXTS[:2], STARTS[:2])
+    assert_right(TEXTS[:2], STARTS[:2], found, model.logprobs)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_raises_leaves_the_model_as_it_was(
+    path: str, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = MLXEngine(llama.path, dtype="float32", execution_path=path)
+    model = pieces_of(engine)._model
+    decoder = model["model"]
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("genlm.prefix.scoring.PieceScores.add", broken)
+        engine.submit(Query(0, TEXTS[0][:-1], targets=TEXTS[0][1:]))
+        [completion] = engine.step()
+        assert "out of memory" in str(completion.error)
+    assert model["model"] is decoder
+    assert_right(TEXTS, STARTS, scores_of(engine, TEXTS, STARTS), llama.logprobs)
+
+
+def test_callers_get_scores(llama: TinyModel) -> None:
+    with AsyncLM(lambda: MLXEngine(llama.path, dtype="float32"), name="mlx") as llm:
+        found = llm.batch_score_sync(TEXTS, STARTS, with_top=True)
+    assert_right(TEXTS, STARTS, found, llama.logprobs)

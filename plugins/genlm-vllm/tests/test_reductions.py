@@ -22,6 +22,7 @@ from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.row_buffer import ROW_BUFFER
 from genlm_vllm.worker import call_workers
 
+from .interpreted_triton import SECOND_RUNNER
 from .traffic import Ids, expected_draws, finish, prompts, rows, submit
 
 sys.path.insert(0, str(Path(__file__).parent))  # as a program's own modules are found
@@ -32,7 +33,10 @@ TOKENS = 64
 """In a step; longer prompts are computed in chunks."""
 
 
-@pytest.fixture(scope="module", params=["this process", "own processes"])
+PROCESSES = ["this process"] if SECOND_RUNNER else ["this process", "own processes"]
+
+
+@pytest.fixture(scope="module", params=PROCESSES)
 def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
     engine = tiny.engine(
         multiprocess=request.param == "own processes",

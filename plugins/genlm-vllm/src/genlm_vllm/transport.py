@@ -90,7 +90,8 @@ class _Pickler(pickle.Pickler):
             try:
                 return torch.from_numpy, (value.detach().numpy(),)
             except TypeError:  # bfloat16 and others that numpy does not have
-                return NotImplemented
+                own: Any = value.clone()  # not all of the memory of what it is a part of
+                return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 

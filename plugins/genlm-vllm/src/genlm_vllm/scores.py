@@ -168,13 +168,13 @@ def start_scores(runner: Any) -> bool:
 
 
 def _start_second_runner(runner: Any, mapping: _AdapterMapping) -> bool:
-    worker = runner.prompt_logprobs_worker
-    if worker is None:  # not the last stage of a pipeline
+    prompts = runner.prompt_logprobs_worker
+    if prompts is None:  # not the last stage of a pipeline
         return True
     add, remove, compute = (
-        worker.add_request,
-        worker.remove_request,
-        worker.compute_prompt_logprobs,
+        prompts.add_request,
+        prompts.remove_request,
+        prompts.compute_prompt_logprobs,
     )
     requests: dict[str, ScoreTargets] = {}
 
@@ -189,23 +189,23 @@ def _start_second_runner(runner: Any, mapping: _AdapterMapping) -> bool:
         remove(name)
 
     def scored(
-        logits: Any, hidden_states: torch.Tensor, input_batch: Any, *arguments: Any
+        logits: Any, hidden_states: torch.Tensor, step_batch: Any, *arguments: Any
     ) -> Any:
         spans = [
             Span(
                 requests[name],
-                int(input_batch.query_start_loc_np[place]),
-                int(input_batch.num_computed_prefill_tokens_np[place]),
-                int(input_batch.num_scheduled_tokens[place]),
+                int(step_batch.query_start_loc_np[place]),
+                int(step_batch.num_computed_prefill_tokens_np[place]),
+                int(step_batch.num_scheduled_tokens[place]),
             )
-            for place, name in enumerate(input_batch.req_ids if requests else ())
+            for place, name in enumerate(step_batch.req_ids if requests else ())
             if name in requests
         ]
         _score(logits, hidden_states, spans, mapping)
-        return compute(logits, hidden_states, input_batch, *arguments)
+        return compute(logits, hidden_states, step_batch, *arguments)
 
-    worker.add_request, worker.remove_request = added, removed
-    worker.compute_prompt_logprobs = scored
+    prompts.add_request, prompts.remove_request = added, removed
+    prompts.compute_prompt_logprobs = scored
     return True
 
 

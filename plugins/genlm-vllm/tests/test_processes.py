@@ -11,8 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import genlm
+from genlm.core.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.worker import call_workers
 
@@ -46,6 +48,33 @@ def test_two_ranks_draw_the_same_tokens(engine: Any, tiny: Any) -> None:
     for ids, plan, tokens in zip(asked, plans, found, strict=False):
         assert tokens == expected_draws(tiny, ids, 10, plan.seed or 0, adapter="red")
     assert largest_error(tiny, found[3:], asked) <= 1e-4
+
+
+def test_two_ranks_reduce_and_score_as_one(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering = set()
+
+    def ask(vllm: Any, method: str, *arguments: Any) -> list[Any]:
+        answers = call_workers(vllm, method, *arguments)
+        if method == "genlm_take_bytes":
+            answering.update(rank for rank, each in enumerate(answers) if any(each[:4]))
+        return answers
+
+    monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)
+    asked = prompts(90, 5, 130, 65)
+    for name in (None, "blue"):
+        queries = [submit(engine, ids, name, outputs=(TopK(3), None)) for ids in asked]
+        queries += [submit(engine, ids[:-1], name, targets=ids[2:]) for ids in asked]
+        found = finish(engine, queries)
+        for ids, reduced, scores in zip(asked, found, found[4:], strict=False):
+            top, row = reduced.values
+            assert largest_error(tiny, [row], [ids], name) <= 1e-4
+            assert torch.equal(top.logprobs, row.topk(3).values)
+            for place in (2, len(ids) // 2 + 1, len(ids) - 1):
+                expected = tiny.logprobs(ids[:place], name)[ids[place]]
+                assert abs(float(scores.logprobs[place - 2] - expected)) <= 1e-4
+    assert answering == {0}
 
 
 def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
@@ -94,8 +123,8 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
 
     def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(engine, method, *arguments)
-        if method == "genlm_take_row_bytes":
-            keepers.update(rank for rank, (keys, *_) in enumerate(answers) if keys)
+        if method == "genlm_take_bytes":
+            keepers.update(rank for rank, each in enumerate(answers) if any(each[:4]))
         return answers
 
     monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)
@@ -108,6 +137,10 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
         queries = [submit(engine, ids) for ids in asked]
         found = finish(engine, [*queries, submit(engine, asked[0], None, plan)])
         assert found.pop() == expected_draws(tiny, asked[0], 10, 3)
+        [scores] = finish(engine, [submit(engine, asked[0][:-1], targets=asked[0][90:])])
+        for place in (90, 128, 199):
+            expected = tiny.logprobs(asked[0][:place])[asked[0][place]]
+            assert abs(float(scores.logprobs[place - 90] - expected)) <= 1e-4
         assert largest_error(tiny, found, asked) <= 1e-4
         assert keepers == {1}
         assert engine.statistics()["contexts"] == "not kept: pipelines"

@@ -26,9 +26,13 @@ def prompts(*lengths: int, seed: int = 0) -> list[Ids]:
 
 
 def submit(
-    engine: Any, token_ids: Ids, adapter: str | None = None, sampling: Any = None
+    engine: Any,
+    token_ids: Ids,
+    adapter: str | None = None,
+    sampling: Any = None,
+    **options: Any,
 ) -> Query:
-    query = Query(next(_query_ids), token_ids, adapter, sampling)
+    query = Query(next(_query_ids), token_ids, adapter, sampling, **options)
     engine.submit(query)
     return query
 

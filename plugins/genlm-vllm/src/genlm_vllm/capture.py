@@ -2,7 +2,7 @@
 
 It runs in the process of the model's last layer: this one, or a worker of vLLM. A request
 carries its `CaptureRequest` in `SamplingParams.extra_args`, and its row is stored under its own
-key; the order of requests in a batch does not matter.
+key, together with what is asked of it; the order of requests in a batch does not matter.
 
 vLLM has one interface for logits processors for each of its two model runners. The class
 implements both.
@@ -10,7 +10,7 @@ implements both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -18,10 +18,11 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as _Runner1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from genlm.plugin import draw_tokens, rows_from_logits, stream_uniform
-from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.row_buffer import ROW_BUFFER, Outputs
+from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
-    from genlm.plugin import Vocabulary
+    from genlm.plugin import Reduction, Vocabulary
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as _Runner2
@@ -35,9 +36,23 @@ ARGUMENT = "genlm"
 
 
 class CaptureRow(NamedTuple):
-    """Store the next-token row of the request under a key."""
+    """Store the next-token row of the request under a key.
+
+    Attributes:
+        key: The key.
+        outputs: What is asked of the row, in another process as `pack_outputs` made it; None
+            for the row itself.
+    """
 
     key: int
+    outputs: Sequence[Reduction | bytes | None] | None = None
+
+    @property
+    def wanted(self) -> Outputs:
+        """What is asked of the row."""
+        if any(isinstance(output, bytes) for output in self.outputs or ()):
+            return unpack_outputs(cast("Sequence[bytes | None]", self.outputs))
+        return tuple(cast("Sequence[Reduction | None]", self.outputs))
 
 
 class DrawToken(NamedTuple):
@@ -123,19 +138,20 @@ class Capture(_Runner1, _Runner2):  # type: ignore[misc]
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Store rows and draw tokens; return the logits, changed where tokens were drawn."""
-        keys, captured, draws, drawing = [], [], [], []
+        whole: list[tuple[CaptureRow, int]] = []
+        reduced: list[tuple[CaptureRow, int]] = []
+        draws, drawing = [], []
         for index, request, drawn in self._in_batch(logits.shape[0], ctx):
             if isinstance(request, DrawToken):
                 draws.append((request, drawn))
                 drawing.append(index)
             elif drawn == 0:
                 # Later chunks of a prompt replace the row of earlier ones.
-                keys.append(request.key)
-                captured.append(index)
-        if keys and ROW_BUFFER.active:
+                (whole if request.outputs is None else reduced).append((request, index))
+        if ROW_BUFFER.active and (whole or reduced):
             # vLLM computes in inference mode, whose tensors cannot be changed outside.
             with torch.inference_mode(False), torch.no_grad():
-                ROW_BUFFER.put(keys, _rows(logits, captured))
+                _store(logits, whole, reduced)
         if draws:
             _draw(logits, drawing, draws)
         return logits
@@ -155,6 +171,21 @@ class Capture(_Runner1, _Runner2):  # type: ignore[misc]
                     yield row, request, max(0, lengths[row] - request.prompt_length)
                 else:
                     yield row, request, 0
+
+
+def _store(
+    logits: torch.Tensor,
+    whole: list[tuple[CaptureRow, int]],
+    reduced: list[tuple[CaptureRow, int]],
+) -> None:
+    """Store the rows that are asked for, and those of which something else is asked."""
+    if whole:
+        rows = _rows(logits, [index for _, index in whole])
+        ROW_BUFFER.put([request.key for request, _ in whole], rows)
+    if reduced:
+        rows = _rows(logits, [index for _, index in reduced])
+        keys = [request.key for request, _ in reduced]
+        ROW_BUFFER.put_batch(keys, rows, [request.wanted for request, _ in reduced])
 
 
 def _rows(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:

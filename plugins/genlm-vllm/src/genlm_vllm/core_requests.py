@@ -150,9 +150,12 @@ class CoreRequests:
         self._client.add_request(core_request)
         self._has_sent = True
 
-    def extend(self, core_request: Any, token_ids: Sequence[int]) -> None:
-        """Continue a parked request with further tokens."""
+    def extend(
+        self, core_request: Any, token_ids: Sequence[int], extra_args: dict[str, Any]
+    ) -> None:
+        """Continue a parked request with further tokens and other extra arguments."""
         core_request.prompt_token_ids = list(token_ids)
+        core_request.sampling_params.extra_args = extra_args
         self.send(core_request)
 
     def end(self, names: Sequence[str]) -> None:

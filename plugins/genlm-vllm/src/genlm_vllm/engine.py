@@ -22,6 +22,7 @@ from genlm.plugin import (
     Completion,
     ModelFacts,
     Query,
+    TokenIdError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
     Vocabulary,
@@ -38,7 +39,7 @@ from genlm_vllm.loading import adapter_capacity, checked_options, needs_processe
 from genlm_vllm.model_checks import check_served
 from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, ProcessMonitor
-from genlm_vllm.requests import LocalRows, RemoteRows, Request
+from genlm_vllm.requests import LocalRows, RemoteRows, Request, Result
 from genlm_vllm.resident_requests import ResidentRequests
 from genlm_vllm.worker import call_workers
 
@@ -128,10 +129,12 @@ class VLLMEngine:
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
+        scores = all(call_workers(engine, "genlm_start_scores"))
         self.capabilities = frozenset(
             {Capability.SAMPLE}
             | ({Capability.LORA} if capacity else set())
             | ({Capability.PREFIX_CACHE} if caches_prefixes else set())
+            | ({Capability.SCORE} if scores else set())
         )
         failures = self._failures
         self._monitor = None if failures is None else ProcessMonitor(engine, failures)
@@ -165,16 +168,21 @@ class VLLMEngine:
             GenlmError: As `genlm.plugin.check_query`.
             EngineDiedError: A process of vLLM has ended.
         """
-        stays = self._keeps_contexts and query.sampling is None
+        stays = self._keeps_contexts and query.sampling is None and not query.targets
         residents = self._residents if stays else None
         with self._guarding():
             if residents is None:
                 self._check(query)
-                self._requests.add(query)
+                self._requests.add(query, reads_cache=self._may_read_cache(query))
             elif not residents.accept(query):
                 self._check(query)
                 residents.accept_checked(query)
         self._tokens_evaluated += len(query)
+
+    def _may_read_cache(self, query: Query) -> bool:
+        """Whether a block of the prefix cache could end before the first target."""
+        first = len(query) - len(query.targets)
+        return not query.targets or first >= self._vllm.vllm_config.cache_config.block_size
 
     def _check(self, query: Query) -> None:
         check_query(
@@ -183,6 +191,10 @@ class VLLMEngine:
             max_context=self.max_context,
             adapters=self._adapters.names,
         )
+        size = self.vocabulary.size
+        for position, token_id in enumerate(query.targets):
+            if not 0 <= token_id < size:  # a worker that fails ends vLLM
+                raise TokenIdError(token_id, position, size, "targets")
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -213,19 +225,32 @@ class VLLMEngine:
         for request, output in finished:
             self._count(request, output)
         keys = [each.key for each in answered if each.error is None]
-        keys += [r.number for r, output in finished if r.wants_row and r.error(output) is None]
-        rows = self._rows.take(keys)
-        completions = [r.completion(output, rows.get(r.number)) for r, output in finished]
+        keys += [r.number for r, out in finished if not r.is_drawn and r.error(out) is None]
+        results = self._rows.take(keys)
+        completions = []
+        for request, output in finished:
+            result = results.get(request.number)
+            if not self._scores_again(request, output, result):
+                completions.append(request.completion(output, result))
         for each in answered:
             self._tokens_computed += each.computed
-            completions.append(each.completion(rows.get(each.key)))
+            completions.append(each.completion(results.get(each.key)))
         return completions if residents is None else completions + residents.relieve()
+
+    def _scores_again(self, request: Request, output: Any, result: Result | None) -> bool:
+        """Ask again for scores of tokens of which the prefix cache served some."""
+        query = request.query
+        missing = query.targets and result is None and request.error(output) is None
+        if not missing or not request.reads_cache:
+            return False
+        self._requests.add(query, reads_cache=False)
+        return True
 
     def _count(self, request: Request, output: Any) -> None:
         prompt = len(request.query)
         drawn = sum(len(sequence.token_ids) for sequence in output.outputs)
         self._tokens_computed += prompt - (output.num_cached_tokens or 0)
-        if not request.wants_row:
+        if request.is_drawn:
             self._tokens_drawn += drawn
             self._tokens_computed += max(0, drawn - 1)  # the last one is not an input
 
@@ -266,7 +291,7 @@ class VLLMEngine:
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
         own: list[Completion] = []
-        self.submit(Query(_PREFIX_ID, tuple(token_ids), adapter))
+        self.submit(Query(_PREFIX_ID, tuple(token_ids), adapter, outputs=()))
         try:
             while not own:
                 for completion in self._advance():

@@ -1,6 +1,6 @@
 """`LLMRequests`: queries as requests of `vllm.LLMEngine`, one each.
 
-All continuations are, and rows where vLLM keeps no contexts.
+All continuations and scores are, and rows where vLLM keeps no contexts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LLMRequests:
     Args:
         engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
-        rows: Is told which rows nobody will fetch.
+        rows: Is told which results nobody will fetch.
         numbers: Ascending; names and row keys of requests.
 
     Attributes:
@@ -38,16 +38,21 @@ class LLMRequests:
         self.unanswered: dict[str, Request] = {}
         self._ids: dict[int, str] = {}  # vLLM's ids by the query's
 
-    def add(self, query: Query) -> None:
-        """Add a checked query to the running batch."""
+    def add(self, query: Query, *, reads_cache: bool = True) -> None:
+        """Add a checked query to the running batch.
+
+        Args:
+            query: The query.
+            reads_cache: Whether vLLM's prefix cache may serve its beginning.
+        """
         from vllm.inputs import tokens_input
 
         number = next(self._numbers)
-        request, name = Request(query, number), str(number)
+        request, name = Request(query, number, reads_cache), str(number)
         self._engine.add_request(
             name,
             tokens_input(list(query.token_ids)),
-            params_of(request),
+            params_of(request, self._rows),
             lora_request=self._adapters.request(query.adapter),
         )
         self.unanswered[name] = request

@@ -1,4 +1,4 @@
-"""Requests in vLLM: their parameters, their rows, and their completions."""
+"""Requests in vLLM: their parameters, their results, and their completions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm.plugin import Completion, EvaluationError, Query, SamplingParams, Vocabulary
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    Query,
+    Reduced,
+    Reduction,
+    SamplingParams,
+    TokenScores,
+    Vocabulary,
+)
 from genlm_vllm.forks import FORK, Fork
+from genlm_vllm.scores import SCORES, ScoreTargets
+from genlm_vllm.transport import pack_outputs, unpack_result
 from genlm_vllm.worker import call_workers
 
-__all__ = ["LocalRows", "RemoteRows", "Request", "params_of"]
+__all__ = ["LocalRows", "RemoteRows", "Request", "Result", "capture_row", "params_of"]
 
 _BYTES_PER_CALL = 2**26
 """Rows are fetched from other processes in parts of 64 MiB, because each part is copied several
 times."""
+
+Result = torch.Tensor | Reduced | TokenScores | Exception
+"""What was computed for a query: its row, what it asks of the row, its scores, or its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +42,18 @@ class Request:
 
     Attributes:
         query: The query.
-        number: Ascending; also the key of the query's row.
+        number: Ascending; also the key of the query's result.
+        reads_cache: Whether vLLM's prefix cache may serve its beginning.
     """
 
     query: Query
     number: int
+    reads_cache: bool = True
 
     @property
-    def wants_row(self) -> bool:
-        """Whether the query asks for a row, not for a continuation."""
-        return self.query.sampling is None
+    def is_drawn(self) -> bool:
+        """Whether the query asks for a continuation, which vLLM's output has."""
+        return self.query.sampling is not None
 
     def error(self, output: Any) -> EvaluationError | None:
         """Return the error of a finished output, None if it is complete."""
@@ -48,17 +64,25 @@ class Request:
             f"vLLM ended the request with {reason!r} before it was complete; see its log"
         )
 
-    def completion(self, output: Any, row: torch.Tensor | None) -> Completion:
-        """Make the completion from a finished output and, for a row query, the row."""
+    def completion(self, output: Any, result: Result | None) -> Completion:
+        """Make the completion from a finished output and what the worker computed."""
         query_id = self.query.query_id
         error = self.error(output)
-        if error is None and self.wants_row and row is None:
-            error = EvaluationError("vLLM finished the request without computing its row")
         if error is not None:
             return Completion(query_id, error=error)
         if self.query.sampling is None:
-            return Completion(query_id, row)
+            return completion(self.query, result)
         return Completion(query_id, _until_stop(output.outputs[0], self.query.sampling))
+
+
+def completion(query: Query, result: Result | None) -> Completion:
+    """Make the completion from what the worker computed, None if it computed nothing."""
+    if result is None:
+        what = "scores" if query.targets else "row"
+        result = EvaluationError(f"vLLM finished the request without computing its {what}")
+    if isinstance(result, Exception):
+        return Completion(query.query_id, error=result)
+    return Completion(query.query_id, result)
 
 
 def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
@@ -68,7 +92,7 @@ def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
     return drawn
 
 
-def params_of(request: Request, fork: Fork | None = None) -> Any:
+def params_of(request: Request, rows: LocalRows, fork: Fork | None = None) -> Any:
     """Return the `vllm.SamplingParams` of a request.
 
     `Capture` draws tokens, so vLLM samples greedily and without a seed; vLLM's own seeds fail
@@ -76,20 +100,25 @@ def params_of(request: Request, fork: Fork | None = None) -> Any:
 
     Args:
         request: The request.
+        rows: Knows how reductions reach the workers.
         fork: What it begins with, if a worker may copy that.
     """
     import vllm
 
-    from genlm_vllm.capture import ARGUMENT, CaptureRequest, CaptureRow, DrawToken
+    from genlm_vllm.capture import ARGUMENT, DrawToken
 
-    sampling = request.query.sampling
-    capture: CaptureRequest = CaptureRow(request.number)
+    query, sampling = request.query, request.query.sampling
     length, stops = 1, []
+    arguments: dict[str, Any]
     if sampling is not None:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64
-        prompt_length = len(request.query.token_ids)
-        capture = DrawToken(seed, float(sampling.temperature), prompt_length)
+        arguments = {ARGUMENT: DrawToken(seed, float(sampling.temperature), len(query))}
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
+    elif query.targets:
+        first = len(query) - len(query.targets)
+        arguments = {SCORES: ScoreTargets(request.number, first, query.targets)}
+    else:
+        arguments = capture_row(request.number, query, rows)
     return vllm.SamplingParams(
         max_tokens=length,
         temperature=0.0,
@@ -97,12 +126,21 @@ def params_of(request: Request, fork: Fork | None = None) -> Any:
         ignore_eos=True,
         detokenize=False,
         skip_clone=True,  # used by this request only
-        extra_args={ARGUMENT: capture} if fork is None else {ARGUMENT: capture, FORK: fork},
+        skip_reading_prefix_cache=not request.reads_cache,
+        extra_args=arguments if fork is None else {**arguments, FORK: fork},
     )
 
 
+def capture_row(number: int, query: Query, rows: LocalRows) -> dict[str, Any]:
+    """Return the extra arguments of a request that asks for a row or for something of it."""
+    from genlm_vllm.capture import ARGUMENT, CaptureRow
+
+    outputs = None if query.outputs == (None,) else rows.sent(query.outputs)
+    return {ARGUMENT: CaptureRow(number, outputs)}
+
+
 class LocalRows:
-    """Fetches rows that this process stores, on the engine's device.
+    """Fetches results that this process stores, rows on the engine's device.
 
     Args:
         engine: The `vllm.LLMEngine`.
@@ -122,30 +160,34 @@ class LocalRows:
             engine, "genlm_start_capture", vocabulary.size, list(vocabulary.missing_ids)
         )
 
+    def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[Reduction | bytes | None]:
+        """Return what is asked of a row as it is sent to the workers."""
+        return outputs
+
     def abandon(self, key: int) -> None:
-        """Have the next `take` drop a row that may be stored and will not be fetched."""
+        """Have the next `take` drop what may be stored and will not be fetched."""
         self._abandoned.append(key)
 
-    def take(self, keys: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Fetch the rows of finished requests.
+    def take(self, keys: Sequence[int]) -> dict[int, Result]:
+        """Fetch the results of finished requests.
 
         Args:
             keys: The requests' keys.
 
         Returns:
-            The stored rows by key, each in memory of its own.
+            The stored results by key; rows in memory of their own.
         """
         if not keys:
             return {}
         abandoned, self._abandoned = self._abandoned, []
         return self._taken(list(keys), abandoned)
 
-    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
-        rows: dict[int, torch.Tensor]
-        rows, self.tokens_copied = call_workers(
-            self._engine, "genlm_take_rows", keys, abandoned
+    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:
+        results: dict[int, Result]
+        results, scores, self.tokens_copied = call_workers(
+            self._engine, "genlm_take", keys, abandoned
         )[0]
-        return rows
+        return results | {key: _scores(*packed) for key, packed in scores.items()}
 
     def close(self) -> None:
         """Drop all rows."""
@@ -153,7 +195,7 @@ class LocalRows:
 
 
 class RemoteRows(LocalRows):
-    """Fetches rows that workers store, as bytes, to the CPU.
+    """Fetches results that workers store, as bytes, to the CPU.
 
     Args:
         engine: The `vllm.LLMEngine`.
@@ -164,18 +206,37 @@ class RemoteRows(LocalRows):
         super().__init__(engine, vocabulary)
         call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
 
-    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
+    def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[bytes | None]:
+        """Return what is asked of a row as bytes."""
+        return pack_outputs(outputs)
+
+    def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:
         count = max(1, _BYTES_PER_CALL // (4 * self._size))
-        rows: dict[int, torch.Tensor] = {}
+        results: dict[int, Result] = {}
         for begin in range(0, len(keys), count):
             part = keys[begin : begin + count]
-            replies = call_workers(self._engine, "genlm_take_row_bytes", part, abandoned)
-            for found, data, copied in replies:
-                if found:  # the worker that stores rows
+            replies = call_workers(self._engine, "genlm_take_bytes", part, abandoned)
+            for found, data, packed, scores, copied in replies:
+                if found or packed or scores:  # the worker that stores results
                     self.tokens_copied = copied
+                if found:
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
-                    rows |= {key: torch.tensor(row) for key, row in zip(found, values)}
-        return rows
+                    results |= {key: torch.tensor(row) for key, row in zip(found, values)}
+                results |= {key: unpack_result(each) for key, each in packed}
+                results |= {key: _scores(*each) for key, each in scores}
+        return results
 
     def close(self) -> None:
         """Do nothing: the workers' processes end."""
+
+
+def _scores(logprobs: bytes, is_top: bytes) -> TokenScores | EvaluationError:
+    found = np.frombuffer(logprobs, np.float32)
+    nans = int(np.isnan(found).sum())
+    if nans:
+        return EvaluationError(
+            f"the engine computed NaN for {nans} of {len(found)} targets: try dtype='float32' "
+            f"or another engine"
+        )
+    tops = np.frombuffer(is_top, np.bool_)
+    return TokenScores(torch.tensor(found), torch.tensor(tops))

@@ -17,13 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from genlm.plugin import Completion, EvaluationError, Query
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.core_requests import CoreRequests, Load
 from genlm_vllm.forks import Fork
-from genlm_vllm.requests import LocalRows, Request, params_of
+from genlm_vllm.requests import (
+    LocalRows,
+    Request,
+    Result,
+    capture_row,
+    completion,
+    params_of,
+)
 from genlm_vllm.residents import MOST_ADDED, Parent, Resident, ResidentTable
 
 __all__ = ["Answered", "ResidentRequests"]
@@ -50,12 +55,9 @@ class Answered(NamedTuple):
     computed: int = 0
     error: EvaluationError | None = None
 
-    def completion(self, row: torch.Tensor | None) -> Completion:
-        """Make the completion from the row that was fetched."""
-        error = self.error
-        if error is None and row is None:
-            error = EvaluationError("vLLM finished the request without computing its row")
-        return Completion(self.query.query_id, None if error else row, error)
+    def completion(self, result: Result | None) -> Completion:
+        """Make the completion from the result that was fetched."""
+        return completion(self.query, result if self.error is None else self.error)
 
 
 class ResidentRequests:
@@ -162,8 +164,10 @@ class ResidentRequests:
                 parent = self._table.parent(query)
                 resumes = parent is not None and self._table.can_resume(parent)
             if parent is not None and resumes:
+                resident = parent.resident
                 self._table.resume(parent, query)
-                self._core.extend(parent.resident.request, parent.added)
+                asked = capture_row(resident.number, query, self._rows)
+                self._core.extend(resident.request, parent.added, asked)
                 self._continued += 1
             else:
                 begun.append((query, self._fork(parent)))
@@ -182,7 +186,10 @@ class ResidentRequests:
         lora_request = self._adapters.request(query.adapter)
         try:
             core_request = self._core.new(
-                request.number, query.token_ids, params_of(request, fork), lora_request
+                request.number,
+                query.token_ids,
+                params_of(request, self._rows, fork),
+                lora_request,
             )
         except Exception as error:  # noqa: BLE001 - it fails this query alone
             return Completion(query.query_id, error=error)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from genlm.plugin import Reduced, Reduction, reduce_rows
+
 __all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds"]
+
+Outputs = tuple[Reduction | None, ...]
+"""What is asked of a row, see `genlm.plugin.Query`."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +31,37 @@ class VocabularyIds:
 
 @dataclass(frozen=True, slots=True)
 class _BufferedRow:
-    """Row `index` of a batch; on a GPU its computation may not have finished."""
+    """Row `index` of a batch; on a GPU its computation may not have finished.
+
+    Attributes:
+        outputs: What is asked of the row; None for the row itself.
+    """
 
     rows: torch.Tensor
     index: int
     computed: Any = None  # torch.cuda.Event
+    outputs: Outputs | None = None
 
     def owned(self) -> torch.Tensor:
         """Wait for the computation and return the row in memory of its own."""
         if self.computed is None:
             return self.rows[self.index]
-        self.computed.synchronize()
-        # vLLM computes on its own stream. The copy belongs to the default stream, on which
-        # the caller reads it, so that its memory is not reused before.
+        with self.on_callers_stream():
+            return self.rows[self.index].clone()
+
+    def on_callers_stream(self) -> Any:
+        """Wait for the computation; a context in which results belong to the caller's stream.
+
+        vLLM computes on its own stream. Copies belong to the default stream, on which the
+        caller reads them, so that their memory is not reused before.
+        """
+        if self.computed is not None:
+            self.computed.synchronize()
+        if not self.rows.is_cuda:
+            return torch.no_grad()
         stream = torch.cuda.default_stream(self.rows.device)
         self.rows.record_stream(stream)
-        with torch.cuda.stream(stream):
-            return self.rows[self.index].clone()
+        return torch.cuda.stream(stream)
 
 
 class RowBuffer:
@@ -69,8 +89,7 @@ class RowBuffer:
     def put(self, keys: list[int], rows: torch.Tensor) -> None:
         """Store rows, replacing earlier ones of the same keys."""
         if rows.is_cuda:
-            computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            computed.record()
+            computed = _event()
             for index, key in enumerate(keys):
                 self._rows[key] = _BufferedRow(rows, index, computed)
         else:
@@ -78,15 +97,66 @@ class RowBuffer:
             for key, row in zip(keys, copies, strict=True):
                 self._rows[key] = _BufferedRow(row[None], 0)
 
-    def take(self, keys: list[int], abandoned: list[int]) -> dict[int, torch.Tensor]:
-        """Remove and return the stored rows of `keys`; drop the `abandoned` ones."""
+    def put_batch(self, keys: list[int], rows: torch.Tensor, outputs: list[Outputs]) -> None:
+        """Store rows of which something else is asked; they stay in one tensor.
+
+        They are reduced when they are fetched, because only then it is certain that a row is
+        that of a whole prompt and not of a part of it.
+        """
+        computed = _event() if rows.is_cuda else None
+        for index, (key, wanted) in enumerate(zip(keys, outputs, strict=True)):
+            self._rows[key] = _BufferedRow(rows, index, computed, wanted)
+
+    def take(
+        self, keys: list[int], abandoned: list[int]
+    ) -> dict[int, torch.Tensor | Reduced | Exception]:
+        """Remove the stored rows of `keys` and return what is asked of them.
+
+        Args:
+            keys: The keys of finished requests.
+            abandoned: Keys of rows to drop.
+
+        Returns:
+            For each stored key the row, or a `Reduced`, or the error of a row that is not a
+            distribution and of which something else is asked.
+        """
         taken = {key: self._rows.pop(key) for key in keys if key in self._rows}
         for key in abandoned:
             self._rows.pop(key, None)
-        return {key: row.owned() for key, row in taken.items()}
+        batches: dict[int, list[int]] = {}
+        results: dict[int, torch.Tensor | Reduced | Exception] = {}
+        for key, each in taken.items():
+            if each.outputs is None:
+                results[key] = each.owned()
+            else:
+                batches.setdefault(id(each.rows), []).append(key)
+        for members in batches.values():
+            reduced = _reduced([taken[key] for key in members])
+            results |= zip(members, reduced, strict=True)
+        return {key: results[key] for key in taken}
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+def _event() -> Any:
+    computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    computed.record()
+    return computed
+
+
+def _reduced(members: Sequence[_BufferedRow]) -> Sequence[Reduced | Exception]:
+    """Reduce rows of one batch, all at once."""
+    rows = members[0].rows
+    indices = [each.index for each in members]
+    outputs = [each.outputs or () for each in members]
+    try:
+        with torch.inference_mode(False), torch.no_grad(), members[0].on_callers_stream():
+            if indices != list(range(len(rows))):
+                rows = rows[torch.tensor(indices, device=rows.device)]
+            return reduce_rows(rows, outputs)
+    except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
+        return [error] * len(members)
 
 
 ROW_BUFFER = RowBuffer()

@@ -20,6 +20,8 @@ from genlm.plugin import EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import record_failures, start_parent_watchdog
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
+from genlm_vllm.scores import SCORE_BUFFER, PackedScores, start_scores
+from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
 
@@ -56,7 +58,7 @@ def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any
 
 
 class RowWorker:
-    """Returns the rows that `Capture` stored, and loads adapters."""
+    """Returns the rows that `Capture` stored and the scores, and loads adapters."""
 
     @_replying
     def genlm_start_capture(self, size: int, missing_ids: list[int]) -> None:
@@ -68,6 +70,13 @@ class RowWorker:
 
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
         ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first)
+        SCORE_BUFFER.reset()
+
+    @_replying
+    def genlm_start_scores(self) -> bool:
+        """See `genlm_vllm.scores.start_scores`."""
+        worker: Any = self  # vLLM's own worker, once this class is mixed in
+        return start_scores(worker.model_runner)
 
     @_replying
     def genlm_describe_model(self) -> dict[str, Any]:
@@ -104,31 +113,50 @@ class RowWorker:
         return start is not None and bool(start())
 
     @_replying
-    def genlm_take_rows(
+    def genlm_take(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[dict[int, torch.Tensor], int]:
-        """Return rows within this process, see `RowBuffer.take`, and `tokens_copied`."""
-        return ROW_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
+    ) -> tuple[dict[int, Any], dict[int, PackedScores], int]:
+        """Return results within this process.
+
+        Returns:
+            What is asked of rows, see `RowBuffer.take`; scores, see `ScoreBuffer.take`;
+            `tokens_copied`.
+        """
+        results = ROW_BUFFER.take(keys, abandoned)
+        return results, SCORE_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
 
     @_replying
-    def genlm_take_row_bytes(
+    def genlm_take_bytes(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[list[int], bytes, int]:
-        """Return rows to another process: keys, float32 values, and `tokens_copied`."""
-        rows, copied = ROW_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
-        if not rows:
-            return [], b"", copied
-        return list(rows), torch.stack(list(rows.values())).cpu().numpy().tobytes(), copied
+    ) -> tuple[list[int], bytes, list[tuple[int, Any]], list[tuple[int, PackedScores]], int]:
+        """Return results to another process.
+
+        Returns:
+            The keys of rows and their float32 values; keys and what `pack_result` made of
+            other results; keys and scores; `tokens_copied`.
+        """
+        results = ROW_BUFFER.take(keys, abandoned)
+        rows: dict[int, torch.Tensor] = {}
+        packed = []
+        for key, result in results.items():
+            if isinstance(result, torch.Tensor):
+                rows[key] = result
+            else:
+                packed.append((key, pack_result(result)))
+        data = torch.stack(list(rows.values())).cpu().numpy().tobytes() if rows else b""
+        scores = list(SCORE_BUFFER.take(keys, abandoned).items())
+        return list(rows), data, packed, scores, ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_count_rows(self) -> int:
-        """Return the number of stored rows."""
-        return len(ROW_BUFFER)
+        """Return the number of stored rows and scores."""
+        return len(ROW_BUFFER) + len(SCORE_BUFFER)
 
     @_replying
     def genlm_stop_capture(self) -> None:
-        """Drop all rows, before the engine closes."""
+        """Drop all rows and scores, before the engine closes."""
         ROW_BUFFER.reset(VocabularyIds(0), active=False)
+        SCORE_BUFFER.reset()
 
     @_replying
     def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:

@@ -1,0 +1,347 @@
+"""Reductions of rows, computed where the rows are: in this process, and in vLLM's own."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import EvaluationError, SamplingParams
+from genlm.core.masks import Mask
+from genlm.core.reductions import Draw, LogMass, TargetScore, TokenLogprobs, TopK
+from genlm.plugin import stream_uniform
+from genlm.testing import TINY_VOCABULARY
+from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.worker import call_workers
+
+from .interpreted_triton import SECOND_RUNNER
+from .traffic import Ids, expected_draws, finish, prompts, rows, submit
+
+sys.path.insert(0, str(Path(__file__).parent))  # as a program's own modules are found
+
+import own_reductions as own
+
+TOKENS = 64
+"""In a step; longer prompts are computed in chunks."""
+
+
+PROCESSES = ["this process"] if SECOND_RUNNER else ["this process", "own processes"]
+
+
+@pytest.fixture(scope="module", params=PROCESSES)
+def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
+    engine = tiny.engine(
+        multiprocess=request.param == "own processes",
+        max_num_seqs=6,
+        max_num_batched_tokens=TOKENS,
+        max_loras=3,
+    )
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["residents", "no residents"])
+def either(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
+    """The engine, with contexts that stay and without."""
+    engine.clear_prefix_cache()
+    engine.keeps_contexts = request.param == "residents"
+    yield engine
+    engine.keeps_contexts = True
+    assert sum(call_workers(engine.llm_engine, "genlm_count_rows")) == 0
+
+
+def is_local(engine: Any) -> bool:
+    return bool(engine.statistics()["processes"] == "this")
+
+
+def mask(seed: int, share: float = 0.3) -> Mask:
+    generator = random.Random(seed)
+    ids = [i for i in range(TINY_VOCABULARY) if generator.random() < share]
+    return Mask(ids, TINY_VOCABULARY)
+
+
+def drawn_token(row: torch.Tensor, draw: Draw) -> int:
+    """Invert the cumulative distribution of a float64 row."""
+    kept = torch.tensor([draw.mask is None or i in draw.mask for i in range(TINY_VOCABULARY)])
+    weights = (row / draw.temperature).exp() * kept
+    cumulative = weights.cumsum(-1)
+    return int(torch.searchsorted(cumulative, draw.uniform * cumulative[-1], right=True))
+
+
+def check(value: Any, output: Any, row: torch.Tensor) -> None:
+    """Compare a result with the row of its context in float64."""
+    match output:
+        case None:
+            assert (value - row).abs().max() <= 1e-4
+            assert value.untyped_storage().nbytes() == value.nbytes
+        case TokenLogprobs():
+            assert (value - row[list(output.token_ids)]).abs().max() <= 1e-4
+        case TopK():
+            expected = row.topk(output.k)
+            assert (value.logprobs - expected.values).abs().max() <= 1e-4
+            assert (row[value.token_ids] - expected.values).abs().max() <= 1e-4
+        case LogMass():
+            assert abs(value - float(row[list(output.mask)].logsumexp(-1))) <= 1e-4
+        case Draw():
+            assert value.token_id == drawn_token(row, output)
+            assert abs(value.logprob - float(row[value.token_id])) <= 1e-4
+            allowed = row if output.mask is None else row[list(output.mask)]
+            assert abs(value.log_mass - float(allowed.logsumexp(-1))) <= 1e-4
+        case TargetScore():
+            assert abs(value.logprob - float(row[output.token_id])) <= 1e-4
+            assert value.is_top == (int(row.argmax()) == output.token_id)
+        case own.Entropy():
+            assert abs(value - float(torch.special.entr(row.exp()).sum())) <= 1e-3
+        case _:
+            raise AssertionError(output)
+
+
+def oracle(tiny: TinyLlama, ids: Ids, adapter: str | None = None) -> torch.Tensor:
+    row = tiny.logprobs(ids, adapter).double()
+    return row - row.logsumexp(-1)
+
+
+def outputs_of(number: int) -> tuple[Any, ...]:
+    """Different things to ask, several of them for one row and each of them alone."""
+    all_of_them = (
+        TopK(1 + number),
+        LogMass(mask(number)),
+        None,
+        Draw(stream_uniform(number, 3), 0.7, mask(number + 1)),
+        TokenLogprobs((number, 299, 4)),
+        Draw(stream_uniform(number, 4)),
+        own.Entropy(),
+        TargetScore(number),
+    )
+    return all_of_them if number % 3 == 0 else (all_of_them[number % 8],)
+
+
+def test_each_reduction_is_that_of_its_row(either: Any, tiny: Any) -> None:
+    contexts = prompts(*range(5, 29), 130, 70)
+    for _ in range(3):  # begun, then continued
+        asked = [(ids, outputs_of(number)) for number, ids in enumerate(contexts)]
+        found = finish(either, [submit(either, ids, outputs=o) for ids, o in asked])
+        for (ids, outputs), result in zip(asked, found, strict=True):
+            values = (result,) if outputs == (None,) else result.values
+            for value, output in zip(values, outputs, strict=True):
+                check(value, output, oracle(tiny, ids))
+        contexts = [(*ids, 7) for ids in contexts]
+
+
+def test_fifty_draws_of_one_context_are_the_reference_draws(either: Any, tiny: Any) -> None:
+    [ids] = prompts(90, seed=5)
+    draws = [
+        Draw(stream_uniform(seed, 90), 0.5 + seed / 40, mask(seed) if seed % 2 else None)
+        for seed in range(50)
+    ]
+    row = oracle(tiny, ids)
+    together = finish(either, [submit(either, ids, outputs=tuple(draws))])[0].values
+    alone = finish(either, [submit(either, ids, outputs=(draw,)) for draw in draws])
+    for draw, value, result in zip(draws, together, alone, strict=True):
+        check(value, draw, row)
+        assert result.values[0].token_id == value.token_id
+
+
+def test_draws_do_not_depend_on_the_batch(either: Any) -> None:
+    contexts = prompts(9, 40, 33, 100, 5)
+    draws = [Draw(stream_uniform(seed, 1), 1.0, mask(seed)) for seed in range(5)]
+    pairs = list(zip(contexts, draws, strict=True))
+    one_by_one = [
+        finish(either, [submit(either, ids, outputs=(draw,))])[0].values[0].token_id
+        for ids, draw in pairs
+    ]
+    at_once = finish(either, [submit(either, i, outputs=(d,)) for i, d in pairs * 3])
+    assert [result.values[0].token_id for result in at_once] == one_by_one * 3
+
+
+def test_one_context_is_asked_again_while_it_is_computed(either: Any, tiny: Any) -> None:
+    [prompt] = prompts(200, seed=2)
+    row = oracle(tiny, prompt)
+    asked = [TopK(3), LogMass(mask(1)), Draw(0.25, 1.0, mask(2)), own.Entropy(), None]
+    first = submit(either, prompt, outputs=(asked[0],))
+    early = list(either.step())  # the prompt is computed in four chunks
+    assert not (early and is_local(either))
+    queries = [submit(either, prompt, outputs=(output,)) for output in asked[1:]]
+    early += either.step()
+    found = {each.query_id: each.result for each in early}
+    waiting = [query for query in (first, *queries) if query.query_id not in found]
+    assert len(waiting) >= len(queries) or not is_local(either)
+    found |= zip((q.query_id for q in waiting), finish(either, waiting), strict=True)
+    for query, output in zip((first, *queries), asked, strict=True):
+        result = found[query.query_id]
+        check(result if output is None else result.values[0], output, row)
+
+
+def test_two_continue_one_context_with_the_same_tokens(either: Any, tiny: Any) -> None:
+    [prompt] = prompts(40, seed=8)
+    finish(either, [submit(either, prompt, outputs=(TopK(1),))])
+    for length in range(1, 8):
+        ids = (*prompt, *prompts(length, seed=9)[0])
+        first = submit(either, ids, outputs=(TopK(length),))
+        second = submit(either, ids, outputs=(LogMass(mask(length)), TopK(2)))
+        third = submit(either, ids)
+        found = finish(either, [first, second, third])
+        row = oracle(tiny, ids)
+        check(found[0].values[0], TopK(length), row)
+        check(found[1].values[0], LogMass(mask(length)), row)
+        check(found[1].values[1], TopK(2), row)
+        check(found[2], None, row)
+
+
+def test_what_is_asked_changes_from_step_to_step(either: Any, tiny: Any) -> None:
+    """The parameters of a request that stays are sent again with each continuation."""
+    [ids] = prompts(20, seed=3)
+    for number in range(16):
+        output = outputs_of(number)[0]
+        [result] = finish(either, [submit(either, ids, outputs=(output,))])
+        value = result if output is None else result.values[0]
+        check(value, output, oracle(tiny, ids))
+        ids = (*ids, 5 + number)
+
+
+def test_adapters_have_their_own_rows(either: Any, tiny: Any) -> None:
+    asked = prompts(70, 3, 40)
+    names = (None, "red", "blue")
+    queries = [submit(either, i, n, outputs=(TopK(4),)) for i in asked for n in names]
+    found = iter(finish(either, queries))
+    for ids in asked:
+        for name in names:
+            check(next(found).values[0], TopK(4), oracle(tiny, ids, name))
+
+
+def test_reductions_rows_and_continuations_mix(either: Any, tiny: Any) -> None:
+    asked = prompts(70, 3, 140, 20)
+    plan = SamplingParams(12, 1.0, frozenset(), 4)
+    queries = []
+    for ids in asked:
+        queries += [submit(either, ids, outputs=(TopK(2),)), submit(either, ids)]
+        queries.append(submit(either, ids, None, plan))
+    found = finish(either, queries)
+    for place, ids in enumerate(asked):
+        reduced, row, tokens = found[3 * place : 3 * place + 3]
+        check(reduced.values[0], TopK(2), oracle(tiny, ids))
+        check(row, None, oracle(tiny, ids))
+        assert tokens == expected_draws(tiny, ids, 12, 4)
+
+
+# -- failures -------------------------------------------------------------------------
+
+
+def test_a_reduction_that_fails_fails_alone(either: Any, tiny: Any) -> None:
+    asked = prompts(9, 20, 33, 5)
+    outputs = [(own.Failing(number), TopK(2)) for number in range(4)]
+    found = finish(
+        either, [submit(either, i, outputs=o) for i, o in zip(asked, outputs, strict=True)]
+    )
+    for number, (ids, result) in enumerate(zip(asked, found, strict=True)):
+        check(result.values[1], TopK(2), oracle(tiny, ids))
+        if number % 2:
+            assert isinstance(result.values[0], Exception)
+            assert "odd and wrong" in str(result.values[0])
+        else:
+            assert result.values[0] == number
+
+
+def test_what_cannot_travel_fails_alone(either: Any, tiny: Any) -> None:
+    [ids] = prompts(30)
+    outputs = (own.HasFunction(), TopK(2), own.CannotBeLoaded(), own.ReturnsFunction())
+    [result] = finish(either, [submit(either, ids, outputs=outputs)])
+    check(result.values[1], TopK(2), oracle(tiny, ids))
+    if is_local(either):
+        assert result.values[0] == result.values[2] == 1
+        return
+    messages = ["HasFunction cannot be sent", "cannot be loaded in vLLM's process"]
+    messages.append("a result of type function cannot be returned")
+    for place, message in zip((0, 2, 3), messages, strict=True):
+        assert isinstance(result.values[place], EvaluationError)
+        assert message in str(result.values[place])
+
+
+def test_a_draw_from_tokens_without_probability_is_an_error(either: Any, tiny: Any) -> None:
+    [ids] = prompts(30)
+    outputs = (Draw(0.5, 1.0, Mask([], TINY_VOCABULARY)), LogMass(Mask([], TINY_VOCABULARY)))
+    [result] = finish(either, [submit(either, ids, outputs=outputs)])
+    assert isinstance(result.values[0], EvaluationError)
+    assert result.values[1] == -math.inf
+
+
+def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
+    asked = prompts(250, 40, 200, 7, 90)
+    for _ in range(2):
+        queries = [submit(either, ids, outputs=(TopK(3), None)) for ids in asked]
+        found = list(either.step())
+        for query in queries[::2]:
+            either.abort(query.query_id)
+        kept = {query.query_id: query for query in queries[1::2]}
+        done = {each.query_id: each.result for each in found if each.query_id in kept}
+        waiting = [query for number, query in kept.items() if number not in done]
+        done |= zip((q.query_id for q in waiting), finish(either, waiting), strict=True)
+        for number, query in kept.items():
+            check(done[number].values[0], TopK(3), oracle(tiny, query.token_ids))
+    rows(either, asked[:1])  # the fixture then finds no row of the others
+
+
+# -- where they are computed ----------------------------------------------------------
+
+
+def test_reductions_are_computed_in_vllms_process(engine: Any) -> None:
+    found = finish(
+        engine, [submit(engine, i, outputs=(own.ProcessId(),)) for i in prompts(3, 4)]
+    )
+    processes = {result.values[0] for result in found}
+    assert len(processes) == 1
+    assert (os.getpid() in processes) is is_local(engine)
+
+
+def test_a_row_that_nobody_asked_for_is_not_copied(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_local(engine):
+        pytest.skip("the buffer is in the other process")
+
+    def copied(*arguments: Any) -> Any:
+        raise AssertionError("a row was copied")
+
+    monkeypatch.setattr(ROW_BUFFER, "put", copied)
+    monkeypatch.setattr("torch.unbind_copy", copied)
+    asked = prompts(9, 20, 33)
+    finish(engine, [submit(engine, ids, outputs=(TopK(2), own.Entropy())) for ids in asked])
+    engine.cache_prefix(prompts(60, seed=6)[0], None)
+
+
+def test_only_results_travel(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_local(engine):
+        pytest.skip("nothing travels")
+    replies: list[Any] = []
+
+    def recorded(vllm: Any, method: str, *arguments: Any) -> list[Any]:
+        found = call_workers(vllm, method, *arguments)
+        replies.extend(found)
+        return found
+
+    monkeypatch.setattr("genlm_vllm.requests.call_workers", recorded)
+    asked = [(*prompts(30)[0], i) for i in range(50)]
+    drawing = [
+        submit(engine, ids, outputs=(Draw(stream_uniform(i, 31), 1.0, mask(i)),))
+        for i, ids in enumerate(asked)
+    ]
+    finish(engine, drawing)
+    assert not any(found or data for found, data, *_ in replies)  # no rows
+    sizes = [
+        len(value) for _, _, packed, *_ in replies for _, values in packed for value in values
+    ]
+    assert len(sizes) == 50
+    assert max(sizes) <= 150  # four numbers and the name of their class
+    [query] = drawing[:1]
+    [sent] = [bytes(each) for each in engine._rows.sent(query.outputs)]
+    assert len(sent) <= 250 + TINY_VOCABULARY // 8  # the mask is packed

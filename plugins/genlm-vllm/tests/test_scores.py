@@ -1,0 +1,269 @@
+"""Scores of all positions of a text in one pass, equal to those of its rows.
+
+Each test runs on three engines: one that computes prompts in chunks, one whose KV cache is so
+small that requests are preempted, and one in processes of vLLM's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import (
+    AsyncLM,
+    Capability,
+    ContextLengthError,
+    EvaluationError,
+    SamplingParams,
+    TokenIdError,
+)
+from genlm.plugin import TokenScores
+from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.scores import SCORE_BUFFER, SCORES
+from genlm_vllm.worker import call_workers
+
+from .interpreted_triton import SECOND_RUNNER
+from .traffic import Ids, expected_draws, finish, largest_error, prompts, rows, submit
+
+BLOCK_BYTES = 2**15
+ENGINES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_seqs": 6, "max_num_batched_tokens": 64},
+    "few blocks": {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 10 * BLOCK_BYTES,
+    },
+    "own processes": {"multiprocess": True, "max_num_seqs": 4, "max_num_batched_tokens": 64},
+}
+if SECOND_RUNNER:  # its kernels are interpreted
+    ENGINES = {"chunks": ENGINES["chunks"]}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
+    engine = tiny.engine(**ENGINES[request.param], max_loras=3)
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: Any) -> Iterator[None]:
+    engine.clear_prefix_cache()
+    yield
+    rows(engine, [(5,)])  # fetches, and drops what was abandoned
+    assert sum(call_workers(engine.llm_engine, "genlm_count_rows")) == 0
+    assert not engine._requests.unanswered
+
+
+def score(engine: Any, text: Ids, start: int, adapter: str | None = None) -> Any:
+    return submit(engine, text[:-1], adapter, targets=text[start:])
+
+
+def check(
+    found: TokenScores, tiny: TinyLlama, text: Ids, start: int, adapter: str | None = None
+) -> None:
+    """Compare with the rows of an unbatched forward pass, in float64."""
+    assert isinstance(found, TokenScores), found
+    assert found.logprobs.shape == found.is_top.shape == (len(text) - start,)
+    assert (found.logprobs.dtype, found.is_top.dtype) == (torch.float32, torch.bool)
+    places = range(start, len(text))
+    if len(places) > 40:  # the oracle computes a forward pass for each
+        places = sorted({start, len(text) - 1, *random.Random(1).sample(list(places), 25)})
+    for place in places:
+        row = tiny.logprobs(text[:place], adapter).double().log_softmax(-1)
+        assert abs(float(found.logprobs[place - start] - row[text[place]])) <= 1e-4, place
+        assert bool(found.is_top[place - start]) == (int(row.argmax()) == text[place])
+
+
+def is_small(engine: Any) -> bool:
+    """Whether it computes in this process with a small KV cache."""
+    blocks = int(engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    return bool(blocks <= 10 and engine.statistics()["processes"] == "this")
+
+
+def likely(tiny: TinyLlama, text: Ids, length: int) -> Ids:
+    """A text continued by its most likely tokens."""
+    return (*text, *expected_draws(tiny, text, length, 0, temperature=0.0))
+
+
+def texts_of(tiny: TinyLlama) -> list[tuple[Ids, int]]:
+    starts = [1, 3, 60, 1, 31, 32, 33, 64, 199, 2]
+    texts = prompts(2, 9, 90, 200, 64, 65, 65, 130, 200, 40)
+    return [*zip(texts, starts, strict=True), (likely(tiny, texts[4], 5), 60)]
+
+
+def test_all_positions_are_those_of_rows(engine: Any, tiny: Any) -> None:
+    assert Capability.SCORE in engine.capabilities
+    asked = texts_of(tiny)
+    for text, start in asked:  # one by one
+        [found] = finish(engine, [score(engine, text, start)])
+        check(found, tiny, text, start)
+    engine.clear_prefix_cache()
+    found = finish(engine, [score(engine, text, start) for text, start in asked])
+    for each, (text, start) in zip(found, asked, strict=True):
+        check(each, tiny, text, start)
+
+
+def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny: Any) -> None:
+    [text] = prompts(150)
+    rows(engine, [text])
+    for start in (149, 129, 128, 127, 100, 65, 33, 32, 1):
+        [found] = finish(engine, [score(engine, text, start)])
+        check(found, tiny, text, start)
+        [found] = finish(engine, [score(engine, (*text[:120], 7, 8), start % 120 + 1)])
+        check(found, tiny, (*text[:120], 7, 8), start % 120 + 1)
+
+
+def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(140)
+    rows(engine, [prompt])
+    engine.keeps_contexts = False  # residents hold blocks
+    engine.keeps_contexts = True
+    before = engine.statistics()["tokens_computed"]
+    for number in range(4):
+        text = (*prompt, *prompts(6, seed=number)[0])
+        [found] = finish(engine, [score(engine, text, 140)])
+        check(found, tiny, text, 140)
+    assert engine.statistics()["tokens_computed"] - before == 4 * (145 - 128)
+
+
+def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
+    asked = [(text, start) for text in prompts(40, 90) for start in (1, 33)]
+    names = (None, "red", "blue")
+    queries = [score(engine, text, start, name) for text, start in asked for name in names]
+    found = iter(finish(engine, queries))
+    for text, start in asked:
+        for name in names:
+            check(next(found), tiny, text, start, name)
+
+
+def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
+    asked = prompts(70, 33, 140)
+    rows(engine, asked)  # contexts that stay
+    plan = SamplingParams(60, 1.0, frozenset(), 2)
+    for _ in range(2):
+        queries: list[Any] = []
+        for text in asked:
+            queries += [submit(engine, text, None, plan), score(engine, text, 10)]
+            queries.append(submit(engine, (*text, 9)))
+        found = finish(engine, queries)
+        for place, text in enumerate(asked):
+            tokens, scores, row = found[3 * place : 3 * place + 3]
+            assert tokens == expected_draws(tiny, text, 60, 2)
+            check(scores, tiny, text, 10)
+            assert largest_error(tiny, [row], [(*text, 9)]) <= 1e-4
+
+
+def test_preempted_texts_begin_again(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Continuations grow beside texts, in a KV cache that does not hold all of them."""
+    preempted = []
+    if is_small(engine):
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def recorded(request: Any, *arguments: Any, **options: Any) -> None:
+            if SCORES in (request.sampling_params.extra_args or {}):
+                preempted.append(request.num_computed_tokens)
+            preempt(request, *arguments, **options)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", recorded)
+    texts = prompts(*[180] * 3, seed=7)
+    plan = SamplingParams(60, 1.0, frozenset(), 3)
+    drawing = [submit(engine, text[:28], None, plan) for text in texts]
+    for _ in range(3):  # until a block of each is nearly full
+        assert not is_small(engine) or not engine.step()
+    queries = [score(engine, text, 20) for text in texts]
+    found = finish(engine, [*drawing, *queries])
+    assert not is_small(engine) or any(computed > 32 for computed in preempted), preempted
+    for tokens, scores, text in zip(found, found[3:], texts, strict=False):
+        assert tokens == expected_draws(tiny, text[:28], 60, 3)
+        check(scores, tiny, text, 20)
+
+
+def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
+    [text] = prompts(engine.max_context + 1)
+    [found] = finish(engine, [score(engine, text, 1)])
+    check(found, tiny, text, 1)
+    with pytest.raises(ContextLengthError):
+        score(engine, (*text, 5), 1)
+
+
+def test_pieces_of_any_size_give_the_same(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm_vllm.scores._VALUES", 300 * 7)
+    for text, start in texts_of(tiny):
+        [found] = finish(engine, [score(engine, text, start)])
+        check(found, tiny, text, start)
+
+
+def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
+    [text] = prompts(30)
+    query = score(engine, text, 5)
+    for wrong in (-1, 300, 319):
+        with pytest.raises(TokenIdError, match=f"token id {wrong} at position 1 of targets"):
+            submit(engine, text[:-1], targets=(5, wrong))
+    check(finish(engine, [query])[0], tiny, text, 5)
+
+
+def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
+    texts = prompts(200, 190, 180, 40)
+    queries = [score(engine, text, 1) for text in texts]
+    found = list(engine.step())
+    for query in queries[:2]:
+        engine.abort(query.query_id)
+        engine.abort(query.query_id)
+    assert not found
+    for scores, text in zip(finish(engine, queries[2:]), texts[2:], strict=True):
+        check(scores, tiny, text, 1)
+
+
+def test_scores_that_are_not_numbers_are_an_error(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.statistics()["processes"] == "own":
+        pytest.skip("the buffer is in the other process")
+    [text] = prompts(20)
+    original = SCORE_BUFFER.put
+
+    def spoiled(request: Any, wanted: Any, logprobs: Any, is_top: Any) -> None:
+        original(request, wanted, logprobs.index_fill(0, torch.tensor([3]), torch.nan), is_top)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SCORE_BUFFER, "put", spoiled)
+        [error] = finish(engine, [score(engine, text, 5)])
+    assert isinstance(error, EvaluationError)
+    assert "NaN for 1 of 15 targets" in str(error)
+    check(finish(engine, [score(engine, text, 5)])[0], tiny, text, 5)
+
+
+def test_a_model_scores_texts(engine: Any, tiny: Any) -> None:
+    """`AsyncLM` asks for all positions at once, and once for the same text."""
+
+    class Borrowed:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def close(self) -> None:
+            pass
+
+    llm = AsyncLM(Borrowed, name="vllm")
+    try:
+        texts = prompts(70, 9, 33)
+        found: Sequence[Any] = llm.batch_score_sync(texts, [1, 5, 20], with_top=True)
+        for scores, text, start in zip(found, texts, (1, 5, 20), strict=True):
+            check(scores, tiny, text, start)
+        steps = engine.statistics()["steps"]
+        again = llm.batch_score_sync(texts, [1, 5, 20])
+        assert engine.statistics()["steps"] == steps
+        assert all(torch.equal(a, b.logprobs) for a, b in zip(again, found, strict=True))
+    finally:
+        llm.close()

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-sgl plugins/genlm-mlx plugins/genlm-backend
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-vllm plugins/genlm-sgl plugins/genlm-mlx plugins/genlm-backend plugins/genlm-lm-eval
 
 # SGLang needs versions of its own, so an environment of its own.
 SGL        := .venv-sgl

@@ -19,9 +19,11 @@ _SENTENCES = (
     "who was there upon the hills? The fox was.",
 )
 
-_CHOICES = """
+_COMMON = """
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{documents}", train: "{documents}"}}, cache_dir: "{cache}"}}
+dataset_kwargs:
+  data_files: {{test: "{documents}", train: "{documents}"}}
+  cache_dir: "{cache}"
 test_split: test
 """
 
@@ -79,7 +81,7 @@ def write_tasks(folder: Path) -> None:
     """Write the documents and a YAML file for each task."""
     path = folder / "documents.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in documents()))
-    common = _CHOICES.format(documents=path, cache=folder / "cache")
+    common = _COMMON.format(documents=path, cache=folder / "cache")
     for name, text in _YAML.items():
         (folder / f"{name}.yaml").write_text(text + common)
 

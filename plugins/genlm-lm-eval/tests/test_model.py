@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
 
+import lm_eval.tasks
 import pytest
 import torch
 from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
 
 import genlm
 from genlm_lm_eval import GenlmLM
@@ -52,6 +55,8 @@ def test_the_harness_knows_it_by_name(folder, task_folder, lm):
 
 
 def test_the_command_evaluates(folder, task_folder, tmp_path, monkeypatch, capsys):
+    only = functools.partial(TaskManager, include_defaults=False)  # not the harness's thousands
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", only)
     monkeypatch.setattr(
         sys,
         "argv",
@@ -219,7 +224,9 @@ def test_sampling_without_do_sample_is_greedy(lm):
 def test_arguments_without_effect_are_accepted_and_others_refused(lm):
     text = ("the", {"max_gen_toks": 2, "num_beams": 1, "repetition_penalty": 1.0})
     lm.generate_until(requests("generate_until", text))
-    with pytest.raises(ValueError, match=r"\['num_beams', 'suppress_tokens'\] are not supported"):
+    with pytest.raises(
+        ValueError, match=r"\['num_beams', 'suppress_tokens'\] are not supported"
+    ):
         lm.generate_until(
             requests("generate_until", ("the", {"num_beams": 4, "suppress_tokens": [3]}))
         )
@@ -243,7 +250,7 @@ def test_a_context_makes_room_for_what_is_generated(lm, caplog):
 def test_thoughts_are_dropped(as_text, lm):
     arguments = {"max_gen_toks": 12, "until": []}
     [whole] = lm.generate_until(requests("generate_until", ("the fox", arguments)))
-    [first, *_] = ids = _greedy(lm, "the fox", 12)
+    ids = _greedy(lm, "the fox", 12)
     mark = lm.tok_decode([ids[3]]) if as_text else str(ids[3])
     thinking = GenlmLM(lm.llm, think_end_token=mark, enable_thinking=True)
     [answer] = thinking.generate_until(requests("generate_until", ("the fox", arguments)))
@@ -288,7 +295,11 @@ def test_options_that_contradict_each_other_are_refused(lm):
         GenlmLM(lm.llm, enable_thinking=True)
     with pytest.raises(TypeError, match=r"\['dtype'\] are options of models"):
         GenlmLM(lm.llm, dtype="float32")
-    with pytest.raises(TypeError, match="has no bos_token_id"):
+    with pytest.raises(
+        TypeError, match=r"\['device', 'max_batch_size'\] are options of models"
+    ):
+        GenlmLM(lm.llm, device="cpu", max_batch_size=3)
+    with pytest.raises(TypeError, match="has no batch_decode, bos_token_id"):
         GenlmLM(lm.llm, tokenizer=lm.tokenizer.backend_tokenizer)
 
 

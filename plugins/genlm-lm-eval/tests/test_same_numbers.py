@@ -50,7 +50,9 @@ CONTEXTS = ["", "Once upon a time ", "<s>the fox", "a fox ran through the woods 
 
 
 def test_continuations_of_empty_and_of_too_long_contexts(models):
-    asked = [(text, answer) for text in CONTEXTS for answer in (" the", "hills", " and a", "<s>a")]
+    asked = [
+        (text, answer) for text in CONTEXTS for answer in (" the", "hills", " and a", "<s>a")
+    ]
     ours, theirs = (each.loglikelihood(requests("loglikelihood", *asked)) for each in models)
     assert [each for each, _ in ours] == pytest.approx([each for each, _ in theirs], abs=1e-4)
     assert [each for _, each in ours] == [each for _, each in theirs]
@@ -91,7 +93,9 @@ def test_add_bos_token_means_what_it_means_for_hf(add_bos_token, checkpoint):
             assert ours.tok_encode(text) == theirs.tok_encode(text)
         asked = requests("loglikelihood", ("a fox", " ran"), ("", " ran"))
         expected = [each for each, _ in theirs.loglikelihood(asked)]
-        assert [each for each, _ in ours.loglikelihood(asked)] == pytest.approx(expected, abs=1e-4)
+        assert [each for each, _ in ours.loglikelihood(asked)] == pytest.approx(
+            expected, abs=1e-4
+        )
 
 
 def test_conversations_are_written_as_hf_writes_them(models):

@@ -1,7 +1,7 @@
 """`GenlmLM`: any model of genlm, as lm-evaluation-harness asks its models.
 
-Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that both
-compute the same numbers. Knows no engine: those make their own batches.
+Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that
+both compute the same numbers. Knows no engine: those make their own batches.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import genlm
-import jinja2
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry, register_model
@@ -20,13 +18,14 @@ from lm_eval.models.utils import DEFAULT_MAX_LENGTH, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+import genlm
 from genlm_lm_eval.generation import (
     Continuation,
     GenerationOptions,
     continue_all,
     lookback_tokens,
 )
-from genlm_lm_eval.tokens import ending_ids, load_tokenizer, starts_with_special
+from genlm_lm_eval.tokens import Encoder, ending_ids, load_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -41,6 +40,9 @@ _TEXTS_AT_ONCE = 512
 """Texts of one call of `batch_score`; between calls the progress bar and the harness's cache of
 answers advance."""
 
+_DEFAULT_DEVICE = "cuda:0"
+"""What the command of the harness passes where the user names no device."""
+
 _PEFT = "peft"
 """The name under which the adapter of the option `peft` is loaded."""
 
@@ -48,7 +50,7 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 """Texts of a request for the harness's cache, ids of the context, ids of the continuation."""
 
 
-class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
+class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     """A model of genlm for lm-evaluation-harness, under the name `genlm`.
 
     One process evaluates everything (`rank` 0 of `world_size` 1): an engine distributes its
@@ -75,7 +77,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
             at a time.
         batch_size: Ignored: the harness always passes one, and engines make their batches.
         max_batch_size: Most queries in the engine at a time, None for no limit.
-        device: Passed to the engine if it is not None.
+        device: Passed to the engine, except for the harness's default `cuda:0`: then the engine
+            chooses.
         **engine_options: As `genlm.load_model` takes them.
 
     Raises:
@@ -109,19 +112,19 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
         super().__init__()
         if enable_thinking and think_end_token is None:
             raise ValueError("enable_thinking=True needs think_end_token, where answers begin")
-        options = {"max_batch_size": max_batch_size, "device": device}
-        engine_options |= {name: value for name, value in options.items() if value is not None}
+        if max_batch_size is not None:
+            engine_options["max_batch_size"] = max_batch_size
+        if device not in (None, _DEFAULT_DEVICE):
+            engine_options["device"] = device
         self.llm = _load(pretrained, backend, engine_options)
         if peft is not None:
             self.llm.add_new_lora(peft, _PEFT)
             self.llm = self.llm.with_lora(_PEFT)
         remote = {k: v for k, v in engine_options.items() if k == "trust_remote_code"}
-        self.tokenizer = load_tokenizer(
-            self.llm.tokenizer, tokenizer, add_bos_token, **remote
-        )
+        self.tokenizer = load_tokenizer(self.llm.tokenizer, tokenizer, add_bos_token, **remote)
         self.max_length = _checked_length(max_length, self.llm.max_context)
         self.max_gen_toks = int(max_gen_toks)
-        self.add_bos_token = add_bos_token
+        self._encoder = Encoder(self.tokenizer, add_bos_token)
         self.think_end_token = _token(think_end_token)
         self.enable_thinking = enable_thinking
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -178,17 +181,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
         """
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
-            return self._encoded(string, prefix)
+            return self._encoder.ids(string, prefix)
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return ids
-
-    def _encoded(self, text: str, special: str | None) -> list[int]:
-        options: dict[str, bool] = {}
-        if starts_with_special(text, special):
-            options["add_special_tokens"] = False
-        elif self.add_bos_token is not None:
-            options["add_special_tokens"] = self.add_bos_token
-        ids: list[int] = self.tokenizer.encode(text, **options)
         return ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -203,22 +197,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
 
         A template that refuses the role `system` gets the conversation without it.
         """
-
-        def applied(history: list[dict[str, str]]) -> str:
-            text: str = self.tokenizer.apply_chat_template(
-                history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self.chat_template_args,
-            )
-            return text
-
-        try:
-            return applied(chat_history)
-        except jinja2.exceptions.TemplateError:
-            _logger.warning("the chat template failed; applied again without the role system")
-            return applied([each for each in chat_history if each["role"] != "system"])
+        return self._encoder.conversation(
+            chat_history, prompt=add_generation_prompt, options=self.chat_template_args
+        )
 
     # -- log-likelihoods --------------------------------------------------------------
 
@@ -277,9 +258,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
                 kept = [texts[place][-(self.max_length + 1) :] for place in places]
                 counts = [self._checked_count(requests[place][2]) for place in places]
                 starts = [len(text) - count for text, count in zip(kept, counts, strict=True)]
-                scores = self.llm.batch_score_sync(kept, starts, with_top=True)
+                found = self.llm.batch_score_sync(kept, starts, with_top=True)
+                scores = cast("list[genlm.TokenScores]", found)
                 for place, score in zip(places, scores, strict=True):
-                    assert isinstance(score, genlm.TokenScores)
                     answer = score.logprobs.double().sum().item(), bool(score.is_top.all())
                     answers[place] = answer
                     if requests[place][0] is not None:
@@ -298,9 +279,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
 
     # -- generation -------------------------------------------------------------------
 
-    def generate_until(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to its first stop text.
 
         Raises:
@@ -338,7 +317,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc] - lm_eval is not typed
                 f"max_gen_toks={options.max_tokens} leaves no room for a context in "
                 f"max_length={self.max_length}"
             )
-        ids = self._encoded(text, self.tokenizer.bos_token)
+        ids = self._encoder.ids(text, self.tokenizer.bos_token)
         if len(ids) > room:
             _logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
         # From the generator that the harness seeds, so that a run can be repeated.
@@ -394,9 +373,9 @@ def _token(think_end_token: str | int | None) -> str | int | None:
     return int(think_end_token) if is_id else think_end_token  # type: ignore[arg-type]
 
 
-def _parts(texts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+def _parts(texts: Sequence[list[int]], size: int) -> Iterator[list[int]]:
     """Yield the places of texts that are asked for together, neighbours in their order."""
-    places = sorted(range(len(texts)), key=texts.__getitem__)
+    places = sorted(range(len(texts)), key=lambda place: texts[place])
     for first in range(0, len(places), size):
         yield places[first : first + size]
 
@@ -405,7 +384,9 @@ def _warn_of_truncation(texts: Iterable[Sequence[int]], longest: int) -> None:
     cut = sum(len(text) > longest for text in texts)
     if cut:
         _logger.warning(
-            "%d texts of more than %d tokens are scored without their first tokens", cut, longest
+            "%d texts of more than %d tokens are scored without their first tokens",
+            cut,
+            longest,
         )
 
 

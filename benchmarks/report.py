@@ -22,6 +22,7 @@ PACKAGES = (
     "genlm-core",
     "genlm-hf",
     "genlm-trie-cuda",
+    "lm_eval",
     "mlx",
     "mlx-lm",
     "numpy",

@@ -49,6 +49,7 @@ def test_the_guide_runs_from_top_to_bottom_as_it_stands():
     assert list(names["particles"][0][0].token_ids[:-1]) == names["ids"]
     assert names["product"].logsumexp(0) == pytest.approx(0, abs=1e-4)
     assert names["difference"].abs().max() > 0.1
+    assert names["accuracy"] in (0.0, 1.0)
 
 
 def test_the_readme_runs(demo, adapter, capsys):
@@ -102,6 +103,13 @@ def test_the_readme_of_genlm_mlx_runs(tmp_path):
         names = asyncio.run(run(source, {"llm": llm, "ids": [5, 6, 7]}))
     expected = model.logprobs([5, 6, 7], "red")
     torch.testing.assert_close(names["row"].double(), expected, atol=1e-4, rtol=0)
+
+
+def test_the_readme_of_genlm_lm_eval_runs():
+    [program] = blocks("plugins/genlm-lm-eval/README.md")
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["accuracy"] in (0.0, 1.0)
 
 
 def test_the_page_on_tries_runs():

@@ -1,0 +1,20 @@
+"""The command `lm_eval`, to which the model `genlm` is known.
+
+lm_eval 0.4.13 does not look for models of other distributions, so its own command refuses
+`--model genlm`.
+"""
+
+from lm_eval.__main__ import cli_evaluate
+
+import genlm_lm_eval  # noqa: F401 - registers the model
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the harness with the arguments of the command line."""
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

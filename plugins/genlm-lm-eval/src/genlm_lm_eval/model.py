@@ -1,0 +1,394 @@
+"""`GenlmLM`: any model of genlm, as lm-evaluation-harness asks its models.
+
+Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that
+both compute the same numbers. Knows no engine: those make their own batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import model_registry, register_model
+from lm_eval.models.utils import DEFAULT_MAX_LENGTH, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+import genlm
+from genlm_lm_eval.generation import (
+    Continuation,
+    GenerationOptions,
+    continue_all,
+    lookback_tokens,
+)
+from genlm_lm_eval.tokens import Encoder, ending_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    import os
+
+    from lm_eval.api.instance import Instance
+
+__all__ = ["GenlmLM"]
+
+_logger = logging.getLogger(__name__)
+
+_TEXTS_AT_ONCE = 512
+"""Texts of one call of `batch_score`; between calls the progress bar and the harness's cache of
+answers advance."""
+
+_DEFAULT_DEVICE = "cuda:0"
+"""What the command of the harness passes where the user names no device."""
+
+_PEFT = "peft"
+"""The name under which the adapter of the option `peft` is loaded."""
+
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+"""Texts of a request for the harness's cache, ids of the context, ids of the continuation."""
+
+
+class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
+    """A model of genlm for lm-evaluation-harness, under the name `genlm`.
+
+    One process evaluates everything (`rank` 0 of `world_size` 1): an engine distributes its
+    work by itself. Not for coroutines: every method waits.
+
+    Args:
+        pretrained: What the engine calls a model, or a loaded model, which stays open.
+        backend: Name of an engine, see `genlm plugins`; by default as `genlm.load_model`.
+        tokenizer: Name, folder or object of a tokenizer of transformers; by default the
+            engine's.
+        max_length: The most tokens of a context; by default the engine's `max_context`, or
+            2048 where it has no limit. Longer texts lose tokens on the left.
+        max_gen_toks: The most tokens to generate for tasks that do not say.
+        add_bos_token: Whether texts begin with the beginning-of-text token; by default as the
+            tokenizer does.
+        prefix_token_id: The token before texts without a context; by default the tokenizer's
+            beginning-of-text token, or its end-of-text token.
+        peft: Folder of a LoRA adapter.
+        think_end_token: Text or id of the token after which an answer begins; what comes
+            before it is dropped.
+        enable_thinking: Passed to the chat template.
+        chat_template_args: Further arguments of the chat template.
+        texts_at_once: Texts that are asked for at a time, and continuations that are generated
+            at a time.
+        batch_size: Ignored: the harness always passes one, and engines make their batches.
+        max_batch_size: Most queries in the engine at a time, None for no limit.
+        device: Passed to the engine, except for the harness's default `cuda:0`: then the engine
+            chooses.
+        **engine_options: As `genlm.load_model` takes them.
+
+    Raises:
+        TypeError: Options of an engine for a loaded model, or a tokenizer without what the
+            harness needs.
+        ValueError: `max_length` is beyond the engine's, or `enable_thinking` without
+            `think_end_token`.
+        GenlmError: As `genlm.load_model`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | os.PathLike[str] | genlm.AsyncLM,
+        backend: str | None = None,
+        *,
+        tokenizer: Any = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        peft: str | os.PathLike[str] | None = None,
+        think_end_token: str | int | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        texts_at_once: int = _TEXTS_AT_ONCE,
+        batch_size: int | str | None = None,  # noqa: ARG002
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **engine_options: Any,
+    ) -> None:
+        super().__init__()
+        if enable_thinking and think_end_token is None:
+            raise ValueError("enable_thinking=True needs think_end_token, where answers begin")
+        if max_batch_size is not None:
+            engine_options["max_batch_size"] = max_batch_size
+        if device not in (None, _DEFAULT_DEVICE):
+            engine_options["device"] = device
+        self.llm = _load(pretrained, backend, engine_options)
+        if peft is not None:
+            self.llm.add_new_lora(peft, _PEFT)
+            self.llm = self.llm.with_lora(_PEFT)
+        remote = {k: v for k, v in engine_options.items() if k == "trust_remote_code"}
+        self.tokenizer = load_tokenizer(self.llm.tokenizer, tokenizer, add_bos_token, **remote)
+        self.max_length = _checked_length(max_length, self.llm.max_context)
+        self.max_gen_toks = int(max_gen_toks)
+        self._encoder = Encoder(self.tokenizer, add_bos_token)
+        self.think_end_token = _token(think_end_token)
+        self.enable_thinking = enable_thinking
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.chat_template_args = {**(chat_template_args or {}), **thinking}
+        self.texts_at_once = int(texts_at_once)
+        self._prefix_token_id = prefix_token_id
+        self._ending = ending_ids(self.tokenizer, **remote)
+
+    def close(self) -> None:
+        """Close the model, also one that was passed as an object."""
+        self.llm.close()
+
+    # -- what the harness asks about a model ------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id of the end-of-text token."""
+        eot: int = self.tokenizer.eos_token_id
+        return eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id before texts that have no context."""
+        if self._prefix_token_id is not None:
+            return self._prefix_token_id
+        bos: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name, in which the harness's cache of requests is kept."""
+        name: str = self.tokenizer.name_or_path
+        return name.replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the harness writes into its results."""
+        return {
+            "genlm_version": genlm.__version__,
+            "genlm_engine": self.llm.name,
+            "genlm_max_length": self.max_length,
+        }
+
+    # -- tokens -----------------------------------------------------------------------
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the ids of a text, as the harness's model `hf` does.
+
+        Args:
+            string: The text.
+            add_special_tokens: Whether the tokenizer adds its special tokens; None for its
+                own default and `add_bos_token`, and for none where the text begins with one.
+        """
+        if add_special_tokens is None:
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            return self._encoder.ids(string, prefix)
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return ids
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as text, by the tokenizer's template.
+
+        A template that refuses the role `system` gets the conversation without it.
+        """
+        return self._encoder.conversation(
+            chat_history, prompt=add_generation_prompt, options=self.chat_template_args
+        )
+
+    # -- log-likelihoods --------------------------------------------------------------
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return log-probability and greediness of each continuation after its context.
+
+        Raises:
+            ValueError: The model thinks before it answers.
+        """
+        if self.enable_thinking:
+            raise ValueError("enable_thinking=True is for tasks that generate; these score")
+        found: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm
+        )
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each text, in windows of `max_length` tokens."""
+        windows = [list(self._windows(request.args[0])) for request in requests]
+        scored = iter(
+            self._loglikelihood_tokens(
+                [each for text in windows for each in text], disable_tqdm=disable_tqdm
+            )
+        )
+        totals = []
+        for request, text in zip(requests, windows, strict=True):
+            total = sum((next(scored)[0] for _ in text), start=0.0)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+            totals.append(total)
+        return totals
+
+    def _windows(self, text: str) -> Iterator[Scored]:
+        windows = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+        for context, continuation in map(make_disjoint_window, windows):
+            yield None, context, continuation
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Score continuations; those with a common beginning are asked for together."""
+        texts = [(context + continuation) for _, context, continuation in requests]
+        _warn_of_truncation(texts, self.max_length + 1)
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        bar = self._bar(len(requests), "Running loglikelihood requests", disable_tqdm)
+        with bar:
+            for places in _parts(texts, self.texts_at_once):
+                kept = [texts[place][-(self.max_length + 1) :] for place in places]
+                counts = [self._checked_count(requests[place][2]) for place in places]
+                starts = [len(text) - count for text, count in zip(kept, counts, strict=True)]
+                found = self.llm.batch_score_sync(kept, starts, with_top=True)
+                scores = cast("list[genlm.TokenScores]", found)
+                for place, score in zip(places, scores, strict=True):
+                    answer = score.logprobs.double().sum().item(), bool(score.is_top.all())
+                    answers[place] = answer
+                    if requests[place][0] is not None:
+                        asked = requests[place][0]
+                        self.cache_hook.add_partial("loglikelihood", asked, answer)
+                bar.update(len(places))
+        return answers
+
+    def _checked_count(self, continuation: Sequence[int]) -> int:
+        if len(continuation) > self.max_length:
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens cannot be scored with "
+                f"max_length={self.max_length}"
+            )
+        return len(continuation)
+
+    # -- generation -------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each context, up to its first stop text.
+
+        Raises:
+            ValueError: An unknown generation argument, or one that leaves no room for a
+                context.
+        """
+        pending = [
+            self._continuation(place, *request.args) for place, request in enumerate(requests)
+        ]
+        pending.sort(key=lambda each: repr(each.options.drawing))
+        texts = [""] * len(requests)
+        with self._bar(len(requests), "Running generate_until requests", disable_tqdm) as bar:
+            for _, group in groupby(pending, lambda each: each.options.drawing):
+                for done in continue_all(
+                    self.llm,
+                    self.tokenizer,
+                    list(group),
+                    self._ending,
+                    at_once=self.texts_at_once,
+                ):
+                    text = texts[done.place] = self._text(done)
+                    asked = requests[done.place].args
+                    self.cache_hook.add_partial("generate_until", asked, text)
+                    bar.update()
+        return texts
+
+    def _continuation(
+        self, place: int, text: str, gen_kwargs: Mapping[str, Any]
+    ) -> Continuation:
+        eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+        options = GenerationOptions.of(gen_kwargs, max_tokens=self.max_gen_toks, eos=eos)
+        room = self.max_length - options.max_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks={options.max_tokens} leaves no room for a context in "
+                f"max_length={self.max_length}"
+            )
+        ids = self._encoder.ids(text, self.tokenizer.bos_token)
+        if len(ids) > room:
+            _logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
+        # From the generator that the harness seeds, so that a run can be repeated.
+        seed = int(torch.randint(2**62, ()).item()) if options.temperature else 0
+        return Continuation(
+            place=place,
+            context=self.llm.context(ids[-room:]),
+            options=options,
+            seed=seed,
+            lookback=lookback_tokens(self.tokenizer, options.until),
+        )
+
+    def _text(self, done: Continuation) -> str:
+        ids, mark = done.token_ids, self.think_end_token
+        if isinstance(mark, int) and mark in ids:
+            ids = ids[len(ids) - ids[::-1].index(mark) :]
+        text = self.tok_decode(ids)
+        text = text.lstrip() if isinstance(mark, int) else text
+        answer: str = postprocess_generated_text(
+            text, list(done.options.until), mark if isinstance(mark, str) else None
+        )
+        return answer
+
+    def _bar(self, total: int, title: str, hidden: bool) -> tqdm[Any]:
+        return tqdm(total=total, desc=title, disable=hidden or self.rank != 0)
+
+
+def _load(
+    pretrained: str | os.PathLike[str] | genlm.AsyncLM,
+    backend: str | None,
+    engine_options: Mapping[str, Any],
+) -> genlm.AsyncLM:
+    if not isinstance(pretrained, genlm.AsyncLM):
+        return genlm.load_model(pretrained, backend, **engine_options)
+    if backend is not None or engine_options:
+        raise TypeError(
+            f"backend and {sorted(engine_options)} are options of models that are loaded here; "
+            f"found a model that is loaded already"
+        )
+    return pretrained
+
+
+def _checked_length(max_length: int | None, max_context: int | None) -> int:
+    if max_length is None:
+        return int(DEFAULT_MAX_LENGTH) if max_context is None else max_context
+    if max_length < 1 or (max_context is not None and max_length > max_context):
+        raise ValueError(f"max_length={max_length}; the engine takes 1 to {max_context} tokens")
+    return int(max_length)
+
+
+def _token(think_end_token: str | int | None) -> str | int | None:
+    is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
+    return int(think_end_token) if is_id else think_end_token  # type: ignore[arg-type]
+
+
+def _parts(texts: Sequence[list[int]], size: int) -> Iterator[list[int]]:
+    """Yield the places of texts that are asked for together, neighbours in their order."""
+    places = sorted(range(len(texts)), key=lambda place: texts[place])
+    for first in range(0, len(places), size):
+        yield places[first : first + size]
+
+
+def _warn_of_truncation(texts: Iterable[Sequence[int]], longest: int) -> None:
+    cut = sum(len(text) > longest for text in texts)
+    if cut:
+        _logger.warning(
+            "%d texts of more than %d tokens are scored without their first tokens",
+            cut,
+            longest,
+        )
+
+
+if "genlm" not in model_registry:  # a later harness may know the entry point
+    register_model("genlm")(GenlmLM)

@@ -1,0 +1,116 @@
+"""Tokenizers as the harness's model `hf` loads and asks them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+__all__ = ["Encoder", "ending_ids", "load_tokenizer"]
+
+_logger = logging.getLogger(__name__)
+
+_NEEDED = ("encode", "decode", "batch_decode", "bos_token_id", "eos_token_id", "name_or_path")
+
+
+def load_tokenizer(own: Any, given: Any, add_bos_token: bool | None, **options: Any) -> Any:
+    """Return the tokenizer that texts are encoded with.
+
+    Args:
+        own: The engine's.
+        given: A name, a folder or a tokenizer that replaces it, or None.
+        add_bos_token: Passed to the tokenizer's class where a tokenizer is loaded by name.
+        **options: Of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        TypeError: It lacks what tokenizers of transformers have.
+    """
+    tokenizer = own if given is None else given
+    if add_bos_token is not None:
+        options["add_bos_token"] = add_bos_token
+        if given is None:  # some classes take the setting when they are made only
+            tokenizer = getattr(own, "name_or_path", None) or own
+    if isinstance(tokenizer, str):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, **options)
+    lacking = [name for name in _NEEDED if not hasattr(tokenizer, name)]
+    if lacking:
+        raise TypeError(
+            f"{type(tokenizer).__name__} has no {', '.join(lacking)}; the harness needs a "
+            f"tokenizer of transformers: pass tokenizer= with its name or folder"
+        )
+    return tokenizer
+
+
+def ending_ids(tokenizer: Any, **options: Any) -> frozenset[int]:
+    """Return the ids at which transformers' `generate` ends a text of this checkpoint.
+
+    These are the ones of its generation_config.json, else of its config.json, besides the
+    tokenizer's own.
+    """
+    ids: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    for config_class in (GenerationConfig, AutoConfig):
+        try:
+            found = config_class.from_pretrained(tokenizer.name_or_path, **options).eos_token_id
+        except (OSError, ValueError, AttributeError):  # the tokenizer came without a model
+            continue
+        ids.update(found if isinstance(found, Iterable) else () if found is None else (found,))
+        break
+    return frozenset(ids)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Texts to ids and back.
+
+    Attributes:
+        tokenizer: A tokenizer of transformers.
+        add_bos_token: Whether it adds its special tokens; None for its default.
+    """
+
+    tokenizer: Any
+    add_bos_token: bool | None
+
+    def ids(self, text: str, special: str | None) -> list[int]:
+        """Return the ids of a text, without a special token that the text begins with."""
+        options: dict[str, bool] = {}
+        if special is not None and text.startswith(special):
+            options["add_special_tokens"] = False
+        elif self.add_bos_token is not None:
+            options["add_special_tokens"] = self.add_bos_token
+        ids: list[int] = self.tokenizer.encode(text, **options)
+        return ids
+
+    def conversation(
+        self, history: Sequence[Mapping[str, str]], *, prompt: bool, options: Mapping[str, Any]
+    ) -> str:
+        """Return a conversation as text, by the tokenizer's template.
+
+        A template that refuses the role `system` gets the conversation without it.
+
+        Args:
+            history: Messages with `role` and `content`.
+            prompt: Whether an answer follows; otherwise the last message goes on.
+            options: Further arguments of the template.
+        """
+
+        def applied(messages: Sequence[Mapping[str, str]]) -> str:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                continue_final_message=not prompt,
+                **options,
+            )
+            return text
+
+        try:
+            return applied(history)
+        except TemplateError:
+            _logger.warning("the chat template failed; applied again without the role system")
+            return applied([each for each in history if each["role"] != "system"])

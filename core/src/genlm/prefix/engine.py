@@ -152,7 +152,7 @@ class PrefixEngine(BatchEngine):
         """Score the targets of each query; all have the same adapter."""
         adapter, path = queries[0].adapter, self._choice.path
         assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
-        self._tokens_asked += sum(map(len, queries))
+        self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
             return path.scores(adapter, _texts(queries))
 

@@ -27,6 +27,9 @@ _RESETS = 50
 _CONTEXTS = 0.3
 """Share of the sequences that are passed as contexts."""
 
+_REDUCTIONS = 0.3
+"""Share of the lone rows that are asked for as the log-probabilities of all tokens."""
+
 _KEPT_CONTEXTS = 20
 """Contexts of a caller that it extends; older ones are dropped."""
 
@@ -158,6 +161,10 @@ class Caller:
         finally:
             del self.open[request]
 
+    def reduces(self, ask: Ask) -> bool:
+        """Whether a lone row is asked for as a reduction."""
+        return ask.kind != "wrong" and self._random.random() < _REDUCTIONS
+
     def _spelled(self, token_ids: TokenTuple, ask: Ask) -> object:
         """Ids in the form of the plan, or as a context that extends one of the last ones."""
         if ask.kind == "wrong" or self._random.random() > _CONTEXTS:
@@ -263,6 +270,9 @@ class LoopCaller(Caller):
                 case "uncached":
                     row = await lm.next_token_logprobs_uncached(ids[0], **lora)
                     self.check_rows(row, ask)
+                case _ if self.reduces(ask):
+                    every = range(lm.vocab_size)
+                    self.check_rows(await lm.token_logprobs(ids[0], every, **lora), ask)
                 case _:
                     adapted = lm.with_lora(ask.adapter)
                     self.check_rows(await adapted.next_token_logprobs(ids[0]), ask)
@@ -291,6 +301,9 @@ class ThreadCaller(Caller):
             self.check_draws(asyncio.run(self.lm.sample(ids[0], **self.sampling(ask))), ask)
         elif ask.kind in {"batch", "sync"}:
             self.check_rows(self.lm.batch_next_token_logprobs_sync(ids, **lora), ask)
+        elif self.reduces(ask):
+            every = range(self.lm.vocab_size)
+            self.check_rows(self.lm.token_logprobs_sync(ids[0], every, **lora), ask)
         else:
             self.check_rows(self.lm.next_token_logprobs_sync(ids[0], **lora), ask)
 

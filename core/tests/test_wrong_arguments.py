@@ -36,6 +36,7 @@ SAMPLING = [
     ({"seed": [1, 2]}, TypeError, r"seed=\[1, 2\]; expected an integer"),
     ({"seed": -1}, ValueError, "seed=-1; it must be 0 or more"),
     ({"eos_token_ids": 0}, TypeError, r"eos_token_ids must be .* int 0; .* is \[0\]"),
+    ({"eos_token_ids": [False, True]}, TypeError, r"eos_token_ids must be .* booleans, a mask"),
     ({"eos_token_ids": {1}}, TypeError, r"eos_token_ids must be .* found set \{1\}"),
     ({"eos_token_ids": [1.0]}, TypeError, r"eos_token_ids must be .* 1.0 at position 0"),
     ({"eos_token_ids": [1, -1]}, TokenIdError, "id -1 at position 1 of eos_token_ids"),

@@ -36,9 +36,13 @@ async def knows_what_it_gets(folder: Path) -> None:
         assert_type(await llm.next_token_logprobs([1]), torch.Tensor)
         assert_type(await llm.batch_sample([[1]], 3, seed=1), list[list[int]])
         assert_type(llm.byte_vocab[0], genlm.Token)
+        assert_type(llm.encode("a text"), list[int])
+        assert_type(llm.encode_chat([{"role": "user", "content": "Hello"}]), list[int])
+        assert_type(llm.decode(llm.context([1])), str)
         assert_type(llm.with_lora("poet"), genlm.AsyncLM)
         assert_type(llm.statistics(), genlm.Statistics)
         assert_type(llm.statistics().mean_batch_size, float)
+        assert_type(llm.statistics() - llm.statistics(), genlm.Statistics)
 
 
 def looks_a_backend_up(vocabulary: genlm.Vocabulary) -> None:

@@ -172,5 +172,5 @@ def _advice(build: object, name: str, value: object, known: Sequence[str]) -> st
     home = homes.get("") if home is None else home
     if home is None:
         return ""
-    passed = f"{{{name!r}: {value!r}}}" if home.endswith("_opts") else repr(value)
+    passed = f"{{{name!r}: {value!r}}}" if home.endswith("opts") else repr(value)
     return f". Pass {home}={passed}"

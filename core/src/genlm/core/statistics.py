@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 __all__ = ["SchedulerStatistics", "Statistics"]
 
@@ -73,7 +73,7 @@ class Statistics(SchedulerStatistics):
         tokens_asked: Sum of the lengths of the requested sequences, however they were answered.
         cache_entries: Rows in the output cache now.
         cache_bytes: Their memory and that of the token ids in their keys.
-        seconds: Time since the model was loaded.
+        seconds: Time since the model was loaded; not compared by `==`.
         engine: The engine's own figures. Of the tokens of the contexts that it evaluated,
             `tokens_evaluated`, it computed `tokens_computed`; the others were in its caches.
     """
@@ -83,7 +83,7 @@ class Statistics(SchedulerStatistics):
     tokens_asked: int
     cache_entries: int
     cache_bytes: int
-    seconds: float
+    seconds: float = field(compare=False)
     engine: Mapping[str, int | float | str]
 
     @property
@@ -118,7 +118,7 @@ class Statistics(SchedulerStatistics):
         """
         if not isinstance(before, Statistics):
             return NotImplemented
-        summed = [field.name for field in fields(self) if field.name not in _NOW]
+        summed = [each.name for each in fields(self) if each.name not in _NOW]
         differences = {name: getattr(self, name) - getattr(before, name) for name in summed}
         sizes = {
             size: count - before.batch_sizes.get(size, 0)

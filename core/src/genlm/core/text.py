@@ -51,12 +51,11 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
             f"decode takes token ids"
         )
     method = _method(vocabulary, "encode")
-    if not _takes(method, "add_special_tokens"):
-        ids = _ids(vocabulary, method(text), "encode")
-        alone = ids[ids[:1] == [vocabulary.bos_token_id] :]
-    else:
-        ids = _ids(vocabulary, method(text), "encode")
+    ids = _ids(vocabulary, method(text), "encode")
+    if _takes(method, "add_special_tokens"):
         alone = _ids(vocabulary, method(text, add_special_tokens=False), "encode")
+    else:
+        alone = ids[1:] if ids[:1] == [vocabulary.bos_token_id] else ids
     return _begun(vocabulary, ids, alone) if begin else alone
 
 

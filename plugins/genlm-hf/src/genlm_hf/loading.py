@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, cast
 
 import torch
@@ -143,10 +142,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         torch.empty(0, device=found)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        reason = str(error).split("\n")[0].split(" To ")[0]
         raise ModelLoadError(
-            f"asked for device {str(device)!r}; this torch cannot use it here "
-            f"({shorten(reason, 120)}). Use device='cpu', or a torch built for it"
+            f"asked for device {str(device)!r}; this torch was not built for {found.type}, or "
+            f"finds no such device. Use device='cpu', or another torch"
         ) from error
     return found
 

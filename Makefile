@@ -88,7 +88,7 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	$(BIN)/python scripts/plot_particles.py
 
 site: $(SITE)/.ready  ## the documentation as a web site in build/site/
-	$(SITE)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	rm -rf dist

@@ -8,6 +8,7 @@ reads docstrings and signatures from the sources.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 from collections.abc import Iterable, Iterator
@@ -74,6 +75,8 @@ REFERENCE = {
 NOTES = {"models": "`genlm.load_model` is `AsyncLM.from_name`."}
 """What a page of the API reference says before the objects."""
 
+_log = logging.getLogger("mkdocs.hooks.site_pages")  # strict builds fail on its warnings
+
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 
 
@@ -124,6 +127,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         if _page_of_example(place) != place_of_page:  # which links to its source
             target = _page_of_example(target)
         if files.get_file_from_path(target) is None:
+            if not (REPOSITORY / place).exists():
+                _log.warning("%s points at %s, which does not exist", place_of_page, place)
             kind = "tree" if is_folder else "blob"
             return f"{before}{HOST}/{kind}/main/{place}{anchor}{after}"
         return f"{before}{posixpath.relpath(target, folder or '.')}{anchor}{after}"

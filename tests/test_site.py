@@ -26,7 +26,7 @@ ENGINES = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder]
     # Whatever asks for another host fails.
     alone = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     environment = os.environ | alone | {"NO_MKDOCS_2_WARNING": "1"}

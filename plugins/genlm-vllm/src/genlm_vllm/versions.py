@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from packaging.specifiers import SpecifierSet
-
 from genlm.plugin import MissingRequirementError
 
 __all__ = ["INSTALL", "SUPPORTED", "check_version"]
 
-SUPPORTED = SpecifierSet(">=0.28,<0.33")
+SUPPORTED = ">=0.28,<0.33"
 """The oldest and the newest are tested, on the CPU build."""
 
 INSTALL = (
@@ -27,13 +25,16 @@ def check_version() -> str:
     Raises:
         MissingRequirementError: vLLM is not installed, or its version is not supported.
     """
+    # Here, because the plugin is listed before `install_cpu` installs what it needs.
+    from packaging.specifiers import SpecifierSet
+
     for distribution in _DISTRIBUTIONS:
         try:
             found = version(distribution)
         except PackageNotFoundError:
             continue
         # Builds from a repository have versions such as 0.31.1.dev5+g0123.
-        if not SUPPORTED.contains(found, prereleases=True):
+        if not SpecifierSet(SUPPORTED).contains(found, prereleases=True):
             needed = f"vllm {SUPPORTED} (found {distribution} {found})"
             raise MissingRequirementError("genlm-vllm", [needed], INSTALL)
         return found

@@ -22,6 +22,7 @@ from genlm import (
 from genlm.prefix import (
     PrefixEngine,
     PrefixRows,
+    ScoredText,
     SelfTest,
     ServeOptions,
     UnsupportedModelError,
@@ -29,6 +30,8 @@ from genlm.prefix import (
 )
 
 from .test_rows import SIZE, assert_right, expected, serve
+from .test_scoring import right_scores
+from .test_scoring import serve as serve_scores
 
 PATHS = ("tree", "alone")
 
@@ -69,9 +72,14 @@ class Engine(PrefixEngine):
     backend = "toy"
 
     def __init__(
-        self, *, error: float = 0, hints: Mapping[Capability, str] | None = None, **options: Any
+        self,
+        *,
+        error: float = 0,
+        hints: Mapping[Capability, str] | None = None,
+        scores: bool = False,
+        **options: Any,
     ) -> None:
-        rows, self.model = serve(200)
+        rows, self.model = serve_scores(200) if scores else serve(200)
         self.vocabulary = rows._vocabulary
 
         def build() -> PrefixRows:
@@ -189,3 +197,39 @@ def test_statistics_outlive_the_engine() -> None:
     assert engine.statistics()["model"] == "Toy"
     with pytest.warns(DeprecationWarning, match="until genlm 1.1"):
         assert engine.statistics()["tier"] == "tree"
+
+
+def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
+    engine = Engine(scores=True)
+    assert Capability.SCORE in engine.capabilities
+    engine.add_adapter("red", "folder")
+    asked = [
+        Query(0, (1, 2, 3, 4, 5, 0), targets=(5, 0, 6)),
+        Query(1, (1, 2, 3)),
+        Query(2, (1, 2, 3, 4), "red", targets=(6,)),
+        Query(3, (1, 2, 3, 5), targets=(3,)),
+        Query(4, (1, 2)),
+    ]
+    for query in asked:
+        engine.submit(query)
+    for answered in ([0, 3], [1, 4], [2]):
+        completions = engine.step()
+        assert [each.query_id for each in completions] == answered
+        for each in completions:
+            query = asked[each.query_id]
+            if query.targets:
+                wanted = right_scores(query.adapter, ScoredText(query.sequence, query.targets))
+                torch.testing.assert_close(each.result.logprobs, wanted.logprobs)
+                assert torch.equal(each.result.is_top, wanted.is_top)
+            else:
+                torch.testing.assert_close(each.result, expected(None, query.token_ids))
+    assert engine.loaded.active is None
+    assert engine.statistics()["tokens_asked"] == sum(map(len, asked))
+
+
+def test_scores_are_refused_where_the_path_has_none() -> None:
+    engine = Engine()
+    assert Capability.SCORE not in engine.capabilities
+    with pytest.raises(UnsupportedCapabilityError, match="toy"):
+        engine.submit(Query(0, (1, 2), targets=(3,)))
+    assert Capability.SCORE not in Engine(execution_path="alone").capabilities

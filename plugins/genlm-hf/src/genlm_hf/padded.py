@@ -67,8 +67,12 @@ class PaddedPath:
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:  # noqa: ARG002 - see ExecutionPath
         """Compute rows in as few passes as the limits allow, similar lengths together."""
         vocabulary = self._served.vocabulary
+        batches = list(plan_batches([len(sequence) for sequence in sequences], self._limits))
+        if len(batches) == 1:
+            rows = rows_from_logits(self.logits(sequences), vocabulary)
+            return rows.to(self._served.device)
         rows = torch.empty((len(sequences), vocabulary.size), device=self._served.device)
-        for batch in plan_batches([len(sequence) for sequence in sequences], self._limits):
+        for batch in batches:
             logits = self.logits([sequences[i] for i in batch])
             rows[batch] = rows_from_logits(logits, vocabulary).to(rows.device)
         return rows

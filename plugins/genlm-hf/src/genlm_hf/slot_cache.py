@@ -196,9 +196,12 @@ class SlotCacheForward:
             parts.append(taken_logits(self._served.model, inputs, shape, take)[0])
 
         tokens, forwards = self._run(batch, run)
-        logits = torch.cat(parts).to(self._served.device)
-        order = torch.tensor([places[slot] for slot in batch.last_slots], device=logits.device)
-        return ForwardResult(logits[order], tokens, forwards)
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        logits = logits.to(self._served.device)
+        order = [places[slot] for slot in batch.last_slots]
+        if order != list(range(len(logits))):
+            logits = logits[torch.tensor(order, device=logits.device)]
+        return ForwardResult(logits, tokens, forwards)
 
     def scores_in_pieces(self) -> bool:
         """Whether `score` never has the logits of a whole pass in memory."""

@@ -31,6 +31,7 @@ import argparse
 import asyncio
 import functools
 import itertools
+import os
 import random
 import statistics
 import tempfile
@@ -54,6 +55,8 @@ from genlm.core.reductions import Draw
 from genlm.core.sampling import stream_uniform
 from genlm_vllm import requests
 from genlm_vllm.engine import VLLMEngine
+
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes share the cores
 
 PARTICLES, PREFIX = 50, 64
 TEXTS, LENGTH, SHARED = 16, 200, 150
@@ -107,7 +110,7 @@ class Bench:
         save_model(folder, vocab_size)
 
         def build() -> Any:
-            options = {"max_num_seqs": 256, "kv_cache_memory_bytes": 2**29}
+            options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
             self.engine = VLLMEngine(folder, engine_opts=options, multiprocess=True)
             return self.engine
 

@@ -27,7 +27,7 @@ SCORES = "genlm_scores"
 """Key in `SamplingParams.extra_args`."""
 
 _VALUES = 2**24
-"""Most logits that are computed at once: 64 MiB in float32, whatever the length of the texts is.
+"""Most logits that are computed at once: 64 MiB in float32, however long the texts are.
 With the largest vocabularies each piece reads the output embedding once for 128 positions."""
 
 _VALUES_IN_CACHE = 2**20

@@ -35,7 +35,7 @@ test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
 
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
 	$(BIN)/python -m pytest plugins/genlm-vllm/tests
-	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py) -k "not thousands"
+	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py) -k "not thousands"
 
 test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
 	$(VLLM_OLDEST)/bin/python -m pytest plugins/genlm-vllm/tests -m "not newer"

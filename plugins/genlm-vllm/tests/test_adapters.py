@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,31 @@ def test_ranks_and_alphas_of_single_layers_are_kept(
     asked = prompts(40, 9)
     assert largest_error(tiny, rows(engine, asked, "uneven"), asked, "uneven") <= 1e-4
     check(engine, tiny)
+
+
+def test_scores_have_the_output_embedding_of_their_adapter(
+    engine: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft saves the embedding too
+        save_adapter(model, tmp_path, ["q_proj", "lm_head"])
+    monkeypatch.setitem(tiny.adapters, "head", str(tmp_path))
+    engine.add_adapter("head", str(tmp_path))
+    texts = prompts(40, 9, 20)
+    names = ("head", None, "red")
+    queries = [
+        submit(engine, ids[:-1], name, targets=ids[2:]) for name in names for ids in texts
+    ]
+    queries += [submit(engine, ids, "head") for ids in texts]
+    found = finish(engine, queries)
+    assert largest_error(tiny, found[9:], texts, "head") <= 1e-4
+    for query, scores in zip(queries, found[:9], strict=False):
+        ids = (*query.token_ids, query.targets[-1])
+        for place in (2, len(ids) // 2, len(ids) - 1):
+            expected = tiny.logprobs(ids[:place], query.adapter)[ids[place]]
+            assert abs(float(scores.logprobs[place - 2] - expected)) <= 1e-4, query.adapter
+    engine.remove_adapter("head")
 
 
 def test_as_many_adapters_as_asked_for_leave_the_base_model_alone(

@@ -26,10 +26,12 @@ __all__ = ["SCORES", "SCORE_BUFFER", "ScoreBuffer", "ScoreTargets", "Span", "sta
 SCORES = "genlm_scores"
 """Key in `SamplingParams.extra_args`."""
 
-_VALUES = 2**22
-"""Most logits that are computed at once: 16 MiB in float32, and as much for what is made of
-them, whatever the length of the texts is. A few dozen positions read the output embedding once
-even of the largest vocabularies."""
+_VALUES = 2**24
+"""Most logits that are computed at once: 64 MiB in float32, however long the texts are.
+With the largest vocabularies each piece reads the output embedding once for 128 positions."""
+
+_VALUES_IN_CACHE = 2**20
+"""Most logits that are normalised at once on a CPU, so that they stay in its caches."""
 
 PackedScores = tuple[bytes, bytes]
 """Log-probabilities as float32, and whether each is the largest as bool."""
@@ -142,13 +144,16 @@ def start_scores(runner: Any) -> bool:
     """Have a model runner of vLLM score the targets that requests carry.
 
     Returns:
-        False: it would compute wrong logits for them.
+        Whether it does: not if it would compute wrong logits for them, or computes prompt
+        log-probabilities in another way than the supported versions.
     """
     mapping = _AdapterMapping(runner)
     if not mapping.is_known:
         return False
-    if not hasattr(runner, "_get_prompt_logprobs_dict"):
+    if hasattr(runner, "prompt_logprobs_worker"):
         return _start_second_runner(runner, mapping)
+    if not hasattr(runner, "_get_prompt_logprobs_dict"):
+        return False
     original = runner._get_prompt_logprobs_dict  # noqa: SLF001 - called in every step
 
     def scored(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
@@ -245,9 +250,18 @@ def _score(
 
 def _picked(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of an id of each row, and whether none is larger."""
-    rows = rows_from_logits(logits, cast("Vocabulary", ROW_BUFFER.ids))
-    picked = rows.gather(1, ids[:, None])[:, 0]
-    return picked, picked >= rows.amax(-1)
+    vocabulary = cast("Vocabulary", ROW_BUFFER.ids)
+    size = len(ids)
+    if logits.device.type == "cpu":
+        size = max(1, _VALUES_IN_CACHE // vocabulary.size)
+    logprobs, is_top = [], []
+    pieces = zip(torch.split(logits, size), torch.split(ids, size), strict=True)
+    for part, targets in pieces:
+        rows = rows_from_logits(part, vocabulary)
+        picked = rows.gather(1, targets[:, None])[:, 0]
+        logprobs.append(picked)
+        is_top.append(picked >= rows.amax(-1))
+    return torch.cat(logprobs), torch.cat(is_top)
 
 
 class _AdapterMapping:

@@ -323,7 +323,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 f"max_gen_toks={options.max_tokens} leaves no room for a context in "
                 f"max_length={self.max_length}"
             )
-        ids = self._encoder.ids(text, self.tokenizer.bos_token) or [self.prefix_token_id]
+        ids = self._encoder.ids(text, self.tokenizer.bos_token)
+        if not ids and self.prefix_token_id is not None:
+            ids = [self.prefix_token_id]
         if len(ids) > room:
             _logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
         # From the generator that the harness seeds, so that a run can be repeated.

@@ -14,6 +14,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 import genlm
+from genlm.testing import tiny_tokenizer
 from genlm_lm_eval import GenlmLM
 from genlm_lm_eval.__main__ import main
 
@@ -246,6 +247,14 @@ def test_a_context_makes_room_for_what_is_generated(lm, caplog):
         lm.generate_until(requests("generate_until", ("a", {"max_gen_toks": 64})))
 
 
+def test_an_empty_context_is_the_token_before_texts(lm):
+    arguments = {"max_gen_toks": 5, "until": []}
+    found = lm.generate_until(requests("generate_until", ("", arguments), ("<s>", arguments)))
+    assert found[0] == found[1] != ""
+    with pytest.raises(ValueError, match="max_gen_toks=0; it must be at least 1"):
+        lm.generate_until(requests("generate_until", ("", {"max_gen_toks": 0})))
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_thoughts_are_dropped(as_text, lm):
     arguments = {"max_gen_toks": 12, "until": []}
@@ -299,6 +308,11 @@ def test_options_that_contradict_each_other_are_refused(lm):
         TypeError, match=r"\['device', 'max_batch_size'\] are options of models"
     ):
         GenlmLM(lm.llm, device="cpu", max_batch_size=3)
+    nameless = tiny_tokenizer()
+    nameless.bos_token = nameless.eos_token = None
+    with pytest.raises(ValueError, match="neither a beginning-of-text nor an end-of-text"):
+        GenlmLM(lm.llm, tokenizer=nameless)
+    assert GenlmLM(lm.llm, tokenizer=nameless, prefix_token_id=5).prefix_token_id == 5
     with pytest.raises(TypeError, match="has no batch_decode, bos_token_id"):
         GenlmLM(lm.llm, tokenizer=lm.tokenizer.backend_tokenizer)
 

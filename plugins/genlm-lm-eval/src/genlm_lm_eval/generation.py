@@ -11,7 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 if TYPE_CHECKING:
     from genlm import AsyncLM, Context
 
-__all__ = ["Continuation", "GenerationOptions", "continue_all"]
+__all__ = ["Continuation", "GenerationOptions", "continue_all", "lookback_tokens"]
 
 # Options of transformers' `generate` that tasks name with the value that changes nothing.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
@@ -59,7 +59,8 @@ class GenerationOptions:
             eos: The text of the end-of-sequence token, which always ends a continuation.
 
         Raises:
-            ValueError: An argument that would change the continuation is not known here.
+            ValueError: An argument that would change the continuation is not known here, or no
+                token may be generated.
         """
         known = dict(normalize_gen_kwargs(dict(gen_kwargs), max_tokens))
         until = handle_stop_sequences(known.pop("until"), eos=eos)
@@ -77,6 +78,8 @@ class GenerationOptions:
                 f"generation arguments {sorted(unknown)} are not supported; supported are "
                 f"until, max_gen_toks, do_sample, temperature, top_k and top_p"
             )
+        if limit < 1:
+            raise ValueError(f"max_gen_toks={limit}; it must be at least 1")
         return cls(
             until=tuple(text for text in until if text),
             max_tokens=limit,

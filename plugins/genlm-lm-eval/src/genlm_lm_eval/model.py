@@ -1,7 +1,8 @@
 """`GenlmLM`: any model of genlm, as lm-evaluation-harness asks its models.
 
 Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that
-both compute the same numbers. Knows no engine: those make their own batches.
+both compute the same numbers. Knows no engine: those make their own batches. Longer than other
+modules because the harness asks one class for everything.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     work by itself. Not for coroutines: every method waits.
 
     Args:
-        pretrained: What the engine calls a model, or a loaded model, which stays open.
+        pretrained: What the engine calls a model, or a loaded model.
         backend: Name of an engine, see `genlm plugins`; by default as `genlm.load_model`.
         tokenizer: Name, folder or object of a tokenizer of transformers; by default the
             engine's.
@@ -84,8 +85,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     Raises:
         TypeError: Options of an engine for a loaded model, or a tokenizer without what the
             harness needs.
-        ValueError: `max_length` is beyond the engine's, or `enable_thinking` without
-            `think_end_token`.
+        ValueError: `max_length` is beyond the engine's, `enable_thinking` without
+            `think_end_token`, or no token that can come before a text.
         GenlmError: As `genlm.load_model`.
     """
 
@@ -131,6 +132,11 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         self.chat_template_args = {**(chat_template_args or {}), **thinking}
         self.texts_at_once = int(texts_at_once)
         self._prefix_token_id = prefix_token_id
+        if self.prefix_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither a beginning-of-text nor an end-of-text token; pass "
+                "prefix_token_id= with the token that comes before texts without a context"
+            )
         self._ending = ending_ids(self.tokenizer, **remote)
 
     def close(self) -> None:
@@ -140,13 +146,13 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     # -- what the harness asks about a model ------------------------------------------
 
     @property
-    def eot_token_id(self) -> int:
+    def eot_token_id(self) -> int | None:
         """The id of the end-of-text token."""
-        eot: int = self.tokenizer.eos_token_id
+        eot: int | None = self.tokenizer.eos_token_id
         return eot
 
     @property
-    def prefix_token_id(self) -> int:
+    def prefix_token_id(self) -> int | None:
         """The id before texts that have no context."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
@@ -318,6 +324,8 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 f"max_length={self.max_length}"
             )
         ids = self._encoder.ids(text, self.tokenizer.bos_token)
+        if not ids and self.prefix_token_id is not None:
+            ids = [self.prefix_token_id]
         if len(ids) > room:
             _logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
         # From the generator that the harness seeds, so that a run can be repeated.

@@ -8,6 +8,7 @@ release there is nothing to compare with, and the script says so.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -30,9 +31,10 @@ PACKAGES = {
 """Source folders and their public modules; options of an engine are those of its class."""
 
 
-def last_release(repository: Path) -> str | None:
-    """The newest tag `v*` before the working tree's commit, None if there is none."""
+def last_release(repository: Path, new: str = "") -> str | None:
+    """The newest tag `v*` of the working tree's history but `new`, None if there is none."""
     command = ["git", "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*"]
+    command += ["--exclude", new] if new else []
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
@@ -116,7 +118,7 @@ def version(repository: Path) -> str:
 
 def main() -> int:
     """Print the comparison; 1 if the major version should have changed."""
-    tag = last_release(REPOSITORY)
+    tag = last_release(REPOSITORY, os.environ.get("TAG", ""))  # set when it is published
     if tag is None:
         print("no release yet (no tag v*): nothing to compare the public names with")
         return 0

@@ -100,6 +100,9 @@ def test_a_package_that_the_release_did_not_have_breaks_nothing(shop):
 
 def test_the_last_release_is_a_tag_or_none(shop):
     assert script.last_release(shop) == "v1.0.0"
+    git(shop, "tag", "v1.1.0")
+    assert script.last_release(shop, new="v1.1.0") == "v1.0.0"
+    git(shop, "tag", "-d", "v1.1.0")
     assert script.version(shop) == "1.1.0"
     git(shop, "tag", "-d", "v1.0.0")
     assert script.last_release(shop) is None

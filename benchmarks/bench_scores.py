@@ -9,8 +9,8 @@ ids. The floor is the model's own linear layers, the output embedding included.
 - memory: what a process needs beyond the loaded model to score them with 128,000 ids, in passes
   of 512 tokens and with 16 MiB for keys and values. In a process of its own.
 - step: 50 contexts are extended by a token each, which is drawn under a mask of its own: with
-  `draw`, against rows and the same computation by the caller, for each row or for all of them at
-  once. Time outside the model's forward pass. 128,000 ids.
+  `draw`, against rows and the same computation by the caller, for each row or for all of them
+  at once. Time outside the model's forward pass. 128,000 ids.
 
 The ratio is that to the fastest peer.
 """

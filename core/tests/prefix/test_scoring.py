@@ -141,6 +141,7 @@ def test_positions_that_texts_share_are_computed_once() -> None:
     texts = [scored((*prompt, i, 3), 1) for i in range(SIZE)]
     assert_right(rows, texts)
     assert used(rows, "tokens_computed") == model.largest[1] == 30 + SIZE
+    assert list(rows.next_score_pass(None, texts)) == list(range(SIZE))
     assert_right(rows, texts)  # all of them cached and run again, in one pass
     assert used(rows, "tokens_computed") == 2 * (30 + SIZE)
     assert (model.passes, model.largest) == (2, (30 + SIZE, 30 + SIZE))

@@ -46,6 +46,7 @@ _WITHOUT = {
     Capability.LORA: "refused",
     Capability.SAMPLE: "by the core",
     Capability.PREFIX_CACHE: "refused",
+    Capability.SCORE: "by the core",
 }
 
 ELSEWHERE = {"sgl": ".venv-sgl"}

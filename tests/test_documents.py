@@ -45,7 +45,7 @@ def test_the_guide_runs_from_top_to_bottom_as_it_stands():
     first, second = names["perplexities"]
     assert first < second
     assert names["best"] in names["drawn"]
-    assert names["digits"][names["token"]].all()
+    assert names["digits"][names["token"].token_id]
     assert list(names["particles"][0][0].token_ids[:-1]) == names["ids"]
     assert names["product"].logsumexp(0) == pytest.approx(0, abs=1e-4)
     assert names["difference"].abs().max() > 0.1

@@ -249,3 +249,22 @@ def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Draw, "compute", classmethod(compute))
     assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
     assert sizes == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+@pytest.mark.parametrize("depth", [30.0, 95.0, 300.0])
+def test_masks_of_very_unlikely_tokens_are_drawn_from_exactly(
+    temperature: float, depth: float
+) -> None:
+    row = some_rows(1)[0]
+    row[0], mask = 0.0, Mask(range(1, SIZE), SIZE)
+    row[1:] = torch.log_softmax(row[1:], -1) - depth  # all but the first have e**-depth
+    logits = (row.double()[1:] / temperature).numpy()
+    weights = np.exp(logits - logits.max())
+    uniforms = [0.001, 0.3, 0.999]
+    drawn = reduced(row.expand(3, -1), *(Draw(u, temperature, mask) for u in uniforms))
+    for found, uniform in zip(drawn, uniforms, strict=True):
+        assert found.token_id == 1 + inverted(weights, uniform)
+        assert found.log_mass == pytest.approx(-depth, abs=1e-3)
+        probability = weights[found.token_id - 1] / weights.sum()
+        assert found.draw_logprob == pytest.approx(math.log(probability), abs=1e-4)

@@ -199,15 +199,14 @@ class Draw(Reduction):
     ) -> Sequence[DrawnToken | Exception]:
         """Draw from all rows at once."""
         masks = [request.mask for request in requests]
-        masked = rows
-        if any(mask is not None for mask in masks):
-            masked = rows.masked_fill(~unpacked(masks, rows.device), -math.inf)
+        has_masks = any(mask is not None for mask in masks)
         drawn = draws(
-            masked,
+            rows,
             [request.temperature for request in requests],
             [request.uniform for request in requests],
             top_k=[request.top_k for request in requests],
             top_p=[request.top_p for request in requests],
+            allowed=unpacked(masks, rows.device) if has_masks else None,
         )
         found = torch.stack(
             [

@@ -31,6 +31,9 @@ __all__ = [
 _BLOCK = 512
 """Ids whose weights are summed together before one of them is drawn."""
 
+_FAINT = 1e-20
+"""A sum of weights below it has lost too much to the range of float32."""
+
 _LEAST_TEMPERATURE = 1e-30
 """Divided by it, all but the largest of float32 log-probabilities have no weight."""
 
@@ -122,31 +125,79 @@ def draws(
     uniforms: Sequence[float],
     top_k: Sequence[int | None] | None = None,
     top_p: Sequence[float] | None = None,
+    *,
+    allowed: torch.Tensor | None = None,
 ) -> Draws:
-    """Draw as `draw_tokens` and return the log-probabilities of the draws as well."""
-    largest = logprobs.amax(-1, keepdim=True)
-    # Rows without a possible id would become NaN.
-    shifted = logprobs - largest.masked_fill(largest.isneginf(), 0.0)
-    tempered = [t not in (0, 1) for t in temperatures]
-    weights = shifted.exp()
-    log_mass = weights.sum(-1).log() + largest[:, 0]
-    if any(tempered):
-        # The largest is 0 before the division, which could make all of them -inf.
-        divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
-        weights = (shifted / logprobs.new_tensor(divisors)[:, None]).exp()
+    """Draw as `draw_tokens` and return the log-probabilities of the draws as well.
+
+    Args:
+        logprobs: As `draw_tokens`.
+        temperatures: As `draw_tokens`.
+        uniforms: As `draw_tokens`.
+        top_k: As `draw_tokens`.
+        top_p: As `draw_tokens`.
+        allowed: Ids that may be drawn from each row, shape `(n, vocab_size)` or
+            `(1, vocab_size)`, bool; None for all.
+    """
+    weights, log_mass = _weights(logprobs, temperatures, allowed)
     limits = zip(temperatures, top_k or repeat(None), top_p or repeat(1.0), strict=False)
     for row, (temperature, k, p) in enumerate(limits):
         if temperature and ((k is not None and k < logprobs.shape[1]) or p < 1):
             weights[row] = _truncated(weights[row], k, p)
     token_ids, totals = _inverted(weights, uniforms)
-    if not all(temperatures):
-        is_greedy = torch.tensor([t == 0 for t in temperatures], device=logprobs.device)
-        token_ids = torch.where(is_greedy, logprobs.argmax(-1), token_ids)
     found = weights.gather(1, token_ids[:, None])[:, 0]
     drawn = (found / totals.to(found)).log()
-    if not all(temperatures):
-        drawn = drawn.masked_fill(is_greedy, 0.0)
+    greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0]
+    if greedy:
+        rows = logprobs[greedy]
+        if allowed is not None:
+            rows = rows.masked_fill(~allowed.expand_as(logprobs)[greedy], float("-inf"))
+        token_ids[greedy], drawn[greedy] = rows.argmax(-1), 0.0
     return Draws(token_ids, log_mass, drawn)
+
+
+def _weights(
+    logprobs: torch.Tensor, temperatures: Sequence[float], allowed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ids are drawn in proportion to, and the log mass of each row.
+
+    Weights are relative to the likeliest id. Where the allowed ones are so unlikely that little
+    is left of them, they are computed again, relative to the likeliest of these: always to do
+    so would take the exponential of -inf for all others, which is slow on CPUs.
+    """
+    weights, log_mass, totals = _exponentials(logprobs, temperatures, allowed)
+    if allowed is not None:
+        faint = (totals < _FAINT).nonzero()[:, 0]
+        if len(faint):
+            rows = logprobs[faint].masked_fill(
+                ~allowed.expand_as(logprobs)[faint], float("-inf")
+            )
+            chosen = [temperatures[i] for i in faint.tolist()]
+            weights[faint], log_mass[faint], _ = _exponentials(rows, chosen, None)
+    return weights, log_mass
+
+
+def _exponentials(
+    logprobs: torch.Tensor, temperatures: Sequence[float], allowed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return weights, log masses, and the smaller of the sums at both temperatures."""
+    largest = logprobs.amax(-1, keepdim=True)
+    # Rows without a possible id would become NaN.
+    shifted = logprobs - largest.masked_fill(largest.isneginf(), 0.0)
+    is_tempered = any(t not in (0, 1) for t in temperatures)
+    weights = shifted.exp() if is_tempered else shifted.exp_()
+    if allowed is not None:
+        weights.mul_(allowed)
+    totals = weights.sum(-1)
+    log_mass = totals.log() + largest[:, 0]
+    if is_tempered:
+        # The largest is 0 before the division, which could make all of them -inf.
+        divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
+        weights = shifted.div_(logprobs.new_tensor(divisors)[:, None]).exp_()
+        if allowed is not None:
+            weights.mul_(allowed)
+        totals = torch.minimum(totals, weights.sum(-1))
+    return weights, log_mass, totals
 
 
 def _truncated(weights: torch.Tensor, k: int | None, p: float) -> torch.Tensor:

@@ -252,3 +252,17 @@ def test_equal_prompts_are_drawn_apart_and_rows_are_still_rows(make_model: MakeM
     assert [query.adapter for query in engine.sampled] == ["a", "a"]
     seeds = [query.sampling.seed for query in engine.sampled if query.sampling]
     assert seeds == stream_seeds(0, 2)
+
+
+def test_a_continuation_that_fills_the_context_is_logged(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE, max_context=6))
+    asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 6, seed=0))
+    [record] = caplog.records
+    assert record.message.startswith(
+        "1 of 2 continuations ended before max_tokens=6: the model"
+    )
+    caplog.clear()
+    asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 4, seed=0))
+    assert not caplog.records

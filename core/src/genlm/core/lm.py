@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import logging
 import os
 import threading
 import time
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
+
+logger = logging.getLogger("genlm")
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 """A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
@@ -619,7 +622,7 @@ class AsyncLM(ReductionMethods, ScoreMethods):
 
         Returns:
             The drawn ids, without the prompt and without the end-of-sequence id; at
-            most `max_tokens`, fewer when the context is full.
+            most `max_tokens`, fewer when the context is full, which is logged as a warning.
 
         Raises:
             ValueError: A temperature that is negative or not finite, or a negative
@@ -669,8 +672,27 @@ class AsyncLM(ReductionMethods, ScoreMethods):
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
         else:
-            return [task.result() for task in tasks]
+            drawn = [task.result() for task in tasks]
+            self._log_cut(queries, drawn, max_tokens)
+            return drawn
         raise first  # outside `except`, which would replace its __cause__
+
+    def _log_cut(
+        self, queries: Sequence[Query], drawn: Sequence[list[int]], max_tokens: int
+    ) -> None:
+        """Say how many continuations the context ended before `max_tokens`."""
+        if self.max_context is None:
+            return
+        cut = sum(
+            len(query) + len(ids) > self.max_context and len(ids) < max_tokens
+            for query, ids in zip(queries, drawn, strict=True)
+        )
+        if cut:
+            logger.warning(
+                "%d of %d continuations ended before max_tokens=%d: the model's context of %d "
+                "tokens is full",
+                *(cut, len(drawn), max_tokens, self.max_context),
+            )
 
     async def _continuation(self, query: Query, params: SamplingParams) -> list[int]:
         if Capability.SAMPLE in self.capabilities:

@@ -266,3 +266,120 @@ def test_a_continuation_that_fills_the_context_is_logged(
     caplog.clear()
     asyncio.run(llm.batch_sample([[1, 2, 3], [4]], 4, seed=0))
     assert not caplog.records
+
+
+# -- stop texts, top-k, top-p, streams, threads ---------------------------------------
+
+
+def bytes_of(ids: Iterable[int]) -> bytes:
+    """The text of ids in `ScriptedEngine`, whose token i is byte i."""
+    return bytes(ids)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_stop_text_ends_a_continuation_with_the_token_that_completes_it(
+    native: bool, make_model: MakeModel
+) -> None:
+    llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 40, stream, 1.0)
+    for first, second in [(whole[10], whole[11]), (whole[20], whole[21])]:
+        stop = bytes_of([first, second])
+        end = bytes_of(whole).index(stop) + 2
+        for form in (stop, [stop], [stop.decode("latin-1"), b"zz"]):
+            found = asyncio.run(llm.sample([1], 40, seed=3, stop=form))
+            assert found == whole[:end]
+
+
+def test_stop_texts_may_be_of_one_token_and_longer_than_any(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 30, stream, 1.0)
+    long = bytes_of(whole[5:25])
+    assert asyncio.run(llm.sample([1], 30, seed=3, stop=long)) == whole[:25]
+    one = bytes_of(whole[7:8])
+    end = bytes_of(whole).index(one) + 1
+    assert asyncio.run(llm.sample([1], 30, seed=3, stop=one)) == whole[:end]
+
+
+def test_top_k_and_top_p_leave_the_likeliest_tokens(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    for options in ({"top_k": 3}, {"top_p": 0.4}, {"top_k": 1}):
+        drawn = asyncio.run(llm.sample([1], 60, seed=5, temperature=2.0, **options))  # type: ignore[arg-type]
+        sequence = [1]
+        for token_id in drawn:
+            row = oracle_row(sequence, None, VOCAB_SIZE).double()
+            order = (row / 2).softmax(0).sort(descending=True)
+            share = order.values.cumsum(0) - order.values
+            count = options.get("top_k") or int((share < options["top_p"]).sum())
+            assert token_id in order.indices[: int(count)].tolist()
+            sequence.append(token_id)
+
+
+def test_a_stream_has_the_tokens_of_sample_and_their_log_probabilities(
+    make_model: MakeModel,
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+
+    async def streamed() -> list[Any]:
+        tokens = llm.stream([1], 12, seed=9, temperature=0.7, stop=b"zz", top_k=5)
+        return [token async for token in tokens]
+
+    tokens = asyncio.run(streamed())
+    ids = [token.token_id for token in tokens]
+    assert ids == asyncio.run(llm.sample([1], 12, seed=9, temperature=0.7, top_k=5))
+    for place, token in enumerate(tokens):
+        row = oracle_row([1, *ids[:place]], None, VOCAB_SIZE)
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-6)
+
+
+def test_a_stream_that_is_left_asks_for_no_more(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+
+    async def left() -> None:
+        tokens = llm.stream([1], 100, seed=0)
+        async for _ in tokens:
+            break
+        await tokens.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(left())
+    assert len(engine.batches) == 1
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_sampling_without_an_event_loop_and_inside_one(
+    native: bool, make_model: MakeModel
+) -> None:
+    llm = make_model(NativeEngine() if native else ScriptedEngine(VOCAB_SIZE))
+    expected = asyncio.run(llm.batch_sample([[1], [2, 3]], 6, [4], 0.8, 2))
+    assert llm.batch_sample_sync([[1], [2, 3]], 6, [4], 0.8, 2) == expected
+    assert llm.sample_sync([1], 6, [4], 0.8, 2) == asyncio.run(llm.sample([1], 6, [4], 0.8, 2))
+
+    async def inside() -> list[list[int]]:
+        return llm.batch_sample_sync([[1], [2, 3]], 6, [4], 0.8, 2)
+
+    assert asyncio.run(inside()) == expected
+    with pytest.raises(EmptySequenceError):
+        llm.sample_sync([], 3)
+
+
+WRONG_LIMITS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"stop": [b"a", b""]}, ValueError, "stop has an empty text"),
+    ({"stop": 3}, TypeError, "stop=3; expected a text, or several"),
+    ({"stop": [3]}, TypeError, "stop has 3; expected str or bytes. Token ids that end"),
+    ({"top_k": 0}, ValueError, "top_k=0; it must be 1 or more"),
+    ({"top_k": VOCAB_SIZE + 1}, ValueError, "top_k=17 of a vocabulary of 16"),
+    ({"top_p": 0.0}, ValueError, "top_p=0.0; it must be above 0"),
+    ({"top_p": "1"}, TypeError, "top_p='1'; expected a number"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG_LIMITS)
+def test_wrong_limits_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str, make_model: MakeModel
+) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    with pytest.raises(error, match=message):
+        llm.sample_sync([1], 2, **options)
+    assert llm.statistics().requests == 0

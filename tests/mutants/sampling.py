@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-import genlm.core.lm
 import genlm.core.reductions
+import genlm.core.sample_methods
 from genlm import AsyncLM, Capability
 
 from .baselines import cached_target, plain_target
@@ -92,7 +92,12 @@ class StreamOfItsOwn(CachedEngine):
         return iter(np.random.default_rng(params.seed).random, None)
 
 
-@core_mutant(genlm.core.lm, "stream_seeds", killed_by="streams-are-distinct", on=cached_target)
+@core_mutant(
+    genlm.core.sample_methods,
+    "stream_seeds",
+    killed_by="streams-are-distinct",
+    on=cached_target,
+)
 def one_seed_for_all(stream_seeds):
     """Gives every continuation of a batch the same seed."""
     return lambda seed, count: stream_seeds(seed, 1) * count

@@ -141,9 +141,12 @@ class Context:
         eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Draw a continuation; see `AsyncLM.sample`."""
-        return await self._lm.sample(self, max_tokens, eos_token_ids, temperature, seed)
+        """Draw a continuation; see `AsyncLM.sample`, which has all options."""
+        return await self._lm.sample(
+            self, max_tokens, eos_token_ids, temperature, seed, **options
+        )
 
     async def token_logprobs(self, token_ids: Integers) -> torch.Tensor:
         """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""

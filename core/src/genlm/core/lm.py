@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import logging
 import os
 import threading
 import time
@@ -34,9 +33,9 @@ from genlm.core.loading import engine_builder
 from genlm.core.query import Query, SamplingParams, TokenScores
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reduction_methods import ReductionMethods
-from genlm.core.reductions import Draw, Reduction, TargetScore, reduce_rows
+from genlm.core.reductions import Draw, DrawnToken, Reduction, TargetScore, reduce_rows
 from genlm.core.rows import invalid_rows
-from genlm.core.sampling import continue_sequence, stream_seeds
+from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
 from genlm.core.score_methods import ScoreMethods, ScoreRequest, checked_start
 from genlm.core.sequence import TokenSequence
@@ -45,9 +44,6 @@ from genlm.core.text import decode, encode, encode_chat
 from genlm.core.validation import (
     checked_batch,
     checked_builder,
-    checked_integer,
-    checked_number,
-    checked_stop_ids,
     checked_token_ids,
     is_model_object,
 )
@@ -58,8 +54,6 @@ if TYPE_CHECKING:
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
-
-logger = logging.getLogger("genlm")
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 """A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
@@ -108,7 +102,7 @@ class _Adapter(NamedTuple):
     folder: str
 
 
-class AsyncLM(ReductionMethods, ScoreMethods):
+class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     """A language model: next-token log-probabilities of any number of sequences at once.
 
     Concurrent calls may share one forward pass; how they are grouped never changes which
@@ -596,127 +590,28 @@ class AsyncLM(ReductionMethods, ScoreMethods):
     def _answers_sync(self, asked: Sequence[Any]) -> list[Any]:
         return self._scheduler.answer_sync(asked)
 
-    # -- sampling ---------------------------------------------------------------------
+    # -- continuations ----------------------------------------------------------------
 
-    async def sample(
-        self,
-        prompt: TokenIds,
-        max_tokens: int,
-        eos_token_ids: Integers = (),
-        temperature: float = 1.0,
-        seed: int | None = None,
-        *,
-        lora_name: str | None = None,
-    ) -> list[int]:
-        """Draw a continuation of `prompt`.
+    def _sample_query(self, prompt: TokenIds, lora_name: str | None) -> Query:
+        return self._request(prompt, lora_name)[0]
 
-        Args:
-            prompt: At least one token id.
-            max_tokens: The most ids to draw.
-            eos_token_ids: Drawing one of these ends the continuation; as `prompt`, or
-                empty.
-            temperature: Divides the log-probabilities; 0 takes the most likely token.
-            seed: Makes the continuation reproducible, also on another engine as far as its
-                rows are the same.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+    async def _drawn_token(
+        self, sequence: TokenSequence, adapter: str | None, draw: Draw
+    ) -> DrawnToken:
+        query, key = self._request_of(sequence, adapter)
+        drawn: DrawnToken | None = self._known_reduction(key, draw)
+        self._counters.count(len(query), hit=drawn is not None)
+        if drawn is None:
+            drawn = await self._scheduler.answer(query, key, draw)
+        return drawn
 
-        Returns:
-            The drawn ids, without the prompt and without the end-of-sequence id; at
-            most `max_tokens`, fewer when the context is full, which is logged as a warning.
+    async def _drawn_by_the_engine(self, query: Query, params: SamplingParams) -> list[int]:
+        self._counters.count(len(query), hit=False)
+        drawn: list[int] = await self._scheduler.answer(query.replace(sampling=params))
+        return drawn
 
-        Raises:
-            ValueError: A temperature that is negative or not finite, or a negative
-                number of tokens or seed.
-            TypeError: One that is not a number.
-            TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
-            TokenIdError: One of them is outside the vocabulary.
-            GenlmError: As `next_token_logprobs`.
-        """
-        drawn = await self.batch_sample(
-            [prompt], max_tokens, eos_token_ids, temperature, seed, lora_name=lora_name
-        )
-        return drawn[0]
-
-    async def batch_sample(
-        self,
-        prompts: TokenBatch,
-        max_tokens: int,
-        eos_token_ids: Integers = (),
-        temperature: float = 1.0,
-        seed: int | None = None,
-        *,
-        lora_name: str | None = None,
-    ) -> list[list[int]]:
-        """Draw a continuation of each prompt, concurrently; see `sample`.
-
-        Every continuation has its own stream of randomness: equal prompts give different
-        draws, and draw i does not depend on how many prompts there are.
-        """
-        max_tokens = checked_integer("max_tokens", max_tokens, 0)
-        temperature = checked_number("temperature", temperature)
-        stop = checked_stop_ids(eos_token_ids, self.vocabulary.size)
-        seed = None if seed is None else checked_integer("seed", seed, 0)
-        queries = [self._request(prompt, lora_name)[0] for prompt in checked_batch(prompts)]
-        if max_tokens == 0:
-            return [[] for _ in queries]
-        plans = [
-            SamplingParams(max_tokens, temperature, stop, stream)
-            for stream in stream_seeds(seed, len(queries))
-        ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._continuation(query, plan))
-                    for query, plan in zip(queries, plans, strict=True)
-                ]
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-        else:
-            drawn = [task.result() for task in tasks]
-            self._log_cut(queries, drawn, max_tokens)
-            return drawn
-        raise first  # outside `except`, which would replace its __cause__
-
-    def _log_cut(
-        self, queries: Sequence[Query], drawn: Sequence[list[int]], max_tokens: int
-    ) -> None:
-        """Say how many continuations the context ended before `max_tokens`."""
-        if self.max_context is None:
-            return
-        cut = sum(
-            len(query) + len(ids) > self.max_context and len(ids) < max_tokens
-            for query, ids in zip(queries, drawn, strict=True)
-        )
-        if cut:
-            logger.warning(
-                "%d of %d continuations ended before max_tokens=%d: the model's context of %d "
-                "tokens is full",
-                *(cut, len(drawn), max_tokens, self.max_context),
-            )
-
-    async def _continuation(self, query: Query, params: SamplingParams) -> list[int]:
-        if Capability.SAMPLE in self.capabilities:
-            self._counters.count(len(query), hit=False)
-            drawn: list[int] = await self._scheduler.answer(query._replace(sampling=params))
-            return drawn
-
-        sequence = query.sequence
-
-        async def next_token(token_ids: list[int], uniform: float) -> int:
-            nonlocal sequence
-            added = token_ids[len(sequence) :]
-            if added:
-                sequence = TokenSequence.of(added, sequence)
-            one, key = self._request_of(sequence, query.adapter)
-            draw = Draw(uniform, params.temperature, is_reproducible=params.seed is not None)
-            drawn = self._known_reduction(key, draw)
-            self._counters.count(len(one), hit=drawn is not None)
-            if drawn is None:
-                drawn = await self._scheduler.answer(one, key, draw)
-            token_id: int = drawn.token_id
-            return token_id
-
-        return await continue_sequence(next_token, query.token_ids, params, self.max_context)
+    def _refuse_own_thread(self) -> None:
+        self._scheduler.refuse_own_thread()
 
     # -- adapters ---------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ from genlm.core.validation import (
     checked_ids,
     checked_integer,
     checked_number,
+    checked_share,
+    checked_top_k,
 )
 
 if TYPE_CHECKING:
@@ -203,16 +205,9 @@ class ReductionMethods(abc.ABC):
         return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
 
     def _top_k(self, k: int) -> TopK:
-        return TopK(self._checked_k("k", k))
-
-    def _checked_k(self, name: str, k: int) -> int:
-        k = checked_integer(name, k, 1)
-        if k > self.vocabulary.size:
-            raise ValueError(
-                f"{name}={k} of a vocabulary of {self.vocabulary.size} ids; it must be "
-                f"{self.vocabulary.size} or less"
-            )
-        return k
+        found = checked_top_k(checked_integer("k", k, 1), self.vocabulary.size, "k")
+        assert found is not None  # noqa: S101 - it is only for None
+        return TopK(found)
 
     # -- sets of tokens ---------------------------------------------------------------
 
@@ -348,7 +343,7 @@ class ReductionMethods(abc.ABC):
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
-        truncation = (top_k, 1.0 if top_p is None else top_p)
+        truncation = (checked_top_k(top_k, self.vocabulary.size), checked_share(top_p))
         wanted = self._draws(contexts, masks, temperature, truncation, seed)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
@@ -387,7 +382,7 @@ class ReductionMethods(abc.ABC):
     ) -> list[DrawnToken]:
         """Draw the next token of each context and wait; see `batch_draw`."""
         contexts = list(checked_batch(contexts))
-        truncation = (top_k, 1.0 if top_p is None else top_p)
+        truncation = (checked_top_k(top_k, self.vocabulary.size), checked_share(top_p))
         wanted = self._draws(contexts, masks, temperature, truncation, seed)
         return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
 
@@ -402,10 +397,6 @@ class ReductionMethods(abc.ABC):
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
         top_k, top_p = truncation
-        top_k = None if top_k is None else self._checked_k("top_k", top_k)
-        top_p = checked_number("top_p", top_p)
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p}; it must be above 0 and at most 1")
         allowed = [None] * count if masks is None else [self._allowed(mask) for mask in masks]
         _check_count("masks", allowed, count)
         uniforms = _uniforms(contexts, seed)

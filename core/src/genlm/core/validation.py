@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from genlm.core.query import Query
 
     Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
+    StopTexts: TypeAlias = str | bytes | Iterable[str | bytes]
     TokenIds: TypeAlias = Integers | Context
     TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
@@ -41,8 +42,11 @@ __all__ = [
     "checked_integer",
     "checked_integers",
     "checked_number",
+    "checked_share",
     "checked_stop_ids",
+    "checked_stop_texts",
     "checked_token_ids",
+    "checked_top_k",
     "is_model_object",
 ]
 
@@ -128,6 +132,60 @@ def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
     return frozenset(checked_ids(eos_token_ids, vocab_size, "eos_token_ids"))
+
+
+def checked_stop_texts(stop: StopTexts) -> tuple[bytes, ...]:
+    """Return texts that end a continuation as bytes; there may be none.
+
+    Raises:
+        TypeError: Not a text or several.
+        ValueError: An empty text.
+    """
+    texts = [stop] if isinstance(stop, (str, bytes)) else stop
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"stop={_shortened(stop)}; expected a text, or several")
+    found = []
+    for text in texts:
+        if not isinstance(text, (str, bytes)):
+            raise TypeError(
+                f"stop has {_shortened(text)}; expected str or bytes. Token ids that end a "
+                f"continuation are eos_token_ids"
+            )
+        found.append(text.encode() if isinstance(text, str) else bytes(text))
+    if b"" in found:
+        raise ValueError("stop has an empty text, which would end every continuation at once")
+    return tuple(found)
+
+
+def checked_top_k(k: Any, vocab_size: int, name: str = "top_k") -> int | None:
+    """Return a number of most likely tokens, None for all.
+
+    Raises:
+        TypeError: Not an integer.
+        ValueError: Below 1 or beyond the vocabulary.
+    """
+    if k is None:
+        return None
+    number = checked_integer(name, k, 1)
+    if number > vocab_size:
+        raise ValueError(
+            f"{name}={number} of a vocabulary of {vocab_size} ids; it must be {vocab_size} or "
+            f"less"
+        )
+    return number
+
+
+def checked_share(top_p: Any) -> float:
+    """Return a share of the probability, 1 for None.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not above 0 and at most 1.
+    """
+    share = 1.0 if top_p is None else checked_number("top_p", top_p)
+    if not 0 < share <= 1:
+        raise ValueError(f"top_p={share}; it must be above 0 and at most 1")
+    return share
 
 
 def checked_ids(values: Integers, vocab_size: int, argument: str = "") -> tuple[int, ...]:

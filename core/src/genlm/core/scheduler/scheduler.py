@@ -173,7 +173,7 @@ class Scheduler(Generic[EngineT]):
             GenlmError: As `answer`; the first error in order, the rest is abandoned.
             RuntimeError: Called on the engine's own thread, which would wait for itself.
         """
-        self._refuse_own_thread()
+        self.refuse_own_thread()
         asked: list[tuple[Waiter, PendingRequest]] = []
         try:
             for query, key, *output in queries:
@@ -193,7 +193,7 @@ class Scheduler(Generic[EngineT]):
             RuntimeError: Called on the engine's own thread.
             Exception: Whatever the function raised.
         """
-        self._refuse_own_thread()
+        self.refuse_own_thread()
         result: T = self._worker.call(function).result()
         return result
 
@@ -257,7 +257,8 @@ class Scheduler(Generic[EngineT]):
             else:
                 future.cancel()
 
-    def _refuse_own_thread(self) -> None:
+    def refuse_own_thread(self) -> None:
+        """Raise `RuntimeError` on the engine's own thread, which would wait for itself."""
         if self._worker.runs_here:
             raise RuntimeError(
                 "called from the engine's own thread, which would wait for itself; "

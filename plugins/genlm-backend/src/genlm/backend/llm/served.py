@@ -95,7 +95,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             token_ids_list, lora_name=self._known(lora_name)
         )
 
-    async def sample(
+    async def sample(  # type: ignore[override]  # published with other names
         self,
         prompt_token_ids: TokenIds,
         max_tokens: int,
@@ -103,6 +103,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
+        **options: Any,
     ) -> list[int]:
         """Draw a continuation; see `genlm.AsyncLM.sample`."""
         return await super().sample(
@@ -112,9 +113,10 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             temperature,
             seed,
             lora_name=self._known(lora_name),
+            **options,
         )
 
-    async def batch_sample(
+    async def batch_sample(  # type: ignore[override]
         self,
         prompt_token_ids_list: TokenBatch,
         max_tokens: int,
@@ -122,6 +124,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
+        **options: Any,
     ) -> list[list[int]]:
         """Draw a continuation of each prompt; see `genlm.AsyncLM.batch_sample`."""
         return await super().batch_sample(
@@ -131,6 +134,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             temperature,
             seed,
             lora_name=self._known(lora_name),
+            **options,
         )
 
     # -- adapters: a name may be given again ------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -383,3 +385,29 @@ def test_wrong_limits_are_refused(
     with pytest.raises(error, match=message):
         llm.sample_sync([1], 2, **options)
     assert llm.statistics().requests == 0
+
+
+def test_an_interrupt_ends_the_wait_for_samples(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    engine.hold()
+
+    def interrupt() -> None:
+        engine.wait_until_entered()
+        signal.pthread_kill(main, signal.SIGINT)
+        engine.release()
+
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGINT, raising)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.sample_sync([1], 10**6, seed=0)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert asyncio.run(llm.sample([1], 2, seed=0)) == chain([1], 2, stream_seeds(0, 1)[0], 1.0)

@@ -10,9 +10,9 @@ import abc
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from genlm.core.engine import Capability
 from genlm.core.query import SamplingParams
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["SampleMethods"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("genlm")
 
@@ -217,9 +219,7 @@ class SampleMethods(abc.ABC):
         drawing = self.batch_sample(
             prompts, max_tokens, eos_token_ids, temperature, seed, **options
         )
-        # A thread of its own: this one may be running an event loop.
-        with concurrent.futures.ThreadPoolExecutor(1, "genlm-sample") as thread:
-            return thread.submit(asyncio.run, drawing).result()
+        return _waited_for(drawing)
 
     async def stream(
         self,
@@ -324,3 +324,27 @@ class SampleMethods(abc.ABC):
                 "tokens is full",
                 *(cut, len(drawn), most, self.max_context),
             )
+
+
+def _waited_for(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and wait; on a thread, since this one may be running an event loop.
+
+    An exception such as Ctrl-C ends the wait and cancels the coroutine.
+    """
+    cancels: list[Callable[[], object]] = []
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None  # noqa: S101 - in a coroutine
+        cancels.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await coroutine
+
+    with concurrent.futures.ThreadPoolExecutor(1, "genlm-sample") as thread:
+        future = thread.submit(asyncio.run, cancellable())
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                for cancel in cancels:
+                    cancel()
+            raise

@@ -224,7 +224,7 @@ def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:
             else:
                 torch.testing.assert_close(each.result, expected(None, query.token_ids))
     assert engine.loaded.active is None
-    assert engine.statistics()["tokens_asked"] == sum(map(len, asked))
+    assert engine.statistics()["tokens_evaluated"] == sum(map(len, asked))
 
 
 def test_scores_are_refused_where_the_path_has_none() -> None:

@@ -117,3 +117,15 @@ def test_an_abandoned_call_ends_quietly() -> None:
     assert begun.wait(60)
     threads[0].join(60)
     assert not threads[0].is_alive()
+
+
+def test_a_closed_loop_leaves_no_coroutine_behind() -> None:
+    loop = LoopThread()
+    loop.close()
+
+    async def nothing() -> None: ...
+
+    coroutine = nothing()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.run(coroutine, 1.0)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED

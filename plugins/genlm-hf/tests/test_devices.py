@@ -71,7 +71,7 @@ def test_a_model_with_offloaded_layers_takes_no_adapters(
 ) -> None:
     options = {"device_map": MAPS["half on disk"], "offload_folder": str(tmp_path)}
     engine = HFEngine(folder, hf_opts=options, dtype="float32")
-    assert engine.capabilities == {Capability.PREFIX_CACHE}
+    assert engine.capabilities == {Capability.PREFIX_CACHE, Capability.SCORE}
     with pytest.raises(UnsupportedCapabilityError, match="device_map offloads layers"):
         engine.add_adapter("red", str(tmp_path))
     sequences = ids_of_lengths(9, 1, 23)

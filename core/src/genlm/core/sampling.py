@@ -81,8 +81,8 @@ class Draws(NamedTuple):
 
     Attributes:
         token_ids: Shape `(n,)`, int64.
-        log_mass: Log of the sum of each row's probabilities, shape `(n,)`, float32; `-inf` for
-            a row without any, whose other values mean nothing.
+        log_mass: Log of the sum of each row's allowed probabilities, shape `(n,)`, float32;
+            `-inf` for a row without any, whose other values mean nothing.
         logprobs: The log-probability with which each token was drawn, shape `(n,)`, float32.
     """
 
@@ -139,6 +139,9 @@ def draws(
         allowed: Ids that may be drawn from each row, shape `(n, vocab_size)` or
             `(1, vocab_size)`, bool; None for all.
     """
+    if allowed is None and not any(temperatures):
+        certain = torch.zeros(len(logprobs), device=logprobs.device)
+        return Draws(logprobs.argmax(-1), certain, certain)
     weights, log_mass = _weights(logprobs, temperatures, allowed)
     limits = zip(temperatures, top_k or repeat(None), top_p or repeat(1.0), strict=False)
     for row, (temperature, k, p) in enumerate(limits):
@@ -193,7 +196,8 @@ def _exponentials(
     if is_tempered:
         # The largest is 0 before the division, which could make all of them -inf.
         divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
-        weights = shifted.div_(logprobs.new_tensor(divisors)[:, None]).exp_()
+        by = torch.tensor(divisors, dtype=shifted.dtype, device=shifted.device)
+        weights = shifted.div_(by[:, None]).exp_()
         if allowed is not None:
             weights.mul_(allowed)
         totals = torch.minimum(totals, weights.sum(-1))
@@ -231,7 +235,7 @@ def _inverted(
     cumulative = sums.cumsum(-1)
     totals = cumulative[:, -1]
     # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
-    thresholds = sums.new_tensor(uniforms) * totals
+    thresholds = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device) * totals
     block = torch.searchsorted(cumulative, thresholds[:, None], right=True)
     block = block.clamp_(max=sums.shape[1] - 1)  # rows of zeros, whose total is not above 0
     end, width = cumulative.gather(1, block)[:, 0], sums.gather(1, block)[:, 0]

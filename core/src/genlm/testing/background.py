@@ -48,7 +48,11 @@ class LoopThread:
             CheckTimeout: It took longer than `timeout_s`.
             Exception: What it raised.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()  # else it would warn that it was not awaited
+            raise
         done, _ = concurrent.futures.wait([future], timeout_s)
         if not done:
             future.cancel()

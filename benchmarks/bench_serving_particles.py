@@ -11,8 +11,8 @@ which stay in its running batch. Contestants, in turn in every round, on the sam
 - contexts: the same by `llm.context` and `extend`, where the core has them.
 
 Drawing, by the same function, and appending are on the clock for all. The prompt is computed
-before, and every particle begins with a token of its own, so that nobody computes more than one
-token per row.
+before, and every particle begins with a token of its own, so that no contestant computes more
+than one token per row.
 Three kinds of populations: *plain*; *resampled* every 4 steps, by random weights that leave
 about half of the particles; *waiting*, a random half of them at each step, compared with own
 generation by half as many sequences.

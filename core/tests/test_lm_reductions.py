@@ -232,7 +232,8 @@ def test_the_cache_counts_the_bytes_of_results_and_masks(make_model: MakeModel) 
     before = llm.statistics().cache_bytes
     assert 40 <= before <= 200
     llm.log_mass_sync([1], [3])
-    assert llm.statistics().cache_bytes > before
+    number, token_id, mask = 64, 4, SIZE // 8
+    assert llm.statistics().cache_bytes == before + number + token_id + mask
 
 
 # -- the four forms -------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """`AsyncLM`: the language model that users hold, the same class for every engine.
 
 It validates requests, looks them up in the output cache and passes them to the scheduler, which
-runs the engine. Longer than other modules because it is the whole public interface in one
-place, most of it docstrings; every method is a few lines.
+runs the engine. `reduction_methods`, `score_methods` and `sample_methods` have the public
+methods that build on these. Longer than other modules because rows, contexts, adapters and
+caches of one model share its private state; half of it is docstrings.
 """
 
 from __future__ import annotations
@@ -313,7 +314,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
                 `chat_template`, `add_generation_prompt=False` ...
 
         Raises:
-            TokenizerError: The tokenizer has no chat template, or the template fails.
+            TokenizerError: The tokenizer lacks a chat template, or the template fails.
             TypeError: `messages` is not a sequence of mappings.
         """
         return encode_chat(self.vocabulary, messages, **template_options)

@@ -69,13 +69,13 @@ class RecentSequences:
             return None
         try:
             return self._same(ids) or self._longer(ids, vocab_size)
-        except Exception:  # noqa: BLE001 - what cannot be hashed or compared is no integer
+        except Exception:  # noqa: BLE001 - an object that cannot be hashed or compared
             return None
         finally:
             self._lock.release()
 
     def add(self, ids: list[int], sequence: TokenSequence) -> None:
-        """Remember a list that nobody else changes."""
+        """Store a list that is not changed afterwards."""
         if self._lock.acquire(blocking=False):
             try:
                 self._remember(_Known(ids, len(ids), sequence), len(ids))

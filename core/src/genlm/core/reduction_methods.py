@@ -2,7 +2,8 @@
 
 Each method checks its arguments and makes a `Reduction`, which `batch_reduce` asks for. All
 exist in four forms: for one context and for several (`batch_...`), asynchronous and waiting
-(`..._sync`).
+(`..._sync`). Longer than other modules because four forms of five methods are in one place;
+most of it is signatures and docstrings.
 """
 
 from __future__ import annotations
@@ -422,7 +423,7 @@ def _uniforms(
         _check_count("seeds", seeds, len(contexts))
     else:
         seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
-    # What has no length is refused, with an error that says more, when it is asked.
+    # An object without a length is refused later, by the check of the request.
     return [
         stream_uniform(each, len(context) if hasattr(context, "__len__") else 0)
         for each, context in zip(seeds, contexts, strict=True)

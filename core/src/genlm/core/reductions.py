@@ -118,7 +118,7 @@ class TopK(Reduction):
         ks = [request.k for request in requests]
         values, ids = rows.topk(max(ks))
         found, found_ids = values.cpu(), ids.cpu()
-        # topk selects and orders equal values as it likes.
+        # The order in which topk returns equal values is undefined.
         return [
             _tie_broken(row, found[i, :k], found_ids[i, :k])
             for i, (row, k) in enumerate(zip(rows, ks, strict=True))
@@ -141,6 +141,11 @@ class LogMass(Reduction):
     """The log of the probability of a set of tokens: a float, `-inf` for the empty set."""
 
     mask: Mask
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the mask."""
+        return self.mask.nbytes
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[LogMass]) -> Sequence[float]:

@@ -1,7 +1,8 @@
 """Continuations: `sample`, its forms for several prompts and for threads, and `stream`.
 
 Engines with `Capability.SAMPLE` continue sequences themselves; for others, and for what such
-engines are not asked (stop texts, top-k, top-p), each token is a `Draw`.
+engines are not asked (stop texts, top-k, top-p), each token is a `Draw`. Longer than
+other modules by the docstrings and signatures of five public methods.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from genlm.core.query import SamplingParams
 
 __all__ = [
     "Draws",
-    "continue_sequence",
     "draw_tokens",
     "draws",
     "sample_continuation",
@@ -35,7 +34,7 @@ _FAINT = 1e-20
 """A sum of weights below it has lost too much to the range of float32."""
 
 _LEAST_TEMPERATURE = 1e-30
-"""Divided by it, all but the largest of float32 log-probabilities have no weight."""
+"""Lower temperatures are raised to it: only the most likely id keeps a weight above 0."""
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -255,21 +254,16 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
-async def continue_sequence(
-    next_token: Callable[[list[int], float], Awaitable[int]],
+async def sample_continuation(
+    next_token_logprobs: Callable[[list[int]], Awaitable[torch.Tensor]],
     prompt: tuple[int, ...],
     params: SamplingParams,
     max_context: int | None,
 ) -> list[int]:
-    """Continue a sequence token by token.
+    """Continue a sequence token by token from its rows.
 
-    Ends before a stop id, after `params.max_tokens`, or when the context is full.
-
-    Args:
-        next_token: Draws the token after a sequence with a uniform number.
-        prompt: The sequence.
-        params: The seed of the numbers and when to end; the temperature is `next_token`'s.
-        max_context: The longest sequence that can be asked, None for no limit.
+    For programs that have rows from elsewhere; `AsyncLM` draws where the rows are. Ends before
+    a stop id, after `params.max_tokens`, or when the context is full.
 
     Returns:
         The drawn ids without the stop id.
@@ -279,23 +273,10 @@ async def continue_sequence(
     for position in range(params.max_tokens):
         if max_context is not None and len(sequence) > max_context:
             break
-        token_id = await next_token(sequence, stream_uniform(seed, position))
+        row = await next_token_logprobs(sequence)
+        uniform = stream_uniform(seed, position)
+        token_id = int(draw_tokens(row[None], [params.temperature], [uniform]))
         if token_id in params.stop_token_ids:
             break
         sequence.append(token_id)
     return sequence[len(prompt) :]
-
-
-async def sample_continuation(
-    next_token_logprobs: Callable[[list[int]], Awaitable[torch.Tensor]],
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    max_context: int | None,
-) -> list[int]:
-    """Continue a sequence token by token from its rows; see `continue_sequence`."""
-
-    async def next_token(sequence: list[int], uniform: float) -> int:
-        row = await next_token_logprobs(sequence)
-        return int(draw_tokens(row[None], [params.temperature], [uniform]))
-
-    return await continue_sequence(next_token, prompt, params, max_context)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 __all__ = ["SchedulerStatistics", "Statistics"]
 
 _NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
-"""Fields that are no sums: a difference of two snapshots has the later one's."""
+"""Fields that do not add up over time: a difference of two snapshots keeps the later value."""
 
 _COUNTED_BY_ENGINES = ("tokens_evaluated", "tokens_computed", "tokens_drawn")
 

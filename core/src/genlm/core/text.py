@@ -112,7 +112,7 @@ def encode_chat(
     """Encode messages by the tokenizer's chat template; see `AsyncLM.encode_chat`.
 
     Raises:
-        TokenizerError: The tokenizer has no chat template, or the template fails.
+        TokenizerError: The tokenizer lacks a chat template, or the template fails.
         TypeError: `messages` is not a sequence of mappings.
     """
     if isinstance(messages, Mapping) or not all(isinstance(one, Mapping) for one in messages):

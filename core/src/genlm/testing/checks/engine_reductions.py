@@ -1,4 +1,8 @@
-"""Checks of reductions, draws and scores, whoever computes them: the engine or the core."""
+"""Checks of reductions, draws and scores, whether the engine or the core computes them.
+
+Longer than other modules because all checks compare with the same functions of the oracle's
+rows.
+"""
 
 from __future__ import annotations
 

@@ -205,3 +205,15 @@ def test_logits_that_are_not_finite_make_rows_that_are_found() -> None:
 
 def test_no_rows_are_all_valid() -> None:
     assert invalid_rows([], 8) == {}
+
+
+def test_rows_from_logits_are_invalid_exactly_where_their_sums_say_so() -> None:
+    logits = torch.randn(5, 40)
+    logits[1, 3], logits[2, 4], logits[3] = float("nan"), float("inf"), float("-inf")
+    logits[4, 7] = float("-inf")
+    rows = torch.log_softmax(logits, -1)
+    assert list(invalid_rows(rows, 40)) == [1, 2, 3]
+    found = invalid_rows(rows, 40, normalised=True)
+    assert {i: str(e) for i, e in found.items()} == {
+        i: str(e) for i, e in invalid_rows(rows, 40).items()
+    }

@@ -40,8 +40,8 @@ __all__ = [
     "reduce_rows",
 ]
 
-_VALUES_ON_CPU = 2**21
-"""Most entries of the rows that one call of `compute` gets on a CPU: 8 MiB in float32, so that
+_VALUES_ON_CPU = 2**20
+"""Most entries of the rows that one call of `compute` gets on a CPU: 4 MiB in float32, so that
 what it makes of them stays in the CPU's caches and memory does not grow with the batch."""
 
 _VALUES_ON_DEVICE = 2**26
@@ -264,7 +264,10 @@ class TargetScore(Reduction):
 
 
 def reduce_rows(
-    rows: torch.Tensor, outputs: Sequence[tuple[Reduction | None, ...]]
+    rows: torch.Tensor,
+    outputs: Sequence[tuple[Reduction | None, ...]],
+    *,
+    normalised: bool = False,
 ) -> list[Reduced | Exception]:
     """Compute what queries ask of their rows, each class of reductions in few calls.
 
@@ -272,12 +275,14 @@ def reduce_rows(
         rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
             changed.
         outputs: What is asked of each row: `Query.outputs`.
+        normalised: Whether `rows` is what `rows_from_logits` returned, whose sums need no
+            check.
 
     Returns:
         For each row its `Reduced`, or the error of a row that is not a distribution. Rows
         among the values are copies.
     """
-    invalid = invalid_rows(rows, rows.shape[1])
+    invalid = invalid_rows(rows, rows.shape[1], normalised=normalised)
     results: list[list[Any]] = [[None] * len(each) for each in outputs]
     groups: dict[type, list[tuple[int, int]]] = {}
     for index, each in enumerate(outputs):

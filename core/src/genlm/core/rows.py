@@ -7,6 +7,7 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -77,7 +78,7 @@ def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
 
 
 def invalid_rows(
-    rows: Sequence[torch.Tensor] | torch.Tensor, size: int
+    rows: Sequence[torch.Tensor] | torch.Tensor, size: int, *, normalised: bool = False
 ) -> dict[int, Exception]:
     """Find the rows that are not distributions: NaN, +inf, or a sum far from 1.
 
@@ -87,11 +88,16 @@ def invalid_rows(
         rows: What should be natural-log probabilities, each of shape `(size,)`, float32, or
             all of them in one tensor.
         size: Number of ids in the vocabulary.
+        normalised: Whether `rows`, one tensor, is what `rows_from_logits` returned: then NaN
+            is all that can be wrong, and no exponential is needed to find it.
 
     Returns:
         An error for each invalid row, by its position.
     """
     if isinstance(rows, torch.Tensor) and rows.ndim == 2:
+        if normalised:
+            broken = rows.amax(-1).isnan().nonzero()[:, 0].tolist()
+            return _invalid_sums(rows, broken, [math.nan] * len(broken), size)
         return _invalid_sums(rows, range(len(rows)), _sums(rows), size)
     groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
     for position, row in enumerate(rows):

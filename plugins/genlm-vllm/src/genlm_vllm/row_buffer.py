@@ -154,7 +154,7 @@ def _reduced(members: Sequence[_BufferedRow]) -> Sequence[Reduced | Exception]:
         with torch.inference_mode(False), torch.no_grad(), members[0].on_callers_stream():
             if indices != list(range(len(rows))):
                 rows = rows[torch.tensor(indices, device=rows.device)]
-            return reduce_rows(rows, outputs)
+            return reduce_rows(rows, outputs, normalised=True)
     except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
         return [error] * len(members)
 

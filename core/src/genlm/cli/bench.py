@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from genlm.cli.arguments import checked_options
 from genlm.cli.completion import backends
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
 from genlm.core.errors import MissingRequirementError
@@ -83,7 +84,7 @@ def bench(
     )  # fmt: skip
     if plot is not None:
         _require_matplotlib()
-    report = _measured(backend, model, _options(options), plan)
+    report = _measured(backend, model, checked_options(options), plan)
     if plot is not None:
         _draw(report, plot)
     if as_json:
@@ -101,16 +102,6 @@ def _integers(option: str, text: str) -> list[int]:
         raise typer.BadParameter(
             f"{text!r}: expected numbers of at least 1, separated by commas", param_hint=option
         )
-    return found
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--options")
     return found
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.dtype_argument import checked_dtype
+from genlm.cli.arguments import checked_dtype
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 

@@ -154,7 +154,7 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(
         load_model("a-model", "strict", **options)
     message = (
         f"backend 'strict' takes no option {wrong!r}. It takes: vocab_size, poison. "
-        f"On any backend: output_cache, max_batch_size, max_wait_s, max_pending"
+        f"On any backend: output_cache, max_batch_size, max_wait_s, max_pending, progress"
     )
     assert str(refused.value) == message
     assert_no_thread_is_left()

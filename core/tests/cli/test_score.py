@@ -143,7 +143,7 @@ class Untokenized(genlm.BatchEngine):
 @pytest.fixture
 def untokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `load_model` load it."""
-    monkeypatch.setattr(lm, "load_model", lambda *_: AsyncLM(lambda: Untokenized("")))
+    monkeypatch.setattr(lm, "load_model", lambda *_, **__: AsyncLM(lambda: Untokenized("")))
 
 
 @pytest.mark.usefixtures("untokenized")

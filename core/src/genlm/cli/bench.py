@@ -112,9 +112,10 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
     from genlm.core.lm import load_model
 
     terminal = Console(stderr=True)
+    common = {"output_cache": OutputCache(0), "progress": terminal.is_terminal}
     began = time.perf_counter()
     with (
-        load_model(model, backend, **{"output_cache": OutputCache(0), **options}) as llm,
+        load_model(model, backend, **{**common, **options}) as llm,
         Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
     ):
         load_s = time.perf_counter() - began

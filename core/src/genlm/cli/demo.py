@@ -123,7 +123,7 @@ def demo(
     plan = _Plan(prompt, particles, max_tokens, max_letters, seed)
     terminal = Console(stderr=True)
     with (
-        load_model(model, backend) as llm,
+        load_model(model, backend, progress=terminal.is_terminal) as llm,
         Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
     ):
         task = bar.add_task("steering", total=max_tokens)

@@ -121,7 +121,7 @@ def score(
     if output not in (None, "-"):
         _require_writable(Path(output))
     terminal = Console(stderr=True)
-    with load_model(model, backend, **chosen) as llm:
+    with load_model(model, backend, **{"progress": terminal.is_terminal, **chosen}) as llm:
         encoded = _encoded(llm, texts)
         found = llm.batch_score_sync(
             [each.ids for each in encoded],

@@ -122,8 +122,8 @@ def _sequences(
         return list(itertools.chain(*request["ids"])), request["ids"]
     texts = request["texts"] or default_text().decode().split("\n\n")
     try:
-        sequences = [text_ids(llm.vocabulary, text) for text in texts]
-        return text_ids(llm.vocabulary, "\n".join(texts)), sequences
+        base = text_ids(llm.vocabulary, "\n".join(texts))
+        return base, [text_ids(llm.vocabulary, text) for text in texts]
     except TokenizerError:
         if request["texts"]:
             raise

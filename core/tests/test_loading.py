@@ -195,6 +195,8 @@ def test_a_model_object_is_served_with_its_tokenizer() -> None:
 
 def test_a_model_object_needs_its_tokenizer_and_an_engine_that_takes_objects() -> None:
     model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"'gpt2' is a name; .*from_pretrained\('gpt2'\)"):
+        load_model(model, "homely", tokenizer="gpt2")
     with pytest.raises(
         TypeError, match=r"Linear, without its tokenizer: load_model\(model, 'ho"
     ):

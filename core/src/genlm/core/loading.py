@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -134,7 +135,13 @@ def _of_objects(
             f"asked {backend!r} to serve a model object, {kind}; it loads models itself: pass "
             f"a folder or a name"
         )
-    if options.get("tokenizer") is None:
+    tokenizer = options.get("tokenizer")
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise TypeError(
+            f"tokenizer={str(tokenizer)!r} is a name; pass the tokenizer itself, such as "
+            f"transformers.AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+        )
+    if tokenizer is None:
         raise TypeError(
             f"asked {backend!r} to serve a model object, {kind}, without its tokenizer: "
             f"load_model(model, {backend!r}, tokenizer=tokenizer)"

@@ -87,7 +87,10 @@ def capabilities_page() -> str:
     }
     columns = [f"`{capability}`" for capability in Capability]
     lines = [CAPABILITIES_HEAD, "## Engines", ""]
-    lines += [_row("Engine", "Models", "Passed", "Skipped", *columns), _row(*["---"] * 7)]
+    lines += [
+        _row("Engine", "Models", "Passed", "Skipped", *columns),
+        _row(*["---"] * (4 + len(columns))),
+    ]
     lines += [
         _row(*_head(report, names), *_abilities(report)) for report, names in found["engine"]
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 import torch
 import transformers
 from documents import REPOSITORY, blocks, run
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import genlm
 from genlm.testing import TinyModel
@@ -38,8 +42,23 @@ def adapter(demo, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_guide_runs_from_top_to_bottom_as_it_stands():
+@pytest.fixture
+def spans(monkeypatch) -> InMemorySpanExporter:
+    """Spans of the provider that a program sets, which a process can do only once."""
+    exporter = InMemorySpanExporter()
+
+    def set_tracer_provider(provider):
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+
+    monkeypatch.setattr(trace, "set_tracer_provider", set_tracer_provider)
+    return exporter
+
+
+def test_the_guide_runs_from_top_to_bottom_as_it_stands(caplog, spans):
     torch.manual_seed(0)  # of the adapter
+    caplog.set_level(logging.WARNING, "genlm.batches")  # also the level to return to
+    caplog.handler.setLevel(logging.NOTSET)
     names = asyncio.run(run("".join(blocks("docs/guide.md")), {}))
     assert names["ids"] == names["begin"] + names["tokens"]("The function returns")
     first, second = names["perplexities"]
@@ -50,6 +69,8 @@ def test_the_guide_runs_from_top_to_bottom_as_it_stands():
     assert names["product"].logsumexp(0) == pytest.approx(0, abs=1e-4)
     assert names["difference"].abs().max() > 0.1
     assert names["accuracy"] in (0.0, 1.0)
+    assert "genlm-hf: step of 2 queries, 2 finished, 2 tokens computed, " in caplog.text
+    assert {span.name for span in spans.get_finished_spans()} == {"genlm.batch"}
 
 
 def test_the_readme_runs(demo, adapter, capsys):

@@ -15,7 +15,7 @@ import torch
 from scripted import ScriptedEngine, oracle_row
 
 from genlm.core.engine import Capability
-from genlm.core.errors import EmptySequenceError, EvaluationError, TokenTypeError
+from genlm.core.errors import EmptySequenceError, EvaluationError, TokenIdError, TokenTypeError
 from genlm.core.lm import AsyncLM
 from genlm.core.query import Completion, Query, SamplingParams
 from genlm.core.sampling import draw_tokens, stream_seeds, stream_uniform
@@ -293,6 +293,19 @@ def test_a_stop_text_ends_a_continuation_with_the_token_that_completes_it(
             assert found == whole[:end]
 
 
+def test_stop_takes_token_ids_as_well(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(VOCAB_SIZE))
+    [stream] = stream_seeds(3, 1)
+    whole = chain([1], 40, stream, 1.0)
+    for token_id in {*whole}:
+        before = whole[: whole.index(token_id)]
+        for form in (token_id, [token_id], np.array([token_id, token_id]), [b"zz", token_id]):
+            assert llm.sample_sync([1], 40, seed=3, stop=form) == before
+    assert llm.sample_sync([1], 40, [whole[9]], seed=3, stop=[whole[9], whole[4]]) == (
+        llm.sample_sync([1], 40, [whole[4], whole[9]], seed=3)
+    )
+
+
 def test_stop_texts_may_be_of_one_token_and_longer_than_any(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     [stream] = stream_seeds(3, 1)
@@ -368,8 +381,10 @@ def test_sampling_without_an_event_loop_and_inside_one(
 
 WRONG_LIMITS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stop": [b"a", b""]}, ValueError, "stop has an empty text"),
-    ({"stop": 3}, TypeError, "stop=3; expected a text, or several"),
-    ({"stop": [3]}, TypeError, "stop has 3; expected str or bytes. Token ids that end"),
+    ({"stop": 1.5}, TypeError, "stop=1.5; expected texts or token ids"),
+    ({"stop": ["a", None]}, TypeError, "stop has None; expected str or bytes, or token ids"),
+    ({"stop": True}, TypeError, "stop has True; expected"),
+    ({"stop": [3, VOCAB_SIZE]}, TokenIdError, "stop"),
     ({"top_k": 0}, ValueError, "top_k=0; it must be 1 or more"),
     ({"top_k": VOCAB_SIZE + 1}, ValueError, "top_k=17 of a vocabulary of 16"),
     ({"top_p": 0.0}, ValueError, "top_p=0.0; it must be above 0"),

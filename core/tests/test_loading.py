@@ -154,7 +154,7 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(
         load_model("a-model", "strict", **options)
     message = (
         f"backend 'strict' takes no option {wrong!r}. It takes: vocab_size, poison. "
-        f"On any backend: output_cache, max_batch_size, max_wait_s, max_pending"
+        f"On any backend: output_cache, max_batch_size, max_wait_s, max_pending, progress"
     )
     assert str(refused.value) == message
     assert_no_thread_is_left()
@@ -195,6 +195,8 @@ def test_a_model_object_is_served_with_its_tokenizer() -> None:
 
 def test_a_model_object_needs_its_tokenizer_and_an_engine_that_takes_objects() -> None:
     model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"'gpt2' is a name; .*from_pretrained\('gpt2'\)"):
+        load_model(model, "homely", tokenizer="gpt2")
     with pytest.raises(
         TypeError, match=r"Linear, without its tokenizer: load_model\(model, 'ho"
     ):

@@ -11,6 +11,7 @@
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
   `check_verified`, `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
+- loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
 - the errors that engines and plugins raise
@@ -64,6 +65,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.process_state import claim_process as claim_process
     from genlm.core.process_state import preserve_process_state as preserve_process_state
     from genlm.core.process_state import release_process as release_process
+    from genlm.core.progress import loading_stage as loading_stage
     from genlm.core.query import Completion as Completion
     from genlm.core.query import Query as Query
     from genlm.core.query import Reduced as Reduced
@@ -108,6 +110,7 @@ _HOME = {
         "refresh"
     ),
     "genlm.core.process_state": "claim_process preserve_process_state release_process",
+    "genlm.core.progress": "loading_stage",
     "genlm.core.query": "Completion Query Reduced SamplingParams TokenScores",
     "genlm.core.reductions": "Reduction reduce_rows",
     "genlm.core.rows": "rows_from_logits",

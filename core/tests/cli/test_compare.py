@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+import genlm
 from genlm import ModelFacts
 from genlm.cli import app
+from genlm.cli.comparison import engine_run
 from genlm.cli.comparison.contexts import Context, contexts_of, limits_of, longest_of
 from genlm.cli.comparison.differences import differences
 
 ENGINES = '''
 import os
-from genlm import ModelLoadError
+from genlm import ModelLoadError, Token, Vocabulary
 from genlm.core.reference.engine import ReferenceEngine
 
 class Same(ReferenceEngine):
@@ -47,6 +49,14 @@ class Stale(ReferenceEngine):
             self._asked.add(query.token_ids)
         return rows
 
+class Abstract(ReferenceEngine):
+    """Tokens of bytes that no text of ours has, and no tokenizer."""
+    def __init__(self, *args):
+        super().__init__(*args)
+        tokens = [Token(i, bytes([255, i])) for i in range(self.vocabulary.size - 1)]
+        tokens.append(Token(len(tokens), b"end"))
+        self.vocabulary = Vocabulary(None, tokens, list(map(repr, tokens)))
+
 class Short(ReferenceEngine):
     def __init__(self, *args):
         super().__init__(*args, max_context=50)
@@ -69,6 +79,7 @@ TARGETS = {
     "windowed": "Windowed",
     "stale": "Stale",
     "short": "Short",
+    "abstract": "Abstract",
     "crash": "crash",
     "refuse": "refuse",
 }
@@ -161,6 +172,30 @@ def test_texts_of_the_user_and_a_wide_bound_are_used(
     assert report["engines"][1]["differences"]["largest"] > 0.1
 
 
+def test_no_engine_needs_a_tokenizer(environment: dict[str, str]) -> None:
+    options = "--backends", "abstract,windowed", "--longest", "20", "--json"
+    done = run(environment, "demo", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["longest"] == 20
+
+
+def test_given_ids_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [[1, 2, 3], [7, 7, 200, 9]]
+    request = {"model": "demo", "dtype": "float32", "longest": 20, "texts": None, "ids": given}
+    request |= {"backend": "reference", "number": 0, "options": {}}
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(request))
+    monkeypatch.setattr(sys, "argv", ["engine_run", str(path)])
+    engine_run.main()
+    asked = [ids for _, ids in json.loads((tmp_path / "contexts.json").read_text())["all"]]
+    assert [ids for ids in given if ids not in asked] == []
+    assert {token for ids in asked for token in ids} == {*given[0], *given[1]}
+    with genlm.load_model("demo", "reference") as llm:
+        row = llm.next_token_logprobs_sync(given[1])
+    found = np.load(tmp_path / "0.npy")[:, asked.index(given[1])]
+    np.testing.assert_allclose(found, np.stack([row, row]), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,6 +206,9 @@ def test_texts_of_the_user_and_a_wide_bound_are_used(
         (["--backends", "reference,hf", "--bound", "0"], "expected a positive"),
         (["--backends", "reference,hf", "--bound", "nan"], "expected a positive"),
         (["--backends", "reference,hf", "--texts", "no/such"], "No such file"),
+        (["--backends", "reference,hf", "--ids", "no/such"], "No such file"),
+        (["--backends", "reference,hf", "--ids", __file__], "expected an array of token ids"),
+        (["--backends", "reference,hf", "--ids", "x", "--texts", "x"], "not both"),
         (["--backends", "reference,hf", "--options", "{"], "--options"),
         (["--backends", "reference,hf", "--options", '{"hf": 1}'], "expected an object"),
         (["--backends", "reference,hf", "--options", '{"mlx": {}}'], "not among"),
@@ -229,7 +267,7 @@ def test_contexts_go_beyond_limits_within_reason(
 
 def test_contexts_are_short_fork_and_surround_each_limit() -> None:
     found = contexts_of(
-        lambda text: list(text.encode()), ["some text", "x"], {"window": 70}, 90
+        list(b"some text, x"), [list(b"some text"), list(b"x")], {"window": 70}, 90
     )
     assert len({tuple(ids) for _, ids in found}) == len(found)
     assert max(len(ids) for _, ids in found) == 90
@@ -240,7 +278,7 @@ def test_contexts_are_short_fork_and_surround_each_limit() -> None:
     assert len({*forks}) == 1
     assert list(b"some text") in [ids for _, ids in found]
     with pytest.raises(ValueError, match="no tokens"):
-        contexts_of(lambda text: [], ["x"], {}, 10)
+        contexts_of([], [], {}, 10)
 
 
 def test_differences_are_those_of_the_probabilities() -> None:

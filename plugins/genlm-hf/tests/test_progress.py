@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils import logging
 
+import genlm
 from genlm_hf.engine import HFEngine
 from genlm_hf.progress import without_bars
 
@@ -33,6 +34,18 @@ def test_loading_writes_nothing_and_bars_are_back_afterwards(
     HFEngine(folder, device="cpu").close()
     assert capfd.readouterr() == ("", "")
     assert shows_bars(capfd)
+
+
+def test_progress_shows_stages_and_the_bars_of_the_weights(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    genlm.load_model(folder, "hf", device="cpu", progress=True).close()
+    shown = capfd.readouterr().err
+    stages = ["importing hf", "config and tokenizer", "weights", "vocabulary"]
+    stages += ["preparing and testing the execution path 'packed'", "first row", "ready"]
+    places = [shown.index(f"genlm: {stage} ") for stage in stages]
+    assert places == sorted(places)
+    assert "Loading weights" in shown[places[2] : places[3]]
 
 
 def test_bars_stay_away_until_the_last_of_several_loads_is_done(

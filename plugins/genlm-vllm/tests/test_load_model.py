@@ -66,7 +66,9 @@ def test_threads_and_loops_share_the_engine(lm: Any, tiny: Any) -> None:
     assert largest_error(tiny, [found[place] for place in range(4)], asked) <= 1e-4
 
 
-def test_closing_in_the_middle_ends_every_request(tiny: Any) -> None:
+def test_closing_in_the_middle_ends_every_request(
+    tiny: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     lm = genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS)
     asked = prompts(*[150] * 12)
 
@@ -86,6 +88,8 @@ def test_closing_in_the_middle_ends_every_request(tiny: Any) -> None:
     with pytest.raises(genlm.EngineClosedError):
         lm.next_token_logprobs_sync([5])
     # And the process is free for another.
-    with genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS) as other:
+    capsys.readouterr()
+    with genlm.load_model(tiny.path, "vllm", engine_opts=OPTIONS, progress=True) as other:
+        assert "genlm: starting vLLM" in capsys.readouterr().err
         row = other.next_token_logprobs_sync(asked[0])
     assert largest_error(tiny, [row], asked[:1]) <= 1e-4

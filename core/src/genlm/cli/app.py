@@ -16,6 +16,7 @@ from genlm.cli.demo import demo
 from genlm.cli.env import env
 from genlm.cli.new_plugin import plugin_commands
 from genlm.cli.plugins import plugins
+from genlm.cli.score import score
 from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
 from genlm.core.plugins.lookup import is_strict
@@ -35,6 +36,7 @@ app.command()(compare)
 app.command()(demo)
 app.command()(env)
 app.command()(plugins)
+app.command()(score)
 app.add_typer(plugin_commands)
 app.command()(trie)
 

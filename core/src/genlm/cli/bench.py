@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from genlm.cli.arguments import checked_options
 from genlm.cli.completion import backends
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
 from genlm.core.errors import MissingRequirementError
@@ -83,7 +84,7 @@ def bench(
     )  # fmt: skip
     if plot is not None:
         _require_matplotlib()
-    report = _measured(backend, model, _options(options), plan)
+    report = _measured(backend, model, checked_options(options), plan)
     if plot is not None:
         _draw(report, plot)
     if as_json:
@@ -104,16 +105,6 @@ def _integers(option: str, text: str) -> list[int]:
     return found
 
 
-def _options(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--options")
-    return found
-
-
 def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> BenchReport:
     from genlm.cli.comparison.engine_run import device_memory, peak_memory
     from genlm.cli.env import environment
@@ -121,9 +112,10 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
     from genlm.core.lm import load_model
 
     terminal = Console(stderr=True)
+    common = {"output_cache": OutputCache(0), "progress": terminal.is_terminal}
     began = time.perf_counter()
     with (
-        load_model(model, backend, **{"output_cache": OutputCache(0), **options}) as llm,
+        load_model(model, backend, **{**common, **options}) as llm,
         Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
     ):
         load_s = time.perf_counter() - began

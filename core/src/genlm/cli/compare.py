@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.dtype_argument import checked_dtype
+from genlm.cli.arguments import checked_dtype
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 
@@ -46,6 +46,9 @@ def compare(
     texts: Annotated[
         Path | None, typer.Option(help="A file of texts, one a line, to ask about.")
     ] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="A file of token ids to ask about, a JSON array a line.")
+    ] = None,
     bound: Annotated[
         float | None,
         typer.Option(help="Largest difference of a log-probability; by default by dtype."),
@@ -72,13 +75,16 @@ def compare(
     """
     from genlm.cli.comparison.runs import answer_of, asked_of, judged
 
+    if texts is not None and ids is not None:
+        raise typer.BadParameter("give --texts or --ids, not both")
     names = _backends(backends)
     limit = _bound(bound, dtype)
     request = {
         "model": model,
         "dtype": dtype,
         "longest": longest,
-        "texts": _texts(texts),
+        "texts": None if texts is None else _lines("--texts", texts),
+        "ids": None if ids is None else _ids(ids),
     }
     chosen = _options(options, names)
     with tempfile.TemporaryDirectory(prefix="genlm-compare-") as folder:
@@ -126,17 +132,32 @@ def _bound(bound: float | None, dtype: str) -> float:
     return limit
 
 
-def _texts(path: Path | None) -> list[str] | None:
-    if path is None:
-        return None
+def _lines(option: str, path: Path) -> list[str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--texts {str(path)!r}: {error}") from error
-    texts = [line for line in lines if line.strip()]
-    if not texts:
-        raise typer.BadParameter(f"--texts {str(path)!r}: the file has no text")
-    return texts
+        raise typer.BadParameter(f"{option} {str(path)!r}: {error}") from error
+    filled = [line for line in lines if line.strip()]
+    if not filled:
+        raise typer.BadParameter(f"{option} {str(path)!r}: the file has no text")
+    return filled
+
+
+def _ids(path: Path) -> list[list[int]]:
+    return [_ids_of(path, line) for line in _lines("--ids", path)]
+
+
+def _ids_of(path: Path, line: str) -> list[int]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        found = None
+    if isinstance(found, list) and found and all(type(i) is int and i >= 0 for i in found):
+        return found
+    raise typer.BadParameter(
+        f"--ids {str(path)!r}: expected an array of token ids, such as [1, 17, 4]; found "
+        f"{line[:60]!r}"
+    )
 
 
 def _options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:

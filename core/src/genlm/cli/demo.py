@@ -123,7 +123,7 @@ def demo(
     plan = _Plan(prompt, particles, max_tokens, max_letters, seed)
     terminal = Console(stderr=True)
     with (
-        load_model(model, backend) as llm,
+        load_model(model, backend, progress=terminal.is_terminal) as llm,
         Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
     ):
         task = bar.add_task("steering", total=max_tokens)
@@ -136,7 +136,9 @@ def demo(
 
 async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], None]) -> Report:
     """Draw the samples, then the particles, from independent streams of one seed."""
-    ids = _prompt_ids(llm, plan.prompt)
+    from genlm.core.text import text_ids
+
+    ids = text_ids(llm.vocabulary, plan.prompt)
     end = llm.vocabulary.eos_token_id
     ends = () if end is None else (end,)
     drawn = await llm.batch_sample([ids] * _SAMPLES, plan.max_tokens, ends, seed=plan.seed)
@@ -179,15 +181,6 @@ async def _steered(
         on_step()
         last = texts, weights, log_evidence
     return last
-
-
-def _prompt_ids(llm: AsyncLM, prompt: str) -> list[int]:
-    """Encode the prompt; without a tokenizer, by the bytes of the vocabulary."""
-    from genlm.core.text import fewest_token_ids
-
-    if callable(getattr(llm.tokenizer, "encode", None)):
-        return llm.encode(prompt)
-    return fewest_token_ids(llm.vocabulary, prompt.encode())
 
 
 def _cut_by_context(llm: AsyncLM, texts: Sequence[Sequence[int]], longest: int) -> int:

@@ -26,6 +26,7 @@ _PIPE_WIDTH = 10_000  # no wrapping in a pipe
 _CAPABILITIES = {
     "lora": "LoRA adapters per request: llm.add_new_lora(folder, name), lora_name=name",
     "sample": "draws continuations itself: llm.sample",
+    "score": "scores all tokens of a text in one pass: llm.score, llm.batch_score",
     "prefix_cache": "keeps computed prefixes: llm.cache_kv, llm.clear_kv_cache",
 }
 

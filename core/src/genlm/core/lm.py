@@ -31,6 +31,7 @@ from genlm.core.errors import (
 )
 from genlm.core.forking import renew_in_forks
 from genlm.core.loading import engine_builder
+from genlm.core.progress import stages_shown
 from genlm.core.query import Query, SamplingParams, TokenScores
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reduction_methods import ReductionMethods
@@ -195,6 +196,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         max_batch_size: int | None = None,
         max_wait_s: float = 0.0,
         max_pending: int | None = None,
+        progress: bool = False,
         **engine_options: Any,
     ) -> AsyncLM:
         """Load a model with one of the installed engines; `genlm.load_model` is this method.
@@ -211,6 +213,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             max_batch_size: Most queries in the engine at a time, None for no limit.
             max_wait_s: How long an incomplete batch waits for more requests; 0 for no timer.
             max_pending: Most queries accepted at a time; further requests wait.
+            progress: Whether to show on standard error what happens while the model loads:
+                reading weights, decoding the vocabulary, the first row.
             **engine_options: Passed to the engine's constructor.
 
         Returns:
@@ -222,16 +226,17 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             TypeError: The engine takes no such option, or no model objects.
             ValueError: A limit below 1, or a wait that is negative or not finite.
         """
-        common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending")
-        name, build = engine_builder(model, backend, engine_options, common)
-        llm = AsyncLM(
-            build,
-            name=name,
-            output_cache=output_cache,
-            max_batch_size=max_batch_size,
-            max_wait_s=max_wait_s,
-            max_pending=max_pending,
-        )
+        common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending", "progress")
+        with stages_shown(shown=progress) as stages:
+            name, build = engine_builder(model, backend, engine_options, common)
+            llm = AsyncLM(
+                build if stages is None else stages.around(build),
+                name=name,
+                output_cache=output_cache,
+                max_batch_size=max_batch_size,
+                max_wait_s=max_wait_s,
+                max_pending=max_pending,
+            )
         llm.model_name = type(model).__name__ if is_model_object(model) else str(model)
         return llm
 

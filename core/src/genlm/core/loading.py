@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from genlm.core.engine import Engine
 from genlm.core.errors import ModelLoadError, TokenIdError
 from genlm.core.plugins import find_backend, get_backend
+from genlm.core.progress import loading_stage
 from genlm.core.query import Query
 from genlm.core.rows import invalid_rows
 from genlm.core.validation import is_model_object
@@ -50,6 +52,7 @@ def engine_builder(
         TypeError: The engine takes no such option, or no model objects.
     """
     info = find_backend(backend)
+    loading_stage(f"importing {info.name}")
     build = get_backend(info.provider)
     if is_model_object(model):
         build = _of_objects(build, info.name, model, options)
@@ -69,6 +72,7 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
         ModelLoadError: The row could not be computed or is not a distribution. The engine
             is closed.
     """
+    loading_stage("first row")
     try:
         row = _first_row(engine)
         problem = invalid_rows([row], engine.vocabulary.size).get(0)
@@ -131,7 +135,13 @@ def _of_objects(
             f"asked {backend!r} to serve a model object, {kind}; it loads models itself: pass "
             f"a folder or a name"
         )
-    if options.get("tokenizer") is None:
+    tokenizer = options.get("tokenizer")
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise TypeError(
+            f"tokenizer={str(tokenizer)!r} is a name; pass the tokenizer itself, such as "
+            f"transformers.AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+        )
+    if tokenizer is None:
         raise TypeError(
             f"asked {backend!r} to serve a model object, {kind}, without its tokenizer: "
             f"load_model(model, {backend!r}, tokenizer=tokenizer)"

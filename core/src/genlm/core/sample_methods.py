@@ -25,14 +25,14 @@ from genlm.core.validation import (
     checked_integer,
     checked_number,
     checked_share,
+    checked_stop,
     checked_stop_ids,
-    checked_stop_texts,
     checked_top_k,
 )
 
 if TYPE_CHECKING:
     from genlm.core.query import Query
-    from genlm.core.validation import Integers, StopTexts, TokenBatch, TokenIds
+    from genlm.core.validation import Integers, Stop, TokenBatch, TokenIds
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["SampleMethods"]
@@ -105,7 +105,7 @@ class SampleMethods(abc.ABC):
         temperature: float = 1.0,
         seed: int | None = None,
         *,
-        stop: StopTexts = (),
+        stop: Stop = (),
         top_k: int | None = None,
         top_p: float | None = None,
         lora_name: str | None = None,
@@ -122,6 +122,7 @@ class SampleMethods(abc.ABC):
                 rows are the same.
             stop: Texts, `str` or `bytes`, one or several: the continuation ends with the token
                 that completes one of them. It may begin before that token and end within it.
+                Token ids among them are further `eos_token_ids`.
             top_k: Draw from the k most likely tokens.
             top_p: Draw from the fewest most likely tokens that have this share of the
                 probability at the temperature, in (0, 1], after top-k.
@@ -134,9 +135,9 @@ class SampleMethods(abc.ABC):
         Raises:
             ValueError: A temperature that is negative or not finite, a negative number of
                 tokens or seed, an empty stop text, or a top-k or top-p that is out of range.
-            TypeError: One that is not a number, or a stop text that is not text.
+            TypeError: One that is not a number, or a stop that is neither text nor a token id.
             TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
-            TokenIdError: One of them is outside the vocabulary.
+            TokenIdError: One of them, or an id in `stop`, is outside the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
         drawn = await self.batch_sample(
@@ -160,7 +161,7 @@ class SampleMethods(abc.ABC):
         temperature: float = 1.0,
         seed: int | None = None,
         *,
-        stop: StopTexts = (),
+        stop: Stop = (),
         top_k: int | None = None,
         top_p: float | None = None,
         lora_name: str | None = None,
@@ -230,7 +231,7 @@ class SampleMethods(abc.ABC):
         temperature: float = 1.0,
         seed: int | None = None,
         *,
-        stop: StopTexts = (),
+        stop: Stop = (),
         top_k: int | None = None,
         top_p: float | None = None,
         lora_name: str | None = None,
@@ -260,17 +261,17 @@ class SampleMethods(abc.ABC):
         eos_token_ids: Integers,
         temperature: float,
         seed: int | None,
-        limits: tuple[StopTexts, int | None, float | None],
+        limits: tuple[Stop, int | None, float | None],
     ) -> list[SamplePlan]:
         max_tokens = checked_integer("max_tokens", max_tokens, 0)
         temperature = checked_number("temperature", temperature)
         ends = checked_stop_ids(eos_token_ids, self.vocabulary.size)
         seed = None if seed is None else checked_integer("seed", seed, 0)
-        stop = checked_stop_texts(limits[0])
+        stop, stop_ids = checked_stop(limits[0], self.vocabulary.size)
         top_k, top_p = checked_top_k(limits[1], self.vocabulary.size), checked_share(limits[2])
         return [
             SamplePlan(
-                SamplingParams(max_tokens, temperature, ends, stream),
+                SamplingParams(max_tokens, temperature, ends | stop_ids, stream),
                 stop,
                 top_k,
                 top_p,

@@ -1,15 +1,16 @@
 """Scores of texts: the log-probability of each of their tokens after those before it.
 
 Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`); for
-others each position is a request for a reduction of its row.
+others each position is a request for a reduction of its row. Longer than other modules because
+of the overloads, which tell type checkers what `with_top` returns.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from tqdm.auto import tqdm
@@ -67,6 +68,36 @@ class ScoreMethods(abc.ABC):
     def _answers_sync(self, asked: Sequence[Any]) -> list[Any]:
         """Ask the scheduler and wait."""
 
+    @overload
+    async def score(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: Literal[False] = False,
+        lora_name: str | None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    async def score(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: Literal[True],
+        lora_name: str | None = None,
+    ) -> TokenScores: ...
+
+    @overload
+    async def score(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: bool,
+        lora_name: str | None = None,
+    ) -> torch.Tensor | TokenScores: ...
+
     async def score(
         self,
         token_ids: TokenIds,
@@ -100,6 +131,39 @@ class ScoreMethods(abc.ABC):
         )
         return scores[0]
 
+    @overload
+    async def batch_score(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: Literal[False] = False,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]: ...
+
+    @overload
+    async def batch_score(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: Literal[True],
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[TokenScores]: ...
+
+    @overload
+    async def batch_score(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: bool,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor] | list[TokenScores]: ...
+
     async def batch_score(
         self,
         texts: TokenBatch,
@@ -122,11 +186,39 @@ class ScoreMethods(abc.ABC):
             The scores of text i in place i.
         """
         requests = self._score_requests(texts, start, lora_name)
-        with _progress_bar(requests, shown=progress) as bar:
-            for part in _parts(requests, limited=progress):
-                answers = await self._answers([each for text in part for each in text.asked])
-                bar.update(_distribute(part, answers))
+        for part in _parts(requests, progress=progress):
+            part.answer(await self._answers(part.asked))
         return _results(requests, with_top=with_top)
+
+    @overload
+    def score_sync(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: Literal[False] = False,
+        lora_name: str | None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def score_sync(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: Literal[True],
+        lora_name: str | None = None,
+    ) -> TokenScores: ...
+
+    @overload
+    def score_sync(
+        self,
+        token_ids: TokenIds,
+        start: int = 1,
+        *,
+        with_top: bool,
+        lora_name: str | None = None,
+    ) -> torch.Tensor | TokenScores: ...
 
     def score_sync(
         self,
@@ -141,6 +233,39 @@ class ScoreMethods(abc.ABC):
             [token_ids], start, with_top=with_top, lora_name=lora_name
         )[0]
 
+    @overload
+    def batch_score_sync(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: Literal[False] = False,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]: ...
+
+    @overload
+    def batch_score_sync(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: Literal[True],
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[TokenScores]: ...
+
+    @overload
+    def batch_score_sync(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        with_top: bool,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor] | list[TokenScores]: ...
+
     def batch_score_sync(
         self,
         texts: TokenBatch,
@@ -152,10 +277,8 @@ class ScoreMethods(abc.ABC):
     ) -> list[torch.Tensor] | list[TokenScores]:
         """Score several texts and wait; see `batch_score`."""
         requests = self._score_requests(texts, start, lora_name)
-        with _progress_bar(requests, shown=progress) as bar:
-            for part in _parts(requests, limited=progress):
-                answers = self._answers_sync([each for text in part for each in text.asked])
-                bar.update(_distribute(part, answers))
+        for part in _parts(requests, progress=progress):
+            part.answer(self._answers_sync(part.asked))
         return _results(requests, with_top=with_top)
 
     def _score_requests(
@@ -187,31 +310,42 @@ def checked_start(start: object, length: int) -> int:
     return first
 
 
-def _progress_bar(requests: Sequence[ScoreRequest], *, shown: bool) -> tqdm[Any]:
-    return tqdm(total=len(requests), desc="scoring", unit="text", disable=not shown)
+@dataclass(slots=True)
+class _Part:
+    """Texts that are asked together."""
+
+    texts: list[ScoreRequest] = field(default_factory=list)
+
+    @property
+    def asked(self) -> list[Any]:
+        return [each for text in self.texts for each in text.asked]
+
+    def answer(self, answers: list[Any]) -> None:
+        remaining = iter(answers)
+        for text in self.texts:
+            if text.scores is None:
+                text.answer([next(remaining) for _ in text.asked])
 
 
-def _parts(requests: list[ScoreRequest], *, limited: bool) -> Iterator[list[ScoreRequest]]:
-    """Yield texts that are asked together."""
-    limited = limited or any(len(request.asked) > 1 for request in requests)
-    part: list[ScoreRequest] = []
-    count = 0
-    for request in requests:
-        if part and limited and count + len(request.asked) > _REQUESTS_AT_ONCE:
+def _parts(requests: list[ScoreRequest], *, progress: bool) -> Iterator[_Part]:
+    """Yield the parts of a list of texts, each to be answered before the next one."""
+    with tqdm(total=len(requests), desc="scoring", unit="text", disable=not progress) as bar:
+        for part in _divided(requests, limited=progress):
             yield part
-            part, count = [], 0
-        part.append(request)
+            bar.update(len(part.texts))
+
+
+def _divided(requests: list[ScoreRequest], *, limited: bool) -> Iterator[_Part]:
+    limited = limited or any(len(request.asked) > 1 for request in requests)
+    part, count = _Part(), 0
+    for request in requests:
+        if part.texts and limited and count + len(request.asked) > _REQUESTS_AT_ONCE:
+            yield part
+            part, count = _Part(), 0
+        part.texts.append(request)
         count += len(request.asked)
-    if part:
+    if part.texts:
         yield part
-
-
-def _distribute(part: list[ScoreRequest], answers: list[Any]) -> int:
-    remaining = iter(answers)
-    for request in part:
-        if request.scores is None:
-            request.answer([next(remaining) for _ in request.asked])
-    return len(part)
 
 
 def _results(

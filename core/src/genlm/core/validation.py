@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from genlm.core.query import Query
 
     Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
-    StopTexts: TypeAlias = str | bytes | Iterable[str | bytes]
+    Stop: TypeAlias = (
+        str | bytes | SupportsIndex | Iterable[str | bytes | SupportsIndex] | torch.Tensor
+    )
     TokenIds: TypeAlias = Integers | Context
     TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
@@ -43,8 +45,8 @@ __all__ = [
     "checked_integers",
     "checked_number",
     "checked_share",
+    "checked_stop",
     "checked_stop_ids",
-    "checked_stop_texts",
     "checked_token_ids",
     "checked_top_k",
     "is_model_object",
@@ -134,27 +136,29 @@ def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]
     return frozenset(checked_ids(eos_token_ids, vocab_size, "eos_token_ids"))
 
 
-def checked_stop_texts(stop: StopTexts) -> tuple[bytes, ...]:
-    """Return texts that end a continuation as bytes; there may be none.
+def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozenset[int]]:
+    """Return texts that end a continuation, as bytes, and token ids that do; there may be none.
 
     Raises:
-        TypeError: Not a text or several.
+        TypeError: Not a text, a token id, or several.
         ValueError: An empty text.
+        TokenIdError: An id that is negative or not below `vocab_size`.
     """
-    texts = [stop] if isinstance(stop, (str, bytes)) else stop
-    if not isinstance(texts, Iterable):
-        raise TypeError(f"stop={_shortened(stop)}; expected a text, or several")
-    found = []
-    for text in texts:
-        if not isinstance(text, (str, bytes)):
-            raise TypeError(
-                f"stop has {_shortened(text)}; expected str or bytes. Token ids that end a "
-                f"continuation are eos_token_ids"
-            )
-        found.append(text.encode() if isinstance(text, str) else bytes(text))
-    if b"" in found:
+    several: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
+    if not isinstance(several, Iterable):
+        raise TypeError(f"stop={_shortened(stop)}; expected texts or token ids")
+    texts: list[bytes] = []
+    ids: list[int] = []
+    for each in several:
+        if isinstance(each, (str, bytes)):
+            texts.append(each.encode() if isinstance(each, str) else bytes(each))
+        elif _is_integer(each) and not isinstance(each, bool):
+            ids.append(index(each))
+        else:
+            raise TypeError(f"stop has {_shortened(each)}; expected str or bytes, or token ids")
+    if b"" in texts:
         raise ValueError("stop has an empty text, which would end every continuation at once")
-    return tuple(found)
+    return tuple(texts), frozenset(checked_ids(ids, vocab_size, "stop"))
 
 
 def checked_top_k(k: Any, vocab_size: int, name: str = "top_k") -> int | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 import torch
 
 from genlm.core.errors import ModelLoadError
+from genlm.core.progress import loading_stage
 from genlm.prefix.renamed import current_execution_path
 from genlm.prefix.rows import PrefixRows
 
@@ -275,7 +276,7 @@ def choose_path(
         if wanted not in {None, name}:
             continue
         try:
-            path, error = _tested(build, self_test if options.self_test else None)
+            path, error = _tested(name, build, self_test if options.self_test else None)
         except UnsupportedModelError as unsupported:
             if wanted is not None:
                 raise ModelLoadError(
@@ -298,7 +299,8 @@ def choose_path(
 
 
 def _tested(
-    build: Callable[[], Path], self_test: Callable[[Path], float] | None
+    name: str, build: Callable[[], Path], self_test: Callable[[Path], float] | None
 ) -> tuple[Path, float | None]:
+    loading_stage(f"preparing and testing the execution path {name!r}")
     path = build()
     return path, None if self_test is None else self_test(path)

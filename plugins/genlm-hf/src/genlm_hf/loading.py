@@ -9,13 +9,20 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from genlm.plugin import MissingRequirementError, ModelLoadError, dtype_name, model_source
+from genlm.plugin import (
+    MissingRequirementError,
+    ModelLoadError,
+    dtype_name,
+    loading_stage,
+    model_source,
+)
 from genlm_hf.progress import without_bars
 from genlm_hf.quantised import is_quantised, say_once
 
@@ -60,6 +67,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
         ValueError: Options that contradict each other or do not exist.
         TypeError: `model` is not a name, or an option is not a mapping.
     """
+    loading_stage("config and tokenizer")
     import transformers
 
     source = _demo() if model == "demo" else model_source(model)
@@ -75,7 +83,8 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
         # torch's attention, transformers' default, does not cap scores.
         arguments.setdefault("attn_implementation", "eager")
     arguments |= {**where, "output_loading_info": True}
-    with without_bars():
+    is_shown = loading_stage("weights")
+    with nullcontext() if is_shown else without_bars():
         loaded, info = _read(transformers.AutoModelForCausalLM, source, arguments)
     _refuse_random_weights(source, config, info)
     if is_quantised(loaded):

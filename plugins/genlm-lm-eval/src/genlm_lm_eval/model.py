@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -264,8 +264,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 kept = [texts[place][-(self.max_length + 1) :] for place in places]
                 counts = [self._checked_count(requests[place][2]) for place in places]
                 starts = [len(text) - count for text, count in zip(kept, counts, strict=True)]
-                found = self.llm.batch_score_sync(kept, starts, with_top=True)
-                scores = cast("list[genlm.TokenScores]", found)
+                scores = self.llm.batch_score_sync(kept, starts, with_top=True)
                 for place, score in zip(places, scores, strict=True):
                     answer = score.logprobs.double().sum().item(), bool(score.is_top.all())
                     answers[place] = answer

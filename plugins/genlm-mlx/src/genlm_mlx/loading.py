@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from genlm.plugin import ModelLoadError, dtype_name, model_source
+from genlm.plugin import ModelLoadError, dtype_name, loading_stage, model_source
 from genlm_mlx.published import as_mlx_reads, published_config
 
 __all__ = [
@@ -59,6 +59,7 @@ def load_model(
         if name in mlx_opts:
             raise ValueError(f"mlx_opts has {name!r}, which the engine decides: {why}")
     source = model_source(model)
+    loading_stage("weights and tokenizer")
     options = dict(mlx_opts)
     if trust_remote_code:
         options["trust_remote_code"] = True

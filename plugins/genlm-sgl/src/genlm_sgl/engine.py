@@ -28,6 +28,7 @@ from genlm.plugin import (
     Vocabulary,
     check_query,
     claim_process,
+    loading_stage,
     model_source,
     preserve_process_state,
     release_process,
@@ -138,6 +139,7 @@ class SGLEngine:
         unverified: str,
     ) -> None:
         source = model_source(model)
+        loading_stage("starting SGLang: weights, memory, kernels")
         cpu = wanted.get("device") == "cpu" or not torch.cuda.is_available()
         variables = environment(cpu=cpu)
         with preserve_process_state(**variables), quiet(), cpu_shim.stub_packages():

@@ -9,7 +9,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from genlm.plugin import ModelFacts, ModelLoadError, model_source, preserve_process_state
+from genlm.plugin import (
+    ModelFacts,
+    ModelLoadError,
+    loading_stage,
+    model_source,
+    preserve_process_state,
+)
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.loading import engine_arguments, shown
 from genlm_vllm.model_checks import facts_of, needed_arguments
@@ -49,6 +55,7 @@ def load_vllm(
     """
     check_version()
     source = model_source(model)
+    loading_stage("starting vLLM: weights, memory, kernels")
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(failures is not None))}
     if failures is not None:
         variables[VARIABLE] = str(failures.path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from genlm.core.model_facts import ModelFacts
 
@@ -47,16 +47,16 @@ def longest_of(wanted: int | None, limits: Iterable[int], max_context: int | Non
 
 
 def contexts_of(
-    encode: Callable[[str], Sequence[int]],
-    texts: Sequence[str],
+    base: Sequence[int],
+    sequences: Sequence[Sequence[int]],
     limits: dict[str, int],
     longest: int,
 ) -> list[Context]:
-    """Make contexts from texts: short ones, forks, each text, all around every limit.
+    """Make contexts: short ones, forks, each sequence, all around every limit.
 
     Args:
-        encode: The model's tokenizer.
-        texts: At least one that is not empty.
+        base: At least one token id; contexts of every length repeat it as often as they need.
+        sequences: Contexts to ask for, whole and in part.
         limits: From `limits_of`.
         longest: The most tokens of a context.
 
@@ -64,26 +64,20 @@ def contexts_of(
         Contexts without duplicates, none longer than `longest`.
 
     Raises:
-        ValueError: All texts are empty.
+        ValueError: `base` is empty.
     """
-    everything = "\n".join(texts)
-    base = [int(i) for i in encode(everything)]
     if not base:
         raise ValueError("the texts have no tokens; pass some text")
-    while len(base) < longest:
-        base += base[: longest - len(base)]
+    repeated = (list(base) * (longest // len(base) + 1))[:longest]
     found: dict[tuple[int, ...], str] = {}
-    for kind, ids in _all(encode, texts, base[:longest], limits):
+    for kind, ids in _all(repeated, sequences, limits):
         if 0 < len(ids) <= longest:
             found.setdefault(tuple(ids), kind)
     return [Context(kind, list(ids)) for ids, kind in found.items()]
 
 
 def _all(
-    encode: Callable[[str], Sequence[int]],
-    texts: Sequence[str],
-    base: Sequence[int],
-    limits: dict[str, int],
+    base: Sequence[int], sequences: Sequence[Sequence[int]], limits: dict[str, int]
 ) -> Iterator[tuple[str, Sequence[int]]]:
     for length in _SHORT:
         yield "short", base[:length]
@@ -97,8 +91,7 @@ def _all(
                 f"around the {name}",
                 base[: limit + more] if limit + more <= len(base) else [],
             )
-    for text in texts:
-        ids: list[Any] = [int(i) for i in encode(text)]
+    for ids in sequences:
         for part in range(1, _CUTS + 1):
             yield "text", ids[: len(ids) * part // _CUTS]
     for part in range(1, _CUTS + 1):

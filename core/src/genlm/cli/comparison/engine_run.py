@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
+import random
 import resource
 import sys
 import time
@@ -18,11 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from genlm.cli.comparison.contexts import Context, contexts_of, limits_of, longest_of
+from genlm.cli.comparison.contexts import (
+    DEFAULT_LONGEST,
+    Context,
+    contexts_of,
+    limits_of,
+    longest_of,
+)
+from genlm.core.errors import TokenizerError
 from genlm.core.lm import load_model
 from genlm.core.model_facts import ModelFacts
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.reference.text import default_text
+from genlm.core.text import text_ids
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
@@ -90,19 +100,37 @@ async def _rows(llm: AsyncLM, sequences: Sequence[Sequence[int]]) -> np.ndarray[
 
 
 def _contexts(llm: AsyncLM, request: Mapping[str, Any], path: Path) -> list[Context]:
-    """Read the contexts, or make them with the first engine's tokenizer."""
+    """Read the contexts, or make them with what the first engine has."""
     if path.exists():
         return [Context(*context) for context in json.loads(path.read_text("utf-8"))["all"]]
     facts = _facts(llm, request["model"])
     limits = limits_of(facts)
     longest = longest_of(request["longest"], limits.values(), llm.max_context)
-    texts = request["texts"] or default_text().decode().split("\n\n")
-    made = contexts_of(llm.tokenizer.encode, texts, limits, longest)
+    made = contexts_of(*_sequences(llm, request), limits, longest)
     missed = [name for name, limit in limits.items() if limit >= longest]
     model = None if facts is None else facts.key
     found = {"all": made, "longest": longest, "beyond": missed, "family": model}
     path.write_text(json.dumps(found), "utf-8")
     return made
+
+
+def _sequences(
+    llm: AsyncLM, request: Mapping[str, Any]
+) -> tuple[list[int], list[Sequence[int]]]:
+    """Return ids to repeat, and ids to ask for: those given, of texts, or of the vocabulary."""
+    if request["ids"] is not None:
+        return list(itertools.chain(*request["ids"])), request["ids"]
+    texts = request["texts"] or default_text().decode().split("\n\n")
+    try:
+        base = text_ids(llm.vocabulary, "\n".join(texts))
+        return base, [text_ids(llm.vocabulary, text) for text in texts]
+    except TokenizerError:
+        if request["texts"]:
+            raise
+    # No tokens spell our own texts; any tokens will do.
+    missing = {*llm.vocabulary.missing_ids, *llm.vocabulary.special_ids}
+    known = [token_id for token_id in range(llm.vocab_size) if token_id not in missing]
+    return random.Random(0).choices(known, k=DEFAULT_LONGEST), []
 
 
 def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:

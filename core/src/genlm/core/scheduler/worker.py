@@ -29,6 +29,7 @@ from genlm.core.query import Completion, Reduced
 from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
 from genlm.core.scheduler.delivery import Delivery, Waiter
+from genlm.core.scheduler.observation import StepObserver
 from genlm.core.scheduler.request_table import Identified, PendingRequest, RequestTable
 from genlm.core.statistics import SchedulerStatistics
 
@@ -100,6 +101,7 @@ class Worker:
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(limits.max_pending)
         self._policy = BatchingPolicy(limits)
+        self._observer = StepObserver(name)
         self._max_batch_size = limits.max_batch_size
         self._aborts: list[int] = []
         self._calls: deque[Call] = deque()
@@ -300,9 +302,12 @@ class Worker:
         if self._released or self._release_due:
             self._release(engine)
         if self._table.in_engine:
-            start_s = time.perf_counter()
-            completions = self._reduced(self._valid(engine, self._step(engine)))
-            self._hand_over(completions, step_s=time.perf_counter() - start_s)
+            queries = len(self._table.in_engine)
+            completions, step_s = self._observer.observe(self._complete, engine, queries)
+            self._hand_over(completions, step_s=step_s)
+
+    def _complete(self, engine: Any) -> list[Completion]:
+        return self._reduced(self._valid(engine, self._step(engine)))
 
     def _release(self, engine: Any) -> None:
         self._release_scheduled = self._release_due = False

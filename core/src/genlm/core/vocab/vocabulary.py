@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from genlm.core.errors import VocabularyError
+from genlm.core.progress import loading_stage
 from genlm.core.vocab.fast_tokenizer import fast_tokenizer_bytes
 from genlm.core.vocab.python_tokenizer import (
     python_tokenizer_bytes,
@@ -59,6 +60,7 @@ class Vocabulary:
         Raises:
             VocabularyError: The tokens do not have exact bytes.
         """
+        loading_stage("vocabulary")
         found = _token_bytes(tokenizer)
         byte_vocab, str_vocab = _tokens_and_strings(found)
         missing = tuple(key for key in range(len(byte_vocab)) if key not in found)

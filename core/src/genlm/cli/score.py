@@ -1,0 +1,331 @@
+"""`genlm score`: log-probabilities and perplexities of the texts of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from genlm.cli.arguments import checked_options
+from genlm.cli.completion import backends
+from genlm.core.errors import GenlmError
+
+if TYPE_CHECKING:
+    from genlm.core.lm import AsyncLM
+    from genlm.core.vocab import Vocabulary
+
+__all__ = ["TextScore", "score"]
+
+_SHOWN = 20
+"""Most texts in the table."""
+
+_PIPE_WIDTH = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScore:
+    """The score of one text; `--output` writes one a line.
+
+    Attributes:
+        line: Number of its line in the file, from 1.
+        text: The text.
+        prompt: What came before it, not scored; None without one.
+        logprob: Natural-log probability of its tokens.
+        tokens: How many were scored: all of the text, except the first where no prompt and no
+            token that begins a text comes before it.
+        bytes: Of what was scored, in UTF-8.
+        perplexity: Of a token: `exp(-logprob / tokens)`.
+        bits_per_byte: `-logprob / log(2) / bytes`.
+        token_logprobs: With `--tokens`, each token's bytes, as text, and log-probability.
+    """
+
+    line: int
+    text: str
+    prompt: str | None
+    logprob: float
+    tokens: int
+    bytes: int
+    perplexity: float
+    bits_per_byte: float
+    token_logprobs: list[tuple[str, float]] | None = None
+
+    def as_json(self) -> str:
+        """One line of JSON, without what is not known; infinities as strings."""
+        found = {key: value for key, value in vars(self).items() if value is not None}
+        return json.dumps({key: _finite(value) for key, value in found.items()})
+
+
+class _Text(NamedTuple):
+    line: int
+    text: str
+    prompt: str | None
+
+
+class _Encoded(NamedTuple):
+    """Token ids of a text, the place of the first to score, and the bytes from there on."""
+
+    ids: list[int]
+    start: int
+    size: int
+
+
+def score(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="Texts, one a line, or JSON lines with `text` and, if wanted, `prompt`; "
+            "- for standard input."
+        ),
+    ],
+    *,
+    backend: Annotated[
+        str,
+        typer.Option(
+            envvar="GENLM_BACKEND",
+            help="An engine; see `genlm plugins`.",
+            autocompletion=backends("engine"),
+        ),
+    ] = "hf",
+    model: Annotated[str, typer.Option(help="What the engine calls a model.")] = "demo",
+    output: Annotated[
+        str | None,
+        typer.Option(help="Write a JSON line for each text here; - for standard output."),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Write each token's log-probability, too.")
+    ] = False,
+    form: Annotated[
+        Literal["auto", "text", "jsonl"],
+        typer.Option(
+            "--format", help="Of FILE; auto: JSON lines if the first line is an object."
+        ),
+    ] = "auto",
+    options: Annotated[str, typer.Option(help='Of load_model, as JSON: {"dtype": "bf16"}.')] = (
+        "{}"
+    ),
+) -> None:
+    """Score texts: sums of log-probabilities, perplexities, bits per byte."""
+    from genlm.core.lm import load_model
+
+    chosen = checked_options(options)
+    texts = _texts(file, form)
+    if output not in (None, "-"):
+        _require_writable(Path(output))
+    terminal = Console(stderr=True)
+    with load_model(model, backend, **{"progress": terminal.is_terminal, **chosen}) as llm:
+        encoded = _encoded(llm, texts)
+        found = llm.batch_score_sync(
+            [each.ids for each in encoded],
+            [each.start for each in encoded],
+            progress=terminal.is_terminal,
+        )
+        scores = [
+            _scored(text, of, logprobs.tolist(), llm.vocabulary if tokens else None)
+            for text, of, logprobs in zip(texts, encoded, found, strict=True)
+        ]
+    if output is not None:
+        lines = "".join(f"{each.as_json()}\n" for each in scores)
+        if output == "-":
+            typer.echo(lines, nl=False)
+            return
+        Path(output).write_text(lines, "utf-8")
+    _print(scores, f"{backend}, model {model!r}", Console())
+
+
+# -- the file -------------------------------------------------------------------------------
+
+
+def _texts(file: str, form: str) -> list[_Text]:
+    lines = _lines(file)
+    if form == "auto":
+        form = "jsonl" if _object(lines[0]) is not None else "text"
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            raise _bad(f"line {number} is empty")
+        found.append(_of_json(number, line) if form == "jsonl" else _Text(number, line, None))
+    return found
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        content = data.decode("utf-8-sig")
+    except OSError as error:
+        raise _bad(f"{file!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise _bad(f"{file!r}, line {line}: not UTF-8") from error
+    lines = [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
+    if lines == [""]:
+        raise _bad(f"{file!r} has no text")
+    return lines
+
+
+def _of_json(number: int, line: str) -> _Text:
+    found = _object(line)
+    if found is None:
+        raise _bad(f"line {number} is not a JSON object: {line[:60]!r}")
+    text, prompt = found.get("text"), found.get("prompt")
+    if not isinstance(text, str) or not text:
+        raise _bad(f'line {number}: expected a string that is not empty as "text"')
+    if not (prompt is None or isinstance(prompt, str)):
+        raise _bad(f'line {number}: expected a string as "prompt"')
+    return _Text(number, text, prompt)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _require_writable(path: Path) -> None:
+    try:
+        path.open("a").close()  # a run of an hour must not end here
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r}: {error.strerror}", param_hint="--output"
+        ) from error
+
+
+def _bad(message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint="FILE")
+
+
+# -- scores ---------------------------------------------------------------------------------
+
+
+def _encoded(llm: AsyncLM, texts: Sequence[_Text]) -> list[_Encoded]:
+    """Encode all texts; raises if one is too long or has nothing to score."""
+    begin = _begin(llm.vocabulary)
+    encoded = []
+    for text in texts:
+        try:
+            of = _ids(llm.vocabulary, begin, text)
+        except GenlmError as error:
+            raise _bad(f"line {text.line}: {error}") from error
+        if len(of.ids) <= of.start:
+            raise _bad(
+                f"line {text.line}: {text.text!r} has no token to score: the first needs one "
+                f"before it, and the vocabulary names none that begins a text; give a prompt"
+            )
+        encoded.append(of)
+    most = math.inf if llm.max_context is None else llm.max_context + 1
+    long = [text.line for text, of in zip(texts, encoded) if len(of.ids) > most]
+    if long:
+        length = next(len(of.ids) for of in encoded if len(of.ids) > most)
+        others = f"; lines that are too long: {len(long)}" if long[1:] else ""
+        raise _bad(
+            f"line {long[0]} has {length:,} tokens, and the model scores {most:,} at most"
+            f"{others}. Split the text"
+        )
+    return encoded
+
+
+def _begin(vocabulary: Vocabulary) -> list[int]:
+    """Return what a model needs before the first token: what begins a text, or ends another."""
+    from genlm.core.text import text_ids
+
+    begin = text_ids(vocabulary, "")
+    ends = vocabulary.eos_token_id
+    return begin if begin or ends is None else [ends]
+
+
+def _ids(vocabulary: Vocabulary, begin: list[int], text: _Text) -> _Encoded:
+    """Encode a text and its prompt, as one text where the tokenizer splits it between them."""
+    from genlm.core.text import text_ids
+
+    def begun(of: str) -> list[int]:
+        ids = text_ids(vocabulary, of)
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+    size = len(text.text.encode())
+    if not text.prompt:
+        ids = begun(text.text)
+        if begin:
+            return _Encoded(ids, len(begin), size)
+        return _Encoded(ids, 1, size - sum(len(vocabulary.byte_vocab[i]) for i in ids[:1]))
+    before, whole = begun(text.prompt), begun(text.prompt + text.text)
+    if whole[: len(before)] != before:
+        whole = [*before, *text_ids(vocabulary, text.text, begin=False)]
+    return _Encoded(whole, len(before), size)
+
+
+def _scored(
+    text: _Text, of: _Encoded, logprobs: list[float], names: Vocabulary | None
+) -> TextScore:
+    """Sum up; with `names`, also each token by itself."""
+    each = None
+    if names is not None:
+        tokens = (names.byte_vocab[i].byte_string for i in of.ids[of.start :])
+        each = [(token.decode(errors="replace"), at) for token, at in zip(tokens, logprobs)]
+    return _text_score(text, math.fsum(logprobs), len(logprobs), of.size, each)
+
+
+def _text_score(
+    text: _Text, logprob: float, tokens: int, size: int, each: list[tuple[str, float]] | None
+) -> TextScore:
+    bits = -logprob / math.log(2) / size if size else math.inf
+    return TextScore(*text, logprob, tokens, size, _exp(-logprob / tokens), bits, each)
+
+
+def _exp(exponent: float) -> float:
+    try:
+        return math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: Any) -> Any:
+    """Replace infinities, which JSON does not have, by their names."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    if isinstance(value, tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -- output ---------------------------------------------------------------------------------
+
+
+def _print(scores: Sequence[TextScore], title: str, console: Console) -> None:
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
+    console.print(Text(title, "bold"))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("line", "log-probability", "tokens", "perplexity", "bits per byte"):
+        table.add_column(name, justify="right", min_width=len(name))
+    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    for each in scores[:_SHOWN]:
+        table.add_row(str(each.line), *_figures(each), Text(each.text))
+    if len(scores) > _SHOWN:
+        table.add_row("...", *[""] * 4, f"{len(scores) - _SHOWN:,} more; --output has all")
+    if len(scores) > 1:
+        table.add_row("all", *_figures(_sum(scores)), f"{len(scores):,} texts")
+    console.print(table)
+
+
+def _sum(scores: Sequence[TextScore]) -> TextScore:
+    """Score all texts as one."""
+    logprob = math.fsum(each.logprob for each in scores)
+    tokens, size = sum(each.tokens for each in scores), sum(each.bytes for each in scores)
+    return _text_score(_Text(0, "", None), logprob, tokens, size, None)
+
+
+def _figures(score: TextScore) -> Iterator[str]:
+    yield f"{score.logprob:,.3f}"
+    yield f"{score.tokens:,}"
+    yield f"{score.perplexity:,.2f}"
+    yield f"{score.bits_per_byte:.3f}"

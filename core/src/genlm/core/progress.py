@@ -1,0 +1,111 @@
+"""What a model is doing while it loads: engines say it, `load_model` shows it if asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+__all__ = ["Stages", "loading_stage", "stages_shown"]
+
+T = TypeVar("T")
+
+TICK_S = 1.0
+"""Between two refreshes of the time that a stage has taken."""
+
+_current: ContextVar[Stages | None] = ContextVar("genlm_loading_stages", default=None)
+
+
+def loading_stage(text: str) -> bool:
+    """Say what an engine does from now on while it is built; it replaces the stage before.
+
+    Args:
+        text: A few words, such as `"weights"`.
+
+    Returns:
+        Whether it is shown. The bars of an engine's library may then be shown, too.
+    """
+    stages = _current.get()
+    if stages is None:
+        return False
+    stages.begin(text)
+    return True
+
+
+@contextmanager
+def stages_shown(*, shown: bool) -> Iterator[Stages | None]:
+    """Show the stages that are said within this context, on standard error; None if not."""
+    if not shown:
+        yield None
+        return
+    with Stages() as stages, stages.current():
+        yield stages
+
+
+class Stages:
+    """A line for each stage, with the time that it takes; the last one sums up.
+
+    Lines are bars of tqdm, which keeps them apart from other bars and works in notebooks.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        self._ended = threading.Event()
+        self._began_s = time.monotonic()
+
+    def __enter__(self) -> Stages:
+        threading.Thread(target=self._tick, name="genlm-progress", daemon=True).start()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._ended.set()
+        with self._lock:
+            self._close()
+            took = f"{time.monotonic() - self._began_s:.1f} s"
+            self._bar = _line("failed" if error else "ready", f"after {took}")
+            self._close()
+
+    def begin(self, text: str) -> None:
+        """End the stage before and begin one."""
+        with self._lock:
+            self._close()
+            self._bar = _line(text, "{elapsed}")
+
+    def around(self, build: Callable[[], T]) -> Callable[[], T]:
+        """Return `build` for another thread, where it shows its stages, too."""
+
+        def built() -> T:
+            with self.current():
+                return build()
+
+        return built
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Show the stages that `loading_stage` says in this context."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_S):
+            with self._lock:
+                if self._bar is not None:
+                    self._bar.refresh()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _line(text: str, time_format: str) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(desc=f"genlm: {text}", bar_format="{desc} " + time_format)

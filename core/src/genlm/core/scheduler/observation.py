@@ -1,0 +1,144 @@
+"""What the outside sees of an engine's steps: log records and OpenTelemetry spans.
+
+Logger `genlm.batches`: a DEBUG record for each step, a WARNING for slow ones. In a program that
+has set a tracer provider of OpenTelemetry, also a span for each step. OpenTelemetry is never
+imported here first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from genlm.core.query import Completion
+
+__all__ = ["SLOW_STEP_S", "StepObserver"]
+
+logger = logging.getLogger("genlm.batches")
+
+Step = Callable[[Any], list[Completion]]
+"""Given the engine, does one step of it."""
+
+SLOW_STEP_S = 10.0
+"""Steps that take longer are logged as warnings: callers of an interactive program notice, and
+a full batch of a model that suits its machine takes a fraction of it."""
+
+WARNING_INTERVAL_S = 60.0
+"""Shortest time between two warnings of an engine, of which every step may be slow."""
+
+
+class StepObserver:
+    """Reports the steps of one engine; used on its thread.
+
+    Args:
+        name: Of the engine, in records and spans.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tracer: Any = None
+        self._warned_s: float | None = None
+        self._unreported = 0
+
+    def observe(self, step: Step, engine: Any, queries: int) -> tuple[list[Completion], float]:
+        """Call `step(engine)`, which works on `queries` queries, and report it.
+
+        Returns:
+            What `step` returned, and the seconds it took.
+        """
+        if self._tracer is None and "opentelemetry.trace" in sys.modules:
+            self._tracer = _configured_tracer()
+        is_logged = logger.isEnabledFor(logging.DEBUG)
+        if self._tracer is None and not is_logged:
+            start_s = time.perf_counter()
+            completions = step(engine)
+            step_s = time.perf_counter() - start_s
+        else:
+            completions, step_s = self._observe_closely(step, engine, queries, is_logged)
+        if step_s >= SLOW_STEP_S:
+            self._warn(queries, step_s)
+        return completions, step_s
+
+    def _observe_closely(
+        self,
+        step: Callable[[Any], list[Completion]],
+        engine: Any,
+        queries: int,
+        is_logged: bool,
+    ) -> tuple[list[Completion], float]:
+        """Do what `observe` does where something records it."""
+        with self._span() as span:  # current meanwhile: what the engine traces belongs to it
+            is_traced = span is not None and span.is_recording()
+            if not is_logged and not is_traced:
+                start_s = time.perf_counter()
+                return step(engine), time.perf_counter() - start_s
+            before = _tokens_computed(engine)
+            start_s = time.perf_counter()
+            completions = step(engine)
+            step_s = time.perf_counter() - start_s
+            after = _tokens_computed(engine)
+            tokens = None if before is None or after is None else after - before
+            failed = sum(each.error is not None for each in completions)
+            if is_logged:
+                self._log(queries, len(completions), failed, tokens, step_s)
+            if is_traced:
+                counts = {"queries": queries, "finished": len(completions), "failed": failed}
+                if tokens is not None:
+                    counts["tokens_computed"] = tokens
+                span.set_attribute("genlm.engine", self._name)
+                span.set_attributes({f"genlm.batch.{key}": counts[key] for key in counts})
+            return completions, step_s
+
+    def _span(self) -> contextlib.AbstractContextManager[Any]:
+        if self._tracer is None:
+            return contextlib.nullcontext()
+        span: contextlib.AbstractContextManager[Any]
+        span = self._tracer.start_as_current_span("genlm.batch")
+        return span
+
+    def _log(
+        self, queries: int, finished: int, failed: int, tokens: int | None, step_s: float
+    ) -> None:
+        parts = [f"step of {queries} queries", f"{finished} finished"]
+        if failed:
+            parts.append(f"{failed} failed")
+        if tokens is not None:
+            parts.append(f"{tokens} tokens computed")
+        logger.debug("%s: %s, %.1f ms", self._name, ", ".join(parts), 1000 * step_s)
+
+    def _warn(self, queries: int, step_s: float) -> None:
+        now_s = time.monotonic()
+        if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
+            self._unreported += 1
+            return
+        others = f"; {self._unreported} more since the last warning" if self._unreported else ""
+        self._warned_s, self._unreported = now_s, 0
+        logger.warning(
+            "%s: a step of %d queries took %.1f s%s. Callers wait for it: max_batch_size "
+            "makes steps shorter",
+            *(self._name, queries, step_s, others),
+        )
+
+
+def _configured_tracer() -> Any:
+    """Return a tracer; None while the program has set no provider, which may come later."""
+    from opentelemetry import trace
+
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        return None
+    return provider.get_tracer("genlm")
+
+
+def _tokens_computed(engine: Any) -> int | None:
+    """Return the engine's counter; None if it has none."""
+    statistics = getattr(engine, "statistics", None)
+    try:
+        counted = statistics().get("tokens_computed") if statistics is not None else None
+    except Exception:  # noqa: BLE001 - a fault in a figure must not end the engine's thread
+        return None
+    return counted if isinstance(counted, int) else None

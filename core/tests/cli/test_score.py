@@ -1,0 +1,159 @@
+"""`genlm score`: figures against rows, files of both kinds, errors that name the line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import genlm
+from genlm import AsyncLM, Token, Vocabulary
+from genlm.cli import app
+from genlm.core import lm
+
+TEXTS = ["The cat sat.", "Ünicode, too ", "x"]
+
+
+def score(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    command = ["score", *arguments, "--backend", "reference"]
+    return CliRunner().invoke(app, command, input=stdin, env={"COLUMNS": "300"})
+
+
+def scores(*arguments: str, stdin: str) -> list[dict[str, Any]]:
+    result = score("-", "--output", "-", *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def logprob(ids: list[int], start: int) -> float:
+    """Sum over the rows of the model."""
+    with genlm.load_model("demo", "reference") as llm:
+        places = range(start, len(ids))
+        rows = llm.batch_next_token_logprobs_sync([ids[:place] for place in places])
+        return sum(float(row[ids[place]]) for place, row in zip(places, rows, strict=True))
+
+
+def encode(text: str, *, begin: bool = True) -> list[int]:
+    with genlm.load_model("demo", "reference") as llm:
+        return llm.encode(text, begin=begin)
+
+
+def test_each_line_is_scored_by_the_rows_of_the_model() -> None:
+    found = scores(stdin="\n".join(TEXTS) + "\n")
+    assert [each["text"] for each in found] == TEXTS
+    assert [each["line"] for each in found] == [1, 2, 3]
+    for each in found:
+        ids = encode(each["text"])
+        total = logprob(ids, 1)
+        size = len(each["text"].encode())
+        assert each["logprob"] == pytest.approx(total, abs=1e-3)
+        assert (each["tokens"], each["bytes"]) == (len(ids) - 1, size)
+        assert each["perplexity"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-3)
+        assert each["bits_per_byte"] == pytest.approx(-total / math.log(2) / size, rel=1e-3)
+
+
+def test_a_prompt_is_not_scored_and_tokens_are_written_if_wanted() -> None:
+    line = json.dumps({"text": " cat sat.", "prompt": "The", "other": 1})
+    [found] = scores("--tokens", stdin=line)
+    ids = encode("The cat sat.")
+    assert found["logprob"] == pytest.approx(logprob(ids, len(encode("The"))), abs=1e-3)
+    assert found["prompt"] == "The"
+    texts, logprobs = zip(*found["token_logprobs"], strict=True)
+    assert "".join(texts) == " cat sat."
+    assert math.fsum(logprobs) == found["logprob"]
+
+
+def test_people_get_a_table_and_programs_a_file(tmp_path: Path) -> None:
+    path, output = tmp_path / "texts.txt", tmp_path / "scores.jsonl"
+    path.write_bytes("\r\n".join(TEXTS).encode())
+    result = score(str(path), "--output", str(output))
+    assert result.exit_code == 0, result.output
+    written = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    title, heading, *lines, whole = result.stdout.splitlines()
+    assert title == "reference, model 'demo'"
+    assert heading.split()[:3] == ["line", "log-probability", "tokens"]
+    assert [line.split()[1] for line in lines] == [f"{w['logprob']:,.3f}" for w in written]
+    total = math.fsum(each["logprob"] for each in written)
+    assert whole.split()[:3] == ["all", f"{total:,.3f}", str(sum(w["tokens"] for w in written))]
+
+
+def test_long_files_are_shown_in_part() -> None:
+    lines = score("-", stdin="ab\n" * 50).stdout.splitlines()
+    assert len(lines) == 2 + 20 + 2
+    assert "30 more" in lines[-2]
+    assert "50 texts" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("", [], "has no text"),
+        ("a\n\nb\n", [], "line 2 is empty"),
+        ("a\n \n", [], "line 2 is empty"),
+        (b"a\nb\xff\n", [], "line 2: not UTF-8"),
+        ('{"text": "a"}\nb\n', [], "line 2 is not a JSON object"),
+        ("a\n", ["--format", "jsonl"], "line 1 is not a JSON object"),
+        ('{"text": "a"}\n{"prompt": "b"}\n', [], "line 2: expected a string that is not empty"),
+        ('{"text": "a", "prompt": 1}\n', [], 'line 1: expected a string as "prompt"'),
+        ("a\nbcdefgh\nbcdefghi\n", ["--options", '{"max_context": 5}'], "line 2 has 8 tokens"),
+        ("a\n", ["--options", "[]"], "not a JSON object"),
+        ("a\n", ["--output", "/no/such/folder/x"], "No such file"),
+    ],
+)
+def test_errors_name_the_line(content: str | bytes, options: list[str], message: str) -> None:
+    result = score("-", *options, stdin=content)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    result = score(str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert "No such file" in result.output
+
+
+def test_an_object_on_each_line_may_be_text() -> None:
+    line = '{"text": "a"}'
+    [found] = scores("--format", "text", stdin=line)
+    assert found["text"] == line
+
+
+def test_the_longest_text_that_the_model_scores_is_scored() -> None:
+    [found] = scores("--options", '{"max_context": 5}', stdin="bcdef")
+    assert found["tokens"] == 5
+
+
+class Untokenized(genlm.BatchEngine):
+    """Equal rows over a few tokens; no tokenizer, no token that begins a text."""
+
+    def __init__(self, model: str) -> None:
+        tokens = [Token(i, data) for i, data in enumerate([b"a", b"b", b"ab", b"c"])]
+        self.vocabulary = Vocabulary(None, tokens, list("abXc"))
+
+    def evaluate(self, queries: Any) -> Any:
+        import torch
+
+        return torch.full((len(queries), 4), 0.25).log()
+
+
+@pytest.fixture
+def untokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `load_model` load it."""
+    monkeypatch.setattr(lm, "load_model", lambda *_, **__: AsyncLM(lambda: Untokenized("")))
+
+
+@pytest.mark.usefixtures("untokenized")
+def test_engines_without_a_tokenizer_score_what_follows_the_first_token() -> None:
+    result = score("-", "--output", "-", stdin="abc\n")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["tokens"], found["bytes"]) == (1, 1), "ab is a token, and c the other one"
+    assert found["bits_per_byte"] == pytest.approx(2)
+    wrong = score("-", stdin="abc\nb\n")
+    assert "line 2: 'b' has no token to score" in " ".join(wrong.output.split())
+    wrong = score("-", stdin="abc\nbd\n")
+    assert "line 2: no tokens of the vocabulary" in " ".join(wrong.output.split())

@@ -98,7 +98,9 @@ def lockstep(model: Any, population: Population, clock: Clock, *, preallocated: 
         particles.grow()
         last = torch.tensor([context[-1:] for context in particles.contexts])
         start = clock()
-        logits = model(last.to(model.device), past_key_values=past, use_cache=True).logits[:, -1]
+        logits = model(last.to(model.device), past_key_values=past, use_cache=True).logits[
+            :, -1
+        ]
         rows = logits.float().log_softmax(-1)
         assert rows.shape == (population.count, model.config.vocab_size)
         particles.resample(step)

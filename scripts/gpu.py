@@ -319,6 +319,7 @@ def run(
 
 
 def main() -> None:
+    """Run what the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -326,7 +327,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes of a test")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/gpu.json")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file; default benchmarks/results/gpu.json"
+    )
     parser.add_argument("--page", type=Path, help="page to write; default docs/gpu.md")
     parser.add_argument("--wheels", type=Path, default=WHEELS, help="folder of wheels to use")
     parser.add_argument("--total", type=float, default=570, help="seconds for the whole run")

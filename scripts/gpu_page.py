@@ -48,13 +48,13 @@ python scripts/gpu.py         # the same, without make
 ```
 
 The program runs from a clone with whatever torch, Triton and transformers the machine has: it
-installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU, the
-conformance suite on the device and the benchmarks, each in a process of its own with a limit of
-time, ten minutes in all, and writes `benchmarks/results/gpu.json` after each and this page at the
-end. Run it again to go on after an interruption; `--fresh` begins anew, and names of steps
-(`python scripts/gpu.py trie outside`) run these again. A step that fails, runs out of time or
-lacks a package says so; none is left out silently. `--device cpu --tiny` reaches every step on a
-machine without a GPU.
+installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU,
+the conformance suite on the device and the benchmarks, each in a process of its own with a
+limit of time, ten minutes in all, and writes `benchmarks/results/gpu.json` after each and this
+page at the end. Run it again to go on after an interruption; `--fresh` begins anew, and names
+of steps (`python scripts/gpu.py trie outside`) run these again. A step that fails, runs out of
+time or lacks a package says so; none is left out silently. `--device cpu --tiny` reaches every
+step on a machine without a GPU.
 
 It needs Python 3.11 to 3.13, torch from 2.7, transformers from 5.17, pytest, pytest-timeout,
 hypothesis, pluggy, cachetools, typer, rich, tqdm, peft and accelerate. What a machine without a
@@ -118,7 +118,9 @@ def _others() -> Iterator[Goal]:
         yield Goal("outside", f"outside {value}", what, 0.1, at_least=False)
     for rows in (32, 512):
         for operation in ("sum", "logsumexp"):
-            what = f"trie, {operation}, {rows} rows x 128,000 tokens: share of a copy's bandwidth"
+            what = (
+                f"trie, {operation}, {rows} rows x 128,000 tokens: share of a copy's bandwidth"
+            )
             yield Goal("trie", f"trie {rows} {operation}", what, 0.6)
     for masks in ("one mask", "a mask each"):
         what = f"draws for 1,000 particles, 128,000 ids, {masks}"
@@ -159,8 +161,8 @@ def page(results: Mapping[str, Any] | None) -> str:
 def _state(machine: Mapping[str, Any], *, on_gpu: bool) -> str:
     if not on_gpu:
         return (
-            "Nothing of genlm was measured on a GPU yet, and none of the tests that need one has "
-            "run.\nOne command does both on any machine that has one:"
+            "Nothing of genlm was measured on a GPU yet, and none of the tests that need one "
+            "has run.\nOne command does both on any machine that has one:"
         )
     packages = machine["packages"]
     names = ("torch", "triton", "transformers", "peft", "bitsandbytes", "vllm", "sglang")
@@ -188,9 +190,7 @@ def _outcome(step: Mapping[str, Any] | None, *, on_gpu: bool) -> str:
     return "; ".join(said).replace("|", "/").replace("\n", " ")
 
 
-def _figure(
-    goal: Goal, step: Mapping[str, Any] | None, *, on_gpu: bool
-) -> tuple[str, str]:
+def _figure(goal: Goal, step: Mapping[str, Any] | None, *, on_gpu: bool) -> tuple[str, str]:
     if step is None or not on_gpu:
         return UNMEASURED, ""
     result = step.get("result", {})

@@ -46,7 +46,7 @@ def run(path: Path, *chosen: script.Step, total_s: float = 1000) -> dict[str, An
 def test_each_step_ends_in_its_own_way_and_says_why(tmp_path):
     found = run(
         tmp_path / "gpu.json",
-        bench("good", "print('{\"values\": {\"a\": 1}}')"),
+        bench("good", 'print(\'{"values": {"a": 1}}\')'),
         bench("bad", "raise ValueError('the cause')"),
         bench("endless", "while True: pass", limit_s=1),
         bench("lacking", "", needs=("torch", "no_such_module")),
@@ -139,7 +139,8 @@ def test_plugins_are_found_in_a_tree_of_sources_and_wheels_are_used(tmp_path):
     code = (
         "import importlib.metadata as m, importlib.util as u, genlm; import carried;"
         "print(*(f'{m.distribution(d)._path}' for d in ('genlm-core', 'genlm-trie-cuda')));"
-        "print(*[i.name for i in genlm.list_backends() if i.status == 'ok'], u.find_spec('peer'))"
+        "names = [i.name for i in genlm.list_backends() if i.status == 'ok'];"
+        "print(*names, u.find_spec('peer'))"
     )
     done = run_program(sys.executable, "-c", code, env=variables, cwd=tmp_path)
     places, found = done.stdout.splitlines()

@@ -22,7 +22,7 @@ SITE := .venv-site
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench docs site dist clean
+.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -76,16 +76,20 @@ chaos: $(READY) $(SGL_READY)  ## requests of every kind from all sides, for hour
 	$(SGL)/bin/python -m tests.chaos sgl --requests 100000 --save
 
 bench: $(READY) $(SGL_READY)  ## run the benchmarks and append to benchmarks/results/
-	for bench in $(filter-out %_sgl.py %_serving_particles.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
+	for bench in $(filter-out %_sgl.py %_serving_particles.py %_gpu.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
 	$(BIN)/python benchmarks/bench_serving_particles.py vllm --save
 	$(SGL)/bin/python benchmarks/bench_sgl.py --save
 	$(SGL)/bin/python benchmarks/bench_serving_particles.py sgl --save
+
+gpu:  ## tests, checks and benchmarks on a GPU, with what PYTHON has installed; write docs/gpu.md
+	$(PYTHON) scripts/gpu.py $(GPU_OPTIONS)
 
 docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and from runs
 	$(BIN)/python scripts/generate_plugin_docs.py --run
 	for backend in hf mlx vllm; do $(BIN)/python scripts/architectures.py --backend $$backend || exit 1; done
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_particles.py
+	$(BIN)/python scripts/gpu_page.py
 
 site: $(SITE)/.ready  ## the documentation as a web site in build/site/
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import transformers
-from particle_model import VOCAB_SIZE, llama, tokenizer
+from particle_model import llama, tokenizer
 from particle_population import CLOCKS, Clock, Population
 from peer import Peer, peer_python
 from report import print_report
@@ -82,11 +82,12 @@ def lockstep(model: Any, population: Population, clock: Clock, *, preallocated: 
     """Milliseconds a step of `[N, 1]` decoding."""
     particles = population.start()
     past = transformers.DynamicCache(config=model.config)
-    prompt = torch.tensor([population.prompt])
+    prompt = torch.tensor([population.prompt], device=model.device)
     model(prompt, past_key_values=past, use_cache=True, logits_to_keep=1)
     past.batch_repeat_interleave(population.count)
     if population.tail_length:
-        tails = torch.tensor(particles.contexts)[:, population.prompt_length :]
+        tails = torch.tensor(particles.contexts, device=model.device)
+        tails = tails[:, population.prompt_length :]
         model(tails, past_key_values=past, use_cache=True, logits_to_keep=1)
     if preallocated:
         for layer in past.layers:
@@ -97,12 +98,14 @@ def lockstep(model: Any, population: Population, clock: Clock, *, preallocated: 
         particles.grow()
         last = torch.tensor([context[-1:] for context in particles.contexts])
         start = clock()
-        logits = model(last, past_key_values=past, use_cache=True).logits[:, -1]
+        logits = model(last.to(model.device), past_key_values=past, use_cache=True).logits[
+            :, -1
+        ]
         rows = logits.float().log_softmax(-1)
-        assert rows.shape == (population.count, VOCAB_SIZE)
+        assert rows.shape == (population.count, model.config.vocab_size)
         particles.resample(step)
         if particles.parents is not None:
-            past.reorder_cache(torch.tensor(particles.parents))
+            past.reorder_cache(torch.tensor(particles.parents, device=model.device))
         seconds += clock() - start
     return seconds / population.steps * 1e3
 

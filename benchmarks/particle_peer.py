@@ -2,7 +2,8 @@
 
 For `bench_hf_particles.py`: reads a case per line, `PARTICLES PROMPT TAIL EVERY STEPS
 cached|uncached`, and prints the milliseconds of a step, by the clock that its argument
-names. `cached` computes the prompt once with its `cache_kv`, which is what its
+names. For `bench_gpu.py` two more arguments name a shape of `gpu_model` and a device.
+`cached` computes the prompt once with its `cache_kv`, which is what its
 documentation advises. Runs in an environment with genlm-backend and no genlm-core.
 """
 
@@ -40,8 +41,19 @@ async def milliseconds_a_step(
     return seconds / population.steps * 1e3
 
 
+def on_device() -> tuple[Any, Any, Clock] | None:
+    """Model, tokenizer and clock of the shape and device that the command line names."""
+    if len(sys.argv) == 2:
+        return None
+    from gpu_model import SHAPES, device_clock, random_llama
+
+    shape, device = sys.argv[2:]
+    model, vocabulary = random_llama(shape, device), tokenizer(SHAPES[shape]["vocab_size"])
+    return model, vocabulary, device_clock(device)
+
+
 def main() -> None:
-    hf_model, hf_tokenizer, clock = llama(), tokenizer(), CLOCKS[sys.argv[1]]
+    hf_model, hf_tokenizer, clock = on_device() or (llama(), tokenizer(), CLOCKS[sys.argv[1]])
     for line in sys.stdin:
         *sizes, mode = line.split()
         population = Population(*map(int, sizes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["Peer", "interpreter", "peer_python"]
@@ -55,15 +55,23 @@ class Peer:
         python: An interpreter with genlm-backend.
         script: Reads the name of a measurement per line and prints its figure.
         arguments: Of the script.
+        environment: Variables of the process, by default this one's.
     """
 
-    def __init__(self, python: Path, script: str, *arguments: str | Path) -> None:
+    def __init__(
+        self,
+        python: Path | str,
+        script: str,
+        *arguments: str | Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._process = subprocess.Popen(
             [python, Path(__file__).with_name(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=environment,
         )
 
     def measure(self, name: str) -> float:

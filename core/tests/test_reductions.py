@@ -268,3 +268,22 @@ def test_masks_of_very_unlikely_tokens_are_drawn_from_exactly(
         assert found.log_mass == pytest.approx(-depth, abs=1e-3)
         probability = weights[found.token_id - 1] / weights.sum()
         assert found.draw_logprob == pytest.approx(math.log(probability), abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("masks", ["none", "one", "each"])
+def test_draws_on_a_device_are_those_of_the_host(masks: str) -> None:
+    """But for uniform numbers within a rounding of the boundary between two ids."""
+    rows, generator = some_rows(200, seed=4), np.random.default_rng(1)
+    size = rows.shape[1]
+    made = [Mask(generator.random(size) < 0.6, size) for _ in range(len(rows))]
+    chosen = {"none": [None] * len(rows), "one": made[:1] * len(rows), "each": made}[masks]
+    requests = [(Draw(float(generator.random()), mask=mask),) for mask in chosen]
+    on_host = [each.values[0] for each in reduce_rows(rows, requests)]
+    on_device = [each.values[0] for each in reduce_rows(rows.cuda(), requests)]
+    for mask, here, there in zip(chosen, on_host, on_device, strict=True):
+        assert mask is None or there.token_id in mask
+        assert there.log_mass == pytest.approx(here.log_mass, abs=1e-4)
+    equal = sum(a.token_id == b.token_id for a, b in zip(on_host, on_device, strict=True))
+    assert equal >= len(rows) - 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm.core.errors import EvaluationError
-from genlm.core.rows import invalid_rows, rows_from_logits
+from genlm.core.rows import _copied_at_once, copied_rows, invalid_rows, rows_from_logits
 from genlm.core.vocab import Token, Vocabulary
 
 # float32 keeps 24 bits; log-probabilities here are below 2**9 and softmax adds a few roundings.
@@ -157,6 +158,34 @@ def test_rows_stay_on_the_device_of_the_logits() -> None:
     rows = rows_from_logits(logits.cuda(), vocabulary_of(9, (2,)))
     assert rows.device.type == "cuda"
     np.testing.assert_allclose(rows.cpu(), oracle(logits, 9, (2,)), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("copy", [copied_rows, _copied_at_once])
+def test_copied_rows_have_memory_of_their_own(copy: Any) -> None:
+    with torch.inference_mode():
+        rows = logits_of(4, 9)[:, :7]  # strides of something larger
+    copies = copy(rows)
+    assert [row.shape for row in copies] == [(7,)] * 4
+    for place, row in enumerate(copies):
+        assert torch.equal(row, rows[place])
+        assert row.untyped_storage().nbytes() == 7 * row.itemsize
+        assert not row.is_inference()
+        row.zero_()
+        assert not any(torch.equal(row, other) for other in copies[place + 1 :])
+    assert bool(rows.any(1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_are_copied_on_the_device_without_waiting_for_it() -> None:
+    rows = torch.randn(1000, 500, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copies = copied_rows(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(torch.stack(copies), rows)
+    assert copies[3].untyped_storage().nbytes() == copies[3].nbytes
 
 
 # -- rows that are not distributions --------------------------------------------------

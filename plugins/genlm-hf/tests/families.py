@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from architecture_tables import read_table
 
 from genlm.testing import families
@@ -22,4 +23,8 @@ TABLE = read_table("hf")
 FAMILIES = {
     name: (one.model_type, dict(one.settings)) for name, one in families(head_dim=8).items()
 }
-SERVED = [name for name in FAMILIES if TABLE[name].status == "right"]
+
+# Later tokens change earlier rows of transformers 5.17's Doge: it is refused there.
+_REFUSED = {"doge"} if transformers.__version__.startswith("5.17.") else set()
+
+SERVED = [n for n in FAMILIES if TABLE[n].status == "right" and n not in _REFUSED]

@@ -35,7 +35,8 @@ def test_an_ignored_window_is_found_beyond_it(tmp_path: Path) -> None:
     code = "from genlm.cli import main; main()"
     command = [sys.executable, "-c", code, "compare", str(model.path), "--json"]
     command += ["--backends", "hf,windowless"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr

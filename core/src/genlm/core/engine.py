@@ -306,14 +306,13 @@ class BatchEngine(abc.ABC):
     @staticmethod
     def _own_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return rows that share no memory and can be changed in place."""
-        import torch
+        from genlm.core.rows import copied_rows  # loads torch
 
         # A slice of something larger would pin all of it; an expanded row aliases itself.
         owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
         if len(rows) == 1 and owns_memory and not rows.is_inference():
             return [rows[0]]
-        copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
-        return copies
+        return copied_rows(rows)
 
 
 def _each_or_halves(

@@ -16,7 +16,7 @@ import torch
 from genlm.core.errors import EvaluationError
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["invalid_rows", "known_logits", "rows_from_logits"]
+__all__ = ["copied_rows", "invalid_rows", "known_logits", "rows_from_logits"]
 
 _SUM_TOLERANCE = 1e-2
 """How far from 1 the probabilities of a row may sum. Rows of a correct engine are within
@@ -75,6 +75,26 @@ def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
         index = _missing_index(vocabulary, kept.shape[1], kept.device)
         kept = kept.index_fill(1, index, float("-inf"))
     return kept
+
+
+def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Copy each row into memory of its own.
+
+    On CUDA a few kernels copy all of them. `torch.unbind_copy` launches one for each row.
+
+    Args:
+        rows: Shape `(n, size)`, any device.
+    """
+    if rows.device.type != "cuda":
+        copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
+        return list(copies)
+    return _copied_at_once(rows)
+
+
+def _copied_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
+    copies = [torch.empty_like(row) for row in rows[:, None].unbind()]
+    torch.split_with_sizes_copy(rows, [1] * len(rows), out=copies)
+    return [copy[0] for copy in copies]
 
 
 def invalid_rows(

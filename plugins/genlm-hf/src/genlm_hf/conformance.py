@@ -2,7 +2,8 @@
 
 Tiny models with random weights, of architectures that keep their past in different ways. The
 oracle is transformers' forward pass of one sequence, without a cache, and peft's own model for
-adapters.
+adapters. The engine runs on the first CUDA device if there is one, else on the CPU; the oracle
+always on the CPU.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
 
 
 def _engine(model: TinyModel, **options: Any) -> Any:
-    """Serve a model, on the CPU in float32."""
+    """Serve a model in float32, on the engine's default device."""
     from genlm_hf.engine import HFEngine
 
-    return HFEngine(model.path, device="cpu", dtype="float32", **options)
+    return HFEngine(model.path, dtype="float32", **options)

@@ -33,8 +33,10 @@ __all__ = ["HFEngine"]
 _TOKENS_PER_BATCH = 8192
 _TOKENS_PER_BATCH_ON_CPU = 2048
 
-# Logits of one batch: 2**26 float32 are 256 MiB.
-_LOGITS_PER_BATCH = 2**26
+# Logits of one batch: 2**26 float32 are 256 MiB. On a device 1,000 particles over 128,000 ids
+# are one pass, because a second one reads all weights again.
+_LOGITS_PER_BATCH = 2**27
+_LOGITS_PER_BATCH_ON_CPU = 2**26
 
 
 class HFEngine(PrefixEngine):
@@ -177,6 +179,7 @@ class HFEngine(PrefixEngine):
         device = input_device(model)
         on_cpu = device.type == "cpu" and not is_offloaded(model)
         most = _TOKENS_PER_BATCH_ON_CPU if on_cpu else _TOKENS_PER_BATCH
+        logits = _LOGITS_PER_BATCH_ON_CPU if on_cpu else _LOGITS_PER_BATCH
         self._served = ServedModel(
             model=model,
             vocabulary=self.vocabulary,
@@ -185,7 +188,7 @@ class HFEngine(PrefixEngine):
             pad_id=padding_id(model.config, rows),
             max_context=self.max_context,
             max_tokens=options.max_tokens_per_batch or most,
-            max_rows=max(1, _LOGITS_PER_BATCH // max(rows, self.vocabulary.size)),
+            max_rows=max(1, logits // max(rows, self.vocabulary.size)),
         )
         self._prepacked = PrepackedWeights(model.modules() if prepack else ())
         with current_device(device):

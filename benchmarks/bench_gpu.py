@@ -1,0 +1,517 @@
+"""What does genlm reach on a GPU, beside the field's ways to do the same on it?
+
+`python scripts/gpu.py` runs each line of this benchmark in a process of its own. Models are
+Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000 ids:
+
+- particles: the loop of `bench_hf_particles.py`. lockstep decodes `[N, 1]` with transformers'
+  DynamicCache; static does so with a StaticCache whose step is replayed as one CUDA graph, so
+  that it pays for no launches; compiled lets `torch.compile` make that graph. All contestants
+  give float32 log-probabilities of the whole vocabulary for every particle, and the rows after
+  the last step are compared;
+- outside: the share of a step that is not the model's forward pass, by CUDA events around it;
+- trie: sums over 415,907 prefixes as a share of the bandwidth of a copy of as many bytes as any
+  method must move;
+- draws: a token under a mask for each of 1,000 rows, masks shared and distinct;
+- peer: genlm-backend 0.3.1 on the loop of particles, in a process of its own.
+
+The limit of a step is reading the weights once, which is printed beside it. Every figure is a
+time between two synchronisations of the device. `--device cpu --tiny` reaches every line on
+small sizes and without graphs: a test of the programs, not a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from bench_hf_particles import genlm, lockstep
+from bench_trie_cuda import captured
+from gpu_model import SHAPES, device_clock, random_llama
+from particle_model import tokenizer
+from particle_population import Clock, Population
+from peer import Peer
+from trie_traffic import floor_bytes
+from trie_vocabulary import words
+
+from genlm import AsyncLM, Mask, OutputCache, Token
+from genlm.core.reductions import Draw, reduce_rows
+from genlm_hf.engine import HFEngine
+from genlm_trie_cuda.plan import TreePlan
+from genlm_trie_cuda.trie import DeviceTrie
+
+STEPS = 24
+CASES = ((50, 64), (50, 512), (200, 512), (1000, 512))
+FLUSHED = 2**28
+"""Bytes that are overwritten between rounds of the trie: more than any cache holds."""
+
+
+@dataclass
+class Line:
+    """Options of one line, and what it found.
+
+    Attributes:
+        device: A torch device.
+        tiny: Whether sizes are those of a test.
+        rounds: How often everything is measured.
+        samples: Measurements by row.
+        values: Figures that goals are compared with, by the goal's name.
+        notes: Why a row is absent, and other facts, by row.
+    """
+
+    device: str
+    tiny: bool
+    rounds: int
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether graphs and events exist."""
+        return self.device != "cpu"
+
+    def shape(self, name: str) -> str:
+        """The shape to build."""
+        return "tiny" if self.tiny else name
+
+    def cases(self) -> list[Population]:
+        """The populations of particles."""
+        if self.tiny:
+            return [Population(3, 8, 0, 0, 4)]
+        return [Population(count, prompt, 0, 0, STEPS) for count, prompt in CASES]
+
+    def measure(self, contestants: dict[str, Callable[[], float]], case: str) -> None:
+        """Run all in turn, each round; one that does not fit or fails is noted, not hidden."""
+        broken: set[str] = set()
+        for _ in range(self.rounds + 1):  # the first round compiles and allocates
+            for name in [name for name in contestants if name not in broken]:
+                try:
+                    figure = contestants[name]()
+                except Exception as error:  # noqa: BLE001 - a peer's failure is a result
+                    broken.add(name)
+                    self.notes[f"{case} {name}"] = f"{type(error).__name__}: {error}"[:300]
+                else:
+                    self.samples.setdefault(f"{case} {name}", []).append(figure)
+                release()
+        for name in contestants:
+            figures = self.samples.get(f"{case} {name}", [])
+            del figures[:1]
+
+    def median(self, row: str) -> float | None:
+        """The median of a row, None if it has no figures."""
+        return statistics.median(self.samples[row]) if self.samples.get(row) else None
+
+    def ratio(self, goal: str, slow: str, fast: str) -> None:
+        """Record how many times faster one row is than another: the median over rounds."""
+        pairs = list(zip(self.samples.get(slow, ()), self.samples.get(fast, ()), strict=False))
+        if pairs:
+            self.values[goal] = statistics.median(s / f for s, f in pairs)
+
+
+def release() -> None:
+    """Give memory of the last contestant back, so that the next one has all of it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# -- particles ------------------------------------------------------------------------
+
+
+class StaticLockstep:
+    """`[N, 1]` decoding with a StaticCache; on a GPU a step is one replayed graph.
+
+    Args:
+        model: A Llama.
+        population: What is decoded.
+        way: `"graph"`, `"compile"` or `"eager"`.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, population: Population, way: str) -> None:
+        self._model, self._population = model, population
+        count, device = population.count, model.device
+        dynamic = transformers.DynamicCache(config=model.config)
+        prompt = torch.tensor([population.prompt], device=device)
+        model(prompt, past_key_values=dynamic, use_cache=True, logits_to_keep=1)
+        length = population.prompt_length + population.steps
+        self._past = transformers.StaticCache(config=model.config, max_cache_len=length)
+        self._ids = torch.zeros((count, 1), dtype=torch.long, device=device)
+        self._place = torch.zeros((1, 1), dtype=torch.long, device=device)
+        self._forward = functools.partial(model, past_key_values=self._past, use_cache=True)
+        if way == "compile":
+            compiled = torch.compile(model.forward, mode="reduce-overhead")
+            self._forward = functools.partial(compiled, past_key_values=self._past)
+        self.rows = self._step()  # makes the cache's tensors
+        self._replay: Callable[[], object] | None = None
+        if way == "graph":
+            self._rewind()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.rows = self._step()
+            self._replay = graph.replay
+        # Last, because every step writes keys and values.
+        for layer, filled in zip(self._past.layers, dynamic.layers, strict=True):
+            layer.keys[:, :, : population.prompt_length] = filled.keys
+            layer.values[:, :, : population.prompt_length] = filled.values
+
+    def _step(self) -> torch.Tensor:
+        logits = self._forward(input_ids=self._ids, position_ids=self._place).logits[:, -1]
+        return logits.float().log_softmax(-1)
+
+    def _rewind(self) -> None:
+        for layer in self._past.layers:
+            layer.cumulative_length.fill_(self._population.prompt_length)
+        self._place.fill_(self._population.prompt_length)
+
+    @torch.inference_mode()
+    def __call__(self, clock: Clock) -> float:
+        """Milliseconds a step; `rows` are those after the last one."""
+        particles, seconds = self._population.start(), 0.0
+        self._rewind()
+        for _ in range(self._population.steps):
+            particles.grow()
+            last = torch.tensor([context[-1:] for context in particles.contexts])
+            start = clock()
+            self._ids.copy_(last)
+            if self._replay is not None:
+                self._replay()
+            else:
+                self.rows = self._step()
+            self._place += 1
+            seconds += clock() - start
+        return seconds / self._population.steps * 1e3
+
+
+def particles(line: Line, shape: str, way: str, cases: slice = slice(None)) -> None:
+    """genlm, lockstep and one kind of static over the cases, from one model."""
+    clock = device_clock(line.device)
+    model = random_llama(line.shape(shape), line.device)
+    vocabulary = tokenizer(model.config.vocab_size)
+    line.notes["bytes of weights"] = sum(p.nbytes for p in model.parameters())
+    with AsyncLM(
+        lambda: HFEngine.from_model(model, vocabulary, kv_budget_bytes=budget(line)),
+        output_cache=OutputCache(0),
+    ) as lm:
+        line.notes["execution path"] = lm.statistics().engine["execution_path"]
+        for case in line.cases()[cases]:
+            label = f"{shape} {case}"
+            found: dict[str, torch.Tensor] = {}
+
+            made: dict[str, StaticLockstep] = {}
+
+            def static(
+                way: str, case: Population = case, rows: Any = found, made: Any = made
+            ) -> float:
+                if way not in made:  # captured or compiled once
+                    made[way] = StaticLockstep(model, case, way if line.on_gpu else "eager")
+                figure = made[way](clock)
+                rows["static"] = made[way].rows[:8].clone()
+                return figure
+
+            contestants = {
+                "lockstep": functools.partial(lockstep, model, case, clock, preallocated=False),
+                f"static {way}": functools.partial(static, way),
+                "genlm": functools.partial(genlm, lm, case, clock),
+                "genlm batch": functools.partial(in_one_call, lm, case, clock, found),
+            }
+            line.measure(contestants, label)
+            for peer in (f"static {way}", "lockstep"):
+                line.ratio(f"{label} {peer}", f"{label} {peer}", f"{label} genlm")
+                batch = f"{label} genlm batch"
+                line.ratio(f"{label} batch {peer}", f"{label} {peer}", batch)
+            if len(found) == 2:
+                difference = (found["genlm"] - found["static"]).abs().max()
+                line.notes[f"{label} largest difference from static"] = float(difference)
+            print(label, {k: round(v, 3) for k, v in line.values.items() if label in k})
+
+
+def in_one_call(
+    lm: AsyncLM, population: Population, clock: Clock, found: dict[str, torch.Tensor]
+) -> float:
+    """Milliseconds a step when one call asks for the rows of all particles."""
+
+    async def run() -> float:
+        particles, seconds = population.start(), 0.0
+        await lm.batch_next_token_logprobs(particles.contexts)
+        for _ in range(population.steps):
+            particles.grow()
+            start = clock()
+            rows = await lm.batch_next_token_logprobs(particles.asked)
+            seconds += clock() - start
+        found["genlm"] = rows[:8].clone()
+        return seconds / population.steps * 1e3
+
+    lm.clear_kv_cache()
+    return asyncio.run(run())
+
+
+def budget(line: Line) -> int:
+    """Bytes of keys and values: room for lockstep's caches beside them."""
+    return 2**24 if line.tiny or not line.on_gpu else torch.cuda.mem_get_info()[0] // 4
+
+
+# -- outside the forward pass ---------------------------------------------------------
+
+
+class ForwardTime:
+    """Milliseconds that the forward passes of a model take on its device."""
+
+    def __init__(self, model: Any, *, on_gpu: bool) -> None:
+        self._on_gpu, self._clock = on_gpu, device_clock("cpu")
+        self._marks: list[Any] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._mark),
+            model.register_forward_hook(self._mark),
+        ]
+
+    def _mark(self, *_: Any) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(self._clock())
+
+    def taken(self) -> float:
+        """The sum since the last call; the device has computed everything."""
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        self._marks.clear()
+        if self._on_gpu:
+            return sum(begin.elapsed_time(end) for begin, end in pairs)
+        return sum(end - begin for begin, end in pairs) * 1e3
+
+    def remove(self) -> None:
+        """End the measurement."""
+        for handle in self._handles:
+            handle.remove()
+
+
+@contextmanager
+def timed_forward(model: Any, *, on_gpu: bool) -> Iterator[ForwardTime]:
+    """Measure a model's forward passes within this context."""
+    timer = ForwardTime(model, on_gpu=on_gpu)
+    try:
+        yield timer
+    finally:
+        timer.remove()
+
+
+def outside(line: Line) -> None:
+    """Share of a step of 1,000 particles that is not the forward pass, for both ways to ask."""
+    clock = device_clock(line.device)
+    model = random_llama(line.shape("1b"), line.device)
+    vocabulary = tokenizer(model.config.vocab_size)
+    case = line.cases()[-1]
+
+    async def run(lm: AsyncLM, timer: ForwardTime, *, one_call: bool) -> tuple[float, float]:
+        particles, steps, forwards = case.start(), 0.0, 0.0
+        await lm.batch_next_token_logprobs(particles.contexts)
+        for _ in range(case.steps):
+            particles.grow()
+            start = clock()
+            timer.taken()
+            if one_call:
+                await lm.batch_next_token_logprobs(particles.asked)
+            else:
+                await asyncio.gather(*map(lm.next_token_logprobs, particles.asked))
+            steps += (clock() - start) * 1e3
+            forwards += timer.taken()
+        return steps / case.steps, forwards / case.steps
+
+    with (
+        timed_forward(model, on_gpu=line.on_gpu) as timer,
+        AsyncLM(
+            lambda: HFEngine.from_model(model, vocabulary, kv_budget_bytes=budget(line)),
+            output_cache=OutputCache(0),
+        ) as lm,
+    ):
+        for name, one_call in (("a coroutine each", False), ("one call", True)):
+            shares = []
+            for number in range(line.rounds + 1):
+                lm.clear_kv_cache()
+                step, forward = asyncio.run(run(lm, timer, one_call=one_call))
+                if number:
+                    line.samples.setdefault(f"{case} {name}: step", []).append(step)
+                    line.samples.setdefault(f"{case} {name}: forward", []).append(forward)
+                    shares.append(1 - forward / step)
+            line.values[f"outside {name}"] = statistics.median(shares)
+
+
+# -- trie -----------------------------------------------------------------------------
+
+
+def trie(line: Line) -> None:
+    """Reductions of 32 and 512 rows beside a copy of the bytes that they must move."""
+    random = np.random.default_rng(0)
+    small = {random.bytes(int(length)) for length in random.integers(1, 6, 2000)}
+    vocabulary = sorted(small) if line.tiny else words()
+    tokens = [Token(position, word) for position, word in enumerate(vocabulary)]
+    kernels = "triton" if line.on_gpu else "torch"
+    built = DeviceTrie(tokens, device=line.device, kernels=kernels)
+    plan = TreePlan.of_layout(built.layout)
+    flush = torch.empty(2**20 if line.tiny else FLUSHED, dtype=torch.uint8, device=line.device)
+    graph = captured if line.on_gpu else lambda run: run
+    for count in (2, 4) if line.tiny else (32, 512):
+        logits = torch.randn((count, len(tokens)), device=line.device)
+        least = floor_bytes(plan, rows=count, weight_bytes=4, value_bytes=4)
+        source = torch.empty(least // 2, dtype=torch.uint8, device=line.device)
+        target = torch.empty_like(source)
+        contestants = {"copy": graph(lambda t=target, s=source: t.copy_(s))}
+        for operation in ("sum", "logsumexp"):
+            ws = logits.log_softmax(-1) if operation == "logsumexp" else logits.softmax(-1)
+            reduce = getattr(built, f"batch_weight_{operation}")
+            call = functools.partial(reduce, ws, returns="torch")
+            contestants |= {operation: call, f"{operation} as a graph": graph(call)}
+        for number in range(10 * line.rounds + 3):
+            for name, call in contestants.items():
+                flush.zero_()
+                elapsed = milliseconds(call, line)
+                if number >= 3:  # the first rounds warm up
+                    line.samples.setdefault(f"trie {count} {name}", []).append(elapsed)
+        line.notes[f"bytes of {count} rows"] = least
+        for name in contestants.keys() - {"copy"}:
+            line.ratio(f"trie {count} {name}", f"trie {count} copy", f"trie {count} {name}")
+
+
+def milliseconds(call: Callable[[], object], line: Line) -> float:
+    """Time of one call, by events of the device or by the clock."""
+    if not line.on_gpu:
+        clock = device_clock("cpu")
+        start = clock()
+        call()
+        return (clock() - start) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+# -- draws ----------------------------------------------------------------------------
+
+
+def draws(line: Line) -> None:
+    """A token for each row, without masks, with one for all, with one for each."""
+    count, size = (8, 8000) if line.tiny else (1000, 128_000)
+    rows = torch.randn((count, size), device=line.device).log_softmax(-1)
+    random = np.random.default_rng(0)
+    masks = [Mask(random.random(size) < 0.5, size) for _ in range(count)]
+    uniforms = random.random(count).tolist()
+    clock = device_clock(line.device)
+    for name, chosen in (
+        ("no masks", [None] * count),
+        ("one mask", masks[:1] * count),
+        ("a mask each", masks),
+    ):
+        requests = [(Draw(u, mask=mask),) for u, mask in zip(uniforms, chosen, strict=True)]
+
+        def run(requests: Any = requests, chosen: Any = chosen) -> float:
+            start = clock()
+            found = reduce_rows(rows, requests)
+            elapsed = clock() - start
+            drawn = [each.values[0].token_id for each in found]
+            assert all(m is None or token in m for m, token in zip(chosen, drawn, strict=True))
+            return elapsed * 1e3
+
+        line.measure({name: run}, "draws")
+        if (median := line.median(f"draws {name}")) is not None:
+            line.values[f"draws {name}"] = median
+
+
+# -- peer -----------------------------------------------------------------------------
+
+
+def published(line: Line) -> None:
+    """genlm-backend 0.3.1 with its `cache_kv` and without, beside genlm."""
+    path = os.environ.get("GENLM_PEER_PATH", "")
+    if not Path(path, "genlm", "backend").is_dir():
+        raise SystemExit(
+            "genlm-backend 0.3.1 is missing: its wheel is not in the folder of wheels "
+            "(docs/gpu.md says how to put it there)"
+        )
+    environment = os.environ | {"PYTHONPATH": path}
+    clock = device_clock(line.device)
+    case = line.cases()[0]
+    shape = line.shape("1b")
+    model = random_llama(shape, line.device)
+    vocabulary = tokenizer(model.config.vocab_size)
+    other = Peer(
+        sys.executable, "particle_peer.py", "wall", shape, line.device, environment=environment
+    )
+    with AsyncLM(
+        lambda: HFEngine.from_model(model, vocabulary, kv_budget_bytes=budget(line)),
+        output_cache=OutputCache(0),
+    ) as lm:
+        contestants = {
+            "genlm": functools.partial(genlm, lm, case, clock),
+            **{
+                f"genlm-backend {mode}": functools.partial(
+                    other.measure, f"{case.count} {case.prompt_length} 0 0 {case.steps} {mode}"
+                )
+                for mode in ("cached", "uncached")
+            },
+        }
+        line.measure(contestants, f"peer {case}")
+    other.close()
+    for mode in ("cached", "uncached"):
+        label = f"peer {case} genlm"
+        line.ratio(f"peer {mode}", f"peer {case} genlm-backend {mode}", label)
+
+
+LINES: dict[str, Callable[[Line], None]] = {
+    "trie": trie,
+    "draws": draws,
+    "particles-1b": functools.partial(particles, shape="1b", way="graph"),
+    "outside": outside,
+    "peer": published,
+    "particles-8b": functools.partial(particles, shape="8b", way="graph"),
+    "compile": functools.partial(particles, shape="1b", way="compile", cases=slice(1)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("line", choices=LINES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes of a test")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rounds = 1 if options.tiny else options.rounds
+    line = Line(options.device, options.tiny, rounds)
+    LINES[options.line](line)
+    for row, figures in line.samples.items():
+        print(f"{row:50} {statistics.median(figures):12.3f} ms")
+    rows = {
+        row: {"median": statistics.median(f), "min": min(f), "max": max(f)}
+        for row, f in line.samples.items()
+        if f
+    }
+    shapes = {name: SHAPES[name] for name in ("tiny",) if line.tiny} or SHAPES
+    found = {"unit": "ms", "rows": rows, "values": line.values, "notes": line.notes}
+    print(json.dumps({**found, "rounds": rounds, "seed": 0, "shapes": shapes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Writes docs/gpu.md from the results of `scripts/gpu.py`: hardware, versions, tables, a plot.
+
+    python scripts/gpu_page.py            from benchmarks/results/gpu.json
+    python scripts/gpu_page.py FILE       from another file, such as one brought from elsewhere
+
+A line without a figure says "not measured on a GPU"; so does every line where there is no file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["GOALS", "PAGE", "STEPS", "Goal", "page", "write"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+PAGE = ROOT / "docs" / "gpu.md"
+UNMEASURED = "not measured on a GPU"
+
+STEPS = {
+    "tests-trie": "tests of genlm-trie-cuda that need a GPU: kernels against the core and "
+    "float64, graphs, streams, no waiting",
+    "tests-hf": "tests of genlm-hf that need a GPU: rows, forks, cancellations, adapters, "
+    "eviction, `device_map`, bitsandbytes",
+    "tests-core": "tests of the core and the documents that need a GPU",
+    "check-cuda": "`genlm check cuda` on the device",
+    "check-hf": "`genlm check hf` on the device",
+    "check-vllm": "`genlm check vllm` on the device, where vLLM is installed",
+    "check-sgl": "`genlm check sgl` on the device, where SGLang is installed",
+}
+"""What each step that is no benchmark shows."""
+
+_HEAD = """# On a GPU
+
+<!-- Written by scripts/gpu_page.py from benchmarks/results/gpu.json. -->
+
+{state}
+
+```bash
+make gpu                      # with the Python that has torch: make gpu PYTHON=python3
+python scripts/gpu.py         # the same, without make
+```
+
+The program runs from a clone with whatever torch, Triton and transformers the machine has: it
+installs nothing and needs no network and no `PYTHONPATH`. It runs the tests that need a GPU,
+the conformance suite on the device and the benchmarks, each in a process of its own with a
+limit of time, ten minutes in all, and writes `benchmarks/results/gpu.json` after each and this
+page at the end. Run it again to go on after an interruption; `--fresh` begins anew, and names
+of steps (`python scripts/gpu.py trie outside`) run these again. A step that fails, runs out of
+time or lacks a package says so; none is left out silently. `--device cpu --tiny` reaches every
+step on a machine without a GPU.
+
+It needs Python 3.11 to 3.13, torch from 2.7, transformers from 5.17, pytest, pytest-timeout,
+hypothesis, pluggy, cachetools, typer, rich, tqdm, peft and accelerate. What a machine without a
+network lacks, and genlm-backend 0.3.1 for the comparison with it, can be carried as wheels in
+`.cache/gpu-wheels/`, or the folder that `--wheels` names; they are unpacked, not installed:
+
+```bash
+pip download --no-deps -d .cache/gpu-wheels cachetools genlm-backend==0.3.1
+python benchmarks/trie_vocabulary.py     # .cache/trie_vocabulary_128000.npz; a minute, once
+```
+
+Where files must be brought back from the machine, `--out` and `--page` say where they go;
+`python scripts/gpu_page.py FILE` writes this page from such a file. `PYTHONPATH=$(python
+scripts/source_tree.py)` lets any other program there import genlm and find its plugins.
+"""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure and what it should be.
+
+    Attributes:
+        step: The benchmark that measures it.
+        value: Its name there.
+        what: For readers.
+        target: The goal.
+        at_least: Whether the figure should be at least the goal, or at most.
+        unit: Printed after both.
+    """
+
+    step: str
+    value: str
+    what: str
+    target: float
+    at_least: bool = True
+    unit: str = ""
+
+    def verdict(self, figure: float) -> str:
+        """Whether a figure reaches the goal."""
+        reached = figure >= self.target if self.at_least else figure <= self.target
+        return "yes" if reached else "no"
+
+
+def _particles() -> Iterator[Goal]:
+    ways = {
+        "static graph": "StaticCache as a CUDA graph",
+        "lockstep": "DynamicCache",
+    }
+    for shape in ("1b", "8b"):
+        for case in ("50/64", "50/512", "200/512", "1000/512"):
+            for way, name in ways.items():
+                what = f"hf, {shape.upper()}, particles/prompt {case}: times as fast as {name}"
+                yield Goal(f"particles-{shape}", f"{shape} {case} {way}", what, 1.0)
+    compiled = "hf, 1B, particles/prompt 50/64: times as fast as StaticCache, `torch.compile`"
+    yield Goal("compile", "1b 50/64 static compile", compiled, 1.0)
+
+
+def _others() -> Iterator[Goal]:
+    for value, how in (("a coroutine each", "a coroutine each"), ("one call", "in one call")):
+        what = f"share of a step outside the forward pass, 1,000 particles, {how}"
+        yield Goal("outside", f"outside {value}", what, 0.1, at_least=False)
+    for rows in (32, 512):
+        for operation in ("sum", "logsumexp"):
+            what = (
+                f"trie, {operation}, {rows} rows x 128,000 tokens: share of a copy's bandwidth"
+            )
+            yield Goal("trie", f"trie {rows} {operation}", what, 0.6)
+    for masks in ("one mask", "a mask each"):
+        what = f"draws for 1,000 particles, 128,000 ids, {masks}"
+        yield Goal("draws", f"draws {masks}", what, 1.0, at_least=False, unit=" ms")
+    for mode, name in (("cached", "with `cache_kv`"), ("uncached", "without it")):
+        what = f"times as fast as genlm-backend 0.3.1 {name}, 1B, 50/64"
+        yield Goal("peer", f"peer {mode}", what, 6.0)
+
+
+GOALS: Sequence[Goal] = (*_particles(), *_others())
+
+
+def page(results: Mapping[str, Any] | None) -> str:
+    """Return the page of results; of None, that nothing was measured."""
+    machine = (results or {}).get("machine", {})
+    # A run on a CPU tests the programs and measures nothing.
+    on_gpu = machine.get("device", "cpu") != "cpu"
+    found: Mapping[str, Any] = (results or {}).get("steps", {})
+    parts = [_HEAD.format(state=_state(machine, on_gpu=on_gpu)), "## Right\n"]
+    parts += [_row("What", "Result"), _row("---", "---")]
+    for name, what in STEPS.items():
+        parts.append(_row(what, _outcome(found.get(name), on_gpu=on_gpu)))
+    parts += ["\n## Fast\n", _row("What", "Goal", "Measured", "Reached"), _row(*["---"] * 4)]
+    for goal in GOALS:
+        sign = ">=" if goal.at_least else "<="
+        parts.append(
+            _row(
+                goal.what,
+                f"{sign} {goal.target:g}{goal.unit}",
+                *_figure(goal, found.get(goal.step), on_gpu=on_gpu),
+            )
+        )
+    if results and on_gpu:
+        parts += _details(results)
+    return "\n".join(parts) + "\n"
+
+
+def _state(machine: Mapping[str, Any], *, on_gpu: bool) -> str:
+    if not on_gpu:
+        return (
+            "Nothing of genlm was measured on a GPU yet, and none of the tests that need one "
+            "has run.\nOne command does both on any machine that has one:"
+        )
+    packages = machine["packages"]
+    names = ("torch", "triton", "transformers", "peft", "bitsandbytes", "vllm", "sglang")
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
+    return (
+        f"Measured on {machine['devices']} x {machine['device']} "
+        f"({machine['memory_bytes'] / 2**30:.0f} GiB, CUDA {machine['cuda']}, driver "
+        f"{machine.get('driver', 'unknown')}), Python {machine['python']}, {versions}, commit "
+        f"{machine.get('commit', 'unknown')}.\nOne command repeats it:"
+    )
+
+
+def _outcome(step: Mapping[str, Any] | None, *, on_gpu: bool) -> str:
+    if step is None or not on_gpu:
+        return "not run on a GPU"
+    result, said = step.get("result", {}), [step["status"]]
+    if "counts" in result:
+        said += [f"{count} {status}" for status, count in result["counts"].items()]
+        said += [f"on {', '.join(result['devices'])}"]
+    elif "passed" in result:
+        said.append(f"{result['passed']} passed, {len(result['failed'])} failed")
+        said += [f"{count} skipped: {reason}" for reason, count in result["skipped"].items()]
+    if step.get("reason"):
+        said.append(step["reason"])
+    return "; ".join(said).replace("|", "/").replace("\n", " ")
+
+
+def _figure(goal: Goal, step: Mapping[str, Any] | None, *, on_gpu: bool) -> tuple[str, str]:
+    if step is None or not on_gpu:
+        return UNMEASURED, ""
+    result = step.get("result", {})
+    if (figure := result.get("values", {}).get(goal.value)) is not None:
+        return f"{figure:.2f}{goal.unit}", goal.verdict(figure)
+    notes = {row: note for row, note in result.get("notes", {}).items() if row == goal.value}
+    reason = next(map(str, notes.values()), step.get("reason") or step["status"])
+    return f"{UNMEASURED}: {reason}".replace("|", "/").replace("\n", " "), ""
+
+
+def _details(results: Mapping[str, Any]) -> list[str]:
+    parts = ["\n## All figures\n", "![speed of particles](assets/gpu-particles.svg)\n"]
+    parts = parts if _has_plot(results) else parts[:1]
+    parts += [_row("What", "Median, ms", "Least", "Most"), _row(*["---"] * 4)]
+    for step in results["steps"].values():
+        for row, figures in step.get("result", {}).get("rows", {}).items():
+            columns = (f"{figures[key]:.3f}" for key in ("median", "min", "max"))
+            parts.append(_row(row, *columns))
+    notes = [
+        f"- {row}: {note}"
+        for step in results["steps"].values()
+        for row, note in step.get("result", {}).get("notes", {}).items()
+    ]
+    return parts + (["\n## Notes\n", *notes] if notes else [])
+
+
+def _speeds(results: Mapping[str, Any]) -> dict[str, float]:
+    """Times the speed of StaticCache as a graph, by shape and case."""
+    return {
+        name.removesuffix(" static graph"): figure
+        for step in results["steps"].values()
+        for name, figure in step.get("result", {}).get("values", {}).items()
+        if name.endswith(" static graph") and " batch " not in name
+    }
+
+
+def _has_plot(results: Mapping[str, Any]) -> bool:
+    return bool(_speeds(results)) and importlib.util.find_spec("matplotlib") is not None
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def write(results: Mapping[str, Any] | None, path: Path = PAGE) -> None:
+    """Write the page, and its plot into `assets/` beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(results), encoding="utf-8")
+    if results and results["machine"]["device"] != "cpu" and _has_plot(results):
+        _plot(_speeds(results), path.parent / "assets" / "gpu-particles.svg")
+
+
+def _plot(speeds: Mapping[str, float], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    mpl.rcParams |= {"svg.hashsalt": "genlm", "svg.fonttype": "none", "font.size": 9}
+    figure, plot = plt.subplots(figsize=(7, 3))
+    plot.bar(list(speeds), list(speeds.values()))
+    plot.axhline(1, color="grey", linewidth=0.8)
+    plot.set_ylabel("times the speed of StaticCache\nas a CUDA graph")
+    plot.tick_params(axis="x", rotation=30)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    write(json.loads(path.read_text()) if path.exists() else None)
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

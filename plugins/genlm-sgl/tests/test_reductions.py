@@ -232,7 +232,7 @@ def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
 
 def test_a_pass_is_reduced_at_once(either: Any) -> None:
     SIZES.clear()
-    contexts = prompts_of(*[9] * 6)
+    contexts = prompts_of(*[6] * 6)
     ask(either, [(ids, (Entropy(),)) for ids in contexts])
     ask(either, [((*ids, 4), (Entropy(),)) for ids in contexts])
     assert SIZES == [6, 6]

@@ -16,7 +16,6 @@ from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.exclusive import ExclusiveEngine
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
 
-
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"max_total_tokens": 4096},
     # Batches overlap and have at most 48 tokens, so most prompts are computed in chunks.

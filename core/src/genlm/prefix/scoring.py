@@ -3,7 +3,7 @@
 A text is divided into parts that fit into a pass; parts of several texts share a pass. What
 the tree has of a text before its first target is not computed again, and positions that several
 texts of a pass have in common are computed once. What a text adds after its first target is
-evicted before everything else: few programs ask for it again, and contexts would have to go for it.
+evicted before everything else: few programs ask for it again, and contexts would go for it.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class TextScorer:
                 missing, cached = self._tokens(adapter, text.sequence, text.first)
                 tokens = missing + len(cached - batch.new - batch.again)
                 fits = tokens <= limit - batch.tokens and self._add(
-                    adapter, batch, text.sequence, text.first, members, kept
+                    adapter, batch, text.sequence, text.first, members, kept=kept
                 )
                 if fits or not batch.members:
                     break
@@ -269,7 +269,7 @@ class TextScorer:
                 batch = _Batch()
             if fits:
                 continue
-            if not self._add(adapter, batch, text.sequence, text.first, members, kept):
+            if not self._add(adapter, batch, text.sequence, text.first, members, kept=kept):
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 yield members, self._without_cache(text)
@@ -280,7 +280,7 @@ class TextScorer:
                 if batch.members:
                     yield self._scored(adapter, batch, targets)
                     batch = _Batch()
-                self._add(adapter, batch, sequence, first, part, kept)
+                self._add(adapter, batch, sequence, first, part, kept=kept)
         if batch.members:
             yield self._scored(adapter, batch, targets)
 
@@ -302,6 +302,7 @@ class TextScorer:
         sequence: TokenSequence,
         first: int,
         members: _Integers,
+        *,
         kept: int,
     ) -> bool:
         """Add a sequence, and the targets after its tokens from `first` on, to a batch.

@@ -60,7 +60,8 @@ class _PassRows:
     def _computed(self, rows: torch.Tensor) -> list[Any]:
         if all(each == _ROW_ONLY for each in self._outputs):
             # Rows own their memory: a view would keep the whole batch alive.
-            return list(torch.unbind_copy(rows))  # type: ignore[arg-type]
+            own: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
+            return list(own)
         results = zip(reduce_rows(rows, self._outputs), self._outputs, strict=True)
         return [
             result.values[0] if isinstance(result, Reduced) and each == _ROW_ONLY else result
@@ -216,7 +217,7 @@ class Requests:
         if spans:
             if row != len(states):
                 raise EvaluationError(
-                    f"SGLang computed hidden states of {len(states)} tokens in a pass over {row}"
+                    f"SGLang computed {len(states)} hidden states in a pass over {row} tokens"
                 )
             score_spans(spans, states, compute_logits, self._vocabulary.size)
             self.targets_scored += sum(len(each.targets) for each in spans)
@@ -280,12 +281,11 @@ def _completion(request: Request, finished: FinishedRequest) -> Completion:
             f"SGLang ended a continuation after {len(drawn)} of {request.max_tokens} tokens"
         )
         return Completion(query.query_id, error=EvaluationError(message))
-    if request.scores is not None:
-        return _answered(query, request.scores.result)
-    if request.answer is None:
+    answer = request.answer if request.scores is None else request.scores.result
+    if answer is None:
         message = f"SGLang ended a request of {len(query)} tokens without its logits"
         return Completion(query.query_id, error=EvaluationError(message))
-    return _answered(query, request.answer)
+    return _answered(query, answer)
 
 
 def _answered(query: Query, answer: Callable[[], Any]) -> Completion:

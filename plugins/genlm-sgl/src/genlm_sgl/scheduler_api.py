@@ -1,8 +1,8 @@
 """SGLang's scheduler, whose event loop is run one iteration at a time.
 
 All calls into a running SGLang are here, except for those about requests that stay
-(`resident_api`) and about scores (`score_api`), which makes the module long. It identifies requests by SGLang's ids; `Hooks`
-receive the logits and draw the tokens.
+(`resident_api`) and about scores (`score_api`), which makes the module long. It identifies
+requests by SGLang's ids; `Hooks` receive the logits and draw the tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang's hidden states, and the logits that its model makes of any of them.
 
-The calls into SGLang that `scores` needs. They are private, so the engine compares scores with a
-row when it is built, and scores by rows if this fails.
+The calls into SGLang that `scores` needs. They are private, so the engine compares scores with
+a row when it is built, and scores by rows if this fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def read_hidden_states(model: Any, read: ReadStates) -> Any:
 
         def compute_logits(states: torch.Tensor) -> torch.Tensor:
             metadata = LogitsMetadata.from_forward_batch(forward_batch)
-            logits: torch.Tensor = get_logits(states, lm_head, metadata, use_logits_buffer=False)
+            logits: torch.Tensor = get_logits(
+                states, lm_head, metadata, use_logits_buffer=False
+            )
             return logits
 
         read(forward_batch, found["hidden_states"], compute_logits)

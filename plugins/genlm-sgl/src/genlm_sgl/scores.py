@@ -22,6 +22,7 @@ __all__ = ["Span", "TextScores", "score_spans"]
 _VALUES = 2**24
 """Most logits that are computed at once: 64 MiB in float32, however long the texts are."""
 
+
 class TextScores:
     """The scores of one query, which SGLang may compute in several passes.
 

@@ -44,8 +44,8 @@ test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
 	$(SGL)/bin/python -m pytest plugins/genlm-backend/tests/on_sglang
 
-test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, reductions, scores on the oldest SGLang that it supports
-	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py reductions.py scores.py score_guard.py) -k "not oracle and not forgotten"
+test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, scores on the oldest SGLang that it supports
+	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten"
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -136,6 +136,19 @@ def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
             assert (row - tiny.logprobs((*text, 9))).abs().max() <= 1e-4
 
 
+def test_a_bias_of_the_output_counts(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang drops it, and the engine adds it to the logits of all passes."""
+    [text] = prompts_of(60)
+    bias = torch.linspace(-3, 3, engine.embedding_rows)
+    monkeypatch.setattr(engine._api, "output_bias", bias)
+    rows = (tiny.all_logprobs(text[:-1]) + bias[: tiny.vocab_size]).log_softmax(-1)
+    [found] = scores(engine, [(text, 1)])
+    expected = rows.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+    assert float((found.logprobs - expected).abs().max()) <= 1e-4
+
+
 def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     [text] = prompts_of(engine.max_context + 1)
     check(*scores(engine, [(text, 1)]), tiny, text, 1)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from genlm import AsyncLM, Mask, load_model
+from genlm import AsyncLM, DrawnToken, Mask, load_model
 from genlm.smc import effective_sample_size, normalised_weights, systematic_resampling
 
 
@@ -45,20 +45,17 @@ async def steer(
     end, room = llm.vocabulary.eos_token_id, llm.max_context or math.inf
     allowed = [Mask(row < len(table) - 1, llm.vocab_size) for row in table]
     possible = np.array([bool(mask) for mask in allowed])
+
+    async def drawn() -> list[DrawnToken]:
+        places, seed = np.flatnonzero(live), int(rng.integers(2**63))
+        masks = [allowed[states[i]] for i in places]
+        return await llm.batch_draw([contexts[i] for i in places], masks, seed=seed)
+
     for _ in range(steps):
         log_weights[live & ~possible[states]] = -math.inf  # these cannot go on
         live &= possible[states]
-        places = np.flatnonzero(live)
-        drawn = await llm.batch_draw(
-            [contexts[i] for i in places],
-            [allowed[states[i]] for i in places],
-            seed=int(rng.integers(2**63)),
-        )
-        for i, each in zip(places, drawn):
-            log_weights[i] += each.log_mass
-            contexts[i] = contexts[i].extend(each.token_id)
-            states[i] = table[states[i], each.token_id]
-            live[i] = each.token_id != end and len(contexts[i]) <= room  # else nothing is asked
+        found = await drawn()
+        log_weights[live] += [each.log_mass for each in found]
         spread = effective_sample_size(log_weights)  # an error if no particle can go on
         log_sum = np.logaddexp.reduce(log_weights)
         log_evidence, log_weights = log_evidence + log_sum, log_weights - log_sum
@@ -66,8 +63,13 @@ async def steer(
             chosen = systematic_resampling(log_weights, rng.random())
             contexts, states, live = [contexts[i] for i in chosen], states[chosen], live[chosen]
             log_weights = np.full(size, -math.log(size))
-        found = [each.token_ids for each in contexts]
-        yield found, normalised_weights(log_weights), float(log_evidence)
+            found = await drawn()  # again, so that copies of a particle differ
+        for i, each in zip(np.flatnonzero(live), found):
+            contexts[i] = contexts[i].extend(each.token_id)
+            states[i] = table[states[i], each.token_id]
+            live[i] = each.token_id != end and len(contexts[i]) <= room  # else nothing is asked
+        texts = [each.token_ids for each in contexts]
+        yield texts, normalised_weights(log_weights), float(log_evidence)
         if not live.any():
             return
 

@@ -416,18 +416,18 @@ def main() -> None:
             measure_particles(bench, options.rounds, samples)
             measure_texts(bench, options.text_rounds, samples)
             version = bench.version
-    extra = {
+    extra: dict[str, Any] = {
         "particles": PARTICLES,
         "texts": [TEXTS, LENGTH, SHARED],
         options.engine: version,
         "outside_model_ms": {
             row: round(statistics.median(each), 2) for row, each in samples.outside.items()
         },
-        "bytes_ratios": ratios(
-            {k: v for k, v in samples.bytes.items() if "draws" in k or "rows" in k}
-        ),
-        "bytes": {row: int(statistics.median(each)) for row, each in samples.bytes.items()},
     }
+    if any(any(each) for each in samples.bytes.values()):
+        moved = {k: v for k, v in samples.bytes.items() if "draws" in k or "rows" in k}
+        extra["bytes_ratios"] = ratios(moved)
+        extra["bytes"] = {k: int(statistics.median(v)) for k, v in samples.bytes.items()}
     outside = ratios(samples.outside)
     whole = ratios(samples.total)
     particles = {row for row in whole if row.split()[1] in {"rows", "draws"}}

@@ -160,6 +160,18 @@ def test_a_text_that_continues_a_context_leaves_the_context() -> None:
     assert used(rows, "tokens_computed") == before + 2
 
 
+def test_no_more_than_the_end_of_a_scored_text_goes_first() -> None:
+    rows, _ = serve(100)
+    oldest, context = text(45, 0), text(45, 1)
+    rows.rows(None, [oldest])
+    rows.rows(None, [context])
+    assert_right(rows, [scored((*context, *text(5, 2)), 45)])
+    rows.rows(None, [text(20, 3)])  # for which 14 others have to go
+    before = used(rows, "tokens_computed")
+    rows.rows(None, [(*context, 3)])
+    assert used(rows, "tokens_computed") == before + 1
+
+
 def test_a_context_that_continues_a_scored_text_stays() -> None:
     rows, _ = serve(100)
     first, context = text(40, 0), (*text(40, 0)[:30], *text(10, 1))

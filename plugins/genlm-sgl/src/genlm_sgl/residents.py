@@ -134,8 +134,8 @@ class Residents:
         if not self._by_rid:
             return
         sequence = query.sequence
-        # Scores are computed from the tokens that targets follow.
-        longest = len(sequence) - len(query.targets)
+        # A scored text shares what comes before its first target.
+        longest = len(sequence) - max(0, len(query.targets) - 1)
         for length in range(longest, max(0, longest - _REACH - 1), -1):
             key = (query.adapter, sequence.prefix_key(length))
             resident = self._idle.get(key) or self._earlier.get(key)

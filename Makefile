@@ -44,8 +44,8 @@ test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
 	$(SGL)/bin/python -m pytest plugins/genlm-backend/tests/on_sglang
 
-test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters on the oldest SGLang that it supports
-	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py) -k "not oracle and not forgotten"
+test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, scores on the oldest SGLang that it supports
+	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten"
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -76,10 +76,10 @@ chaos: $(READY) $(SGL_READY)  ## requests of every kind from all sides, for hour
 	$(SGL)/bin/python -m tests.chaos sgl --requests 100000 --save
 
 bench: $(READY) $(SGL_READY)  ## run the benchmarks and append to benchmarks/results/
-	for bench in $(filter-out %_sgl.py %_serving_particles.py %_gpu.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
-	$(BIN)/python benchmarks/bench_serving_particles.py vllm --save
+	for bench in $(filter-out %_sgl.py %_serving_particles.py %_serving_reductions.py %_gpu.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench --save || exit 1; done
+	for bench in particles reductions; do $(BIN)/python benchmarks/bench_serving_$$bench.py vllm --save || exit 1; done
 	$(SGL)/bin/python benchmarks/bench_sgl.py --save
-	$(SGL)/bin/python benchmarks/bench_serving_particles.py sgl --save
+	for bench in particles reductions; do $(SGL)/bin/python benchmarks/bench_serving_$$bench.py sgl --save || exit 1; done
 
 gpu:  ## tests, checks and benchmarks on a GPU, with what PYTHON has installed; write docs/gpu.md
 	$(PYTHON) scripts/gpu.py $(GPU_OPTIONS)

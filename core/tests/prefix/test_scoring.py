@@ -135,6 +135,55 @@ def test_a_known_prefix_is_not_computed_again_and_the_rest_once() -> None:
     assert used(rows, "forwards") == 2
 
 
+def test_scored_texts_leave_contexts_in_the_cache() -> None:
+    """A cache of 110 tokens, contexts of 60 and a prompt of 10: texts have the other 40."""
+    rows, _ = serve(110)
+    contexts, prompt = [text(30, 100), text(30, 101)], text(10, 102)
+    rows.rows(None, contexts)
+    for seed in range(12):
+        assert_right(rows, [scored(text(25, seed)), scored((*prompt, *text(15, seed)), 10)])
+    before = used(rows, "tokens_computed")
+    rows.rows(None, contexts)
+    assert used(rows, "tokens_computed") == before + 2  # their last tokens
+    assert_right(rows, [scored((*prompt, *text(15, 99)), 10)])
+    assert used(rows, "tokens_computed") == before + 2 + 15  # the last one of the prompt
+
+
+def test_a_text_that_continues_a_context_leaves_the_context() -> None:
+    rows, _ = serve(100)
+    context, other = text(40, 0), text(30, 1)
+    rows.rows(None, [context, other])
+    for seed in range(6):
+        assert_right(rows, [scored((*context, *text(25, 10 + seed)), 1)])
+    before = used(rows, "tokens_computed")
+    rows.rows(None, [(*context, 3), (*other, 3)])
+    assert used(rows, "tokens_computed") == before + 2
+
+
+def test_no_more_than_the_end_of_a_scored_text_goes_first() -> None:
+    rows, _ = serve(100)
+    oldest, context = text(45, 0), text(45, 1)
+    rows.rows(None, [oldest])
+    rows.rows(None, [context])
+    assert_right(rows, [scored((*context, *text(5, 2)), 45)])
+    rows.rows(None, [text(20, 3)])  # for which 14 others have to go
+    before = used(rows, "tokens_computed")
+    rows.rows(None, [(*context, 3)])
+    assert used(rows, "tokens_computed") == before + 1
+
+
+def test_a_context_that_continues_a_scored_text_stays() -> None:
+    rows, _ = serve(100)
+    first, context = text(40, 0), (*text(40, 0)[:30], *text(10, 1))
+    assert_right(rows, [scored(first)])
+    rows.rows(None, [context])
+    for seed in range(6):
+        assert_right(rows, [scored(first), scored(text(45, 10 + seed))])
+    before = used(rows, "tokens_computed")
+    rows.rows(None, [(*context, 3)])
+    assert used(rows, "tokens_computed") == before + 1
+
+
 def test_positions_that_texts_share_are_computed_once() -> None:
     rows, model = serve(500)
     prompt = text(30, 0)

@@ -7,7 +7,7 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,32 @@ import pytest
 from genlm_sgl.conformance import TinyLlama
 from genlm_sgl.exclusive import ExclusiveEngine
 from genlm_sgl.versions import CPU_PAGES_FROM, check_version, installed_version
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"max_total_tokens": 4096},
+    # Batches overlap and have at most 48 tokens, so most prompts are computed in chunks.
+    "cramped": {
+        "chunked_prefill_size": 48,
+        "context_length": 150,
+        "disable_overlap_schedule": False,
+        "max_running_requests": 8,
+        "max_total_tokens": 640,
+        "page_size": 4,
+    },
+}
+"""Engine options of the engines that reduce and score."""
+
+
+def adapted_engine(tiny: TinyLlama, options: Mapping[str, Any]) -> Any:
+    """Build an engine that has both adapters; the caller closes it."""
+    if ExclusiveEngine.active is not None:
+        ExclusiveEngine.active.suspend()
+    if check_version(installed_version()) < CPU_PAGES_FROM:
+        options = {**options, "page_size": 1}
+    engine = tiny.engine(options, enable_lora=True, max_lora_rank=8)
+    for name, path in tiny.adapters.items():
+        engine.add_adapter(name, path)
+    return engine
 
 
 def pytest_configure(config: pytest.Config) -> None:

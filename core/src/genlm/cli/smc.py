@@ -1,9 +1,10 @@
 """Sequential Monte Carlo under a hard constraint on bytes, short enough to copy.
 
-Particles continue a prompt with tokens drawn from the model's rows, cut to what the
-constraint allows; the mass that was left multiplies the particle's weight. When a few
-particles carry most of the weight, all are resampled. `exp(log_evidence)` estimates
-without bias the probability that the model by itself keeps to the constraint.
+Particles continue a prompt with tokens drawn from what the constraint allows; the mass that
+this has in the model's row multiplies the particle's weight. Masks go to the model and tokens
+come back, no rows. When a few particles carry most of the weight, all are resampled.
+`exp(log_evidence)` estimates without bias the probability that the model by itself keeps to
+the constraint.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from genlm import AsyncLM, load_model
+from genlm import AsyncLM, DrawnToken, Mask, load_model
 from genlm.smc import effective_sample_size, normalised_weights, systematic_resampling
 
 
@@ -42,29 +43,33 @@ async def steer(
     contexts, states = [llm.context(prompt)] * size, np.full(size, state)
     live, log_weights = np.full(size, True), np.full(size, -math.log(size))
     end, room = llm.vocabulary.eos_token_id, llm.max_context or math.inf
+    allowed = [Mask(row < len(table) - 1, llm.vocab_size) for row in table]
+    possible = np.array([bool(mask) for mask in allowed])
+
+    async def drawn() -> list[DrawnToken]:
+        places, seed = np.flatnonzero(live), int(rng.integers(2**63))
+        masks = [allowed[states[i]] for i in places]
+        return await llm.batch_draw([contexts[i] for i in places], masks, seed=seed)
+
     for _ in range(steps):
-        asked = [contexts[i] for i in np.flatnonzero(live)]
-        rows = (await llm.batch_next_token_logprobs(asked)).cpu().double().exp().numpy()
-        mass = np.cumsum(rows * (table[states[live]] < len(table) - 1), axis=1)
-        with np.errstate(divide="ignore"):  # a particle that cannot go on has weight 0
-            log_weights[live] += np.log(mass[:, -1])
+        log_weights[live & ~possible[states]] = -math.inf  # these cannot go on
+        live &= possible[states]
+        found = await drawn()
+        log_weights[live] += [each.log_mass for each in found]
         spread = effective_sample_size(log_weights)  # an error if no particle can go on
-        log_sum, row_of = np.logaddexp.reduce(log_weights), np.cumsum(live) - 1
+        log_sum = np.logaddexp.reduce(log_weights)
         log_evidence, log_weights = log_evidence + log_sum, log_weights - log_sum
         if spread < size / 2:
             chosen = systematic_resampling(log_weights, rng.random())
-            contexts, states = [contexts[i] for i in chosen], states[chosen]
-            live, row_of = live[chosen], row_of[chosen]
+            contexts, states, live = [contexts[i] for i in chosen], states[chosen], live[chosen]
             log_weights = np.full(size, -math.log(size))
-        live &= log_weights > -math.inf
-        for i in np.flatnonzero(live):
-            row = mass[row_of[i]]
-            token = int(np.searchsorted(row, rng.random() * row[-1], side="right"))
-            contexts[i] = contexts[i].extend(token)
-            states[i] = table[states[i], token]
-            live[i] = token != end and len(contexts[i]) <= room  # beyond it nothing is asked
-        found = [each.token_ids for each in contexts]
-        yield found, normalised_weights(log_weights), float(log_evidence)
+            found = await drawn()  # again, so that copies of a particle differ
+        for i, each in zip(np.flatnonzero(live), found):
+            contexts[i] = contexts[i].extend(each.token_id)
+            states[i] = table[states[i], each.token_id]
+            live[i] = each.token_id != end and len(contexts[i]) <= room  # else nothing is asked
+        texts = [each.token_ids for each in contexts]
+        yield texts, normalised_weights(log_weights), float(log_evidence)
         if not live.any():
             return
 

@@ -95,6 +95,7 @@ def check_query(
     embedding_rows: int | None = None,
     max_context: int | None = None,
     adapters: Collection[str] = (),
+    vocab_size: int | None = None,
 ) -> None:
     """Check what only an engine knows about a query; for `Engine.submit`.
 
@@ -106,12 +107,14 @@ def check_query(
         embedding_rows: Number of ids that the model embeds; None if those of the vocabulary.
         max_context: The most tokens, None for no limit.
         adapters: Names of the loaded adapters.
+        vocab_size: Number of ids that can be targets; None if they are checked elsewhere.
 
     Raises:
         UnknownAdapterError: Its adapter is not among `adapters`.
         EmptySequenceError: It has no tokens.
         ContextLengthError: It has more than `max_context` tokens.
-        TokenIdError: It has a token id below 0 or from `embedding_rows` on.
+        TokenIdError: It has a token id below 0 or from `embedding_rows` on, or a target below
+            0 or from `vocab_size` on.
     """
     if query.adapter is not None and query.adapter not in adapters:
         raise UnknownAdapterError(query.adapter, adapters)
@@ -124,6 +127,10 @@ def check_query(
         ids = query.token_ids
         if min(ids) < 0 or max(ids) >= embedding_rows:
             raise _outside(ids, embedding_rows)
+    if vocab_size is not None:
+        for position, token_id in enumerate(query.targets):
+            if not 0 <= token_id < vocab_size:
+                raise TokenIdError(token_id, position, vocab_size, "targets")
 
 
 def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]:

@@ -16,7 +16,7 @@ from genlm.core.vocab import Vocabulary
 from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TreeBatch
 from genlm.prefix.node import slots_within
 from genlm.prefix.scoring import ScoredText, TextScorer
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
+from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -295,17 +295,17 @@ class PrefixRows:
         self._commit(result.tokens, result.forwards)
         return result.logits
 
-    def _score_pass(self, wanted: TreeBatch, receive: Receive) -> None:
+    def _score_pass(self, wanted: TreeBatch, ends: Sequence[End], receive: Receive) -> None:
         """Compute a batch of the tree, end it, and give the wanted logits to `receive`."""
         assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
-        self._commit(*self.forward.score(wanted, receive))
+        self._commit(*self.forward.score(wanted, receive), ends)
 
     def _scored_alone(self, text: ScoredText) -> TokenScores:
         assert self._score_without_cache is not None  # noqa: S101 - our own mistake
         self._contexts_without_cache += 1
         return self._score_without_cache(text)
 
-    def _commit(self, tokens: int, forwards: int) -> None:
-        self._tree.commit()
+    def _commit(self, tokens: int, forwards: int, ends: Sequence[End] = ()) -> None:
+        self._tree.commit(ends)
         self._forwards += forwards
         self._tokens_computed += tokens

@@ -2,7 +2,8 @@
 
 A text is divided into parts that fit into a pass; parts of several texts share a pass. What
 the tree has of a text before its first target is not computed again, and positions that several
-texts of a pass have in common are computed once.
+texts of a pass have in common are computed once. What a text adds after its first target is
+evicted before everything else: few programs ask for it again, and contexts would go for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from genlm.core.rows import known_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.forward import Receive, TreeBatch
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
     from genlm.prefix.node import Slots
@@ -153,6 +154,7 @@ class _Batch:
         sequences, last_slots, first_positions: As in `TreeBatch`.
         keys: Slots of the positions that targets follow.
         members: Which of all targets these are.
+        ends: What is evicted before all others.
         new: Slots of the tokens that it computes and caches.
         again: Slots of cached tokens that it runs again.
     """
@@ -162,6 +164,7 @@ class _Batch:
     first_positions: list[int] = field(default_factory=list)
     keys: list[Slots] = field(default_factory=list)
     members: list[_Integers] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
     new: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
 
@@ -176,7 +179,8 @@ class TextScorer:
 
     Args:
         tree: The tree.
-        run: Computes a batch of the tree, ends it, and passes on the wanted logits.
+        run: Computes a batch of the tree, ends it, and passes on the wanted logits; what it is
+            given besides is evicted first.
         without_cache: Scores a text that does not fit into the tree.
         vocabulary: The tokenizer's vocabulary.
     """
@@ -184,7 +188,7 @@ class TextScorer:
     def __init__(
         self,
         tree: PrefixTree,
-        run: Callable[[TreeBatch, Receive], None],
+        run: Callable[[TreeBatch, Sequence[End], Receive], None],
         *,
         without_cache: Callable[[ScoredText], TokenScores],
         vocabulary: Vocabulary,
@@ -251,11 +255,13 @@ class TextScorer:
         for text in texts:
             members = np.arange(begin, begin + len(text.targets))
             begin += len(text.targets)
+            known = len(text.sequence) - self._tree.missing(adapter, text.sequence)
+            kept = max(known, text.first)
             while True:
                 missing, cached = self._tokens(adapter, text.sequence, text.first)
                 tokens = missing + len(cached - batch.new - batch.again)
                 fits = tokens <= limit - batch.tokens and self._add(
-                    adapter, batch, text.sequence, text.first, members
+                    adapter, batch, text.sequence, text.first, members, kept=kept
                 )
                 if fits or not batch.members:
                     break
@@ -263,7 +269,7 @@ class TextScorer:
                 batch = _Batch()
             if fits:
                 continue
-            if not self._add(adapter, batch, text.sequence, text.first, members):
+            if not self._add(adapter, batch, text.sequence, text.first, members, kept=kept):
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 yield members, self._without_cache(text)
@@ -274,7 +280,7 @@ class TextScorer:
                 if batch.members:
                     yield self._scored(adapter, batch, targets)
                     batch = _Batch()
-                self._add(adapter, batch, sequence, first, part)
+                self._add(adapter, batch, sequence, first, part, kept=kept)
         if batch.members:
             yield self._scored(adapter, batch, targets)
 
@@ -296,8 +302,12 @@ class TextScorer:
         sequence: TokenSequence,
         first: int,
         members: _Integers,
+        *,
+        kept: int,
     ) -> bool:
         """Add a sequence, and the targets after its tokens from `first` on, to a batch.
+
+        What it has after `kept` tokens is evicted before all others.
 
         Returns:
             Whether there were slots for it.
@@ -316,6 +326,7 @@ class TextScorer:
         batch.first_positions.append(min(first, end - 1))
         batch.keys.append(node.path_slots(first, end))
         batch.members.append(members)
+        batch.ends.append(End(adapter, sequence, kept))
         return True
 
     def _scored(
@@ -327,7 +338,7 @@ class TextScorer:
         wanted = TreeBatch(
             self._tree, adapter, batch.sequences, batch.last_slots, batch.first_positions
         )
-        self._run(wanted, scores.add)
+        self._run(wanted, batch.ends, scores.add)
         return members, scores.results()
 
 

@@ -9,7 +9,7 @@ depend on torch, models or queries.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from genlm.core.sequence import TokenSequence
 from genlm.prefix.node import FreeSlots, Node, Slots
 
-__all__ = ["OutOfSlotsError", "PrefixTree", "Tokens"]
+__all__ = ["End", "OutOfSlotsError", "PrefixTree", "Tokens"]
 
 Tokens = tuple[int, ...] | TokenSequence
 
@@ -39,6 +39,20 @@ class _Place(NamedTuple):
     def is_valid(self) -> bool:
         node = self.node
         return node.cuts == self.cuts and node.start < self.length <= node.end
+
+
+class End(NamedTuple):
+    """The end of a sequence: what it has after its first `length` tokens.
+
+    Attributes:
+        adapter: Adapter of the sequence.
+        tokens: The sequence, which is in the tree.
+        length: How many of its tokens are not meant.
+    """
+
+    adapter: str | None
+    tokens: Tokens
+    length: int
 
 
 class OutOfSlotsError(RuntimeError):
@@ -165,13 +179,20 @@ class PrefixTree:
         """Return the nodes with tokens to compute, ancestors before descendants."""
         return sorted(self._uncached, key=_start)
 
-    def commit(self) -> None:
-        """End the batch: its uncached tokens are computed; all its tokens may be evicted."""
+    def commit(self, ends: Iterable[End] = ()) -> None:
+        """End the batch: its uncached tokens are computed; all its tokens may be evicted.
+
+        Args:
+            ends: Which tokens of sequences of the batch are evicted before all others, where
+                no other sequence continues them.
+        """
         for node in self._uncached:
             node.computed = len(node.tokens)
         self._uncached.clear()
         self._uncached_tokens = 0
+        nodes = {node for end in ends for node in self._nodes_of(end)}
         self._release()
+        self._evict_first(nodes)
 
     def roll_back(self) -> None:
         """End the batch without its results: remove its uncached tokens from the tree."""
@@ -273,6 +294,31 @@ class PrefixTree:
                 self._idle[node] = None
                 self._idle_slots += len(node.slots)
         self._in_use.clear()
+
+    def _nodes_of(self, end: End) -> list[Node]:
+        """Return the nodes of the current batch that hold the end of a sequence.
+
+        None if its last token is within a node: what is in the tree continues it.
+        """
+        node: Node | None = self.find(end.adapter, end.tokens)
+        assert node is not None  # noqa: S101 - our own mistake
+        found = []
+        if node.end == len(end.tokens):
+            while node is not None and node.end > end.length:
+                if node.start < end.length:
+                    self._split(node, end.length - node.start)
+                found.append(node)
+                node = node.parent
+        return found
+
+    def _evict_first(self, nodes: set[Node]) -> None:
+        """Evict nodes before all others, those without other nodes below them."""
+        moved: set[Node] = set()
+        for node in sorted(nodes, key=_start, reverse=True):
+            if node in self._idle and moved.issuperset(node.children.values()):
+                moved.add(node)
+        for node in sorted(moved, key=_start):  # descendants get before their ancestors
+            self._idle.move_to_end(node, last=False)
 
     def _extend(self, node: Node, tokens: tuple[int, ...]) -> Node:
         slots = self._allocate(len(tokens))

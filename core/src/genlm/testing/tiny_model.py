@@ -124,6 +124,16 @@ class TinyModel:
 
     def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """Compute the row of one sequence without batching or KV cache; float64."""
+        row: torch.Tensor = self._logits(token_ids, adapter)[-1].double().log_softmax(-1)
+        return row
+
+    def all_logprobs(
+        self, token_ids: Sequence[int], adapter: str | None = None
+    ) -> torch.Tensor:
+        """Compute the rows after each token of one sequence, as `logprobs` does."""
+        return self._logits(token_ids, adapter).double().log_softmax(-1)
+
+    def _logits(self, token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
         ids = torch.tensor([list(token_ids)])
         model = self._model_of(adapter)
         if ModelFacts.of(model.config).rope_by_longest:
@@ -132,8 +142,8 @@ class TinyModel:
             )  # these embeddings depend on the longest sequence so far
         with torch.no_grad():
             outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        row: torch.Tensor = outputs.logits[0, -1, : self.vocab_size].double().log_softmax(-1)
-        return row
+        logits: torch.Tensor = outputs.logits[0, :, : self.vocab_size]
+        return logits
 
     def _save_adapter(self, path: str) -> None:
         import peft

@@ -52,6 +52,7 @@ from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.requests import Requests
 from genlm_sgl.residents import Residents
 from genlm_sgl.scheduler_api import FinishedRequest, SchedulerApi
+from genlm_sgl.score_api import limit_reuse
 from genlm_sgl.versions import check_version, installed_version
 
 __all__ = ["SGLEngine"]
@@ -61,8 +62,8 @@ logger = logging.getLogger("genlm_sgl")
 _MAX_IDLE_ITERATIONS = 4
 """Iterations of SGLang's loop without progress after which waiting requests fail."""
 
-_PREFIX = -1
-"""Query id of a prefix to cache; those of the scheduler begin at 0."""
+_INTERNAL = -1
+"""Query id of what the engine itself asks; those of the scheduler begin at 0."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -102,7 +103,8 @@ class SGLEngine:
         vocabulary: The tokenizer's ids.
         max_context: The longest prompt that SGLang accepts: it reserves seven tokens of the
             model's context, or of the KV cache if that is smaller.
-        capabilities: `SAMPLE` and `PREFIX_CACHE`; `LORA` with `enable_lora` in `engine_opts`.
+        capabilities: `SAMPLE` and `PREFIX_CACHE`; `SCORE` unless SGLang's hidden states cannot
+            be read; `LORA` with `enable_lora` in `engine_opts`.
         capability_hints: How to enable `LORA`, if it is not.
         embedding_rows: Number of ids that the model embeds.
         closed: Whether `close` was called.
@@ -127,6 +129,7 @@ class SGLEngine:
         try:
             self._build(model, wanted, gpu_id, unverified)
             self._build_residents(keep_contexts)
+            self._start_scores()
         except BaseException:
             self._release_process()
             raise
@@ -192,6 +195,53 @@ class SGLEngine:
             self._residents = Residents(calls, self._requests, self._enqueue_to_stay)
         self.keeps_contexts = keep_contexts
 
+    def _start_scores(self) -> None:
+        """Score texts from SGLang's hidden states, if that gives what rows give."""
+        self._why_by_rows = self._api.obstacle_to_score
+        if self._why_by_rows is not None:
+            return
+        reader = None
+        try:
+            with quiet():
+                reader = self._api.read_hidden_states(self._requests)
+                self._compare_scores()
+            self.capabilities |= {Capability.SCORE}
+        except Exception as error:  # noqa: BLE001 - whatever SGLang's code has become
+            self._why_by_rows = f"{type(error).__name__}: {error}"
+            logger.warning(
+                "texts are scored by a row of each position, which is slow: SGLang %s does "
+                "not score them as the versions that are known (%s)",
+                self._version,
+                self._why_by_rows,
+            )
+            if reader is not None:
+                reader.remove()
+        finally:
+            self._drain()
+            self._api.flush()
+            self._api.batches = self._api.tokens_computed = 0
+            self._requests.rows_made = self._requests.targets_scored = 0
+
+    def _compare_scores(self) -> None:
+        """Score a text, and again when the radix cache has it; compare with its row.
+
+        Raises:
+            EvaluationError: The score is not that of the row.
+        """
+        missing = set(self.vocabulary.missing_ids)
+        token_id = next(i for i in range(self._known_ids) if i not in missing)
+        assert self.max_context is not None  # noqa: S101 - our own mistake
+        ids = (token_id,) * min(self.max_context, 2 * self._api.page_size + 2)
+        row = self._answer(Query(_INTERNAL, ids))
+        expected = float(row[token_id])
+        for targets in (ids, (token_id,)):
+            scores = self._answer(Query(_INTERNAL, ids, targets=targets))
+            found = float(scores.logprobs[-1])
+            # In other types two products of matrices may differ by their rounding.
+            bound = 1e-3 if self._api.dtype == torch.float32 else 0.25
+            if not abs(found - expected) <= bound:
+                raise EvaluationError(f"a score is {found}, by the row {expected}")
+
     def _longest_prompt(self, wanted: Mapping[str, Any]) -> int:
         found = self._api.longest_prompt
         if found < 1:
@@ -213,7 +263,7 @@ class SGLEngine:
         if query.sampling is not None:
             self._check(query)
             self._enqueue(query, self._max_tokens(len(query), query.sampling))
-        elif not self.keeps_contexts:
+        elif query.targets or not self.keeps_contexts:
             self._check(query)
             self._enqueue(query, 0)
         elif not self._continue(query):
@@ -241,6 +291,7 @@ class SGLEngine:
             embedding_rows=self._known_ids,
             max_context=self.max_context,
             adapters=self._adapters.names,
+            vocab_size=self.vocabulary.size,
         )
 
     @property
@@ -267,6 +318,8 @@ class SGLEngine:
         try:
             adapter_id = self._adapters.id_of(query.adapter)
             req = self._api.enqueue(rid, query.token_ids, length, _stop_ids(query), adapter_id)
+            if req is not None and query.targets:
+                limit_reuse(req, len(query) - len(query.targets))
         except BaseException:
             self._requests.drop(query.query_id)
             raise
@@ -412,18 +465,23 @@ class SGLEngine:
             EvaluationError: SGLang could not compute it.
             QueryError: As `submit`.
         """
-        query = Query(_PREFIX, tuple(token_ids), adapter)
+        query = Query(_INTERNAL, tuple(token_ids), adapter)
         self._check(query)
+        self._answer(query)
+
+    def _answer(self, query: Query) -> Any:
+        """Run until a query of the engine's own is answered; return its result."""
         self._enqueue(query, 0)
         done = None
         while done is None:
             for answer in self._run_once():
-                if answer.query_id == _PREFIX:
+                if answer.query_id == query.query_id:
                     done = answer
                 else:
                     self._early.append(answer)
         if done.error is not None:
             raise done.error
+        return done.result
 
     def clear_prefix_cache(self) -> None:
         """Empty the radix cache, after all running queries.
@@ -453,14 +511,15 @@ class SGLEngine:
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return SGLang's version, device and model class, and counters.
 
-        `corrections` names the differences from the config that were corrected. `contexts`
+        `corrections` names the differences from the config that were corrected. `scores` says
+        whether texts are scored in one pass, `targets_scored` counts their tokens. `contexts`
         says whether requests of row queries stay in SGLang, `contexts_resident` how many do
         now; `contexts_continued` counts queries that continued one, `contexts_ended` those
         that were ended.
         """
         if self._final_statistics is not None:
             return self._final_statistics
-        residents = self._residents
+        residents, by_rows = self._residents, self._why_by_rows
         return {
             "sglang": self._version,
             "device": self._api.device,
@@ -470,6 +529,8 @@ class SGLEngine:
             "tokens_computed": self._api.tokens_computed,
             "tokens_drawn": self._requests.tokens_drawn,
             "rows": self._requests.rows_made,
+            "scores": f"by rows: {by_rows}" if by_rows else "in one pass",
+            "targets_scored": self._requests.targets_scored,
             "kv_tokens": self._api.token_capacity,
             "contexts": "kept" if self.keeps_contexts else f"not kept: {self._why_not_kept()}",
             "contexts_resident": 0 if residents is None else len(residents),

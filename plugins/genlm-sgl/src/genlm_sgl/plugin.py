@@ -20,7 +20,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         kind="engine",
         target="genlm_sgl.engine:SGLEngine",
         summary="SGLang's scheduler in this process, with its radix cache",
-        capabilities=("lora", "prefix_cache", "sample"),
+        capabilities=("lora", "prefix_cache", "sample", "score"),
         requires=("sglang",),
         install=INSTALL,
         conformance="genlm_sgl.conformance:targets",

@@ -1,10 +1,15 @@
-"""The queries that SGLang computes: their request ids, rows, draws and completions."""
+"""The queries that SGLang computes: their request ids, rows, scores, draws and completions.
+
+What queries ask of their rows is computed for all rows of a forward pass at once, when SGLang
+has processed the pass: under overlap, the next one runs meanwhile.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +19,54 @@ from genlm.plugin import (
     Completion,
     EvaluationError,
     Query,
+    Reduced,
     Vocabulary,
     draw_tokens,
+    reduce_rows,
     rows_from_logits,
     stream_uniform,
 )
 from genlm_sgl.scheduler_api import FinishedRequest
+from genlm_sgl.score_api import ComputeLogits
+from genlm_sgl.scores import Span, TextScores, score_spans
 
 __all__ = ["Request", "Requests"]
+
+_ROW_ONLY = (None,)
+
+
+class _PassRows:
+    """The rows of one forward pass, and what is asked of them.
+
+    Args:
+        rows: Of those queries only that ask for something of their row.
+        outputs: What each of them asks for.
+    """
+
+    def __init__(self, rows: torch.Tensor, outputs: Sequence[tuple[Any, ...]]) -> None:
+        self._rows: torch.Tensor | None = rows
+        self._outputs = outputs
+        self._results: list[Any] = []
+
+    def take(self, place: int) -> Any:
+        """Return what one query asks for, or the error of its row."""
+        if self._rows is not None:
+            with torch.no_grad():
+                self._results = self._computed(self._rows)
+            self._rows = None
+        result, self._results[place] = self._results[place], None
+        return result
+
+    def _computed(self, rows: torch.Tensor) -> list[Any]:
+        if all(each == _ROW_ONLY for each in self._outputs):
+            # Rows own their memory: a view would keep the whole batch alive.
+            own: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
+            return list(own)
+        results = zip(reduce_rows(rows, self._outputs), self._outputs, strict=True)
+        return [
+            result.values[0] if isinstance(result, Reduced) and each == _ROW_ONLY else result
+            for result, each in results
+        ]
 
 
 @dataclass(slots=True)
@@ -32,7 +77,9 @@ class Request:
         query: The query.
         max_tokens: The most tokens to draw.
         order: The number of queries before it.
-        row: Its row, once the forward pass over its last token has run.
+        scores: Its scores, if it has targets.
+        answer: Returns the answer to a query for a row; set once the forward pass over its
+            last token has run.
         seed: Seed of its continuation.
         invalid: For each drawn token, whether its row was not a distribution; scalars on the
             engine's device, read when the continuation finishes.
@@ -41,7 +88,8 @@ class Request:
     query: Query
     max_tokens: int
     order: int
-    row: torch.Tensor | None = None
+    scores: TextScores | None = None
+    answer: Callable[[], Any] | None = None
     seed: int = field(init=False)
     invalid: list[torch.Tensor] = field(default_factory=list)
 
@@ -65,6 +113,7 @@ class Requests:
         self._numbers = itertools.count()
         self._orders = itertools.count()
         self.rows_made = 0
+        self.targets_scored = 0
         self.tokens_drawn = 0
 
     def __len__(self) -> int:
@@ -84,7 +133,8 @@ class Requests:
         self._assign(rid, query, 0)
 
     def _assign(self, rid: str, query: Query, max_tokens: int) -> None:
-        self._by_rid[rid] = Request(query, max_tokens, next(self._orders))
+        scores = TextScores(query, self._vocabulary) if query.targets else None
+        self._by_rid[rid] = Request(query, max_tokens, next(self._orders), scores)
         self._rids[query.query_id] = rid
 
     def get(self, rid: str) -> Request | None:
@@ -98,10 +148,10 @@ class Requests:
     def take_row(self, rid: str) -> Completion | None:
         """Answer the query of a request that stays; None if its row is not there yet."""
         request = self._by_rid.get(rid)
-        if request is None or request.row is None:
+        if request is None or request.answer is None:
             return None
         del self._by_rid[rid], self._rids[request.query.query_id]
-        return Completion(request.query.query_id, request.row)
+        return _answered(request.query, request.answer)
 
     def drop(self, query_id: int) -> str | None:
         """Remove a query; return its request id, None if it is unknown."""
@@ -122,7 +172,7 @@ class Requests:
     # -- SGLang's forward passes ------------------------------------------------------
 
     def on_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
-        """Store the rows of the requests whose last token this pass computed.
+        """Make the rows of the requests whose last token this pass computed.
 
         The lengths of chunks, and of prompts that SGLang replaced with its own, differ from
         the query's.
@@ -132,6 +182,7 @@ class Requests:
             for j, (rid, length) in enumerate(zip(rids, lengths, strict=True))
             if (request := self._by_rid.get(rid)) is not None
             and request.query.sampling is None
+            and request.scores is None
             and length == len(request.query)
         ]
         if not wanted:
@@ -140,11 +191,36 @@ class Requests:
             if len(wanted) < len(logits):
                 logits = logits[[j for j, _ in wanted]]
             rows = rows_from_logits(logits, self._vocabulary)
-            # Rows own their memory: a view would keep the whole batch alive.
-            own: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
-            for (_, request), row in zip(wanted, own, strict=True):
-                request.row = row
+        computed = _PassRows(rows, [request.query.outputs for _, request in wanted])
+        for place, (_, request) in enumerate(wanted):
+            request.answer = functools.partial(computed.take, place)
         self.rows_made += len(wanted)
+
+    def on_hidden_states(
+        self,
+        rids: Sequence[str],
+        begins: Sequence[int],
+        lengths: Sequence[int],
+        states: torch.Tensor,
+        compute_logits: ComputeLogits,
+    ) -> None:
+        """Score the targets that follow tokens of this pass."""
+        spans = []
+        row = 0
+        for rid, begin, length in zip(rids, begins, lengths, strict=True):
+            request = self._by_rid.get(rid)
+            scores = None if request is None else request.scores
+            if scores is not None and (targets := scores.wanted(begin, length)):
+                place = row + scores.position(targets.start) - begin
+                spans.append(Span(scores, targets, place))
+            row += length
+        if spans:
+            if row != len(states):
+                raise EvaluationError(
+                    f"SGLang computed {len(states)} hidden states in a pass over {row} tokens"
+                )
+            score_spans(spans, states, compute_logits, self._vocabulary.size)
+            self.targets_scored += sum(len(each.targets) for each in spans)
 
     def draw(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> torch.Tensor:
         """Draw the next token of each request; those without sampling get id 0."""
@@ -205,7 +281,18 @@ def _completion(request: Request, finished: FinishedRequest) -> Completion:
             f"SGLang ended a continuation after {len(drawn)} of {request.max_tokens} tokens"
         )
         return Completion(query.query_id, error=EvaluationError(message))
-    if request.row is None:
+    answer = request.answer if request.scores is None else request.scores.result
+    if answer is None:
         message = f"SGLang ended a request of {len(query)} tokens without its logits"
         return Completion(query.query_id, error=EvaluationError(message))
-    return Completion(query.query_id, request.row)
+    return _answered(query, answer)
+
+
+def _answered(query: Query, answer: Callable[[], Any]) -> Completion:
+    try:
+        result = answer()
+    except Exception as error:  # noqa: BLE001 - it fails the query
+        result = error
+    if isinstance(result, Exception):
+        return Completion(query.query_id, error=result)
+    return Completion(query.query_id, result)

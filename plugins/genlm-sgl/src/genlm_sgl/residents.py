@@ -134,7 +134,8 @@ class Residents:
         if not self._by_rid:
             return
         sequence = query.sequence
-        longest = len(sequence)
+        # A scored text shares what comes before its first target.
+        longest = len(sequence) - max(0, len(query.targets) - 1)
         for length in range(longest, max(0, longest - _REACH - 1), -1):
             key = (query.adapter, sequence.prefix_key(length))
             resident = self._idle.get(key) or self._earlier.get(key)
@@ -156,7 +157,7 @@ class Residents:
         if rid is None or resident is None:
             return False
         request = self._requests.get(rid)
-        computed = request is not None and request.row is not None
+        computed = request is not None and request.answer is not None
         if not computed and not self._api.has_token(resident.req):
             self._forget(resident)
             return False
@@ -231,7 +232,7 @@ class Residents:
             return True
         request = self._requests.get(rid)
         # Under overlap the row may be there before SGLang has processed the pass.
-        wanted = request is not None and request.row is None
+        wanted = request is not None and request.answer is None
         return wanted and not (self._adapters_limited and rid in self._ready)
 
     def _look_back(self) -> None:
@@ -251,7 +252,7 @@ class Residents:
     def _runs(self, resident: Resident) -> bool:
         """Whether a resident in SGLang's decode batch has yet to run."""
         request = self._requests.get(resident.rid)
-        waits = request is not None and request.row is None
+        waits = request is not None and request.answer is None
         return waits and self._api.has_token(resident.req)  # not one that was retracted
 
     # -- adapters ---------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """SGLang's scheduler, whose event loop is run one iteration at a time.
 
 All calls into a running SGLang are here, except for those about requests that stay
-(`resident_api`), which makes the module long. It identifies requests by SGLang's ids; `Hooks`
-receive the logits and draw the tokens.
+(`resident_api`) and about scores (`score_api`), which makes the module long. It identifies
+requests by SGLang's ids; `Hooks` receive the logits and draw the tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from genlm_sgl.lifecycle import (
     senders,
 )
 from genlm_sgl.resident_api import ResidentApi, obstacle_to_stay
+from genlm_sgl.score_api import ComputeLogits, obstacle_to_score, read_hidden_states
 
 __all__ = ["FinishedRequest", "Hooks", "Iteration", "SchedulerApi"]
 
@@ -45,6 +46,25 @@ class Hooks(Protocol):
 
     def draw(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> torch.Tensor:
         """Choose the next token of each request: int64, shape `(len(rids),)`."""
+        ...
+
+    def on_hidden_states(
+        self,
+        rids: Sequence[str],
+        begins: Sequence[int],
+        lengths: Sequence[int],
+        states: torch.Tensor,
+        compute_logits: ComputeLogits,
+    ) -> None:
+        """Read the hidden states of a pass over prompts before its logits are computed.
+
+        Args:
+            rids: The requests, in the order of their tokens.
+            begins: Position in its request of the first token of each.
+            lengths: The number of tokens of each.
+            states: Shape `(sum(lengths), hidden_size)`.
+            compute_logits: Computes the logits after any of these tokens.
+        """
         ...
 
 
@@ -173,6 +193,11 @@ class SchedulerApi:
     def token_capacity(self) -> int:
         """Size of the KV cache in tokens."""
         return int(self._scheduler.max_total_num_tokens)
+
+    @property
+    def page_size(self) -> int:
+        """Number of slots in a page of the KV cache."""
+        return int(self._scheduler.page_size)
 
     @property
     def free_tokens(self) -> int:
@@ -450,6 +475,26 @@ class SchedulerApi:
             return hooks.draw(*self._rows(forward_batch), logits)
 
         runner.forward, runner.sample = hooked_forward, draw
+
+    @property
+    def obstacle_to_score(self) -> str | None:
+        """Why texts cannot be scored from hidden states; None if they can."""
+        return obstacle_to_score(self._scheduler)
+
+    def read_hidden_states(self, hooks: Hooks) -> Any:
+        """Pass the hidden states of passes over prompts to `hooks`; `remove` ends that."""
+
+        def read(forward_batch: Any, states: torch.Tensor, compute: ComputeLogits) -> None:
+            if not self._reqs:
+                return
+            rids, ends = self._rows(forward_batch)
+            lengths = forward_batch.extend_seq_lens_cpu
+            begins = [end - length for end, length in zip(ends, lengths, strict=True)]
+            hooks.on_hidden_states(
+                rids, begins, lengths, states, lambda some: self._biased(compute(some))
+            )
+
+        return read_hidden_states(self.model, read)
 
     def use_decode_kernel(self, version: str) -> bool:
         """Have the CPU attention run extends of one token as decodes; return whether it does.

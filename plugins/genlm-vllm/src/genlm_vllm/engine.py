@@ -22,7 +22,6 @@ from genlm.plugin import (
     Completion,
     ModelFacts,
     Query,
-    TokenIdError,
     UnknownAdapterError,
     UnsupportedCapabilityError,
     Vocabulary,
@@ -190,11 +189,8 @@ class VLLMEngine:
             embedding_rows=self._embedded_ids,
             max_context=self.max_context,
             adapters=self._adapters.names,
+            vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
         )
-        size = self.vocabulary.size
-        for position, token_id in enumerate(query.targets):
-            if not 0 <= token_id < size:  # a worker that fails ends vLLM
-                raise TokenIdError(token_id, position, size, "targets")
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""

@@ -56,6 +56,17 @@ class PendingRequest:
         """Add a caller and, if it is new, what it wants."""
         self.waiters[waiter] = self.outputs.setdefault(output, len(self.outputs))
 
+    def drop_unwanted(self) -> None:
+        """Remove the outputs that only callers who left wanted."""
+        if len(self.outputs) == 1:
+            return
+        wanted = set(self.waiters.values())
+        kept = [output for output, place in self.outputs.items() if place in wanted]
+        if len(kept) < len(self.outputs):
+            moved = {self.outputs[output]: place for place, output in enumerate(kept)}
+            self.outputs = {output: place for place, output in enumerate(kept)}
+            self.waiters = {waiter: moved[place] for waiter, place in self.waiters.items()}
+
     @property
     def is_whole(self) -> bool:
         """Whether the whole result is all that is wanted."""
@@ -153,6 +164,7 @@ class RequestTable:
             taken = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
         self.admitted_late = self.admitted_late and bool(self.inbox)
         for request in taken:
+            request.drop_unwanted()
             self.in_engine[request.query.query_id] = request
             self._queue_seconds += now_s - request.arrived_s
         self._dispatched += len(taken)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 import genlm
+from genlm.plugin import draw_tokens
 
 __all__ = [
     "DRAW_METHODS",
@@ -68,22 +69,19 @@ def gumbel_max(logps: torch.Tensor) -> torch.Tensor:
 
 def multinomial(logps: torch.Tensor) -> torch.Tensor:
     """Draw an index by `torch.multinomial`; as `gumbel_max`."""
-    return torch.multinomial(_with_support(logps).softmax(-1), 1).squeeze(-1)
+    logps = _wide(logps)
+    possible = logps.masked_fill(logps.amax(-1, keepdim=True).isneginf(), 0.0)
+    return torch.multinomial(possible.softmax(-1), 1).squeeze(-1)
 
 
 def inverse_cdf(logps: torch.Tensor) -> torch.Tensor:
     """Draw an index by inverting the cumulative distribution; as `gumbel_max`.
 
-    Takes one uniform number for each row.
+    Takes one uniform number for each row, from which `genlm.plugin.draw_tokens` draws.
     """
-    cumulative = _with_support(logps).softmax(-1).cumsum(-1)
-    uniform = torch.rand(
-        (*cumulative.shape[:-1], 1), dtype=cumulative.dtype, device=cumulative.device
-    )
-    # Below the last entry, which need not be 1, and so never at an index of weight 0.
-    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(
-        -1
-    )
+    rows = _wide(logps).reshape(-1, logps.shape[-1])
+    uniforms = torch.rand((len(rows),), dtype=rows.dtype, device=rows.device).tolist()
+    return draw_tokens(rows, [1.0] * len(rows), uniforms).reshape(logps.shape[:-1])
 
 
 DRAW_METHODS: dict[str, Picker] = {
@@ -116,12 +114,6 @@ def set_draw_method(method: str | Picker) -> None:
     if not callable(method):
         raise TypeError(f"method={method!r}: expected a name in DRAW_METHODS or a callable")
     _chosen["picker"] = method
-
-
-def _with_support(logps: torch.Tensor) -> torch.Tensor:
-    """The rows in float64, those without any support replaced by zeros."""
-    logps = _wide(logps)
-    return logps.masked_fill(logps.amax(-1, keepdim=True).isneginf(), 0.0)
 
 
 # -- calls --------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""What do reductions and scores save when vLLM computes in a process of its own?
+"""What do reductions and scores save on the serving engines?
 
 The limit is the model: its forward pass and its logits have to be computed whatever is asked,
-and a draw needs one pass over its row. What can be saved is everything that moves the row.
+and a draw needs one pass over its row. What can be saved is everything that moves the row:
+vLLM computes in a process of its own, and rows arrive through a socket; SGLang is driven in
+this process, and rows are copied out of the batch, one by one.
 
-*Particles*: one step of 50 contexts that stay in vLLM, each longer by a token:
+*Particles*: one step of 50 contexts that stay in the engine, each longer by a token:
 
 - rows: `llm.next_token_logprobs`, which moves 4 bytes for each id of the vocabulary;
 - rows and draws: the same, and the draws computed from them by the caller, all at once;
@@ -11,22 +13,26 @@ and a draw needs one pass over its row. What can be saved is everything that mov
 
 *Texts*: all log-probabilities of 16 texts of 200 tokens:
 
-- prompt_logprobs=0: vLLM's own, as its users get them;
+- own: vLLM's `prompt_logprobs=0` and SGLang's `input_token_logprobs`, as their users get them;
 - batch_score: `llm.batch_score`;
 
 and the same of the last 50 tokens of texts that share their first 150, which are in the prefix
-cache; vLLM's own computes them again.
+cache. vLLM's own computes them again; SGLang's does not.
 
-Time is that of the clock: vLLM's processes spin while they wait, so their CPU time says
-nothing. Time outside the model is what remains without the model's forward and logits, measured
-in vLLM's worker: a reduction of the benchmark's own asks for it there. Bytes are those of rows
-and results that arrive, and of reductions that are sent. Ratios are those of time outside the
-model for particles, and of all time for texts, where logits are most of the work. Model: the
-particles' Llama of 8 layers x 512, random weights, float32.
+Time on vLLM is that of the clock: its processes spin while they wait, so their CPU time says
+nothing. On SGLang it is the CPU time of the process. Time outside the model is what remains
+without the model's forward pass and logits, measured where the model is: in vLLM's worker a
+reduction of the benchmark's own asks for it. Bytes are those of rows and results that arrive,
+and of reductions that are sent; with SGLang nothing is sent. Ratios are those of time outside
+the model for particles, and of all time for texts, where logits are most of the work. Model:
+the particles' Llama of 8 layers x 512, random weights, float32. Run with the engine's
+environment: `.venv/bin/python benchmarks/bench_serving_reductions.py vllm`,
+`.venv-sgl/bin/python benchmarks/bench_serving_reductions.py sgl`.
 """
 
 from __future__ import annotations
 
+import abc
 import argparse
 import asyncio
 import functools
@@ -36,6 +42,8 @@ import random
 import statistics
 import tempfile
 import time
+import unittest.mock
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,17 +52,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import vllm
 from particle_model import save_model
 from report import print_report
-from vllm.inputs import tokens_input
 
 from genlm import AsyncLM, OutputCache, Reduction
 from genlm.core.masks import Mask
 from genlm.core.reductions import Draw
 from genlm.core.sampling import stream_uniform
-from genlm_vllm import requests
-from genlm_vllm.engine import VLLMEngine
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes share the cores
 
@@ -65,7 +69,7 @@ Ids = tuple[int, ...]
 
 
 _calls_s: list[float] = []
-"""In vLLM's worker: how long each call of the model took, once it is timed."""
+"""In the model's process: how long each call of the model took, once it is timed."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +91,25 @@ def _time_model() -> None:
 
     _calls_s.append(0.0)
     for name in ("forward", "compute_logits"):
-        setattr(LlamaForCausalLM, name, _timed(getattr(LlamaForCausalLM, name)))
+        method = getattr(LlamaForCausalLM, name)
+        setattr(LlamaForCausalLM, name, _timed(method, time.perf_counter))
 
 
-def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(method: Callable[..., Any], clock: Callable[[], float]) -> Callable[..., Any]:
     def timed(*arguments: Any, **options: Any) -> Any:
-        start = time.perf_counter()
+        start = clock()
         try:
             return method(*arguments, **options)
         finally:
-            _calls_s.append(time.perf_counter() - start)
+            _calls_s.append(clock() - start)
 
     return timed
 
 
-class Bench:
-    """One model in a process of vLLM's own, and the contestants that use it."""
+class Bench(abc.ABC):
+    """One model in one engine, and the contestants that use it."""
+
+    version: str
 
     def __init__(self, vocab_size: int, folder: Path) -> None:
         self.vocab_size = vocab_size
@@ -110,18 +117,31 @@ class Bench:
         save_model(folder, vocab_size)
 
         def build() -> Any:
-            options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
-            self.engine = VLLMEngine(folder, engine_opts=options, multiprocess=True)
+            self.engine = self._build(folder)
             return self.engine
 
-        self.llm = AsyncLM(build, name="vllm", output_cache=OutputCache(0))
-        self.vllm = self.engine.llm_engine
+        self.llm = AsyncLM(build, output_cache=OutputCache(0))
         self.generator = random.Random(0)
         self.names = itertools.count()
         self.contexts: list[Ids] = []
         self.masks = [self._mask(seed) for seed in range(PARTICLES)]
         self.bytes = 0
-        self._count_bytes()
+
+    @abc.abstractmethod
+    def _build(self, folder: Path) -> Any:
+        """Build the engine, with room for 64 requests."""
+
+    @abc.abstractmethod
+    def clock(self) -> float:
+        """Seconds, as they are measured with this engine."""
+
+    @abc.abstractmethod
+    def model_s(self) -> float:
+        """Seconds that the model has computed."""
+
+    @abc.abstractmethod
+    def own(self, engine: Any, texts: Sequence[Ids], start: int) -> list[list[float]]:
+        """Score texts as users of the engine do, on its own thread."""
 
     def _mask(self, seed: int) -> Mask:
         allowed = np.random.default_rng(seed).random(self.vocab_size) < 0.5
@@ -129,30 +149,6 @@ class Bench:
 
     def _random(self, length: int) -> Ids:
         return tuple(self.generator.randrange(self.vocab_size) for _ in range(length))
-
-    def _count_bytes(self) -> None:
-        call, pack = requests.call_workers, requests.pack_outputs
-
-        def counted_call(engine: Any, method: str, *arguments: Any) -> list[Any]:
-            replies = call(engine, method, *arguments)
-            if method == "genlm_take_bytes":
-                for _, rows, packed, scores, _ in replies:
-                    values = [value for _, each in packed for value in each]
-                    values += [part for _, each in scores for part in each]
-                    self.bytes += len(rows) + sum(map(len, values))
-            return replies
-
-        def counted_pack(outputs: Any) -> Any:
-            packed = pack(outputs)
-            self.bytes += sum(len(each or b"") for each in packed)
-            return packed
-
-        requests.call_workers, requests.pack_outputs = counted_call, counted_pack
-
-    def model_s(self) -> float:
-        """Seconds that the model has computed."""
-        found: float = self.llm.reduce_sync((5,), ModelTime())
-        return found
 
     # -- particles --------------------------------------------------------------------
 
@@ -199,24 +195,132 @@ class Bench:
         found = asyncio.run(self.llm.batch_score(texts, start))
         return [each.tolist() for each in found]
 
-    def prompt_logprobs(self, texts: Sequence[Ids], start: int) -> list[list[float]]:
-        def work(_engine: Any) -> list[list[float]]:
-            params = vllm.SamplingParams(
-                max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0
-            )
-            names = [f"plain-{next(self.names)}" for _ in texts]
-            for name, ids in zip(names, texts, strict=True):
-                self.vllm.add_request(name, tokens_input(list(ids)), params)
-            found: dict[str, Any] = {}
-            while len(found) < len(names):
-                done = [output for output in self.vllm.step() if output.finished]
-                found |= {output.request_id: output.prompt_logprobs for output in done}
-            return [
-                [found[name][place][ids[place]].logprob for place in range(start, len(ids))]
-                for name, ids in zip(names, texts, strict=True)
-            ]
+    def own_scores(self, texts: Sequence[Ids], start: int) -> list[list[float]]:
+        return self.llm._scheduler.run(lambda engine: self.own(engine, texts, start))  # noqa: SLF001
 
-        return self.llm._scheduler.run(work)  # noqa: SLF001 - the engine's own thread
+
+class VllmBench(Bench):
+    """vLLM in a process of its own."""
+
+    def _build(self, folder: Path) -> Any:
+        import vllm
+
+        from genlm_vllm.engine import VLLMEngine
+
+        self.version = vllm.__version__
+        self._count_bytes()
+        options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
+        return VLLMEngine(folder, engine_opts=options, multiprocess=True)
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def model_s(self) -> float:
+        found: float = self.llm.reduce_sync((5,), ModelTime())
+        return found
+
+    def _count_bytes(self) -> None:
+        from genlm_vllm import requests
+
+        call, pack = requests.call_workers, requests.pack_outputs
+
+        def counted_call(engine: Any, method: str, *arguments: Any) -> list[Any]:
+            replies = call(engine, method, *arguments)
+            if method == "genlm_take_bytes":
+                for _, rows, packed, scores, _ in replies:
+                    values = [value for _, each in packed for value in each]
+                    values += [part for _, each in scores for part in each]
+                    self.bytes += len(rows) + sum(map(len, values))
+            return replies
+
+        def counted_pack(outputs: Any) -> Any:
+            packed = pack(outputs)
+            self.bytes += sum(len(each or b"") for each in packed)
+            return packed
+
+        requests.call_workers, requests.pack_outputs = counted_call, counted_pack
+
+    def own(self, engine: Any, texts: Sequence[Ids], start: int) -> list[list[float]]:
+        import vllm
+        from vllm.inputs import tokens_input
+
+        params = vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0
+        )
+        names = [f"plain-{next(self.names)}" for _ in texts]
+        for name, ids in zip(names, texts, strict=True):
+            engine.llm_engine.add_request(name, tokens_input(list(ids)), params)
+        found: dict[str, Any] = {}
+        while len(found) < len(names):
+            done = [output for output in engine.llm_engine.step() if output.finished]
+            found |= {output.request_id: output.prompt_logprobs for output in done}
+        return [
+            [found[name][place][ids[place]].logprob for place in range(start, len(ids))]
+            for name, ids in zip(names, texts, strict=True)
+        ]
+
+
+class SglBench(Bench):
+    """SGLang, driven in this process."""
+
+    def _build(self, folder: Path) -> Any:
+        from genlm_sgl.engine import SGLEngine
+
+        options = {"max_running_requests": 64, "max_total_tokens": 20_000}
+        engine = SGLEngine(folder, engine_opts=options)
+        model = type(engine.model)
+        model.forward = _timed(model.forward, self.clock)  # computes the logits, too
+        self.version = str(engine.statistics()["sglang"])
+        return engine
+
+    def clock(self) -> float:
+        return time.process_time()
+
+    def model_s(self) -> float:
+        return sum(_calls_s)
+
+    def own(self, engine: Any, texts: Sequence[Ids], start: int) -> list[list[float]]:
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        api = engine._api  # noqa: SLF001
+        scheduler = api._scheduler  # noqa: SLF001
+        reqs = []
+        for ids in texts:
+            sampling = SamplingParams(max_new_tokens=0, temperature=1.0, ignore_eos=True)
+            sampling.normalize(None)
+            request = TokenizedGenerateReqInput(
+                rid=f"own-{next(self.names)}.",
+                input_text="",
+                input_ids=array("q", ids),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=sampling,
+                return_logprob=True,
+                logprob_start_len=start - 1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+            )
+            scheduler.process_input_requests([request])
+            reqs.append(scheduler.waiting_queue[-1])
+        runner = scheduler.tp_worker.model_runner
+        sample = functools.partial(_without_logprobs, runner.sample)
+        with unittest.mock.patch.object(runner, "sample", sample):
+            while not all(req.finished() for req in reqs):
+                api.run_once()
+        return [req.logprob.input_token_logprobs_val[1:] for req in reqs]
+
+
+def _without_logprobs(sample: Callable[..., Any], output: Any, batch: Any) -> Any:
+    """Draw a token, and have no log-probability of it, which nobody asked for."""
+    tokens = sample(output, batch)
+    output.next_token_logprobs = torch.zeros(len(tokens))
+    return tokens
+
+
+BENCHES: dict[str, type[Bench]] = {"vllm": VllmBench, "sgl": SglBench}
 
 
 class Samples:
@@ -229,9 +333,9 @@ class Samples:
 
     def add(self, bench: Bench, name: str, run: Callable[[], Any]) -> Any:
         model_s = bench.model_s()
-        bench.bytes, start = 0, time.perf_counter()
+        bench.bytes, start = 0, bench.clock()
         result = run()
-        whole, moved = time.perf_counter() - start, bench.bytes
+        whole, moved = bench.clock() - start, bench.bytes
         model = bench.model_s() - model_s
         row = f"{bench.vocab_size} {name}"
         self.total.setdefault(row, []).append(whole * 1e3)
@@ -262,7 +366,7 @@ def measure_texts(bench: Bench, rounds: int, samples: Samples) -> None:
         for number in range(rounds + 1):
             texts = bench.texts(shared=shared)
             pairs: list[tuple[str, Callable[..., Any]]] = [
-                (f"{kind} prompt_logprobs=0", bench.prompt_logprobs),
+                (f"{kind} own", bench.own_scores),
                 (f"{kind} batch_score", bench.batch_score),
             ]
             pairs = pairs[:: 1 if number % 2 else -1]
@@ -278,9 +382,9 @@ def measure_texts(bench: Bench, rounds: int, samples: Samples) -> None:
 
 
 @contextmanager
-def served(vocab_size: int) -> Iterator[Bench]:
+def served(name: str, vocab_size: int) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(vocab_size, Path(folder))
+        bench = BENCHES[name](vocab_size, Path(folder))
         try:
             yield bench
         finally:
@@ -288,11 +392,11 @@ def served(vocab_size: int) -> Iterator[Bench]:
 
 
 def ratios(values: dict[str, list[float]]) -> dict[str, float]:
-    """Medians over rounds of ratios within a round: to rows, and to prompt_logprobs=0."""
+    """Medians over rounds of ratios within a round: to rows, and to the engine's own."""
     found = {}
     for row, own in values.items():
         size, *words = row.split()
-        base = "rows" if words[0] in {"rows", "draws"} else f"{words[0]} prompt_logprobs=0"
+        base = "rows" if words[0] in {"rows", "draws"} else f"{words[0]} own"
         pairs = zip(values[f"{size} {base}"], own, strict=True)
         found[row] = round(statistics.median(b / a if a else 0.0 for a, b in pairs), 4)
     return found
@@ -300,6 +404,7 @@ def ratios(values: dict[str, list[float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", choices=BENCHES)
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[8000, 128_000])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--text-rounds", type=int, default=5)
@@ -307,26 +412,27 @@ def main() -> None:
     options = parser.parse_args()
     samples = Samples()
     for vocab_size in options.vocab_sizes:
-        with served(vocab_size) as bench:
+        with served(options.engine, vocab_size) as bench:
             measure_particles(bench, options.rounds, samples)
             measure_texts(bench, options.text_rounds, samples)
-    extra = {
+            version = bench.version
+    extra: dict[str, Any] = {
         "particles": PARTICLES,
         "texts": [TEXTS, LENGTH, SHARED],
-        "vllm": vllm.__version__,
+        options.engine: version,
         "outside_model_ms": {
             row: round(statistics.median(each), 2) for row, each in samples.outside.items()
         },
-        "bytes_ratios": ratios(
-            {k: v for k, v in samples.bytes.items() if "score" not in k and "prompt" not in k}
-        ),
-        "bytes": {row: int(statistics.median(each)) for row, each in samples.bytes.items()},
     }
+    if any(any(each) for each in samples.bytes.values()):
+        moved = {k: v for k, v in samples.bytes.items() if "draws" in k or "rows" in k}
+        extra["bytes_ratios"] = ratios(moved)
+        extra["bytes"] = {k: int(statistics.median(v)) for k, v in samples.bytes.items()}
     outside = ratios(samples.outside)
     whole = ratios(samples.total)
     particles = {row for row in whole if row.split()[1] in {"rows", "draws"}}
     print_report(
-        "vllm_reductions",
+        f"{options.engine}_reductions",
         samples.total,
         unit="ms",
         ratios={row: outside[row] if row in particles else whole[row] for row in whole},

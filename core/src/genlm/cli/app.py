@@ -16,6 +16,7 @@ from genlm.cli.demo import demo
 from genlm.cli.env import env
 from genlm.cli.new_plugin import plugin_commands
 from genlm.cli.plugins import plugins
+from genlm.cli.serve import serve
 from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
 from genlm.core.plugins.lookup import is_strict
@@ -36,6 +37,7 @@ app.command()(demo)
 app.command()(env)
 app.command()(plugins)
 app.add_typer(plugin_commands)
+app.command()(serve)
 app.command()(trie)
 
 

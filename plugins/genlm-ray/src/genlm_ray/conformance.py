@@ -35,7 +35,11 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         [target] = reference_targets(folder / name)
         loaded: Any = target.build  # a partial, whose keywords are the engine's options
         yield dataclasses.replace(
-            target, model=name, build=functools.partial(build, loaded.keywords), shared=True
+            target,
+            model=name,
+            build=functools.partial(build, loaded.keywords),
+            shared=True,
+            timeout_s=300.0,  # processes start slowly on a busy machine
         )
 
 

@@ -80,6 +80,11 @@ class RayEngine:
 
     option_homes = {"ray_": "ray_opts", "": "engine_opts"}
 
+    # What `genlm serve` calls.
+    serve = staticmethod(serving.serve)
+    served = staticmethod(serving.served)
+    stop = staticmethod(serving.stop)
+
     def __init__(
         self,
         model: str,
@@ -282,6 +287,7 @@ class RayEngine:
             self._everywhere("add_adapter", name, path)
         except BaseException:
             del self._adapters[name]
+            # Replicas that loaded it free it again; nobody waits for that.
             for link in self._by_number.values():
                 link.start("remove_adapter", name)
             raise
@@ -382,7 +388,7 @@ class RayEngine:
         if link.is_dead or link.session is not None or event.adapters != self._adapters:
             return  # the monitor attaches it again, with the adapters that it lacks
         number = next(self._numbers)
-        link.begin(event.session, number, event.description["statistics"])
+        link.begin(event.session, number, event.description)
         self._by_number[number] = link
         self._router.add(number)
 

@@ -78,6 +78,7 @@ class ReplicaLink:
         calls: Messages that are not answered yet.
         is_dead: Whether it can return.
         restarts: How many lives ended.
+        pid: Of its process.
         lost_by: What ended the last one.
         aborts: Queries to drop with the next message.
         forgotten: Sequences to forget with the next message.
@@ -93,6 +94,7 @@ class ReplicaLink:
         self.calls = 0
         self.is_dead = False
         self.restarts = 0
+        self.pid = 0
         self.lost_by: BaseException | None = None
         self.aborts: list[int] = []
         self.forgotten: list[int] = []
@@ -108,12 +110,13 @@ class ReplicaLink:
 
     # -- the engine's thread ----------------------------------------------------------
 
-    def begin(self, session: str, number: int, statistics: dict[str, Any]) -> None:
+    def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
         """Use a session that the replica has begun."""
         self.session, self.number = session, number
         self.calls = self._messages = 0
         self.aborts, self.forgotten = [], []
-        self._statistics = statistics
+        self._statistics = description["statistics"]
+        self.pid = description["pid"]
 
     def end(self, error: BaseException) -> None:
         """Forget a session that was lost, and keep what was counted in it."""
@@ -160,7 +163,7 @@ class ReplicaLink:
     def statistics(self) -> dict[str, int | float | str]:
         """The engine's statistics, and what became of the replica."""
         state = "dead" if self.is_dead else "up" if self.session else "starting"
-        found = {"state": state, "restarts": self.restarts, **self._statistics}
+        found = {"state": state, "restarts": self.restarts, "pid": self.pid, **self._statistics}
         counts = {name: self.counted(name) for name in _COUNTED}
         return found | {name: value for name, value in counts.items() if value is not None}
 

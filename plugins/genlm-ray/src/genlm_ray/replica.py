@@ -124,12 +124,8 @@ class Replica:
             "capabilities": [str(each) for each in engine.capabilities],
             "hints": {str(k): v for k, v in getattr(engine, "capability_hints", {}).items()},
             "adapters": self._own_adapters,
-            "members": [
-                name
-                for name in ("remove_adapter", "release_context")
-                if hasattr(engine, name)
-            ],
             "statistics": dict(engine.statistics()),
+            "pid": os.getpid(),
         }
 
     async def exchange(self, session: str, number: int, message: Questions) -> Answers | None:
@@ -170,11 +166,13 @@ class Replica:
         state.adapters.append(name)
 
     async def remove_adapter(self, session: str, name: str) -> None:
-        """Free an adapter of a driver."""
+        """Free an adapter of a driver, if it was loaded here."""
         state = self._sessions[session]
+        if name not in state.adapters:
+            return
         named = self._adapter(state, name)
-        await self._call(lambda engine: engine.remove_adapter(named))
         state.adapters.remove(name)
+        await self._call(lambda engine: _remove_adapter(engine, named))
 
     async def cache_prefix(
         self, session: str, token_ids: Sequence[int], adapter: str | None

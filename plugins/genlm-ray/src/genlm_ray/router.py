@@ -131,6 +131,16 @@ class Router:
         """Those that queries are assigned to."""
         return tuple(self._work)
 
+    @property
+    def work(self) -> dict[int, float]:
+        """The cost of what each replica has to do, in rows."""
+        return dict(self._work)
+
+    def cost_of(self, replica: int) -> float:
+        """The same of one replica, summed over its queries."""
+        mine = (*self._waiting[replica].values(), *self._sent[replica].values())
+        return sum(each.cost for each in mine)
+
     def add(self, replica: int) -> None:
         """Assign queries to a replica, which has computed nothing. Numbers are never reused."""
         self._waiting[replica], self._sent[replica] = {}, {}
@@ -317,8 +327,11 @@ class Router:
     ) -> None:
         """Move waiting queries of one replica to those with the least work.
 
-        With `now` only what then ends sooner.
+        With `now` only what then ends sooner. Otherwise queries without a parent stay: each
+        went to the replica with the least work, and others may continue what it computes.
         """
+        if not now:
+            groups.pop(None, None)
         while groups:
             idle = self._idlest()
             work, idle_work = self._work[busy], self._work[idle]
@@ -331,7 +344,8 @@ class Router:
                 key=lambda found: found[1] / min(len(groups[found[0]]), surplus),
             )
             group = groups[context]
-            tail = _tail(group, surplus)
+            both = surplus - TOKEN_COST * missing / 2  # both then end at the same time
+            tail = _tail(group, both if both >= 1 else surplus)
             if not self._pays(work - idle_work, surplus, missing, tail, len(group), now=now):
                 return
             del group[len(group) - len(tail) :]

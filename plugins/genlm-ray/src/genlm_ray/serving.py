@@ -81,7 +81,10 @@ def serve(
     try:
         actors = cluster.start_replicas(spec, groups, max_restarts=max_restarts)
         check_versions(actors, load_timeout_s)
-        return _ask_all(actors, "describe", load_timeout_s)
+        found = _ask_all(actors, "describe", load_timeout_s)
+        return [
+            {**each, "state": "up", "replica": index} for index, each in enumerate(found)
+        ]
     except BaseException:
         for actor in actors:
             kill(actor)

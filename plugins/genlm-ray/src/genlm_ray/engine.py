@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -80,6 +80,8 @@ class RayEngine:
 
     option_homes = {"ray_": "ray_opts", "": "engine_opts"}
 
+    make_router: Callable[[], Router] = Router
+
     # What `genlm serve` calls.
     serve = staticmethod(serving.serve)
     served = staticmethod(serving.served)
@@ -114,7 +116,7 @@ class RayEngine:
         self._links: list[ReplicaLink] = []
         self._adapters: dict[str, str] = {}
         self._prefixes: list[tuple[tuple[int, ...], str | None]] = []
-        self._router = Router()
+        self._router = self.make_router()
         self._numbers = itertools.count()
         self._died: EngineDiedError | None = None
         self._closed = threading.Event()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from genlm_ray.replica import Replica, ReplicaSpec
 
 __all__ = [
     "NAMESPACE",
+    "HeadProbe",
     "Resources",
     "bundles_of",
     "connect",
@@ -31,6 +34,12 @@ NAMESPACE = "genlm"
 _AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
 Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
+
+HEAD_TIMEOUT_S = 20.0
+"""Silence of the cluster's head after which it counts as lost. Ray itself waits 60 seconds, and
+then ends the process of every driver."""
+
+_PROBE_S = 2.0
 
 _lock = threading.Lock()
 
@@ -70,9 +79,9 @@ def _init(arguments: dict[str, Any]) -> None:
             ray.init(**arguments)
         except BaseException as error:  # noqa: BLE001 - raised below
             raised.append(error)
-            done.set()
             return
-        done.set()
+        finally:
+            done.set()
         threading.Event().wait()
 
     threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
@@ -83,6 +92,27 @@ def _init(arguments: dict[str, Any]) -> None:
             f"asked for the Ray cluster at {where!r}: {type(raised[0]).__name__}: {raised[0]}. "
             f"`ray start --head` starts one on this machine; address='host:port' joins another"
         ) from raised[0]
+
+
+class HeadProbe:
+    """Whether the head of the cluster answers; asked on a thread of its own, which may block."""
+
+    def __init__(self) -> None:
+        self._answered_s = time.monotonic()
+        threading.Thread(target=self._run, name="genlm-ray-head", daemon=True).start()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the head has been silent for too long, or Ray was shut down."""
+        silent_s = time.monotonic() - self._answered_s
+        return silent_s > HEAD_TIMEOUT_S or not ray.is_initialized()
+
+    def _run(self) -> None:
+        while not self.is_lost:
+            with contextlib.suppress(Exception):  # it is silence that counts
+                ray.nodes()
+                self._answered_s = time.monotonic()
+            time.sleep(_PROBE_S)
 
 
 def bundles_of(resources: Resources | None) -> list[dict[str, float]]:

@@ -57,6 +57,8 @@ def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
 
 
 def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
+    import ray
+
     from genlm_ray import cluster, serving
     from genlm_ray.engine import RayEngine
 
@@ -65,7 +67,8 @@ def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
 
         def close(self) -> None:
             super().close()
-            serving.stop(name)
+            if ray.is_initialized():  # else the cluster has ended, and they with it
+                serving.stop(name)
 
     name = f"conformance-{uuid.uuid4().hex[:8]}"
     cluster.connect(None, CLUSTER, may_start=True)

@@ -447,8 +447,17 @@ class RayEngine:
     # -- the monitor's thread ---------------------------------------------------------
 
     def _watch(self) -> None:
-        """Ask replicas for signs of life; attach those that were started again."""
+        """Ask replicas for signs of life; attach those that were started again.
+
+        When the cluster is lost, give all of them up.
+        """
+        head = cluster.HeadProbe()
         while not self._closed.is_set():
+            if head.is_lost:
+                error = ConnectionError("the head of the Ray cluster does not answer")
+                for link in self._links:
+                    self._events.put(Dead(link, error))
+                return
             starting = any(each.session is None and not each.is_dead for each in self._links)
             self._nudge.wait(_RETRY_S if starting else _PING_S)
             self._nudge.clear()

@@ -26,6 +26,7 @@ PACKAGES = (
     "mlx",
     "mlx-lm",
     "numpy",
+    "ray",
     "sglang",
     "torch",
     "transformers",

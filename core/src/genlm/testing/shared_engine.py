@@ -163,5 +163,7 @@ class EngineHandle:
             raise AttributeError(name)
         engine = self._shared.engine
         method = getattr(engine, name)  # raises AttributeError if the engine lacks it
+        if name == "wake":  # called from any thread, while the engine's own one steps
+            return method
         target = getattr(self._shared, name) if name in _ADAPTER_METHODS else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

@@ -66,6 +66,10 @@ class BatchingPolicy:
         self._grace_until_s = None
         self._is_flushed = bool(table.inbox)
 
+    def joins_running_batch(self, table: RequestTable) -> bool:
+        """Whether requests that an engine can take while it works are complete."""
+        return self._is_flushed or table.admitted_late
+
     def hold(self) -> None:
         """Keep later requests until the next flush."""
         self._grace_until_s = None

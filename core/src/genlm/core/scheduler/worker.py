@@ -108,6 +108,7 @@ class Worker:
         self._released: deque[Any] = deque()
         self._release_scheduled = self._release_due = False
         self._stopped: EngineError | None = None  # why nothing is accepted any more
+        self._wake_engine: Callable[[], None] | None = None
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
         # Arguments, not attributes: a model's memory must not wait for the garbage collector.
@@ -158,14 +159,14 @@ class Worker:
             if self._table.leave(request, waiter):
                 self._aborts.append(request.query.query_id)
             if self._aborts or self._calls or self._table.admitted_late:
-                self._changed.notify()
+                self._notify()
 
     def flush(self) -> None:
         """Dispatch the requests that have arrived."""
         with self._lock:
             self._policy.flush(self._table)
             if self._table.inbox:
-                self._changed.notify()
+                self._notify()
 
     def call(self, function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
         """Run `function(engine)` on the engine's thread, between two steps."""
@@ -181,7 +182,7 @@ class Worker:
         with self._lock:
             self._raise_if_stopped()
             self._calls.append(call)
-            self._changed.notify()
+            self._notify()
         return call.future
 
     def release(self, item: Any) -> None:
@@ -206,7 +207,7 @@ class Worker:
         """Fail all unanswered requests; the engine drops them and stays usable."""
         with self._lock:
             delivery = self._fail_all(error)
-            self._changed.notify()
+            self._notify()
         delivery.send()
 
     def stop(self, error: EngineError) -> None:
@@ -217,7 +218,7 @@ class Worker:
             self._stopped = error
             delivery = self._fail_all(error)
             calls, self._calls = self._calls, deque()
-            self._changed.notify()
+            self._notify()
         delivery.send()
         for call in calls:
             if call.future.set_running_or_notify_cancel():
@@ -242,6 +243,12 @@ class Worker:
         with self._lock:
             return self._table.statistics()
 
+    def _notify(self) -> None:
+        """Wake the engine's thread, also from a step that waits for other processes."""
+        self._changed.notify()
+        if self._wake_engine is not None:
+            self._wake_engine()
+
     def _raise_if_stopped(self) -> None:
         if self._stopped is not None:
             error = type(self._stopped)(*self._stopped.args)
@@ -265,11 +272,14 @@ class Worker:
             built.set_exception(error)
             del built  # else the error, whose traceback has this frame, would hold itself
             return
+        self._wake_engine = getattr(engine, "wake", None)
         built.set_result(engine)
         try:
             self._serve(engine)
         except BaseException as error:  # noqa: BLE001 - every waiter gets it
             self._die(error)
+        with self._lock:
+            self._wake_engine = None
         try:
             engine.close()
         except Exception:
@@ -346,7 +356,11 @@ class Worker:
             return False
 
     def _take_requests(self) -> list[PendingRequest]:
-        if not self._table.in_engine:  # a running batch is joined at any time
+        if self._table.in_engine:
+            # A running batch is joined at any time; one that only waits, by whole batches.
+            if self._wake_engine and not self._policy.joins_running_batch(self._table):
+                return []
+        else:
             wait_s = self._policy.seconds_to_dispatch(self._table)
             if wait_s is None or wait_s > 0:
                 return []

@@ -1,0 +1,241 @@
+"""What do replicas on Ray give, and what do they cost?
+
+    python benchmarks/bench_ray.py [rows] [tokens] [front] [kill] [--save]
+
+Each replica computes on one thread, on a machine of two cores, of which the driver takes a part:
+twice the rows of one replica is the physical limit.
+
+- `rows`: rows a second of a population of 64 after a shared prompt of 256, two replicas of hf
+  against one, and against two with queries dealt out in turn.
+- `tokens`: tokens computed in all by the same with resampling every 4 steps. One replica computes
+  each token once. The hf engine counts.
+- `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on an
+  engine that costs nothing, 1,000 concurrent.
+- `kill`: time to answer 1,000 requests, with and without one of two replicas killed while they
+  are out; rows are compared with those of hf in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from particle_model import VOCAB_SIZE, prompt_of, save_model
+from report import print_report
+
+import genlm
+from genlm.plugin import refresh
+from genlm_ray.engine import RayEngine
+from genlm_ray.router import Placed, Router
+
+POPULATION, PROMPT, STEPS, EVERY = 64, 256, 32, 4
+CONCURRENT = 1000
+ROUNDS = 3
+CLUSTER = {"num_cpus": 2, "object_store_memory": 500 * 2**20}
+
+FREE = '''
+"""An engine that costs nothing."""
+import torch
+from genlm.plugin import BackendSpec, BatchEngine, Token, Vocabulary, hookimpl
+
+class FreeEngine(BatchEngine):
+    def __init__(self, model):
+        tokens = [Token(i, bytes([i])) for i in range(32)]
+        self.vocabulary = Vocabulary(None, tokens, [str(i) for i in range(32)])
+        self.row = torch.full((32,), 1 / 32).log()
+
+    def evaluate(self, queries):
+        return self.row.expand(len(queries), 32)
+
+@hookimpl
+def genlm_backends():
+    yield BackendSpec("free", "engine", "genlm_free:FreeEngine")
+'''
+
+
+class RoundRobin(Router):
+    """Deals queries out in turn, wherever their parents are."""
+
+    def _place(self, placed: list[Placed]) -> None:
+        for each in placed:
+            replicas = self.replicas
+            self._put(each, replicas[each.order % len(replicas)])
+
+
+class RoundRobinEngine(RayEngine):
+    make_router = RoundRobin
+
+
+@contextmanager
+def replicas(
+    model: str, count: int, engine: str = "hf", *, kind: type[RayEngine] = RayEngine
+) -> Iterator[Any]:
+    llm = genlm.AsyncLM(
+        lambda: kind(
+            model, engine=engine, replicas=count, engine_opts=options_of(engine), ray_opts=CLUSTER
+        ),
+        name="ray",
+        output_cache=genlm.OutputCache(0),
+    )
+    with llm:
+        yield llm
+
+
+def options_of(engine: str) -> dict[str, Any]:
+    if engine != "hf":
+        return {}
+    return {"device": "cpu", "dtype": "float32", "kv_budget_bytes": 2**30}
+
+
+async def particles(llm: Any, seed: int, every: int) -> float:
+    """Rows a second of a population on its way; steps after the first, which has the prompt."""
+    generator = random.Random(seed)
+    prompt = llm.context([generator.randrange(VOCAB_SIZE), *prompt_of(PROMPT)[1:]])
+    await prompt.next_token_logprobs()
+    population = [prompt.extend(i) for i in range(POPULATION)]
+    rows, began = 0, 0.0
+    for step in range(STEPS):
+        if step == 2:
+            began = time.perf_counter()
+        await asyncio.gather(*(one.draw(seed=i) for i, one in enumerate(population)))
+        rows += POPULATION if step >= 2 else 0
+        if every and step % every == every - 1:
+            weights = [generator.expovariate(1) for _ in population]
+            chosen = sorted(generator.choices(range(POPULATION), weights, k=POPULATION))
+            population = [population[i] for i in chosen]
+        population = [one.extend(generator.randrange(VOCAB_SIZE)) for one in population]
+    return rows / (time.perf_counter() - began)
+
+
+def computed(llm: Any) -> float:
+    return float(llm.statistics().engine["tokens_computed"])
+
+
+def contestants() -> dict[str, tuple[int, type[RayEngine]]]:
+    return {
+        "1 replica": (1, RayEngine),
+        "2 replicas": (2, RayEngine),
+        "2 replicas, round-robin": (2, RoundRobinEngine),
+    }
+
+
+def bench_population(model: str, every: int) -> None:
+    """Rows a second and tokens computed of each contestant, in turn."""
+    speeds: dict[str, list[float]] = {name: [] for name in contestants()}
+    tokens: dict[str, list[float]] = {name: [] for name in contestants()}
+    for name, (count, kind) in contestants().items():
+        with replicas(model, count, kind=kind) as llm:
+            for seed in range(ROUNDS + 1):
+                before = computed(llm)
+                speed = asyncio.run(particles(llm, seed, every))
+                if seed:  # the first round warms up
+                    speeds[name].append(speed)
+                    tokens[name].append(computed(llm) - before)
+    first = "1 replica"
+    sizes = {"population": POPULATION, "prompt": PROMPT, "steps": STEPS, "every": every}
+    kind_of = " resampled" * bool(every)
+    for what, samples, unit in (("rows", speeds, "rows/s"), ("tokens", tokens, "tokens")):
+        base = sum(samples[first])
+        ratios = {name: sum(values) / base for name, values in samples.items()}
+        print(f"\n{what}{kind_of}")
+        print_report(
+            "ray", samples, unit=unit, ratios=ratios,
+            extra={"question": what + kind_of, **sizes},
+        )  # fmt: skip
+
+
+def bench_front() -> None:
+    """Microseconds a request on an engine that costs nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "genlm_free.py").write_text(FREE)
+        metadata = folder / "genlm_free-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: genlm-free\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("[genlm]\nfree = genlm_free\n")
+        sys.path.insert(0, name)
+        path = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = f"{name}{os.pathsep}{path}" if path else name
+        refresh()
+        samples: dict[str, list[float]] = {}
+        with genlm.load_model("free", "free", output_cache=genlm.OutputCache(0)) as llm:
+            asyncio.run(measure_front(llm, samples, "in this process"))
+        for count in (1, 2):
+            with replicas("free", count, "free") as llm:
+                asyncio.run(measure_front(llm, samples, f"{count} replicas"))
+        print("\nfront end")
+        print_report("ray", samples, unit="us a request", extra={"question": "front"})
+
+
+async def measure_front(llm: Any, samples: dict[str, list[float]], name: str) -> None:
+    wall, cpu = samples.setdefault(f"{name}, wall", []), samples.setdefault(f"{name}, driver", [])
+    contexts = [llm.context([i % 32, i // 32, 1, 2]) for i in range(CONCURRENT)]
+    for step in range(30):
+        contexts = [one.extend(step) for one in contexts]
+        began, began_cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(one.draw(seed=i) for i, one in enumerate(contexts)))
+        if step >= 5:
+            wall.append((time.perf_counter() - began) / CONCURRENT * 1e6)
+            cpu.append((time.process_time() - began_cpu) / CONCURRENT * 1e6)
+
+
+def bench_kill(model: str) -> None:
+    """Seconds for 1,000 requests of 32 tokens, undisturbed and with a replica killed."""
+    generator = random.Random(7)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(32)] for _ in range(CONCURRENT)]
+    with genlm.load_model(model, "hf", **options_of("hf")) as llm:
+        expected = torch.stack([row.cpu() for row in llm.batch_next_token_logprobs_sync(prompts)])
+    samples: dict[str, list[float]] = {"undisturbed": [], "one of two killed": []}
+    for _ in range(ROUNDS):
+        for name, values in samples.items():
+            with replicas(model, 2) as llm:
+                llm.batch_next_token_logprobs_sync([[9, i] for i in range(8)])
+                values.append(asyncio.run(killed(llm, prompts, expected, name != "undisturbed")))
+    ratio = sum(samples["one of two killed"]) / sum(samples["undisturbed"])
+    print("\nkill one of two")
+    print_report(
+        "ray", samples, unit="s", ratios={"one of two killed": ratio},
+        extra={"question": "kill", "requests": CONCURRENT},
+    )  # fmt: skip
+
+
+async def killed(llm: Any, prompts: list[list[int]], expected: torch.Tensor, kill: bool) -> float:
+    began = time.perf_counter()
+    tasks = [asyncio.ensure_future(llm.next_token_logprobs(ids)) for ids in prompts]
+    if kill:
+        await asyncio.sleep(0.2)  # both are computing their first batch
+        os.kill(int(llm.statistics().engine["replica 0: pid"]), signal.SIGKILL)
+    rows = torch.stack(await asyncio.gather(*tasks))
+    seconds = time.perf_counter() - began
+    assert float((rows - expected).abs().max()) < 1e-4
+    assert llm.statistics().answered == len(prompts) + 8
+    return seconds
+
+
+def main() -> None:
+    wanted = [each for each in sys.argv[1:] if not each.startswith("-")]
+    wanted = wanted or ["rows", "tokens", "front", "kill"]
+    if "front" in wanted:  # first: its engine must be known to the cluster when that starts
+        bench_front()
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), VOCAB_SIZE)
+        if "rows" in wanted:
+            bench_population(folder, 0)
+        if "tokens" in wanted:
+            bench_population(folder, EVERY)
+        if "kill" in wanted:
+            bench_kill(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Replicas of an engine on Ray, private or served to several programs, as a genlm engine."""

@@ -1,0 +1,227 @@
+"""Ray itself: the connection of this process, resources, and the actors of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from genlm.plugin import ModelLoadError
+from genlm_ray.replica import Replica, ReplicaSpec
+
+__all__ = [
+    "NAMESPACE",
+    "HeadProbe",
+    "Resources",
+    "bundles_of",
+    "connect",
+    "place",
+    "remove",
+    "reservations",
+    "start_replicas",
+]
+
+NAMESPACE = "genlm"
+"""The namespace of Ray that served replicas are named in."""
+
+_AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+
+Resources = Mapping[str, float] | Sequence[Mapping[str, float]]
+
+HEAD_TIMEOUT_S = 20.0
+"""Silence of the cluster's head after which it counts as lost. Ray itself waits 60 seconds, and
+then ends the process of every driver."""
+
+_PROBE_S = 2.0
+
+_lock = threading.Lock()
+
+
+def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool) -> None:
+    """Join a cluster, or start one on this machine that ends with this process.
+
+    Args:
+        address: As of `ray.init`; None takes `RAY_ADDRESS`.
+        options: Further arguments of `ray.init`.
+        may_start: Whether a cluster is started if there is no address.
+
+    Raises:
+        ModelLoadError: There is no cluster, or another version of Ray or Python runs it.
+    """
+    with _lock:
+        if ray.is_initialized():
+            return
+        if address is None and not os.environ.get("RAY_ADDRESS") and not may_start:
+            address = "auto"
+        arguments: dict[str, Any] = {"address": address, "log_to_driver": False}
+        if address is None and not os.environ.get("RAY_ADDRESS"):
+            arguments["include_dashboard"] = False
+        _init(arguments | dict(options))
+
+
+def _init(arguments: dict[str, Any]) -> None:
+    """Call `ray.init` on a thread that lives as long as the process.
+
+    Linux ends the processes of a local cluster when the thread that started them ends.
+    """
+    done = threading.Event()
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ray.init(**arguments)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised.append(error)
+            return
+        finally:
+            done.set()
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
+    done.wait()
+    if raised:
+        where = arguments["address"]
+        raise ModelLoadError(
+            f"asked for the Ray cluster at {where!r}: {type(raised[0]).__name__}: {raised[0]}. "
+            f"`ray start --head` starts one on this machine; address='host:port' joins another"
+        ) from raised[0]
+
+
+class HeadProbe:
+    """Whether the head of the cluster answers; asked on a thread of its own, which may block."""
+
+    def __init__(self) -> None:
+        self._answered_s = time.monotonic()
+        threading.Thread(target=self._run, name="genlm-ray-head", daemon=True).start()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the head has been silent for too long, or Ray was shut down."""
+        silent_s = time.monotonic() - self._answered_s
+        return silent_s > HEAD_TIMEOUT_S or not ray.is_initialized()
+
+    def _run(self) -> None:
+        while not self.is_lost:
+            with contextlib.suppress(Exception):  # it is silence that counts
+                ray.nodes()
+                self._answered_s = time.monotonic()
+            time.sleep(_PROBE_S)
+
+
+def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
+    """Translate what a replica needs to Ray's names; the first bundle is the actor's own."""
+    if resources is None:
+        return [{"CPU": 1.0}]
+    several = [resources] if isinstance(resources, Mapping) else list(resources)
+    bundles = []
+    for one in several:
+        bundle = {_AMOUNTS.get(name, name): float(amount) for name, amount in one.items()}
+        if not bundle or min(bundle.values()) < 0:
+            raise ValueError(f"resources={resources!r}: expected amounts such as num_cpus=1")
+        bundles.append({name: amount for name, amount in bundle.items() if amount})
+    return bundles
+
+
+def place(
+    bundles: list[dict[str, float]], count: int, *, name: str, timeout_s: float
+) -> list[PlacementGroup]:
+    """Reserve the resources of `count` replicas, all or none.
+
+    Args:
+        bundles: Those of one replica.
+        count: Number of replicas.
+        name: Of a served model, whose reservations outlive this process; else `""`.
+        timeout_s: How long to wait for resources that are in use.
+
+    Raises:
+        ModelLoadError: The cluster has not, or not now, so many resources.
+    """
+    needed = _summed(bundles * count)
+    total = ray.cluster_resources()
+    lacking = {key: n for key, n in needed.items() if total.get(key, 0.0) < n}
+    if lacking:
+        raise ModelLoadError(
+            f"asked for {count} replicas of {_shown(_summed(bundles))} each, in all "
+            f"{_shown(needed)}; the cluster has {_shown(total, lacking)}. Ask for fewer "
+            f"replicas, for less in resources=, or add nodes"
+        )
+    lifetime = "detached" if name else None
+    groups = [
+        placement_group(
+            bundles, strategy="PACK", lifetime=lifetime, name=f"{NAMESPACE}/{name}/{i}" * bool(name)
+        )
+        for i in range(count)
+    ]
+    if not all(group.wait(timeout_s) for group in groups):
+        free = ray.available_resources()
+        remove(groups)
+        raise ModelLoadError(
+            f"asked for {count} replicas of {_shown(_summed(bundles))} each; after "
+            f"{timeout_s:g} s other programs still use what they need: of "
+            f"{_shown(total, needed)}, {_shown(free, needed)} is free"
+        )
+    return groups
+
+
+def remove(groups: Sequence[PlacementGroup]) -> None:
+    """Give reservations back."""
+    for group in groups:
+        remove_placement_group(group)
+
+
+def reservations(name: str) -> list[PlacementGroup]:
+    """The reservations of a served model."""
+    return [
+        PlacementGroup(ray.PlacementGroupID.from_hex(identifier))
+        for identifier, each in ray.util.placement_group_table().items()
+        if each["name"].startswith(f"{NAMESPACE}/{name}/") and each["state"] != "REMOVED"
+    ]
+
+
+def start_replicas(
+    spec: ReplicaSpec, groups: Sequence[PlacementGroup], *, max_restarts: int
+) -> list[Any]:
+    """Start an actor in each reservation; detached ones of a served model."""
+    cls = ray.remote(Replica)
+    actors = []
+    for index, group in enumerate(groups):
+        own = dict(group.bundle_specs[0])
+        options: dict[str, Any] = {
+            "num_cpus": own.pop("CPU", 0.0),
+            "num_gpus": own.pop("GPU", 0.0),
+            "memory": own.pop("memory", None),
+            "resources": own,
+            "max_restarts": max_restarts,
+            "max_concurrency": 1000,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, 0, placement_group_capture_child_tasks=True
+            ),
+        }
+        if spec.name:
+            options |= {
+                "name": f"{spec.name}/{index}",
+                "namespace": NAMESPACE,
+                "lifetime": "detached",
+            }
+        actors.append(cls.options(**options).remote(spec))
+    return actors
+
+
+def _summed(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def _shown(amounts: Mapping[str, float], of: Mapping[str, float] | None = None) -> str:
+    names = amounts if of is None else of
+    return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name in names) or "nothing"

@@ -1,0 +1,495 @@
+"""`RayEngine`: replicas of an engine on a Ray cluster, driven as one engine.
+
+The engine's thread assigns queries to replicas (`router`), sends them and waits for events:
+replies, replicas that were lost or came back, or `wake` of the scheduler, which has new queries.
+A second thread asks for signs of life and attaches replicas that were started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.cloudpickle
+from ray.exceptions import RayError, RayTaskError
+
+from genlm import EngineDiedError, EngineError
+from genlm.plugin import (
+    Capability,
+    Completion,
+    EvaluationError,
+    ModelLoadError,
+    Query,
+    TokenSequence,
+    UnknownAdapterError,
+    Vocabulary,
+)
+from genlm_ray import cluster, serving
+from genlm_ray.link import Attached, Dead, Event, Events, Lost, ReplicaLink, Reply, Wake
+from genlm_ray.replica import ReplicaSpec, new_session
+from genlm_ray.router import Router
+from genlm_ray.wire import completions
+
+__all__ = ["RayEngine"]
+
+logger = logging.getLogger("genlm.ray")
+
+_PING_S = 1.0
+"""Time between two pings of a replica, which also tell it that its driver lives."""
+
+_RETRY_S = 0.2
+"""Time between two attempts to reach a replica that Ray is starting again."""
+
+_COUNTED = ("tokens_evaluated", "tokens_computed", "tokens_drawn")
+
+
+class RayEngine:
+    """Replicas of one model, loaded for this program or served to several.
+
+    Args:
+        model: What the backend `engine` calls a model, or the name of a served one.
+        engine: Backend of the replicas; None attaches to a served model.
+        replicas: Number of replicas to load.
+        engine_opts: Options of that backend.
+        resources: What a replica needs of the cluster: `num_cpus`, `num_gpus`, `memory` in
+            bytes, or resources of the cluster's own by name; by default one CPU. A list gives
+            a replica several bundles, the first for its own process, for an engine that starts
+            workers on Ray.
+        address: Of the cluster, as for `ray.init`; by default `RAY_ADDRESS`, else a cluster
+            that this process starts on this machine.
+        max_restarts: How often each replica is started again; -1 for no limit.
+        ping_timeout_s: Silence after which a replica counts as hanging; it is started again.
+        step_timeout_s: Longest step of its engine before it counts as hanging.
+        load_timeout_s: How long replicas may take to load.
+        place_timeout_s: How long to wait for resources of the cluster that are in use.
+        max_rows_per_call: Most queries that are sent to a replica at a time. The rest waits
+            here, where another replica can take it.
+        ray_opts: Further arguments of `ray.init`.
+
+    Raises:
+        ModelLoadError: No cluster, not enough resources, the model is not served or cannot be
+            loaded.
+    """
+
+    option_homes = {"ray_": "ray_opts", "": "engine_opts"}
+
+    make_router: Callable[[], Router] = Router
+
+    # What `genlm serve` calls.
+    serve = staticmethod(serving.serve)
+    served = staticmethod(serving.served)
+    stop = staticmethod(serving.stop)
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        engine: str | None = None,
+        replicas: int | None = None,
+        engine_opts: Mapping[str, Any] | None = None,
+        resources: cluster.Resources | None = None,
+        address: str | None = None,
+        max_restarts: int = 3,
+        ping_timeout_s: float = 30.0,
+        step_timeout_s: float = 3600.0,
+        load_timeout_s: float = 1800.0,
+        place_timeout_s: float = 60.0,
+        max_rows_per_call: int = 256,
+        ray_opts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._groups: list[Any] = []
+        self._events: Events = Events()
+        self._ping_timeout_s = ping_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._max_rows = max_rows_per_call
+        self._submitted: list[Query] = []
+        self._ready: list[Completion] = []
+        self._by_number: dict[int, ReplicaLink] = {}
+        self._links: list[ReplicaLink] = []
+        self._adapters: dict[str, str] = {}
+        self._prefixes: list[tuple[tuple[int, ...], str | None]] = []
+        self._router = self.make_router()
+        self._numbers = itertools.count()
+        self._died: EngineDiedError | None = None
+        self._closed = threading.Event()
+        self._nudge = threading.Event()
+        self._is_private = engine is not None
+        cluster.connect(address, ray_opts or {}, may_start=self._is_private)
+        if engine is None:
+            serving.refuse_loading_options(
+                model, replicas=replicas, engine_opts=engine_opts, resources=resources
+            )
+            actors = serving.actors_of(model)
+        else:
+            actors = self._load(
+                ReplicaSpec(engine, model, dict(engine_opts or {}), "", replicas or 2, 4 * ping_timeout_s),
+                cluster.bundles_of(resources), max_restarts, place_timeout_s,
+            )  # fmt: skip
+        driver = new_session()[:8]
+        self._links = [
+            ReplicaLink(index, actor, driver, self._events) for index, actor in enumerate(actors)
+        ]
+        self._monitor = threading.Thread(target=self._watch, name="genlm-ray", daemon=True)
+        try:
+            self._attach_all(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(
+        self,
+        spec: ReplicaSpec,
+        bundles: list[dict[str, float]],
+        max_restarts: int,
+        place_timeout_s: float,
+    ) -> list[Any]:
+        serving.check_spec(spec)
+        self._groups = cluster.place(
+            bundles, spec.replicas, name="", timeout_s=place_timeout_s
+        )
+        return cluster.start_replicas(spec, self._groups, max_restarts=max_restarts)
+
+    def _attach_all(self, model: str) -> None:
+        serving.check_versions([link.actor for link in self._links], self._load_timeout_s)
+        for link in self._links:
+            link.attach({}, [])
+        self._monitor.start()
+        until_s = time.monotonic() + self._load_timeout_s
+        waiting = set(self._links)
+        while waiting:
+            try:
+                event = self._events.get(timeout=max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                raise ModelLoadError(
+                    f"asked for {len(self._links)} replicas of {model!r}; {len(waiting)} of "
+                    f"them have not loaded it in {self._load_timeout_s:g} s; "
+                    f"load_timeout_s= allows more"
+                ) from None
+            if isinstance(event, Dead):
+                error = _cause(event.error)
+                if isinstance(error, ModelLoadError) or not isinstance(error, Exception):
+                    raise error
+                raise ModelLoadError(
+                    f"a replica of {model!r} could not be loaded: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+            self._handle(event)
+            if isinstance(event, Attached):
+                waiting.discard(event.link)
+                self._describe(event.description)
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        if hasattr(self, "vocabulary"):
+            return
+        self.vocabulary: Vocabulary = ray.cloudpickle.loads(description["vocabulary"])
+        self.max_context: int | None = description["max_context"]
+        self.capabilities = frozenset(map(Capability, description["capabilities"]))
+        self.capability_hints = {Capability(k): v for k, v in description["hints"].items()}
+        self.adapters: tuple[str, ...] = description["adapters"]
+        # A message of rows at a time keeps batches whole; engines with continuous batching
+        # take more while they work.
+        self._most_calls = 8 if Capability.SAMPLE in self.capabilities else 2
+
+    # -- the protocol of engines ------------------------------------------------------
+
+    def submit(self, query: Query) -> None:
+        """Accept a query, which the next step assigns to a replica.
+
+        Raises:
+            EngineDiedError: No replica is left.
+        """
+        if self._died is not None:
+            raise self._died
+        self._submitted.append(query)
+
+    def step(self) -> list[Completion]:
+        """Send what was submitted, and wait for answers or until `wake`.
+
+        Raises:
+            EngineDiedError: No replica is left.
+        """
+        self._handle_all()
+        self._send()
+        if not self._ready and len(self._router):
+            self._handle(self._events.get())
+            self._handle_all()
+            self._send()
+        if self._died is not None:
+            raise self._died
+        ready, self._ready = self._ready, []
+        return ready
+
+    def wake(self) -> None:
+        """Make a step that waits for replicas return; called from any thread."""
+        self._events.put(Wake())
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query; a replica that evaluates it is told."""
+        before = len(self._submitted)
+        if before:
+            self._submitted = [one for one in self._submitted if one.query_id != query_id]
+        if len(self._submitted) < before:
+            return
+        number = self._router.sent_to(query_id)
+        if self._router.finished(query_id) and number is not None:
+            self._by_number[number].aborts.append(query_id)
+            self._nudge.set()
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        """Let replicas forget a context that the program has dropped."""
+        self._router.release(adapter, key)
+        self._forget()
+        self._nudge.set()
+
+    def close(self) -> None:
+        """End the replicas of this program; served ones go on."""
+        self._closed.set()
+        self._nudge.set()
+        if not ray.is_initialized():
+            return
+        for link in self._links:
+            if self._is_private:
+                serving.kill(link.actor)
+            elif link.session is not None:
+                link.leave()
+        cluster.remove(self._groups)
+        self._groups = []
+
+    def statistics(self) -> dict[str, int | float | str]:
+        """Tokens counted by all replicas, and each replica's own figures after its number."""
+        found: dict[str, int | float | str] = {"replicas": len(self._links)}
+        for name in _COUNTED:
+            counts = [count for each in self._links if (count := each.counted(name)) is not None]
+            if counts:
+                found[name] = sum(counts)
+        found["tokens_recomputed"] = self._router.tokens_recomputed
+        for link in self._links:
+            for name, value in link.statistics().items():
+                found[f"replica {link.index}: {name}"] = value
+        return found
+
+    # -- adapters and prefixes --------------------------------------------------------
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter in every replica; folders are those of the replicas' machines.
+
+        Raises:
+            AdapterError: A replica cannot load it; it is then loaded in none.
+        """
+        self._adapters[name] = path
+        try:
+            self._everywhere("add_adapter", name, path)
+        except BaseException:
+            del self._adapters[name]
+            # Replicas that loaded it free it again; nobody waits for that.
+            for link in self._by_number.values():
+                link.start("remove_adapter", name)
+            raise
+
+    def remove_adapter(self, name: str) -> None:
+        """Free an adapter in every replica.
+
+        Raises:
+            UnknownAdapterError: No adapter of that name is loaded.
+        """
+        if name not in self._adapters:
+            raise UnknownAdapterError(name, self._adapters)
+        del self._adapters[name]
+        self._prefixes = [each for each in self._prefixes if each[1] != name]
+        self._everywhere("remove_adapter", name)
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Have every replica compute and keep a prefix."""
+        prefix = (tuple(token_ids), adapter)
+        self._everywhere("cache_prefix", *prefix)
+        self._prefixes.append(prefix)
+        self._router.computed_everywhere(adapter, TokenSequence.of(token_ids))
+
+    def clear_prefix_cache(self) -> None:
+        """Free the prefixes in every replica; of a served model those of all programs."""
+        self._prefixes.clear()
+        self._everywhere("clear_prefix_cache")
+
+    def _everywhere(self, method: str, *arguments: Any) -> None:
+        """Call a method of every replica, and wait; one that is lost then does it again later.
+
+        Raises:
+            Exception: What the first replica raised that did.
+        """
+        self._wait_for_one()
+        calls = [(link, link.start(method, *arguments)) for link in self._by_number.values()]
+        errors: list[BaseException] = []
+        for link, call in calls:
+            try:
+                ray.get(call)
+            except RayTaskError as error:
+                errors.append(_cause(error))
+            except RayError as error:
+                self._lose(link, error)
+        if errors:
+            raise errors[0]
+
+    def _wait_for_one(self) -> None:
+        """Wait until a replica is there."""
+        self._handle_all()
+        while not self._by_number:
+            if self._died is not None:
+                raise self._died
+            self._handle(self._events.get())
+
+    # -- events -----------------------------------------------------------------------
+
+    def _handle_all(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._handle(self._events.get_nowait())
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Reply):
+            self._receive(event)
+        elif isinstance(event, Lost):
+            if event.session == event.link.session:
+                self._lose(event.link, event.error)
+        elif isinstance(event, Attached):
+            self._begin(event)
+        elif isinstance(event, Dead):
+            self._bury(event.link, event.error)
+
+    def _receive(self, reply: Reply) -> None:
+        link, number = reply.link, reply.link.number
+        if reply.session != link.session or number is None:
+            return  # of a life that was given up; its queries are with other replicas
+        link.calls -= 1
+        if isinstance(reply.error, RayTaskError):  # the replica lives, this message failed
+            for each in reply.placed:
+                if self._router.finished(each.query.query_id, number):
+                    cause = EvaluationError(f"a replica refused a batch: {reply.error}")
+                    self._ready.append(Completion(each.query.query_id, error=cause))
+        elif reply.error is not None:
+            self._lose(link, reply.error)
+        elif reply.answers is None:
+            self._lose(link, EngineError("the replica ended the session"))
+        else:
+            link.store(reply.answers.statistics)
+            self._ready += [
+                each
+                for each in completions(reply.answers)
+                if self._router.finished(each.query_id, number)
+            ]
+
+    def _begin(self, event: Attached) -> None:
+        link = event.link
+        if link.is_dead or link.session is not None or event.adapters != self._adapters:
+            return  # the monitor attaches it again, with the adapters that it lacks
+        number = next(self._numbers)
+        link.begin(event.session, number, event.description)
+        self._by_number[number] = link
+        self._router.add(number)
+
+    def _lose(self, link: ReplicaLink, error: BaseException) -> None:
+        """Assign what a replica had to the others, and have it started again."""
+        number = link.number
+        if number is None:
+            return
+        logger.warning("lost replica %d: %s", link.index, _shown(error))
+        del self._by_number[number]
+        self._router.lost(number)
+        link.end(error)
+        if isinstance(error, TimeoutError):
+            serving.kill(link.actor, restart=True)
+        self._nudge.set()
+
+    def _bury(self, link: ReplicaLink, error: BaseException) -> None:
+        """Give up a replica that cannot return."""
+        if link.is_dead:
+            return
+        self._lose(link, error)
+        link.is_dead = True
+        if not all(each.is_dead for each in self._links):
+            return
+        cause = _cause(error)
+        self._died = EngineDiedError(
+            f"all {len(self._links)} replicas have ended; the last one: {_shown(cause)}"
+        )
+        self._died.__cause__ = link.lost_by or cause
+
+    # -- sending ----------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Assign what was submitted, and send what each replica should have."""
+        if self._submitted:
+            submitted, self._submitted = self._submitted, []
+            self._router.assign(submitted)
+            self._forget()
+        for number, link in self._by_number.items():
+            while link.calls < self._most_calls:
+                placed = self._router.take(number, self._max_rows)
+                if placed or (not link.calls and self._router.in_flight(number)):
+                    link.ask(placed)
+                else:
+                    break
+
+    def _forget(self) -> None:
+        """Tell replicas which sequences are not named again."""
+        for context in self._router.dropped():
+            for number in context.sent:
+                if number in self._by_number:
+                    self._by_number[number].forgotten.append(context.number)
+
+    # -- the monitor's thread ---------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Ask replicas for signs of life; attach those that were started again.
+
+        When the cluster is lost, give all of them up.
+        """
+        head = cluster.HeadProbe()
+        while not self._closed.is_set():
+            if head.is_lost:
+                error = ConnectionError("the head of the Ray cluster does not answer")
+                for link in self._links:
+                    self._events.put(Dead(link, error))
+                return
+            starting = any(each.session is None and not each.is_dead for each in self._links)
+            self._nudge.wait(_RETRY_S if starting else _PING_S)
+            self._nudge.clear()
+            for link in self._links:
+                link.tell()
+                if not link.is_dead and not self._closed.is_set():
+                    self._look_after(link)
+
+    def _look_after(self, link: ReplicaLink) -> None:
+        now_s = time.monotonic()
+        session = link.session
+        if session is None:
+            if link.attach_since_s is None:
+                link.attach(dict(self._adapters), list(self._prefixes))
+            elif now_s - link.attach_since_s > self._load_timeout_s:
+                late = TimeoutError(f"not loaded again in {self._load_timeout_s:g} s")
+                self._events.put(Dead(link, late))
+        elif link.ping_since_s is None:
+            if now_s - link.pinged_s >= _PING_S:
+                link.ping(self._step_timeout_s)
+        elif now_s - link.ping_since_s > self._ping_timeout_s:
+            link.ping_since_s = None
+            late = TimeoutError(f"no sign of life for {self._ping_timeout_s:g} s")
+            self._events.put(Lost(link, session, late))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a replica raised, without Ray's wrapping."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, BaseException) else error
+    return error
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

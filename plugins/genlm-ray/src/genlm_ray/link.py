@@ -1,0 +1,245 @@
+"""`ReplicaLink`: one replica as a driver sees it. `Events`: what the engine's thread waits for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError
+
+from genlm_ray.replica import new_session
+from genlm_ray.router import Placed
+from genlm_ray.wire import Answers, Questions, packed_queries
+
+__all__ = ["Attached", "Dead", "Event", "Events", "Lost", "ReplicaLink", "Reply", "Wake"]
+
+_COUNTED = ("tokens_computed", "tokens_evaluated", "tokens_drawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The scheduler has something for the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A message was answered, or failed."""
+
+    link: ReplicaLink
+    session: str
+    answers: Answers | None
+    error: BaseException | None
+    placed: Sequence[Placed]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A replica does not answer any more; Ray may start it again."""
+
+    link: ReplicaLink
+    session: str
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A replica has loaded its engine and begun a session."""
+
+    link: ReplicaLink
+    session: str
+    description: dict[str, Any]
+    adapters: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A replica will not answer again."""
+
+    link: ReplicaLink
+    error: BaseException
+
+
+Event = Wake | Reply | Lost | Attached | Dead
+
+Events = queue.SimpleQueue[Event]
+
+
+class ReplicaLink:
+    """An actor, this driver's session with it, and what is under way.
+
+    Attributes:
+        index: Position among the replicas.
+        number: The router's number of this life of the replica; None while it has none.
+        session: Names the session; None while there is none.
+        calls: Messages that are not answered yet.
+        is_dead: Whether it can return.
+        restarts: How many lives ended.
+        pid: Of its process.
+        lost_by: What ended the last one.
+        aborts: Queries to drop with the next message.
+        forgotten: Sequences to forget with the next message.
+        attach_since_s: When the call of `attach` that is under way began.
+        ping_since_s: When the ping that is under way began.
+    """
+
+    def __init__(self, index: int, actor: Any, driver: str, events: Events) -> None:
+        self.index = index
+        self.actor = actor
+        self.number: int | None = None
+        self.session: str | None = None
+        self.calls = 0
+        self.is_dead = False
+        self.restarts = 0
+        self.pid = 0
+        self.lost_by: BaseException | None = None
+        self.aborts: list[int] = []
+        self.forgotten: list[int] = []
+        self.attach_since_s: float | None = None
+        self.ping_since_s: float | None = None
+        self.pinged_s = 0.0
+        self._driver = driver
+        self._events = events
+        self._messages = 0
+        self._sending = threading.Lock()  # messages are numbered in the order they are sent in
+        self._statistics: dict[str, Any] = {}
+        self._before: dict[str, float] = {}  # counted in earlier lives
+
+    # -- the engine's thread ----------------------------------------------------------
+
+    def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
+        """Use a session that the replica has begun."""
+        self.session, self.number = session, number
+        self.calls = self._messages = 0
+        self.aborts, self.forgotten = [], []
+        self._statistics = description["statistics"]
+        self.pid = description["pid"]
+
+    def end(self, error: BaseException) -> None:
+        """Forget a session that was lost, and keep what was counted in it."""
+        self.lost_by = error
+        for name in _COUNTED:
+            if name in self._statistics:
+                self._before[name] = self.counted(name)
+        self._statistics = {}
+        self.session = self.number = None
+        self.restarts += 1
+
+    def ask(self, placed: Sequence[Placed]) -> None:
+        """Send queries, or ask again what has finished; the reply becomes an event."""
+        session, number = self.session, self.number
+        assert session is not None and number is not None  # noqa: S101, PT018
+
+        def replied(answers: Answers | None, error: BaseException | None) -> None:
+            self._events.put(Reply(self, session, answers, error, placed))
+
+        self.calls += 1
+        queries, outputs = packed_queries(placed, number) if placed else (b"", None)
+        self._send("exchange", replied, session, queries, outputs)
+
+    def tell(self) -> None:
+        """Send what needs no answer, if there is anything; on any thread."""
+        session = self.session
+        if session is not None and (self.aborts or self.forgotten):
+            self._send("tell", lambda *_: None, session)
+
+    def store(self, statistics: dict[str, Any]) -> None:
+        """Keep the latest statistics of the engine."""
+        self._statistics = statistics
+
+    # -- any thread -------------------------------------------------------------------
+
+    def counted(self, name: str) -> float | None:
+        """What the engine has counted, in earlier lives too; None if it does not count."""
+        now = self._statistics.get(name)
+        before = self._before.get(name)
+        if now is None:
+            return before
+        return now + (before or 0)
+
+    def statistics(self) -> dict[str, int | float | str]:
+        """The engine's statistics, and what became of the replica."""
+        state = "dead" if self.is_dead else "up" if self.session else "starting"
+        found = {"state": state, "restarts": self.restarts, "pid": self.pid, **self._statistics}
+        counts = {name: self.counted(name) for name in _COUNTED}
+        return found | {name: value for name, value in counts.items() if value is not None}
+
+    def start(self, method: str, *arguments: Any) -> Any:
+        """Start a call of the session that loads or frees something; returns its reference."""
+        return getattr(self.actor, method).remote(self.session, *arguments)
+
+    def leave(self) -> None:
+        """End the session; the replica drops what this driver has asked."""
+        session, self.session = self.session, None
+        self._call("detach", lambda *_: None, session)
+
+    # -- the monitor's thread ---------------------------------------------------------
+
+    def attach(self, adapters: dict[str, str], prefixes: list[Any]) -> None:
+        """Ask for a session; the answer becomes an event, unless it is to be asked again."""
+        session = new_session()
+        self.attach_since_s = time.monotonic()
+
+        def replied(description: Any, error: BaseException | None) -> None:
+            if error is None:
+                self._events.put(Attached(self, session, description, adapters))
+            elif not isinstance(error, ActorUnavailableError):  # which is starting again
+                self._events.put(Dead(self, error))
+            self.attach_since_s = None
+
+        self._call("attach", replied, self._driver, session, adapters, prefixes)
+
+    def ping(self, step_timeout_s: float) -> None:
+        """Ask for a sign of life; silence is noticed by `ping_since_s`."""
+        session = self.session
+        if session is None:
+            return
+        self.ping_since_s = self.pinged_s = time.monotonic()
+
+        def replied(step_s: Any, error: BaseException | None) -> None:
+            self.ping_since_s = None
+            if error is None and step_s > step_timeout_s:
+                error = TimeoutError(f"a step of its engine has taken {step_s:.0f} s")
+            if error is not None:
+                self._events.put(Lost(self, session, error))
+
+        self._call("ping", replied, session)
+
+    # ---------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        method: str,
+        replied: Callable[[Any, BaseException | None], None],
+        session: str,
+        queries: bytes = b"",
+        outputs: bytes | None = None,
+    ) -> None:
+        with self._sending:
+            aborts, self.aborts = self.aborts, []
+            forgotten, self.forgotten = self.forgotten, []
+            message = Questions(queries, outputs, aborts, forgotten)
+            self._messages += 1
+            self._call(method, replied, session, self._messages - 1, message)
+
+    def _call(
+        self,
+        method: str,
+        replied: Callable[[Any, BaseException | None], None],
+        *arguments: Any,
+    ) -> None:
+        """Call a method of the actor; `replied` gets its result or its error, on any thread."""
+        try:
+            future = getattr(self.actor, method).remote(*arguments).future()
+        except Exception as error:  # noqa: BLE001 - Ray was shut down, or refuses the call
+            replied(None, error)
+            return
+        future.add_done_callback(lambda done: replied(*_outcome(done)))
+
+
+def _outcome(done: Any) -> tuple[Any, BaseException | None]:
+    error = done.exception()
+    return (None, error) if error is not None else (done.result(), None)

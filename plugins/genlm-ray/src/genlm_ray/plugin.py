@@ -1,0 +1,21 @@
+"""Registers the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genlm.plugin import BackendSpec, hookimpl
+
+
+@hookimpl
+def genlm_backends() -> Iterator[BackendSpec]:
+    """Describe the engine without importing Ray or torch."""
+    yield BackendSpec(
+        name="ray",
+        kind="engine",
+        target="genlm_ray.engine:RayEngine",
+        summary="Replicas of any other engine on a Ray cluster, private or served",
+        capabilities=("lora", "prefix_cache", "sample", "score"),
+        requires=("ray",),
+        conformance="genlm_ray.conformance:targets",
+    )

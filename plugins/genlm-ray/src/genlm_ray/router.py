@@ -1,0 +1,440 @@
+"""`Router`: which replica evaluates which query. Knows neither Ray nor the time.
+
+The cost of a replica is counted in rows: what waits there, and the tokens of the query's context
+that it has not computed. A query goes to the replica that has most of its context. Queries that
+continue one context are then moved together, from the replica with the most work to the one
+with the least, when computing the context there once costs less than they would wait.
+
+Deterministic: equal calls have equal results, so `benchmarks/simulate_replicas.py` runs this
+class at any scale.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from genlm.plugin import Query, TokenSequence
+
+__all__ = ["Context", "Placed", "Router"]
+
+TOKEN_COST = 0.25
+"""What computing a token of a prompt costs, in rows. Tokens of one prompt share a matrix product;
+hf, mlx, vLLM and SGLang all compute them at several times the rate of rows."""
+
+HORIZON = 8
+"""Steps within which computing a context a second time must have paid for itself."""
+
+SHARED = 8
+"""Queries that continue one context in one batch make it a shared prompt, which each replica
+may compute once. What fewer share counts against `MAX_RECOMPUTED`."""
+
+MAX_RECOMPUTED = 0.05
+"""Largest share of the tokens asked that is computed again to even out the replicas' work."""
+
+BLOCK = 128
+"""Prefixes of these lengths are remembered too, for queries whose parent nobody asked."""
+
+LOOK_BACK = 4
+"""Lengths just below that of a query at which its parent is looked for."""
+
+MOST_HOLDERS = 16
+"""Most holders of a context whose work is compared for one query."""
+
+
+class Context:
+    """A sequence that was asked, or the beginning of one.
+
+    Attributes:
+        number: Names the sequence in messages to replicas.
+        length: Its number of tokens.
+        replicas: Replicas that have computed it or will.
+        sent: Replicas that know its tokens by its number.
+        fork: Its longest beginning that more replicas had when it was added.
+    """
+
+    __slots__ = ("fork", "length", "number", "replicas", "sent")
+
+    def __init__(self, number: int, length: int, fork: Context | None) -> None:
+        self.number = number
+        self.length = length
+        self.fork = fork
+        self.replicas: dict[int, None] = {}
+        self.sent: set[int] = set()
+
+    def computed_by(self, replica: int) -> int:
+        """How many of its first tokens a replica has."""
+        context: Context | None = self
+        while context is not None:
+            if replica in context.replicas:
+                return context.length
+            context = context.fork
+        return 0
+
+
+class Placed:
+    """A query, its context, the known beginning that it continues, and its replica."""
+
+    __slots__ = ("context", "cost", "is_sent", "order", "parent", "query", "replica")
+
+    def __init__(
+        self, query: Query, order: int, context: Context, parent: Context | None
+    ) -> None:
+        self.query = query
+        self.order = order
+        self.context = context
+        self.parent = parent
+        self.replica = -1
+        self.cost = 0.0
+        self.is_sent = False
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens beyond the parent, at least one."""
+        return max(1, len(self.query) - (0 if self.parent is None else self.parent.length))
+
+
+class Router:
+    """Assigns queries to replicas and keeps those that are not sent yet.
+
+    Args:
+        max_contexts: Most contexts to remember, least recently used first to go.
+
+    Attributes:
+        tokens_asked: Tokens that the queries needed where they were first placed.
+        tokens_recomputed: Tokens that were assigned to a further replica.
+        moved: Queries that left the replica of their parent.
+    """
+
+    def __init__(self, max_contexts: int = 2**15) -> None:
+        self._max_contexts = max_contexts
+        self._contexts: OrderedDict[int, Context] = OrderedDict()
+        self._numbers = itertools.count()
+        self._orders = itertools.count()
+        self._placed: dict[int, Placed] = {}
+        self._waiting: dict[int, dict[int, Placed]] = {}  # by replica, then by query
+        self._sent: dict[int, dict[int, Placed]] = {}
+        self._homeless: dict[int, Placed] = {}
+        self._work: dict[int, float] = {}
+        self._least: list[tuple[float, int]] = []  # a heap, of which outdated items are left
+        self._dropped: list[Context] = []
+        self._budget_used = 0
+        self._total = 0.0
+        self.tokens_asked = self.tokens_recomputed = self.moved = 0
+
+    # -- replicas ---------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Those that queries are assigned to."""
+        return tuple(self._work)
+
+    @property
+    def work(self) -> dict[int, float]:
+        """The cost of what each replica has to do, in rows."""
+        return dict(self._work)
+
+    def cost_of(self, replica: int) -> float:
+        """The same of one replica, summed over its queries."""
+        mine = (*self._waiting[replica].values(), *self._sent[replica].values())
+        return sum(each.cost for each in mine)
+
+    def add(self, replica: int) -> None:
+        """Assign queries to a replica, which has computed nothing. Numbers are never reused."""
+        self._waiting[replica], self._sent[replica] = {}, {}
+        self._set_work(replica, 0.0)
+        homeless, self._homeless = self._homeless, {}
+        self._place(list(homeless.values()))
+
+    def lost(self, replica: int) -> None:
+        """Assign what a replica had to the others, in the order in which it was asked."""
+        orphans = {**self._sent.pop(replica), **self._waiting.pop(replica)}
+        self._total -= self._work.pop(replica)
+        for each in orphans.values():
+            each.is_sent, each.replica = False, -1
+        self._place(sorted(orphans.values(), key=_order))
+
+    # -- queries ----------------------------------------------------------------------
+
+    def assign(self, queries: Iterable[Query]) -> None:
+        """Choose a replica for each query of a batch."""
+        placed = []
+        for query in queries:
+            parent = self._nearest(query)
+            context = self._remember(query.adapter, query.sequence, parent)
+            each = Placed(query, next(self._orders), context, parent)
+            self._placed[query.query_id] = each
+            placed.append(each)
+            self.tokens_asked += each.new_tokens
+        self._place(placed)
+
+    def take(self, replica: int, most: int) -> list[Placed]:
+        """Return waiting queries of a replica, oldest first; they count as sent.
+
+        If it has none, it gets some that wait for another one, where that ends sooner.
+        """
+        waiting = self._waiting[replica]
+        if not waiting and not self._sent[replica]:
+            self._take_from_others(replica)
+        taken = list(itertools.islice(waiting.values(), most))
+        for each in taken:
+            del waiting[each.query.query_id]
+            self._sent[replica][each.query.query_id] = each
+            each.is_sent = True
+        return taken
+
+    def finished(self, query_id: int, replica: int | None = None) -> bool:
+        """Forget a query that was answered or aborted.
+
+        Args:
+            query_id: That of the query.
+            replica: The replica that answered.
+
+        Returns:
+            Whether the query was unanswered, and with that replica.
+        """
+        each = self._placed.get(query_id)
+        if each is None or (replica is not None and each.replica != replica):
+            return False
+        del self._placed[query_id]
+        if each.replica < 0:
+            del self._homeless[query_id]
+            return True
+        (self._sent if each.is_sent else self._waiting)[each.replica].pop(query_id)
+        self._set_work(each.replica, self._work[each.replica] - each.cost)
+        return True
+
+    def sent_to(self, query_id: int) -> int | None:
+        """The replica that is evaluating a query, None if it waits or is unknown."""
+        each = self._placed.get(query_id)
+        return each.replica if each is not None and each.is_sent else None
+
+    def waiting(self, replica: int) -> int:
+        """Number of queries that wait to be sent to a replica."""
+        return len(self._waiting[replica])
+
+    def in_flight(self, replica: int) -> int:
+        """Number of queries that a replica is evaluating."""
+        return len(self._sent[replica])
+
+    def __len__(self) -> int:
+        """Number of unanswered queries."""
+        return len(self._placed)
+
+    def query_ids(self) -> list[int]:
+        """The unanswered queries, in the order in which they were asked."""
+        return [each.query.query_id for each in sorted(self._placed.values(), key=_order)]
+
+    # -- contexts ---------------------------------------------------------------------
+
+    def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:
+        """Record that every replica has computed a prefix."""
+        context = self._remember(adapter, sequence, None)
+        context.replicas |= dict.fromkeys(self._work)
+
+    def release(self, adapter: str | None, key: bytes) -> None:
+        """Forget a context that the program dropped."""
+        context = self._contexts.pop(hash((adapter, key)), None)
+        if context is not None:
+            self._dropped.append(context)
+
+    def dropped(self) -> list[Context]:
+        """Contexts forgotten since the last call, which replicas may forget as well."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    # -- choosing ---------------------------------------------------------------------
+
+    def _nearest(self, query: Query) -> Context | None:
+        """Find the longest known beginning of a query near its end, or at a block's end."""
+        sequence, adapter = query.sequence, query.adapter
+        length = len(sequence)
+        known = self._contexts.get(hash((adapter, sequence.key)))
+        lengths = itertools.chain(
+            range(length - 1, max(0, length - 1 - LOOK_BACK), -1),
+            range((length - 1) // BLOCK * BLOCK, 0, -BLOCK),
+        )
+        while known is None:
+            shorter = next(lengths, None)
+            if shorter is None:
+                return None
+            known = self._contexts.get(hash((adapter, sequence.prefix_key(shorter))))
+        return known
+
+    def _remember(
+        self, adapter: str | None, sequence: TokenSequence, parent: Context | None
+    ) -> Context:
+        key = hash((adapter, sequence.key))
+        context = self._contexts.get(key)
+        if context is not None:
+            self._contexts.move_to_end(key)
+            return context
+        length = len(sequence)
+        begin = 0 if parent is None else parent.length // BLOCK
+        for block in range(begin + 1, (length - 1) // BLOCK + 1):
+            before = hash((adapter, sequence.prefix_key(block * BLOCK)))
+            if before not in self._contexts:
+                self._add(before, block * BLOCK, parent)
+            parent = self._contexts[before]
+        return self._add(key, length, parent)
+
+    def _add(self, key: int, length: int, parent: Context | None) -> Context:
+        fork = parent
+        if parent is not None and len(parent.replicas) == 1 and parent.fork is not None:
+            fork = parent.fork
+        context = self._contexts[key] = Context(next(self._numbers), length, fork)
+        if len(self._contexts) > self._max_contexts:
+            self._dropped.append(self._contexts.popitem(last=False)[1])
+        return context
+
+    def _place(self, placed: list[Placed]) -> None:
+        if not self._work:
+            self._homeless.update((each.query.query_id, each) for each in placed)
+            return
+        groups: dict[int, dict[Context | None, list[Placed]]] = {}
+        for each in placed:
+            replica = self._home(each.parent)
+            self._put(each, replica)
+            groups.setdefault(replica, {}).setdefault(each.parent, []).append(each)
+        for replica in sorted(groups, key=lambda one: (-self._work[one], one)):
+            self._even_out(replica, groups[replica])
+
+    def _home(self, parent: Context | None) -> int:
+        """The holder of a context with the least work; else the replica with the least."""
+        idlest = self._idlest()
+        context = parent
+        while context is not None:
+            if idlest in context.replicas:
+                return idlest
+            holders = itertools.islice(
+                (one for one in context.replicas if one in self._work), MOST_HOLDERS
+            )
+            found = min(holders, key=self._work.__getitem__, default=None)
+            if found is not None:
+                return found
+            context = context.fork
+        return idlest
+
+    def _idlest(self) -> int:
+        while self._work.get(self._least[0][1]) != self._least[0][0]:
+            heapq.heappop(self._least)
+        return self._least[0][1]
+
+    def _even_out(
+        self, busy: int, groups: dict[Context | None, list[Placed]], *, now: bool = False
+    ) -> None:
+        """Move waiting queries of one replica to those with the least work.
+
+        With `now` only what then ends sooner. Otherwise queries without a parent stay: each
+        went to the replica with the least work, and others may continue what it computes.
+        """
+        if not now:
+            groups.pop(None, None)
+        while groups:
+            idle = self._idlest()
+            work, idle_work = self._work[busy], self._work[idle]
+            mean = self._total / len(self._work)
+            surplus = min((work - idle_work) / 2, max(1.0, mean - idle_work))
+            if idle == busy or work - idle_work < 2:
+                return
+            context, missing = min(
+                ((one, _missing(one, idle)) for one in groups),
+                key=lambda found: found[1] / min(len(groups[found[0]]), surplus),
+            )
+            group = groups[context]
+            both = surplus - TOKEN_COST * missing / 2  # both then end at the same time
+            tail = _tail(group, both if both >= 1 else surplus)
+            if not self._pays(work - idle_work, surplus, missing, tail, len(group), now=now):
+                return
+            del group[len(group) - len(tail) :]
+            for each in tail:
+                self._move(each, idle)
+            self.tokens_recomputed += missing
+            if len(group) + len(tail) < SHARED:
+                self._budget_used += missing
+            if not group:
+                del groups[context]
+
+    def _pays(
+        self,
+        difference: float,
+        surplus: float,
+        missing: int,
+        tail: list[Placed],
+        sharing: int,
+        *,
+        now: bool,
+    ) -> bool:
+        """Whether moving a group's tail is worth computing its context again."""
+        cost, work = missing * TOKEN_COST, sum(each.cost for each in tail)
+        if cost + work < difference:
+            pays = True
+        else:
+            pays = not now and work <= surplus and cost <= HORIZON * len(tail)
+        if not pays or not missing or now or sharing >= SHARED:
+            return pays
+        return self._budget_used + missing <= MAX_RECOMPUTED * self.tokens_asked
+
+    def _take_from_others(self, idle: int) -> None:
+        """Move queries that wait for the replica with the most work."""
+        queues = [one for one, waiting in self._waiting.items() if waiting and one != idle]
+        if not queues:
+            return
+        busy = max(queues, key=lambda one: (self._work[one], -one))
+        groups: dict[Context | None, list[Placed]] = {}
+        for each in self._waiting[busy].values():
+            groups.setdefault(each.parent, []).append(each)
+        self._even_out(busy, groups, now=True)
+
+    # -- bookkeeping ------------------------------------------------------------------
+
+    def _put(self, each: Placed, replica: int) -> None:
+        parent, length = each.parent, len(each.query)
+        known = 0 if parent is None else parent.computed_by(replica)
+        sampling = each.query.sampling
+        drawn = 1 if sampling is None else sampling.max_tokens
+        each.cost = drawn + TOKEN_COST * (max(1, length - known) - 1)
+        each.replica = replica
+        context: Context | None = each.context
+        while context is not None and replica not in context.replicas:
+            context.replicas[replica] = None
+            context = context.fork
+        if parent is not None:
+            parent.replicas[replica] = None
+        self._waiting[replica][each.query.query_id] = each
+        self._set_work(replica, self._work[replica] + each.cost)
+
+    def _move(self, each: Placed, replica: int) -> None:
+        self._set_work(each.replica, self._work[each.replica] - each.cost)
+        del self._waiting[each.replica][each.query.query_id]
+        each.context.replicas.pop(each.replica, None)
+        self._put(each, replica)
+        self.moved += 1
+
+    def _set_work(self, replica: int, work: float) -> None:
+        work = max(0.0, work)
+        self._total += work - self._work.get(replica, 0.0)
+        self._work[replica] = work
+        heapq.heappush(self._least, (work, replica))
+        if len(self._least) > 16 * len(self._work) + 64:
+            self._least = [(found, one) for one, found in self._work.items()]
+            heapq.heapify(self._least)
+
+
+def _tail(group: list[Placed], surplus: float) -> list[Placed]:
+    """The last queries of a group whose cost is at most `surplus`, one at least."""
+    count, cost = 1, group[-1].cost
+    while count < len(group) and cost + group[-count - 1].cost <= surplus:
+        count += 1
+        cost += group[-count].cost
+    return group[-count:]
+
+
+def _missing(context: Context | None, replica: int) -> int:
+    return 0 if context is None else context.length - context.computed_by(replica)
+
+
+def _order(placed: Placed) -> int:
+    return placed.order

@@ -1,0 +1,232 @@
+"""Served models: named replicas that outlive the program that started them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from genlm.plugin import GenlmError, ModelLoadError, find_backend
+from genlm_ray import cluster
+from genlm_ray.replica import ReplicaSpec, versions
+
+__all__ = [
+    "actors_of",
+    "check_spec",
+    "check_versions",
+    "kill",
+    "refuse_loading_options",
+    "serve",
+    "served",
+    "stop",
+]
+
+_ANSWER_S = 10.0
+"""How long a replica that is loaded may take to describe itself."""
+
+
+def serve(
+    name: str,
+    model: str,
+    engine: str,
+    *,
+    replicas: int = 1,
+    engine_opts: Mapping[str, Any] | None = None,
+    resources: cluster.Resources | None = None,
+    address: str | None = None,
+    max_restarts: int = -1,
+    driver_timeout_s: float = 60.0,
+    load_timeout_s: float = 1800.0,
+    place_timeout_s: float = 60.0,
+    ray_opts: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Load replicas that outlive this program; returns what each says of itself.
+
+    Args:
+        name: What `load_model(name, backend="ray")` calls them.
+        model: What the backend `engine` calls a model.
+        engine: Backend of the replicas.
+        replicas: Number of replicas.
+        engine_opts: Options of that backend.
+        resources: What a replica needs of the cluster, as for `RayEngine`.
+        address: Of the cluster; by default `RAY_ADDRESS` or the one of this machine.
+        max_restarts: How often each replica is started again; -1 for no limit.
+        driver_timeout_s: Silence after which the requests of a program are dropped.
+        load_timeout_s: How long replicas may take to load.
+        place_timeout_s: How long to wait for resources of the cluster that are in use.
+        ray_opts: Further arguments of `ray.init`.
+
+    Raises:
+        ModelLoadError: The name exists, the cluster has not the resources, or the model cannot
+            be loaded; nothing is left.
+    """
+    _check_name(name)
+    spec = ReplicaSpec(
+        engine, model, dict(engine_opts or {}), name, replicas, driver_timeout_s
+    )
+    check_spec(spec)
+    cluster.connect(address, ray_opts or {}, may_start=False)
+    if name in _names():
+        raise ModelLoadError(
+            f"asked to serve {name!r}, which this cluster serves already; choose another name, "
+            f"or end it: genlm serve --stop --name {name}"
+        )
+    groups = cluster.place(
+        cluster.bundles_of(resources), replicas, name=name, timeout_s=place_timeout_s
+    )
+    actors: list[Any] = []
+    try:
+        actors = cluster.start_replicas(spec, groups, max_restarts=max_restarts)
+        check_versions(actors, load_timeout_s)
+        found = _ask_all(actors, "describe", load_timeout_s)
+        return [
+            {**each, "state": "up", "replica": index} for index, each in enumerate(found)
+        ]
+    except BaseException:
+        for actor in actors:
+            kill(actor)
+        cluster.remove(groups)
+        raise
+
+
+def served(address: str | None = None) -> list[dict[str, Any]]:
+    """Describe every replica that a cluster serves, by name; `state` is `"up"` if it answered."""
+    cluster.connect(address, {}, may_start=False)
+    found = []
+    for name in _names():
+        for index, actor in enumerate(_actors(name)):
+            try:
+                [description] = _ask_all([actor], "describe", _ANSWER_S)
+            except ModelLoadError as error:
+                description = {"name": name, "state": str(error)}
+            found.append({"state": "up", **description, "replica": index})
+    return found
+
+
+def stop(name: str, address: str | None = None) -> int:
+    """End a served model; returns the number of its replicas.
+
+    Raises:
+        ModelLoadError: The cluster serves no such model.
+    """
+    cluster.connect(address, {}, may_start=False)
+    actors = actors_of(name)
+    for actor in actors:
+        kill(actor)
+    cluster.remove(cluster.reservations(name))
+    return len(actors)
+
+
+def actors_of(name: str) -> list[Any]:
+    """Find the replicas of a served model.
+
+    Raises:
+        ModelLoadError: The cluster serves no such model.
+    """
+    actors = _actors(name)
+    if not actors:
+        raise ModelLoadError(
+            f"asked for the served model {name!r}; this cluster serves "
+            f"{', '.join(map(repr, _names())) or 'none'}. `genlm serve` serves one; to load a "
+            f"model in replicas of your own pass engine=, such as engine='hf'"
+        )
+    return actors
+
+
+def check_versions(actors: list[Any], timeout_s: float) -> None:
+    """Compare the versions of replicas with those here.
+
+    Raises:
+        ModelLoadError: They differ, or a replica cannot start.
+    """
+    own = versions()
+    for found in _ask_all(actors, "versions", timeout_s):
+        if found != own:
+            differ = ", ".join(
+                f"{name} {found.get(name)} there, {own[name]} here"
+                for name in own
+                if found.get(name) != own[name]
+            )
+            raise ModelLoadError(
+                f"the replicas and this program have different versions: {differ}; install "
+                f"the same ones on every machine"
+            )
+
+
+def check_spec(spec: ReplicaSpec) -> None:
+    """Refuse what no replica could load.
+
+    Raises:
+        TypeError: The model is an object, which cannot be sent.
+        ValueError: Fewer than one replica.
+        PluginError: The backend is not installed here, and so not there.
+    """
+    if not isinstance(spec.model, str):
+        raise TypeError(
+            f"asked for replicas of a {type(spec.model).__name__}; replicas load models "
+            f"themselves: pass a folder or a name"
+        )
+    if spec.replicas < 1:
+        raise ValueError(f"replicas={spec.replicas}: expected at least 1")
+    if find_backend(spec.engine).name == "ray":
+        raise ModelLoadError("asked for replicas of engine='ray'; name the engine to replicate")
+
+
+def refuse_loading_options(name: str, **options: object) -> None:
+    """Refuse options that only count when replicas are loaded."""
+    given = [option for option, value in options.items() if value is not None]
+    if given:
+        raise TypeError(
+            f"{', '.join(given)}= for the served model {name!r}, which is loaded already; to "
+            f"load replicas of your own also pass engine="
+        )
+
+
+def kill(actor: Any, *, restart: bool = False) -> None:
+    """End the process of a replica; with `restart` Ray starts another one."""
+    with contextlib.suppress(RayError):  # it is dead already, or the cluster is
+        ray.kill(actor, no_restart=not restart)
+
+
+def _ask_all(actors: list[Any], method: str, timeout_s: float) -> list[Any]:
+    try:
+        answers: list[Any] = ray.get(
+            [getattr(actor, method).remote() for actor in actors], timeout=timeout_s
+        )
+    except RayTaskError as error:
+        if isinstance(error.cause, GenlmError):
+            raise error.cause from None
+        raise ModelLoadError(f"a replica could not start: {error}") from error
+    except GetTimeoutError as error:
+        raise ModelLoadError(
+            f"no answer of {len(actors)} replicas in {timeout_s:g} s; load_timeout_s= allows "
+            f"more"
+        ) from error
+    except RayError as error:
+        raise ModelLoadError(f"a replica could not start: {error}") from error
+    return answers
+
+
+def _names() -> list[str]:
+    """The names of served models."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in found if each["namespace"] == cluster.NAMESPACE]
+    return sorted({name.rpartition("/")[0] for name in names})
+
+
+def _actors(name: str) -> list[Any]:
+    found = ray.util.list_named_actors(all_namespaces=True)
+    indices = sorted(
+        int(each["name"].rpartition("/")[2])
+        for each in found
+        if each["namespace"] == cluster.NAMESPACE and each["name"].rpartition("/")[0] == name
+    )
+    return [ray.get_actor(f"{name}/{index}", cluster.NAMESPACE) for index in indices]
+
+
+def _check_name(name: str) -> None:
+    if not name or "/" in name:
+        raise ValueError(f"name={name!r}: expected a name without '/'")

@@ -1,0 +1,70 @@
+"""One local cluster for all tests, as small as it can be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+import genlm
+from genlm_ray import cluster
+from genlm_ray.conformance import CLUSTER, RESOURCES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def local_cluster() -> Iterator[None]:
+    cluster.connect(None, CLUSTER, may_start=True)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def load(request: pytest.FixtureRequest) -> Callable[..., genlm.AsyncLM]:
+    """Load replicas that end with the test."""
+
+    def loaded(engine: str = "reference", model: str = "demo", **options: Any) -> genlm.AsyncLM:
+        llm = genlm.load_model(
+            model,
+            "ray",
+            engine=engine,
+            resources=RESOURCES,
+            output_cache=genlm.OutputCache(0),
+            **options,
+        )
+        request.addfinalizer(llm.close)
+        return llm
+
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def reference() -> Iterator[genlm.AsyncLM]:
+    """The model of the replicas, in this process."""
+    with genlm.load_model("demo", "reference") as llm:
+        yield llm
+
+
+@pytest.fixture
+def pids() -> Callable[[genlm.AsyncLM], list[int]]:
+    """The processes of the replicas."""
+
+    def found(llm: genlm.AsyncLM) -> list[int]:
+        statistics = llm.statistics().engine
+        return [int(statistics[f"replica {i}: pid"]) for i in range(int(statistics["replicas"]))]
+
+    return found
+
+
+@pytest.fixture(scope="session")
+def alive() -> Callable[[int], bool]:
+    def is_alive(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    return is_alive

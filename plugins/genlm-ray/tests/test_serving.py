@@ -1,0 +1,138 @@
+"""Served models: several programs at once, clear errors, `genlm serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+import torch
+from typer.testing import CliRunner
+
+import genlm
+from genlm import ModelLoadError
+from genlm.cli import app
+from genlm_ray import replica, serving
+from genlm_ray.conformance import RESOURCES
+
+DRIVER = """
+import asyncio, os, signal, sys
+import genlm
+
+async def main():
+    with genlm.load_model("chat", "ray", address=sys.argv[1]) as llm:
+        tasks = [
+            asyncio.create_task(llm.next_token_logprobs([i % 256, i // 256])) for i in range(600)
+        ]
+        print((await tasks[0]).tolist()[:3], flush=True)
+        await asyncio.gather(*tasks)
+        if len(sys.argv) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def address(local_cluster):
+    return ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="module")
+def chat(address):
+    command = [
+        *("serve", "--name", "chat", "--backend", "reference", "--model", "demo"),
+        *("--replicas", "2", "--resources", json.dumps(RESOURCES), "--address", address),
+        "--json",
+    ]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    yield json.loads(result.stdout)
+    serving.stop("chat")
+
+
+def test_programs_attach_and_one_that_dies_leaves_nothing(chat, address, reference):
+    assert [each["state"] for each in chat] == ["up", "up"]
+    with genlm.load_model("chat", "ray", output_cache=genlm.OutputCache(0)) as llm:
+        others = [
+            subprocess.Popen(
+                [sys.executable, "-c", DRIVER, address, *more],
+                stdout=subprocess.PIPE, text=True,
+            )
+            for more in ([], ["killed"])
+        ]  # fmt: skip
+        expected = reference.next_token_logprobs_sync([0, 0]).tolist()[:3]
+        prompts = [[i, 1, 2] for i in range(200)]
+        rows = llm.batch_next_token_logprobs_sync(prompts)
+        torch.testing.assert_close(rows, reference.batch_next_token_logprobs_sync(prompts))
+        for other in others:
+            assert json.loads(other.communicate(timeout=240)[0]) == pytest.approx(expected)
+        assert [other.returncode for other in others] == [0, -signal.SIGKILL]
+        found = serving.served(address)
+        assert [each["name"] for each in found] == ["chat", "chat"]
+        assert all(sum(each["drivers"].values()) == 0 for each in found)
+
+
+def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
+    with genlm.load_model("chat", "ray", output_cache=genlm.OutputCache(0)) as llm:
+        llm.next_token_logprobs_sync([1, 2])
+        engine = llm._scheduler.engine
+        for link in engine._links:  # as the replicas do after `driver_timeout_s`
+            ray.get(link.actor.detach.remote(link.session))
+        prompts = [[i, 7] for i in range(40)]
+        torch.testing.assert_close(
+            llm.batch_next_token_logprobs_sync(prompts),
+            reference.batch_next_token_logprobs_sync(prompts),
+        )
+
+
+def test_names_that_exist_or_do_not_are_errors_that_say_what_to_do(chat, address):
+    with pytest.raises(ModelLoadError, match="serves already"):
+        serving.serve("chat", "demo", "reference", resources=RESOURCES)
+    with pytest.raises(ModelLoadError, match="this cluster serves 'chat'"):
+        genlm.load_model("chap", "ray")
+    with pytest.raises(TypeError, match="engine="):
+        genlm.load_model("chat", "ray", replicas=3)
+    result = CliRunner().invoke(app, ["serve", "--status", "--address", address])
+    assert result.output.count("chat") == 2
+
+
+def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
+    with pytest.raises(ModelLoadError, match="the cluster has 2 CPU"):
+        genlm.load_model("demo", "ray", engine="reference", replicas=3)
+    with pytest.raises(ModelLoadError, match="0 GPU"):
+        serving.serve("big", "demo", "reference", resources={"num_gpus": 1})
+    with genlm.load_model("demo", "ray", engine="reference", replicas=1):
+        with pytest.raises(ModelLoadError, match="other programs still use"):
+            genlm.load_model(
+                "demo", "ray", engine="reference", replicas=1, place_timeout_s=0.5,
+                resources={"num_cpus": 2},
+            )  # fmt: skip
+    with pytest.raises(ModelLoadError, match="no text to train"):
+        serving.serve("lost", "no/such/file", "reference", resources=RESOURCES)
+    assert "lost" not in {each["name"] for each in serving.served(address)}
+
+
+def test_another_version_is_refused(chat, monkeypatch):
+    monkeypatch.setattr(serving, "versions", lambda: {**replica.versions(), "genlm-core": "0.1"})
+    with pytest.raises(ModelLoadError, match=r"genlm-core 1\.\S* there, 0\.1 here"):
+        genlm.load_model("chat", "ray")
+
+
+def test_a_driver_that_is_silent_is_forgotten(address):
+    """The program that dies says nothing; its queries and adapters go after `driver_timeout_s`."""
+    serving.serve("brief", "demo", "reference", resources=RESOURCES, driver_timeout_s=1.0)
+    try:
+        [actor] = serving.actors_of("brief")
+        ray.get(actor.attach.remote("driver", "session", {}, []))
+        while ray.get(actor.describe.remote())["drivers"]:
+            time.sleep(0.05)
+    finally:
+        assert serving.stop("brief") == 1
+    with pytest.raises(ModelLoadError, match="serves"):
+        serving.stop("brief")

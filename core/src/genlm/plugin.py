@@ -6,7 +6,7 @@
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `TokenScores`, `rows_from_logits`, `draw_tokens`,
   `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which runs an engine
-  on its thread
+  on its thread, and `ResultHandler`, which checks and stores what it returns
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.sampling import sample_continuation as sample_continuation
     from genlm.core.sampling import stream_seeds as stream_seeds
     from genlm.core.sampling import stream_uniform as stream_uniform
+    from genlm.core.scheduler import ResultHandler as ResultHandler
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.sequence import TokenSequence as TokenSequence
     from genlm.core.text import Tokenizer as Tokenizer
@@ -115,7 +116,7 @@ _HOME = {
     "genlm.core.reductions": "Reduction reduce_rows",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
-    "genlm.core.scheduler": "Scheduler",
+    "genlm.core.scheduler": "ResultHandler Scheduler",
     "genlm.core.sequence": "TokenSequence",
     "genlm.core.text": "Tokenizer",
     "genlm.core.trie": "TokenCharacterTrie TrieLayout",

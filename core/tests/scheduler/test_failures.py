@@ -21,6 +21,7 @@ from genlm import (
     Scheduler,
     TokenIdError,
 )
+from genlm.core.scheduler import ResultHandler
 
 
 async def ask_all(llm, contexts):
@@ -143,11 +144,12 @@ def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
     class Unstorable(Exception):
         pass
 
-    def store(key, _):
-        if key == 2:
-            raise Unstorable("no room")
+    class Full(ResultHandler):
+        def store(self, key, result):
+            if key == 2:
+                raise Unstorable("no room")
 
-    scheduler = Scheduler(ScriptedEngine, on_result=store)
+    scheduler = Scheduler(ScriptedEngine, results=Full())
 
     async def main():
         return await asyncio.gather(
@@ -255,12 +257,13 @@ def test_an_abort_that_raises_leaves_no_call_unanswered(start):
 def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usable():
     engine, unreadable = ScriptedEngine(), [True]
 
-    def find_invalid(_engine, results):
-        if unreadable.pop():
-            raise MemoryError("no room to check")
-        return {}
+    class Unreadable(ResultHandler):
+        def find_invalid(self, engine, results):
+            if unreadable.pop():
+                raise MemoryError("no room to check")
+            return {}
 
-    scheduler = Scheduler(lambda: engine, find_invalid=find_invalid)
+    scheduler = Scheduler(lambda: engine, results=Unreadable())
     with pytest.raises(EvaluationError, match="no room to check"):
         scheduler.answer_sync([(Query(0, (1,)), None)])
     unreadable.append(False)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 
-from genlm.core.cache import OutputCache, copied
+from genlm.core.cache import OutputCache
 from genlm.core.context import Context, Holds
 from genlm.core.engine import Capability, Engine, checked_engine
 from genlm.core.errors import (
@@ -36,7 +36,7 @@ from genlm.core.query import Query, SamplingParams, TokenScores
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reduction_methods import ReductionMethods
 from genlm.core.reductions import Draw, DrawnToken, Reduction, TargetScore, reduce_rows
-from genlm.core.rows import invalid_rows
+from genlm.core.row_results import RowResults
 from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
 from genlm.core.score_methods import ScoreMethods, ScoreRequest, checked_start
@@ -150,21 +150,11 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             )
         build = checked_builder(build_engine)
         self._cache = output_cache
-        store = output_cache.put
-
-        def keep(key: Any, result: Any) -> None:
-            if _is_reproducible(key):
-                store(key, result)
-
         self._model = object()  # in every key: models may share one cache
         holds = Holds()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: checked_engine(build()),
-            find_invalid=_invalid_rows,
-            reduce=lambda rows, outputs: reduce_rows(torch.stack(list(rows)), outputs),
-            on_result=keep,
-            copy_result=copied,
-            on_release=holds.release,
+            results=RowResults(output_cache, holds),
             max_batch_size=max_batch_size,
             max_wait_s=max_wait_s,
             max_pending=max_pending,
@@ -945,18 +935,6 @@ load_model = AsyncLM.from_name
 
 load_model_by_name = load_model
 """The name under which genlm-backend published it."""
-
-
-def _is_reproducible(key: Any) -> bool:
-    """Whether the result under a key may answer later requests."""
-    return not isinstance(key[-1], Reduction) or key[-1].is_reproducible
-
-
-def _invalid_rows(engine: Engine, results: Sequence[Any]) -> dict[int, Exception]:
-    """Find the rows among an engine's results that are not distributions."""
-    places = [i for i, result in enumerate(results) if isinstance(result, torch.Tensor)]
-    invalid = invalid_rows([results[i] for i in places], engine.vocabulary.size)
-    return {places[position]: error for position, error in invalid.items()}
 
 
 def _check_adapter_name(name: object) -> None:

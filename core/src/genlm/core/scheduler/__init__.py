@@ -1,10 +1,12 @@
 """The batching scheduler: many callers, one engine thread.
 
 `scheduler` is the interface that callers use, `worker` the engine's thread. `request_table`
-holds the unfinished requests, `batching` decides when a batch is dispatched, `delivery`
-passes answers to the event loops and threads that wait.
+holds the unfinished requests, `batching` decides when a batch is dispatched, `results` checks
+and stores what the engine returned, `delivery` passes it to the event loops and threads that
+wait, and `observation` logs and traces the steps.
 """
 
+from genlm.core.scheduler.results import ResultHandler
 from genlm.core.scheduler.scheduler import Scheduler
 
-__all__ = ["Scheduler"]
+__all__ = ["ResultHandler", "Scheduler"]

@@ -18,7 +18,8 @@ from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import Limits
 from genlm.core.scheduler.delivery import Waiter
 from genlm.core.scheduler.request_table import Identified, PendingRequest
-from genlm.core.scheduler.worker import FindInvalid, Reduce, Worker
+from genlm.core.scheduler.results import ResultHandler
+from genlm.core.scheduler.worker import Worker
 from genlm.core.statistics import SchedulerStatistics
 from genlm.core.validation import checked_builder
 
@@ -48,17 +49,8 @@ class Scheduler(Generic[EngineT]):
         build_engine: Makes the engine; called on the engine's thread. The engine has
             `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
             query with a `query_id`.
-        find_invalid: Given the engine and the results of a step, returns an error for each
-            invalid result, by its position; called on the engine's thread.
-        reduce: Given results and for each the outputs that are wanted of it, returns a
-            `Reduced` or an error for each; called on the engine's thread for results of
-            requests with outputs that the engine has not reduced itself.
-        on_result: Called with `(key, result)` of a request with a key, and for each output
-            with `((key, output), result)`, on the engine's thread, before the callers are
-            woken.
-        copy_result: Copies a result for the second and later callers that share it.
-        on_release: Called with the engine and the items given to `release`, on the engine's
-            thread, between two steps. What it raises is logged.
+        results: Checks, reduces, stores and copies what the engine returns; by default
+            callers get it as it is.
         max_batch_size: Most queries in the engine at a time, None for no limit.
         max_wait_s: How long an incomplete batch waits for more requests when the
             engine is idle; 0 for no timer.
@@ -76,11 +68,7 @@ class Scheduler(Generic[EngineT]):
         self,
         build_engine: Callable[[], EngineT],
         *,
-        find_invalid: FindInvalid = lambda _engine, _results: {},
-        reduce: Reduce = lambda _results, _outputs: [],
-        on_result: Callable[[Any, Any], None] = lambda _key, _result: None,
-        copy_result: Callable[[Any], Any] = lambda result: result,
-        on_release: Callable[[EngineT, list[Any]], None] = lambda _engine, _items: None,
+        results: ResultHandler | None = None,
         max_batch_size: int | None = None,
         max_wait_s: float = 0.0,
         max_pending: int | None = None,
@@ -88,11 +76,7 @@ class Scheduler(Generic[EngineT]):
     ) -> None:
         self._worker = Worker(
             checked_builder(build_engine),
-            find_invalid=find_invalid,
-            reduce=reduce,
-            on_result=on_result,
-            copy_result=copy_result,
-            on_release=on_release,
+            results=results or ResultHandler(),
             limits=Limits(max_batch_size, max_wait_s, max_pending),
             name=name,
         )
@@ -122,7 +106,7 @@ class Scheduler(Generic[EngineT]):
                 result. Equal outputs of one evaluation are computed once.
 
         Returns:
-            The engine's result, which belongs to the caller (`copy_result`).
+            The engine's result, which belongs to the caller (`ResultHandler.copy`).
 
         Raises:
             EvaluationError: The engine raised for this query; errors of genlm's own
@@ -213,7 +197,7 @@ class Scheduler(Generic[EngineT]):
 
     @property
     def release(self) -> Callable[[Any], None]:
-        """Pass an item to `on_release`, soon and together with others.
+        """Pass an item to `ResultHandler.release`, soon and together with others.
 
         A function that may be called in finalizers, and that does not refer to the scheduler.
         """

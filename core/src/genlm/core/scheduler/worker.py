@@ -1,9 +1,9 @@
 """The engine's thread: takes the requests that arrived, steps the engine, delivers answers.
 
 The worker drives an engine with `submit`, `step`, `abort` and `close`. `request_table` does
-the bookkeeping, `delivery` wakes the callers and `batching` decides when a batch is
-dispatched. One lock guards what several threads use; the module is longer than others so
-that everything under that lock can be read together.
+the bookkeeping, `batching` decides when a batch is dispatched, `results` checks and stores what
+was computed, and `delivery` wakes the callers. One lock guards what several threads use; the
+module is longer than others so that everything under that lock can be read together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from genlm.core.errors import (
     EngineClosedError,
     EngineDiedError,
     EngineError,
-    EvaluationError,
     described,
 )
 from genlm.core.forking import renew_in_forks
@@ -31,21 +30,15 @@ from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
 from genlm.core.scheduler.delivery import Delivery, Waiter
 from genlm.core.scheduler.observation import StepObserver
 from genlm.core.scheduler.request_table import Identified, PendingRequest, RequestTable
+from genlm.core.scheduler.results import ResultHandler, checked, reduced, stored
 from genlm.core.statistics import SchedulerStatistics
 
-__all__ = ["FindInvalid", "Reduce", "Worker"]
+__all__ = ["Worker"]
 
 logger = logging.getLogger("genlm")
 
 RELEASE_DELAY_S = 0.01
 """How long an idle engine waits for more items to release before it is woken for them."""
-
-FindInvalid = Callable[[Any, Sequence[Any]], Mapping[int, Exception]]
-"""From an engine and the results of a step to the errors of those that are invalid."""
-
-
-Reduce = Callable[[Sequence[Any], Sequence[tuple[Any, ...]]], Sequence[Any]]
-"""From results and what is wanted of each to a `Reduced`, or an error, for each."""
 
 
 @dataclass
@@ -84,19 +77,11 @@ class Worker:
         self,
         build_engine: Callable[[], Any],
         *,
-        find_invalid: FindInvalid,
-        reduce: Reduce,
-        on_result: Callable[[Any, Any], None],
-        copy_result: Callable[[Any], Any],
-        on_release: Callable[[Any, list[Any]], None],
+        results: ResultHandler,
         limits: Limits,
         name: str,
     ) -> None:
-        self._find_invalid = find_invalid
-        self._reduce = reduce
-        self._on_result = on_result
-        self._copy_result = copy_result
-        self._on_release = on_release
+        self._results = results
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(limits.max_pending)
@@ -186,7 +171,7 @@ class Worker:
         return call.future
 
     def release(self, item: Any) -> None:
-        """Pass an item to `on_release` between two steps; safe in finalizers.
+        """Pass an item to `ResultHandler.release` between two steps; safe in finalizers.
 
         An idle engine is woken once for all items of a short time.
         """
@@ -317,13 +302,14 @@ class Worker:
             self._hand_over(completions, step_s=step_s)
 
     def _complete(self, engine: Any) -> list[Completion]:
-        return self._reduced(self._valid(engine, self._step(engine)))
+        completions = checked(self._results, engine, self._step(engine))
+        return reduced(self._results, self._table.in_engine.get, completions)
 
     def _release(self, engine: Any) -> None:
         self._release_scheduled = self._release_due = False
         items = [self._released.popleft() for _ in range(len(self._released))]
         try:
-            self._on_release(engine, items)
+            self._results.release(engine, items)
         except Exception:
             logger.exception("releasing what %s keeps raised", type(engine).__name__)
 
@@ -395,54 +381,12 @@ class Worker:
                 engine.abort(query_id)
             return [Completion(query_id, error=error) for query_id in query_ids]
 
-    def _valid(self, engine: Any, completions: list[Completion]) -> list[Completion]:
-        """Replace results that `find_invalid` rejects by its errors."""
-        places = [i for i, each in enumerate(completions) if each.result is not None]
-        try:
-            invalid = self._find_invalid(engine, [completions[i].result for i in places])
-        except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
-            invalid = dict.fromkeys(range(len(places)), error)
-        for position, problem in invalid.items():
-            query_id = completions[places[position]].query_id
-            completions[places[position]] = Completion(query_id, error=problem)
-        return completions
-
-    def _reduced(self, completions: list[Completion]) -> list[Completion]:
-        """Reduce results of which something else is wanted and that the engine left whole."""
-        places, wanted = [], []
-        for place, (query_id, result, error) in enumerate(completions):
-            request = self._table.in_engine.get(query_id)
-            if request is None or request.is_whole or error is not None or result is None:
-                continue
-            if not isinstance(result, Reduced):
-                places.append(place)
-                wanted.append(tuple(request.outputs))
-            elif len(result.values) != len(request.outputs):
-                problem = EvaluationError(
-                    f"the engine returned {len(result.values)} values for a query with "
-                    f"{len(request.outputs)} outputs"
-                )
-                completions[place] = Completion(query_id, error=problem)
-        if not places:
-            return completions
-        results: Sequence[Any]
-        try:
-            results = self._reduce([completions[place].result for place in places], wanted)
-        except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
-            results = [error] * len(places)
-        for place, result in zip(places, results, strict=True):
-            query_id = completions[place].query_id
-            if isinstance(result, Exception):
-                completions[place] = Completion(query_id, error=result)
-            else:
-                completions[place] = Completion(query_id, result)
-        return completions
-
     def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
         """Store the results, remove their requests from the table and wake the callers."""
         # Stored before the requests end: a repeated request in between would find neither
         # the row nor the request, and be evaluated again.
-        completions = [self._stored(completion) for completion in completions]
+        find = self._table.in_engine.get
+        completions = [stored(self._results, find, each) for each in completions]
         with self._lock:
             finished = [
                 (answer, self._table.finish(answer.query_id, failed=answer.error is not None))
@@ -473,24 +417,4 @@ class Worker:
             if isinstance(value, Exception):
                 delivery.add_error(its_waiters, value)
             else:
-                delivery.add_result(its_waiters, value, self._copy_result)
-
-    def _stored(self, completion: Completion) -> Completion:
-        """Pass a result to `on_result`; return a completion with its error if that raises."""
-        request = self._table.in_engine.get(completion.query_id)
-        if request is None or completion.error is not None:
-            return completion
-        if completion.result is None:
-            error = EvaluationError("the engine returned neither a result nor an error")
-            return Completion(completion.query_id, error=error)
-        if request.key is None:
-            return completion
-        result = completion.result
-        values = result.values if isinstance(result, Reduced) else (result,)
-        try:
-            for output, value in zip(request.outputs, values, strict=True):
-                if not isinstance(value, Exception):
-                    self._on_result(request.output_key(output), value)
-        except Exception as error:  # noqa: BLE001 - it fails this query alone
-            return Completion(completion.query_id, error=error)
-        return completion
+                delivery.add_result(its_waiters, value, self._results.copy)

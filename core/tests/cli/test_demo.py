@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from programs import run_code
 from typer.testing import CliRunner, Result
 
 from genlm.cli import app
 from genlm.cli.demo import Report
+from genlm.plugin import refresh
 
 OPTIONS = ["demo", "--backend", "reference", "--particles", "12", "--max-tokens", "15"]
 TIMES = {"seconds", "tokens_per_second"}
@@ -108,6 +108,17 @@ def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(result.stdout)["backend"] == "reference"
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the path; its modules and plugins are those of this test alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("GENLM_PLUGINS", "mine")
+    yield tmp_path
+    sys.modules.pop("mine", None)
+    monkeypatch.undo()
+    refresh()
+
+
 def plugin(folder: Path, tokenizer: str, max_context: int | None = None) -> None:
     """An engine over bytes whose tokenizer is the value of an expression."""
     (folder / "mine.py").write_text(
@@ -131,35 +142,35 @@ def plugin(folder: Path, tokenizer: str, max_context: int | None = None) -> None
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[genlm]\nmine = mine\n")
+    refresh()
 
 
-def demo_of(folder: Path, *arguments: str) -> CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(folder), "GENLM_PLUGINS": "mine"}
-    code = "from genlm.cli import main; main()"
-    return run_code(code, "demo", "--backend", "mine", *arguments, env=environment)
+def demo_of(*arguments: str) -> str:
+    result = invoke("demo", "--backend", "mine", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize(
     "tokenizer",
     ["None", "object()", "SimpleNamespace(encode=lambda text: list(text.encode()))"],
 )
-def test_any_tokenizer_or_none_will_do(tmp_path: Path, tokenizer: str) -> None:
-    plugin(tmp_path, tokenizer)
-    done = demo_of(tmp_path, "--particles", "5", "--max-tokens", "6", "--json")
-    found = json.loads(done.stdout)
+def test_any_tokenizer_or_none_will_do(installed: Path, tokenizer: str) -> None:
+    plugin(installed, tokenizer)
+    found = json.loads(demo_of("--particles", "5", "--max-tokens", "6", "--json"))
     texts = [*found["samples"], *(each["text"] for each in found["particles"])]
     assert len(texts) == 8
     assert all(text.startswith("The") for text in texts)
     assert found["cut_by_context"] == 0
 
 
-def test_texts_that_the_context_ends_are_counted_and_kept(tmp_path: Path) -> None:
-    plugin(tmp_path, "None", max_context=10)
+def test_texts_that_the_context_ends_are_counted_and_kept(installed: Path) -> None:
+    plugin(installed, "None", max_context=10)
     options = ("--particles", "2", "--max-tokens", "1000")
-    found = json.loads(demo_of(tmp_path, *options, "--json").stdout)
+    found = json.loads(demo_of(*options, "--json"))
     assert found["cut_by_context"] == 5
     assert all(len(each["text"]) <= 11 for each in found["particles"])
-    said = demo_of(tmp_path, *options).stdout
+    said = demo_of(*options)
     assert "5 of 5 texts end where the model's context is full, before --max-tokens" in said
-    cut = json.loads(demo_of(tmp_path, "--max-tokens", "8", "--json").stdout)["cut_by_context"]
+    cut = json.loads(demo_of("--max-tokens", "8", "--json"))["cut_by_context"]
     assert cut == 0, "--max-tokens ended them at the same place"

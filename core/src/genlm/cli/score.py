@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from genlm.cli.arguments import checked_options
 from genlm.cli.completion import backends
+from genlm.cli.text_file import LineOfText, bad_file, texts_of
 from genlm.core.errors import GenlmError
 
 if TYPE_CHECKING:
@@ -62,12 +62,6 @@ class TextScore:
         """One line of JSON, without what is not known; infinities as strings."""
         found = {key: value for key, value in vars(self).items() if value is not None}
         return json.dumps({key: _finite(value) for key, value in found.items()})
-
-
-class _Text(NamedTuple):
-    line: int
-    text: str
-    prompt: str | None
 
 
 class _Encoded(NamedTuple):
@@ -117,7 +111,7 @@ def score(
     from genlm.core.lm import load_model
 
     chosen = checked_options(options)
-    texts = _texts(file, form)
+    texts = texts_of(file, form)
     if output not in (None, "-"):
         _require_writable(Path(output))
     terminal = Console(stderr=True)
@@ -141,73 +135,10 @@ def score(
     _print(scores, f"{backend}, model {model!r}", Console())
 
 
-# -- the file -------------------------------------------------------------------------------
-
-
-def _texts(file: str, form: str) -> list[_Text]:
-    lines = _lines(file)
-    if form == "auto":
-        form = "jsonl" if _object(lines[0]) is not None else "text"
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise _bad(f"line {number} is empty")
-        found.append(_of_json(number, line) if form == "jsonl" else _Text(number, line, None))
-    return found
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        content = data.decode("utf-8-sig")
-    except OSError as error:
-        raise _bad(f"{file!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise _bad(f"{file!r}, line {line}: not UTF-8") from error
-    lines = [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
-    if lines == [""]:
-        raise _bad(f"{file!r} has no text")
-    return lines
-
-
-def _of_json(number: int, line: str) -> _Text:
-    found = _object(line)
-    if found is None:
-        raise _bad(f"line {number} is not a JSON object: {line[:60]!r}")
-    text, prompt = found.get("text"), found.get("prompt")
-    if not isinstance(text, str) or not text:
-        raise _bad(f'line {number}: expected a string that is not empty as "text"')
-    if not (prompt is None or isinstance(prompt, str)):
-        raise _bad(f'line {number}: expected a string as "prompt"')
-    return _Text(number, text, prompt)
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _require_writable(path: Path) -> None:
-    try:
-        path.open("a").close()  # a run of an hour must not end here
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{str(path)!r}: {error.strerror}", param_hint="--output"
-        ) from error
-
-
-def _bad(message: str) -> typer.BadParameter:
-    return typer.BadParameter(message, param_hint="FILE")
-
-
 # -- scores ---------------------------------------------------------------------------------
 
 
-def _encoded(llm: AsyncLM, texts: Sequence[_Text]) -> list[_Encoded]:
+def _encoded(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_Encoded]:
     """Encode all texts; raises if one is too long or has nothing to score."""
     begin = _begin(llm.vocabulary)
     encoded = []
@@ -215,9 +146,9 @@ def _encoded(llm: AsyncLM, texts: Sequence[_Text]) -> list[_Encoded]:
         try:
             of = _ids(llm.vocabulary, begin, text)
         except GenlmError as error:
-            raise _bad(f"line {text.line}: {error}") from error
+            raise bad_file(f"line {text.line}: {error}") from error
         if len(of.ids) <= of.start:
-            raise _bad(
+            raise bad_file(
                 f"line {text.line}: {text.text!r} has no token to score: the first needs one "
                 f"before it, and the vocabulary names none that begins a text; give a prompt"
             )
@@ -227,7 +158,7 @@ def _encoded(llm: AsyncLM, texts: Sequence[_Text]) -> list[_Encoded]:
     if long:
         length = next(len(of.ids) for of in encoded if len(of.ids) > most)
         others = f"; lines that are too long: {len(long)}" if long[1:] else ""
-        raise _bad(
+        raise bad_file(
             f"line {long[0]} has {length:,} tokens, and the model scores {most:,} at most"
             f"{others}. Split the text"
         )
@@ -243,7 +174,7 @@ def _begin(vocabulary: Vocabulary) -> list[int]:
     return begin if begin or ends is None else [ends]
 
 
-def _ids(vocabulary: Vocabulary, begin: list[int], text: _Text) -> _Encoded:
+def _ids(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _Encoded:
     """Encode a text and its prompt, as one text where the tokenizer splits it between them."""
     from genlm.core.text import text_ids
 
@@ -264,7 +195,7 @@ def _ids(vocabulary: Vocabulary, begin: list[int], text: _Text) -> _Encoded:
 
 
 def _scored(
-    text: _Text, of: _Encoded, logprobs: list[float], names: Vocabulary | None
+    text: LineOfText, of: _Encoded, logprobs: list[float], names: Vocabulary | None
 ) -> TextScore:
     """Sum up; with `names`, also each token by itself."""
     each = None
@@ -275,7 +206,11 @@ def _scored(
 
 
 def _text_score(
-    text: _Text, logprob: float, tokens: int, size: int, each: list[tuple[str, float]] | None
+    text: LineOfText,
+    logprob: float,
+    tokens: int,
+    size: int,
+    each: list[tuple[str, float]] | None,
 ) -> TextScore:
     bits = -logprob / math.log(2) / size if size else math.inf
     return TextScore(*text, logprob, tokens, size, _exp(-logprob / tokens), bits, each)
@@ -300,6 +235,15 @@ def _finite(value: Any) -> Any:
 # -- output ---------------------------------------------------------------------------------
 
 
+def _require_writable(path: Path) -> None:
+    try:
+        path.open("a").close()  # a run of an hour must not end here
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r}: {error.strerror}", param_hint="--output"
+        ) from error
+
+
 def _print(scores: Sequence[TextScore], title: str, console: Console) -> None:
     if not console.is_terminal:
         console = Console(width=_PIPE_WIDTH)
@@ -321,7 +265,7 @@ def _sum(scores: Sequence[TextScore]) -> TextScore:
     """Score all texts as one."""
     logprob = math.fsum(each.logprob for each in scores)
     tokens, size = sum(each.tokens for each in scores), sum(each.bytes for each in scores)
-    return _text_score(_Text(0, "", None), logprob, tokens, size, None)
+    return _text_score(LineOfText(0, "", None), logprob, tokens, size, None)
 
 
 def _figures(score: TextScore) -> Iterator[str]:

@@ -67,6 +67,8 @@ class Pretence(TorchDispatchMode):
         super().__init__()
         self.copies: list[torch.device] = []
         """Where tensors of the CPU were copied to, in order."""
+        self.reads = 0
+        """How often tensors of a device were copied to the CPU, which waits for the device."""
 
     def __enter__(self) -> Self:
         torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor() bypasses the mode
@@ -80,6 +82,8 @@ class Pretence(TorchDispatchMode):
         result = _run(operation, args, kwargs or {})
         if operation._schema.name in _MOVES and args[0].device == _CPU:
             self.copies += [result.device] * (result.device != _CPU)
+        elif operation._schema.name in _MOVES and result.device == _CPU:
+            self.reads += 1
         return result
 
 

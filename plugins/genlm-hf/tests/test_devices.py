@@ -16,6 +16,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from genlm import AsyncLM, Capability, OutputCache, Query, UnsupportedCapabilityError
+from genlm.core.reductions import Draw
 from genlm_hf import storage
 from genlm_hf.engine import HFEngine
 from genlm_hf.storage import LayerShape, default_budget_bytes
@@ -214,3 +215,13 @@ def test_a_thousand_rows_over_a_large_vocabulary_are_one_pass_on_an_accelerator(
     here = HFEngine.from_model(build_model("llama", **llama_settings()), tokenizer)._served
     assert there.max_rows * there.embedding_rows >= 1000 * 128_256
     assert here.max_rows * here.embedding_rows <= 2**26
+
+
+def test_draws_of_a_batch_are_read_from_an_accelerator_once() -> None:
+    rows = torch.randn(3, 600).log_softmax(-1)
+    requests = [Draw(0.1), Draw(0.5, temperature=0.7), Draw(0.9, temperature=0.0)]
+    with Pretence() as pretence:
+        there = rows.to(FIRST)
+        found = Draw.compute(there, requests)
+        assert pretence.reads == 1
+    assert found == Draw.compute(rows, requests)

@@ -221,7 +221,7 @@ class Draw(Reduction):
                 drawn.log_mass,
                 drawn.logprobs,
             ]
-        )
+        ).cpu()
         return [
             _drawn(request, *values)
             for request, values in zip(requests, found.T.tolist(), strict=True)

@@ -80,13 +80,13 @@ def write_adapter(folder: Path, file: Path, config: _Config) -> None:
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(settings["lora_alpha"]))
-    change = _changes(config)
+    is_permuted = config["model_type"] == "llama"
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         path, _, which = key.removeprefix("base_model.model.").rpartition(".lora_")
-        # What is done to the rows of a matrix is done to those of its second factor.
-        changed = change(f"{path}.weight", tensor) if which == "B.weight" else tensor
+        if is_permuted and which == "B.weight":  # the rows of the product
+            tensor = _of_llama(config, f"{path}.weight", tensor)
         name = f"{names(f'{path}.weight')}.lora_{which[0].lower()}"
-        writer.add_tensor(name, changed.float().contiguous().numpy())
+        writer.add_tensor(name, tensor.float().contiguous().numpy())
     _finish(writer)
 
 

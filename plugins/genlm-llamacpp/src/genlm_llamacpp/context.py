@@ -112,9 +112,19 @@ class LlamaContext:
         if self.can_cut:  # other caches copy whole sequences only
             self._llama.llama_memory_seq_rm(self._memory, target, length, -1)
 
+    def can_continue(self, sequence: int, length: int, held: int) -> bool:
+        """Whether all that the tokens after the first `length` of `held` need is there."""
+        if not self.can_cut and length != held:
+            return False
+        if not self._window or length == held:
+            return True
+        # Beyond the window of a sequence's end, llama.cpp reuses cells from the first on.
+        first = self._llama.llama_memory_seq_pos_min(self._memory, sequence)
+        return bool(0 <= first <= max(0, length - self._window))
+
     def cut(self, sequence: int, length: int) -> bool:
         """Keep the first `length` tokens; False, and nothing happens, if that cannot be."""
-        if length and not self.can_cut:
+        if length and not self.can_continue(sequence, length, self.held(sequence)):
             return False
         first = length or -1
         return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, first, -1))
@@ -175,6 +185,7 @@ class LlamaContext:
         Raises:
             AdapterError: It does not fit the model, or is not LoRA alone.
         """
+        recent_messages()
         adapter = self._llama.llama_adapter_lora_init(self._model, bytes(file))
         if not adapter:
             raise AdapterError(
@@ -258,6 +269,7 @@ class LlamaContext:
             )
         is_recurrent = self._llama.llama_model_is_recurrent(self._model)
         self.can_cut = not (is_recurrent or self._llama.llama_model_is_hybrid(self._model))
+        self._window = max(0, int(self._llama.llama_model_n_swa(self._model)))
         vocab = self._llama.llama_model_get_vocab(self._model)
         self.n_logits = int(self._llama.llama_vocab_n_tokens(vocab))
 
@@ -275,7 +287,7 @@ class LlamaContext:
         params.flash_attn_type = int(options.flash_attn)
         params.offload_kqv = options.offload_kqv
         params.kv_unified = options.kv_unified
-        params.swa_full = True  # keys outside a window are those of a shorter sequence
+        params.swa_full = True  # as many cells for layers with windows as for others
         recent_messages()
         context = self._llama.llama_init_from_model(self._model, params)
         if not context:

@@ -36,6 +36,10 @@ class Memory(Protocol):
         """Make an empty sequence hold the first `length` tokens of another."""
         ...
 
+    def can_continue(self, sequence: int, length: int, held: int) -> bool:
+        """Whether all that the tokens after the first `length` of `held` need is there."""
+        ...
+
     def cut(self, sequence: int, length: int) -> bool:
         """Keep the first `length` tokens; False, and nothing happens, if that cannot be."""
         ...
@@ -221,11 +225,9 @@ class Sequences:
         return self._compare(adapter, tokens, limit)
 
     def _usable(self, number: int, common: int, limit: int) -> tuple[int, int]:
-        if self._memory.can_cut:
-            start = min(common, limit)
-            return (number, start) if start else (-1, 0)
-        fits = common == self._lengths[number] and common <= limit
-        return (number, common) if fits else (-1, 0)
+        start, held = min(common, limit), int(self._lengths[number])
+        usable = start and self._memory.can_continue(number, start, held)
+        return (number, start) if usable else (-1, 0)
 
     def _compare(
         self, adapter: str | None, tokens: TokenSequence, limit: int
@@ -239,11 +241,11 @@ class Sequences:
         same = self._ids[numbers, : len(ids)] == ids
         differs = ~same | (np.arange(len(ids)) >= lengths[:, None])
         common = np.where(differs.any(1), differs.argmax(1), len(ids))
-        if not self._memory.can_cut:
-            common[(common < self._lengths[numbers]) | (common > limit)] = 0
-        best = int(common.argmax())
-        start = min(int(common[best]), limit)
-        return (numbers[best], start) if start else (-1, 0)
+        for best in np.argsort(-common, kind="stable"):
+            number, start = self._usable(numbers[best], int(common[best]), limit)
+            if start:
+                return number, start
+        return -1, 0
 
     def _may_take(self, number: int, tokens: TokenSequence, start: int) -> bool:
         """Whether a request computes again all that a sequence loses to it."""

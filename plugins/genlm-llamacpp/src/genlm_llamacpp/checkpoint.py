@@ -238,4 +238,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: _Config) -> No
     ):
         if config.get(f"{role}_token_id") is not None:
             add(config[f"{role}_token_id"])
-    writer.add_add_bos_token(False)

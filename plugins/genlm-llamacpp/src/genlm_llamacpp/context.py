@@ -282,6 +282,7 @@ class LlamaContext:
         params.n_batch = self.n_batch = min(options.n_batch, params.n_ctx)
         params.n_ubatch = min(options.n_ubatch, self.n_batch)
         params.n_seq_max = options.n_seq_max
+        params.n_outputs_max = max(self.n_batch, options.n_seq_max)  # asserted in C
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = int(options.flash_attn)

@@ -88,6 +88,7 @@ class Sequences:
         # Ends of requests within each sequence; those that programs still refer to.
         self._marks: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(count)]
         self._places: dict[tuple[str | None, bytes], int] = {}
+        self._uses = [0] * count  # how often each was emptied
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pinned: list[int] = []
@@ -125,6 +126,7 @@ class Sequences:
         for number, _ in found:  # so that no request evicts what another one continues
             if number in self._idle:
                 self._idle.move_to_end(number)
+        uses = list(self._uses)
         claims: list[Claim | None] = [None] * len(found)
         for index, (number, start) in enumerate(found):
             tokens = requests[index][0]
@@ -134,7 +136,11 @@ class Sequences:
                 claims[index] = Claim(number, tokens, start, number, is_new=False)
         for index, (tokens, limit) in enumerate(requests):
             if claims[index] is None:
-                claims[index] = self._new(adapter, tokens, limit, found[index])
+                source, start = found[index]
+                if start and (self._uses[source] != uses[source] or self._lengths[source] < start):
+                    # Evicted or shortened since.
+                    source, start = self._find(adapter, tokens, limit)
+                claims[index] = self._new(tokens, source, start)
         return [claim for claim in claims if claim is not None]
 
     def commit(self, adapter: str | None, claims: Sequence[Claim]) -> None:
@@ -260,17 +266,12 @@ class Sequences:
             : length - start
         ]
 
-    def _new(
-        self, adapter: str | None, tokens: TokenSequence, limit: int, found: tuple[int, int]
-    ) -> Claim:
-        source, start = found
-        if source >= 0 and (source in self._free or self._lengths[source] < start):
-            source, start = self._find(adapter, tokens, limit)  # it was evicted since
+    def _new(self, tokens: TokenSequence, source: int, start: int) -> Claim:
         if not self._free:
             self._evict(other_than=source)
-        if source in self._free:  # the only one that could be evicted
-            source, start = -1, 0
         number = self._free.pop()
+        if number == source:  # the only one that could be evicted
+            start = 0
         if start:
             self._memory.copy(source, number, start)
             self._ids[number, :start] = self._ids[source, :start]
@@ -311,4 +312,5 @@ class Sequences:
         self._memory.cut(number, 0)
         self._forget(number)
         self._lengths[number] = 0
+        self._uses[number] += 1
         self._free.append(number)

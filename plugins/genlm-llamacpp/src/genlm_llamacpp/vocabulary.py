@@ -21,6 +21,8 @@ _SENTENCEPIECE, _BYTE_LEVEL, _WORDPIECE, _UNIGRAM = 1, 2, 3, 4
 # llama_token_attr
 _UNKNOWN, _UNUSED, _NORMAL, _CONTROL, _BYTE = 1, 2, 4, 8, 32
 
+_LONG_TOKEN = 64  # bytes; longer ones are asked for twice
+
 _PADDING = re.compile(rb"\[PAD\d+\]")
 """Names that llama.cpp's converter gives to ids that the tokenizer does not have."""
 
@@ -34,7 +36,7 @@ class GgufTokenizer:
     Attributes:
         bos_token_id: The id that begins a text, or None.
         eos_token_id: The id that ends a text, or None.
-        adds_bos: Whether the file asks for `bos_token_id` at the beginning of every text.
+        init_kwargs: `add_bos_token`, if the file says whether `bos_token_id` begins a text.
 
     Raises:
         ModelLoadError: llama.cpp cannot read the file.
@@ -56,7 +58,7 @@ class GgufTokenizer:
         self.kind = int(self._llama.llama_vocab_type(self._vocab))
         self.bos_token_id = self._id(self._llama.llama_vocab_bos(self._vocab))
         self.eos_token_id = self._id(self._llama.llama_vocab_eos(self._vocab))
-        self.adds_bos = bool(self._llama.llama_vocab_get_add_bos(self._vocab))
+        self.init_kwargs = _asked(self._llama, model)
         template = self._llama.llama_model_chat_template(model, None)
         self.chat_template = None if template is None else template.decode(errors="replace")
 
@@ -86,18 +88,21 @@ class GgufTokenizer:
             room = -count
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included."""
-        count = len(token_ids)
-        ids = (ctypes.c_int32 * count)(*token_ids)
-        room = 8 * count + 8
-        while True:
-            text = ctypes.create_string_buffer(room)
-            length = self._llama.llama_detokenize(
-                self._vocab, ids, count, text, room, False, True
+        """Return the text of ids, special tokens included; spaces are left as they are."""
+        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes that llama.cpp writes for a token."""
+        text = ctypes.create_string_buffer(_LONG_TOKEN)
+        length = self._llama.llama_token_to_piece(
+            self._vocab, token_id, text, len(text), 0, True
+        )
+        if length < 0:
+            text = ctypes.create_string_buffer(-length)
+            length = self._llama.llama_token_to_piece(
+                self._vocab, token_id, text, len(text), 0, True
             )
-            if length >= 0:
-                return text.raw[:length].decode(errors="replace")
-            room = -length
+        return text.raw[:length]
 
     def apply_chat_template(
         self,
@@ -136,6 +141,14 @@ class GgufTokenizer:
 
     def _id(self, token_id: int) -> int | None:
         return token_id if 0 <= token_id < self.size else None
+
+
+def _asked(library: Any, model: int) -> dict[str, bool]:
+    text = ctypes.create_string_buffer(8)
+    key = b"tokenizer.ggml.add_bos_token"
+    if library.llama_model_meta_val_str(model, key, text, len(text)) < 0:
+        return {}
+    return {"add_bos_token": text.value == b"true"}
 
 
 def read_vocabulary(tokenizer: GgufTokenizer) -> Vocabulary:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import shutil
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import genlm
@@ -64,8 +67,7 @@ def test_the_error_of_gelu_models_is_that_of_a_table_of_float16(make, family):
         engine.close()
     plain = torch.stack([model.logprobs(ids) for ids in asked])
     assert float((rows - plain).abs().max()) < 2e-2
-    loaded = model._model_of(None)
-    loaded = __import__("copy").deepcopy(loaded)
+    loaded = copy.deepcopy(model._model_of(None))
     for module in loaded.modules():
         if type(module).__name__ in {"GELUTanh", "NewGELUActivation"}:
             rounded(module)
@@ -99,8 +101,6 @@ def test_quantised_rows_are_those_of_the_dequantised_weights(make, tmp_path, wei
 
 def dequantised(folder: Path, file: Path, target: Path) -> None:
     """Copy a checkpoint with the weights that a GGUF file has."""
-    import shutil
-
     shutil.copytree(folder, target)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
     found = {
@@ -116,8 +116,6 @@ def dequantised(folder: Path, file: Path, target: Path) -> None:
 
 
 def transformers_rows(folder: Path, asked: list[list[int]]) -> torch.Tensor:
-    import transformers
-
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = [loaded.eval()(torch.tensor([ids])).logits[0, -1, :300] for ids in asked]

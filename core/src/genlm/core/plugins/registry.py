@@ -42,6 +42,7 @@ PUBLISHED: dict[str, tuple[Kind, str]] = {
     "vllm": ("engine", "genlm-vllm"),
     "sgl": ("engine", "genlm-sgl"),
     "mlx": ("engine", "genlm-mlx"),
+    "llamacpp": ("engine", "genlm-llamacpp"),
     "cuda": ("trie", "genlm-trie-cuda"),
     "parallel": ("trie", "genlm-trie-cuda"),
 }

@@ -4,9 +4,9 @@ A population of particles shares a prompt and grows by one random token a step; 
 `resampled`, every fourth step continues copies of some; with `--tails`, also where each has so
 many tokens of its own from the start. Contestants, in turn in every round:
 
-- batched: llama.cpp's C interface and nothing else: the prompt once, copied to N sequences
-  (`llama_memory_seq_cp`), then one `llama_decode` of N tokens a step, rows by log_softmax, as in
-  `llama-batched-bench`;
+- batched: llama.cpp's C interface and nothing else, as in `llama-batched-bench`: the prompt once,
+  copied to N sequences (`llama_memory_seq_cp`), then one `llama_decode` of N tokens a step, and
+  rows by log_softmax;
 - genlm: N coroutines that await `next_token_logprobs`, the whole front end included, on a cache
   that all sequences share (`kv_unified=True`);
 - genlm divided: the same with `kv_unified=False`;
@@ -14,8 +14,8 @@ many tokens of its own from the start. Contestants, in turn in every round:
   one context, cut back to the common prefix. In an environment of its own (`--peer`);
   beside it the same calls of the C interface (`one sequence`).
 
-The limit is `batched`: what is above it is the front end. Only decoding is timed. Ratios are the
-time of `batched` by the contestant's in the same round, their median over rounds. Model: a
+The limit is `batched`: what is above it is the front end. Only decoding is timed. Ratios are
+the time of `batched` by the contestant's in the same round, their median over rounds. Model: a
 Llama of 8 layers x 512, vocabulary 8,000, random weights, float32 GGUF.
 """
 
@@ -83,9 +83,9 @@ class Loop:
         assert self.llama.llama_decode(self.context, batch) == 0
         address = self.llama.llama_get_logits(self.context)
         found = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-        return torch.from_numpy(
-            np.ctypeslib.as_array(found, (count, VOCAB_SIZE))
-        ).log_softmax(-1)
+        return torch.from_numpy(np.ctypeslib.as_array(found, (count, VOCAB_SIZE))).log_softmax(
+            -1
+        )
 
     def start(self, prompt: Sequence[int]) -> None:
         """Compute the prompt in sequence 0."""

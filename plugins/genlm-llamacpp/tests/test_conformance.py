@@ -1,5 +1,5 @@
 """The engine passes every check with attention and with a recurrent state; the oracle is
-transformers. `genlm check llamacpp` runs the other families too.
+transformers. `genlm check llamacpp` runs a model with windows too.
 """
 
 from genlm.testing import conformance_tests

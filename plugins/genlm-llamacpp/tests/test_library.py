@@ -12,7 +12,9 @@ from genlm_llamacpp.library import ContextParams, check_defaults, llama
 
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(library, "version", lambda name: "2026.9.11063")
-    with pytest.raises(library.ModelLoadError, match=r"2026\.9\.11063 is installed.*pip install"):
+    with pytest.raises(
+        library.ModelLoadError, match=r"2026\.9\.11063 is installed.*pip install"
+    ):
         llama.__wrapped__()
 
 
@@ -23,9 +25,8 @@ def test_a_struct_that_lacks_a_field_is_noticed():
     found = llama().llama_context_default_params()
     check_defaults(found, library._CONTEXT_DEFAULTS)
     shifted = Older.from_buffer_copy(bytes(found))
-    known = {name: value for name, value in library._CONTEXT_DEFAULTS.items()}
-    with pytest.raises(library.ModelLoadError, match="built from another llama.cpp"):
-        check_defaults(shifted, known)
+    with pytest.raises(library.ModelLoadError, match="built from another"):
+        check_defaults(shifted, library._CONTEXT_DEFAULTS)
 
 
 def test_builds_for_gpus_have_a_suffix(monkeypatch):

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,7 +17,10 @@ from safetensors.torch import load_file, save_file
 import genlm
 from genlm import AsyncLM, OutputCache
 from genlm.plugin import Query
+from genlm.testing import TINY_LLAMA, TinyModel
+from genlm_llamacpp import checkpoint
 from genlm_llamacpp.checkpoint import write_model
+from genlm_llamacpp.engine import LlamaCppEngine
 
 EXACT = ("llama", "qwen2", "qwen3", "mamba")
 GELU = ("gemma2", "gpt2")
@@ -44,7 +48,7 @@ def test_float32_rows_are_those_of_transformers(make, family):
     engine = model.engine(n_batch=32, n_ubatch=16)
     try:
         assert largest_error(engine, model, sequences()) < 1e-4
-        assert largest_error(engine, model, [ids + [11] for ids in sequences()]) < 1e-4
+        assert largest_error(engine, model, [[*ids, 11] for ids in sequences()]) < 1e-4
     finally:
         engine.close()
 
@@ -94,9 +98,9 @@ def test_quantised_rows_are_those_of_the_dequantised_weights(make, tmp_path, wei
     assert float(error.max()) < 0.25
     assert float(error.mean()) < 0.03
     # Beside the weights before they were quantised it is no better than the rounding of them.
-    assert float((found - torch.stack([model.logprobs(i) for i in sequences()])).abs().mean()) > (
-        float(error.mean())
-    )
+    assert float(
+        (found - torch.stack([model.logprobs(i) for i in sequences()])).abs().mean()
+    ) > (float(error.mean()))
 
 
 def dequantised(folder: Path, file: Path, target: Path) -> None:
@@ -115,6 +119,37 @@ def dequantised(folder: Path, file: Path, target: Path) -> None:
     save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize("weights", ["Q4_K", "Q6_K"])
+def test_k_quantised_rows_are_those_of_the_dequantised_weights(tmp_path, weights):
+    """Random blocks stand for quantised matrices: only llama.cpp itself quantises to these."""
+    wide = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = TinyModel(tmp_path / "model", wide, model_type="qwen2")
+    kind = gguf.GGMLQuantizationType[weights]
+    block = gguf.GGML_QUANT_SIZES[kind][1]
+    generator = np.random.default_rng(0)
+
+    def quantise(array, _):
+        size = array.size // 256
+        blocks = generator.integers(0, 256, (size, block), np.uint8)
+        half = {"Q4_K": [(0, 2e-4), (2, 1.5e-3)], "Q6_K": [(208, 3e-5)]}[weights]
+        for place, scale in half:
+            blocks[:, place : place + 2] = np.array([scale], np.float16).view(np.uint8)
+        return blocks.reshape(len(array), -1)
+
+    file = tmp_path / "model.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "quantize", quantise)
+        patch.setattr(checkpoint, "_file_type", lambda _: "MOSTLY_Q4_K_M")
+        write_model(model.path, file, weights=weights)
+    dequantised(model.path, file, tmp_path / "dequantised")
+    expected = transformers_rows(tmp_path / "dequantised", sequences())
+    with AsyncLM(lambda: LlamaCppEngine(file, n_ctx=1024, threads=1)) as lm:
+        found = torch.stack(lm.batch_next_token_logprobs_sync(sequences()))
+    error = (found[:, :300].log_softmax(-1) - expected).abs()
+    assert float(error.max()) < 0.25
+    assert float(error.mean()) < 0.03
+
+
 def transformers_rows(folder: Path, asked: list[list[int]]) -> torch.Tensor:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -128,7 +163,9 @@ def test_scores_take_one_pass_and_are_those_of_rows(llama):
         scores = lm.score_sync(text, 3)
         figures = lm.statistics().engine
     expected = [float(llama.logprobs(text[:i])[text[i]]) for i in range(3, len(text))]
-    torch.testing.assert_close(scores.double(), torch.tensor(expected).double(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        scores.double(), torch.tensor(expected).double(), atol=1e-4, rtol=0
+    )
     assert figures["tokens_computed"] == len(text) - 1
 
 
@@ -165,5 +202,5 @@ def test_split_files_are_one_model(llama, tmp_path):
         row = lm.next_token_logprobs_sync([5, 6, 7]).double()
     torch.testing.assert_close(row, llama.logprobs([5, 6, 7]), atol=1e-4, rtol=0)
     parts[-1].unlink()
-    with pytest.raises(genlm.ModelLoadError, match="llama.cpp could not load"):
+    with pytest.raises(genlm.ModelLoadError, match="could not read"):
         genlm.load_model(parts[0], "llamacpp", n_ctx=256, threads=1)

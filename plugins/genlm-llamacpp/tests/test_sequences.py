@@ -29,7 +29,9 @@ def test_random_batches_have_the_right_rows(make, name):
     known = [[generator.randrange(300)] for _ in range(3)]
     try:
         for _ in range(40):
-            asked = [_continued(generator, known) for _ in range(generator.choice((1, 2, 5, 8)))]
+            asked = [
+                _continued(generator, known) for _ in range(generator.choice((1, 2, 5, 8)))
+            ]
             known = [*known, *asked][-20:]
             unique = [list(ids) for ids in {tuple(ids): None for ids in asked}]
             rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(unique)])
@@ -66,9 +68,12 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
     trunk = [7 * i % 300 for i in range(60)]
     try:
         engine.evaluate([Query(0, trunk)])
-        for begin in range(8):  # all cells of the layers with windows are used
+        for begin in range(1, 9):  # until all cells of the layers with windows were used
             engine.evaluate([Query(0, [(begin * 60 + i) % 300 for i in range(60)])])
-        assert engine._context._llama.llama_memory_seq_pos_min(engine._context._memory, 0) != 0
+            engine.evaluate([Query(0, trunk)])  # so that another one is evicted
+        memory = engine._context._memory
+        assert engine._context.held(0) == 60
+        assert engine._context._llama.llama_memory_seq_pos_min(memory, 0) > 20
         row = engine.evaluate([Query(0, [*trunk[:20], 5])])[0]
     finally:
         engine.close()

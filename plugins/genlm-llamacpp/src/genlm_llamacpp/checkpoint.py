@@ -43,7 +43,8 @@ def write_model(
     Args:
         folder: Has `config.json`, safetensors, and `tokenizer.json`.
         file: The file to write; parts of a split model are named after it.
-        weights: Type of the matrices, such as `"F32"` or `"Q8_0"`; vectors are float32.
+        weights: Type of the matrices, such as `"F32"` or `"Q8_0"`; vectors are float32, and
+            so are matrices whose rows cannot be divided into blocks.
         split_max_tensors: Most tensors in each file, 0 for one file.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -57,8 +58,9 @@ def write_model(
     _add_tokenizer(writer, folder, config)
     for name, tensor in _tensors(folder, config, architecture):
         array = tensor.float().contiguous().numpy()
+        is_divisible = array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         is_matrix = array.ndim > 1 and "conv1d" not in name
-        if kind is gguf.GGMLQuantizationType.F32 or not is_matrix:
+        if weights == "F32" or not (is_matrix and is_divisible):
             writer.add_tensor(name, array)
         else:
             writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
@@ -83,10 +85,10 @@ def write_adapter(folder: Path, file: Path, config: _Config) -> None:
     is_permuted = config["model_type"] == "llama"
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         path, _, which = key.removeprefix("base_model.model.").rpartition(".lora_")
-        if is_permuted and which == "B.weight":  # the rows of the product
-            tensor = _of_llama(config, f"{path}.weight", tensor)
+        permute = is_permuted and which == "B.weight"  # the rows of the product
+        factor = _of_llama(config, f"{path}.weight", tensor) if permute else tensor
         name = f"{names(f'{path}.weight')}.lora_{which[0].lower()}"
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
+        writer.add_tensor(name, factor.float().contiguous().numpy())
     _finish(writer)
 
 
@@ -222,7 +224,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: _Config) -> No
     texts = {index: text for text, index in model["vocab"].items()}
     added = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
     size = config["vocab_size"]
-    kinds = [_CONTROL if i in added else _NORMAL if i in texts else _UNUSED for i in range(size)]
+    kinds = [
+        _CONTROL if i in added else _NORMAL if i in texts else _UNUSED for i in range(size)
+    ]
     texts = texts | added
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -315,7 +315,8 @@ class LlamaContext:
         for name, (found, asked) in compared.items():
             if found != asked:
                 raise ModelLoadError(
-                    f"asked llama.cpp for {name}={asked} for {str(file)!r}; the context has {found}"
+                    f"asked llama.cpp for {name}={asked} for {str(file)!r}; the context "
+                    f"has {found}"
                 )
         if not library.llama_get_memory(context):
             raise ModelLoadError(

@@ -293,8 +293,8 @@ class LlamaCppEngine(BatchEngine):
                         self._compute(adapter, requests, receiver, first)
                         return
                     raise EvaluationError(
-                        f"a context of {len(requests[0][0])} tokens does not fit into a cache of "
-                        f"{self._context.n_cells} cells; raise n_ctx"
+                        f"a context of {len(requests[0][0])} tokens does not fit into a cache "
+                        f"of {self._context.n_cells} cells; raise n_ctx"
                     ) from None
             else:
                 return
@@ -430,7 +430,8 @@ def model_file(model: str | os.PathLike[str]) -> Path:
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
         raise ModelLoadError(
-            f"folder {str(path)!r} has {len(found)} GGUF models ({names}); pass one of the files"
+            f"folder {str(path)!r} has {len(found)} GGUF models ({names}); pass one of the "
+            f"files"
         )
     return found[0]
 

@@ -271,13 +271,13 @@ def check_defaults(params: ctypes.Structure, expected: Mapping[str, object]) -> 
     for name, value in expected.items():
         found = getattr(params, name)
         if isinstance(found, ctypes._Pointer):  # noqa: SLF001 - the type of every pointer
-            found = None if not found else found
+            found = found or None
         same = math.isclose(found, value) if isinstance(value, float) else found == value
         if not same:
             raise ModelLoadError(
                 f"the library of xllamacpp sets {name}={found!r} in "
-                f"{type(params).__name__}, where version {VERSION} sets {value!r}: it was built "
-                f"from another llama.cpp. Install xllamacpp=={VERSION}"
+                f"{type(params).__name__}, where version {VERSION} sets {value!r}: it was "
+                f"built from another llama.cpp. Install xllamacpp=={VERSION}"
             )
 
 

@@ -137,7 +137,9 @@ class Sequences:
         for index, (tokens, limit) in enumerate(requests):
             if claims[index] is None:
                 source, start = found[index]
-                if start and (self._uses[source] != uses[source] or self._lengths[source] < start):
+                if start and (
+                    self._uses[source] != uses[source] or self._lengths[source] < start
+                ):
                     # Evicted or shortened since.
                     source, start = self._find(adapter, tokens, limit)
                 claims[index] = self._new(tokens, source, start)
@@ -219,7 +221,7 @@ class Sequences:
     # -- parts ------------------------------------------------------------------------
 
     def _find(self, adapter: str | None, tokens: TokenSequence, limit: int) -> tuple[int, int]:
-        """Return the sequence with the longest common beginning, and its length up to `limit`."""
+        """Return a sequence with the longest common beginning, and its length up to `limit`."""
         length = len(tokens)
         number = self._places.get((adapter, tokens.key), -1)
         if number >= 0:
@@ -262,9 +264,10 @@ class Sequences:
             return True
         if length > len(tokens):
             return False
-        return tuple(self._ids[number, start:length].tolist()) == tokens.ids_from(start)[
-            : length - start
-        ]
+        return (
+            tuple(self._ids[number, start:length].tolist())
+            == tokens.ids_from(start)[: length - start]
+        )
 
     def _new(self, tokens: TokenSequence, source: int, start: int) -> Claim:
         if not self._free:

@@ -49,9 +49,7 @@ class GgufTokenizer:
         recent_messages()
         model = self._llama.llama_model_load_from_file(bytes(file), params)
         if not model:
-            raise ModelLoadError(
-                f"llama.cpp could not read {str(file)!r}: {recent_messages()}"
-            )
+            raise ModelLoadError(f"llama.cpp could not read {str(file)!r}: {recent_messages()}")
         weakref.finalize(self, self._llama.llama_model_free, model)
         self._vocab = self._llama.llama_model_get_vocab(model)
         self.size = int(self._llama.llama_vocab_n_tokens(self._vocab))
@@ -68,7 +66,7 @@ class GgufTokenizer:
         apart = _UNKNOWN | _UNUSED | _CONTROL
         return tuple(i for i in range(self.size) if self.attributes(i) & apart)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 - as transformers has it
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text; names of special tokens in it are read as such.
 
         Args:

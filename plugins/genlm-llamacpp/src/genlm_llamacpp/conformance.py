@@ -91,7 +91,10 @@ class TinyGguf(TinyModel):
             family.settings,
             model_type=name,
             adapters=("red", "blue"),
-            lora={"target_modules": list(family.lora)},
+            lora={
+                "target_modules": list(family.lora),
+                "fan_in_fan_out": name == "gpt2",  # its linear layers are transposed
+            },
         )
 
     @functools.cached_property

@@ -334,7 +334,7 @@ class LlamaCppEngine(BatchEngine):
             self._forwards += 1
             self._tokens_computed += part.end - part.first
             if len(part.outputs):
-                receiver.receive(part.outputs, torch.from_numpy(logits))
+                receiver.receive(part.outputs.tolist(), torch.from_numpy(logits))
 
 
 class _Rows:
@@ -354,7 +354,7 @@ class _Rows:
     def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
         """Normalise the logits of entries; they are not referred to afterwards."""
         rows = rows_from_logits(logits, self._vocabulary)
-        indices = [self._request_of[int(entry)] for entry in entries]
+        indices = [self._request_of[entry] for entry in entries]
         if self._rows is None and indices == list(range(self._count)):
             self._rows = rows
             return
@@ -392,7 +392,7 @@ class _Scores:
         wanted = [
             (row, request, position)
             for row, entry in enumerate(entries)
-            for request, position in self._places[int(entry)]
+            for request, position in self._places[entry]
         ]
         targets = [self._targets[request][position] for _, request, position in wanted]
         chosen = [row for row, _, _ in wanted]

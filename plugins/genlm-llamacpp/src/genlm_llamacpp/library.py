@@ -219,7 +219,7 @@ _WARNING, _CONTINUED = 3, 5  # ggml_log_level; a message may come in several par
 _messages: deque[str] = deque(maxlen=8)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, _text, _pointer)
+@ctypes.CFUNCTYPE(None, ctypes.c_int, _text, _pointer)  # type: ignore[untyped-decorator]
 def _on_message(level: int, text: bytes | None, _: object) -> None:
     """Keep warnings and errors for the messages of exceptions; print nothing."""
     if level >= _WARNING and level != _CONTINUED and text:

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := $(VENV)/.demo
 READY  := $(VENV)/.ready
-PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-mlx plugins/genlm-ray plugins/genlm-backend plugins/genlm-lm-eval
+PACKAGES := core plugins/genlm-hf plugins/genlm-trie-cuda plugins/genlm-mlx plugins/genlm-ray plugins/genlm-llamacpp plugins/genlm-backend plugins/genlm-lm-eval
 # On Linux these depend on builds of vLLM and SGLang for GPUs; `install_cpu` installs others.
 SERVING  := plugins/genlm-vllm plugins/genlm-sgl
 

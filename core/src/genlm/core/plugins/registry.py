@@ -43,6 +43,7 @@ PUBLISHED: dict[str, tuple[Kind, str]] = {
     "sgl": ("engine", "genlm-sgl"),
     "mlx": ("engine", "genlm-mlx"),
     "ray": ("engine", "genlm-ray"),
+    "llamacpp": ("engine", "genlm-llamacpp"),
     "cuda": ("trie", "genlm-trie-cuda"),
     "parallel": ("trie", "genlm-trie-cuda"),
 }

@@ -8,7 +8,7 @@ a module that derives them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from genlm.core.vocab.python_tokenizer import (
 )
 from genlm.core.vocab.special import special_ids
 from genlm.core.vocab.token import Token
+from genlm.core.vocab.verification import check_decoding
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,35 @@ class Vocabulary:
         found = _token_bytes(tokenizer)
         byte_vocab, str_vocab = _tokens_and_strings(found)
         missing = tuple(key for key in range(len(byte_vocab)) if key not in found)
+        return cls(tokenizer, byte_vocab, str_vocab, missing)
+
+    @classmethod
+    def from_bytes(
+        cls,
+        tokenizer: Any,
+        bytes_by_id: Mapping[int, bytes],
+        decode: Callable[[list[int]], str],
+        *,
+        names: Collection[int] = (),
+    ) -> Vocabulary:
+        """Make a vocabulary of bytes that an engine's own tables give.
+
+        Args:
+            tokenizer: Kept, not copied.
+            bytes_by_id: The bytes of each token. Ids that are left out have no token.
+            decode: The engine's own decoding of ids, special tokens included, with which the
+                bytes of all tokens are compared.
+            names: Ids whose bytes are only names, which `decode` leaves out.
+
+        Raises:
+            VocabularyError: They differ, or there are none.
+        """
+        if not bytes_by_id:
+            raise VocabularyError(f"{type(tokenizer).__name__} has no tokens")
+        texts = {key: value for key, value in bytes_by_id.items() if key not in names}
+        check_decoding(texts, decode, tokenizer)
+        byte_vocab, str_vocab = _tokens_and_strings(bytes_by_id)
+        missing = tuple(key for key in range(len(byte_vocab)) if key not in bytes_by_id)
         return cls(tokenizer, byte_vocab, str_vocab, missing)
 
     @property

@@ -1,0 +1,1 @@
+"""llama.cpp as a genlm engine: GGUF files, every prefix computed once."""

@@ -1,0 +1,193 @@
+"""One `llama_decode`, or several, over the tokens that sequences lack.
+
+Tokens that several sequences lack are in the batch once and belong to all of them, if their
+cache is unified. The arrays of the batch are filled by numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_llamacpp.sequences import Claim
+
+__all__ = ["Part", "TokenBatch", "build_batch"]
+
+_Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A request of a group whose tokens are laid out together."""
+
+    index: int
+    number: int
+    start: int
+    wanted: int
+    ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Entries of a batch that are decoded at once.
+
+    Attributes:
+        first: The first entry.
+        end: The entry after the last.
+        outputs: The entries whose logits are wanted, in order.
+    """
+
+    first: int
+    end: int
+    outputs: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Arrays of `llama_batch`, and where the logits of each request are.
+
+    Attributes:
+        tokens: Ids.
+        positions: Their positions.
+        counts: How many sequences each belongs to.
+        addresses: Where the numbers of these sequences are in memory.
+        outputs: Whether its logits are wanted.
+        entries: For each request the entries of its wanted positions, in order.
+        numbers: The arrays that `addresses` point into.
+    """
+
+    tokens: _Ints
+    positions: _Ints
+    counts: _Ints
+    addresses: NDArray[np.uintp]
+    outputs: NDArray[np.int8]
+    entries: Sequence[NDArray[np.int64]]
+    numbers: Sequence[_Ints]
+
+    def parts(self, most_tokens: int, most_outputs: int) -> Iterator[Part]:
+        """Yield parts of at most so many tokens and outputs."""
+        total = len(self.tokens)
+        where = np.flatnonzero(self.outputs)
+        first = 0
+        while first < total:
+            end = min(total, first + most_tokens)
+            begin = int(np.searchsorted(where, first))
+            if begin + most_outputs < len(where):
+                end = min(end, int(where[begin + most_outputs]))
+            yield Part(first, end, where[begin : np.searchsorted(where, end)])
+            first = end
+
+
+def build_batch(
+    claims: Sequence[Claim], first_wanted: Sequence[int], *, shared: bool
+) -> TokenBatch:
+    """Lay out the tokens that the claimed sequences lack.
+
+    Args:
+        claims: At least one.
+        first_wanted: For each the first position whose logits are wanted, with all later ones.
+        shared: Whether a token may belong to several sequences.
+    """
+    single = all(len(claim.tokens) - claim.start == 1 for claim in claims)
+    return _single_tokens(claims) if single else _runs(claims, first_wanted, shared=shared)
+
+
+def _single_tokens(claims: Sequence[Claim]) -> TokenBatch:
+    """Lay out one token for each sequence: all particles of a population take a step."""
+    count = len(claims)
+    numbers = np.array([claim.number for claim in claims], np.int32)
+    return TokenBatch(
+        tokens=np.array([claim.tokens.ids_from(claim.start)[0] for claim in claims], np.int32),
+        positions=np.array([claim.start for claim in claims], np.int32),
+        counts=np.ones(count, np.int32),
+        addresses=(numbers.ctypes.data + 4 * np.arange(count)).astype(np.uintp),
+        outputs=np.ones(count, np.int8),
+        entries=list(np.arange(count)[:, None]),
+        numbers=[numbers],
+    )
+
+
+def _runs(claims: Sequence[Claim], first_wanted: Sequence[int], *, shared: bool) -> TokenBatch:
+    """Lay out runs of tokens, those that several sequences lack once."""
+    groups: dict[tuple[int, int], list[_Member]] = {}
+    for index, (claim, wanted) in enumerate(zip(claims, first_wanted, strict=True)):
+        ids = claim.tokens.ids_from(claim.start)
+        member = _Member(index, claim.number, claim.start, wanted, ids)
+        # Sequences that share tokens must have held equal ones before.
+        key = (claim.source, claim.start) if shared else (claim.number, claim.start)
+        groups.setdefault(key, []).append(member)
+    layout = _Layout(len(claims))
+    for members in groups.values():
+        layout.add_group(sorted(members, key=lambda member: member.ids))
+    return layout.batch()
+
+
+class _Layout:
+    """Collects runs of consecutive tokens."""
+
+    def __init__(self, requests: int) -> None:
+        self._tokens: list[int] = []
+        self._positions: list[_Ints] = []
+        self._counts: list[_Ints] = []
+        self._addresses: list[NDArray[np.uintp]] = []
+        self._outputs: list[NDArray[np.int8]] = []
+        self._numbers: list[_Ints] = []
+        self._entries: list[list[NDArray[np.int64]]] = [[] for _ in range(requests)]
+
+    def add_group(self, members: list[_Member]) -> None:
+        """Add what requests lack that hold equal tokens; sorted by what they lack."""
+        waiting = [(members, 0)]
+        while waiting:
+            group, depth = waiting.pop()
+            # Of sorted requests, what the first and the last share is shared by all.
+            common = _common_length(group[0].ids, group[-1].ids, depth)
+            if common > depth:
+                self._add_run(group, depth, common)
+            longer = [member for member in group if len(member.ids) > common]
+            parts: dict[int, list[_Member]] = {}
+            for member in longer:
+                parts.setdefault(member.ids[common], []).append(member)
+            waiting.extend((part, common) for part in parts.values())
+
+    def _add_run(self, group: list[_Member], begin: int, end: int) -> None:
+        first, count = len(self._tokens), end - begin
+        start = group[0].start + begin
+        positions = np.arange(start, start + count, dtype=np.int32)
+        numbers = np.array([member.number for member in group], np.int32)
+        outputs = np.zeros(count, np.int8)
+        for member in group:
+            skipped = max(0, member.wanted - start)
+            if skipped < count:
+                outputs[skipped:] = 1
+                self._entries[member.index].append(np.arange(first + skipped, first + count))
+        self._tokens += group[0].ids[begin:end]
+        self._positions.append(positions)
+        self._counts.append(np.full(count, len(group), np.int32))
+        self._addresses.append(np.full(count, numbers.ctypes.data, np.uintp))
+        self._outputs.append(outputs)
+        self._numbers.append(numbers)
+
+    def batch(self) -> TokenBatch:
+        return TokenBatch(
+            tokens=np.array(self._tokens, np.int32),
+            positions=np.concatenate(self._positions),
+            counts=np.concatenate(self._counts),
+            addresses=np.concatenate(self._addresses),
+            outputs=np.concatenate(self._outputs),
+            entries=[np.concatenate(parts) for parts in self._entries],
+            numbers=self._numbers,
+        )
+
+
+def _common_length(one: tuple[int, ...], other: tuple[int, ...], begin: int) -> int:
+    longest = min(len(one), len(other))
+    if one[begin:longest] == other[begin:longest]:
+        return longest
+    return next(i for i in range(begin, longest) if one[i] != other[i])

@@ -1,0 +1,351 @@
+"""A llama.cpp model with its context: weights, memory, adapters and `llama_decode`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm.plugin import AdapterError, EvaluationError, ModelLoadError, cache_budget_bytes
+from genlm_llamacpp.batch import Part, TokenBatch
+from genlm_llamacpp.library import Batch, llama, recent_messages
+
+__all__ = ["CACHE_TYPES", "CacheFullError", "ContextOptions", "LlamaContext"]
+
+CACHE_TYPES: Mapping[str, tuple[int, float]] = {
+    "f32": (0, 4.0),
+    "f16": (1, 2.0),
+    "bf16": (30, 2.0),
+    "q8_0": (8, 34 / 32),
+    "q5_1": (7, 24 / 32),
+    "q5_0": (6, 22 / 32),
+    "q4_1": (3, 20 / 32),
+    "q4_0": (2, 18 / 32),
+}
+"""ggml's number of each type of keys and values, and its bytes for each value."""
+
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+
+_DEFAULT_CELLS = 16_384
+"""llama.cpp allocates all cells at once, and looks at each when it copies a sequence."""
+
+_SHARE = 0.25  # of the free memory, for the cells by default
+_FEWEST_CELLS = 256  # llama.cpp rounds up to this
+
+_NO_ROOM = 1  # what llama_decode returns then
+
+
+class CacheFullError(Exception):
+    """llama.cpp found no room for a batch; its memory is as before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """What the engine asks of llama.cpp; see `LlamaCppEngine`."""
+
+    n_ctx: int | None
+    n_batch: int
+    n_ubatch: int
+    n_seq_max: int
+    kv_unified: bool
+    type_k: str | None
+    type_v: str | None
+    flash_attn: bool
+    offload_kqv: bool
+    threads: int
+    threads_batch: int
+    n_gpu_layers: int
+    split_mode: str
+    main_gpu: int
+    tensor_split: tuple[float, ...]
+    check_tensors: bool
+
+
+class LlamaContext:
+    """Runs batches of tokens of a model, and moves sequences in its memory.
+
+    Args:
+        file: A GGUF file, or the first of a split one.
+        options: What to ask for; what llama.cpp made of it is compared.
+
+    Attributes:
+        can_cut: Whether the end of a sequence can be removed.
+        is_unified: Whether sequences share the cells of one cache.
+        max_context: Most tokens of a sequence.
+        n_batch: Most tokens of one call.
+        n_cells: Number of cells of the cache.
+        n_logits: Width of a row of logits.
+
+    Raises:
+        ModelLoadError: llama.cpp cannot load it, or it has no next-token distributions.
+    """
+
+    def __init__(self, file: Path, options: ContextOptions) -> None:
+        self._llama = llama()
+        self._adapters: dict[str, int] = {}
+        self._active: str | None = None
+        self._context = None
+        self._model = self._loaded(file, options)
+        try:
+            self._check_model(file)
+            self._context = self._created(options)
+            self._check_context(file, options)
+        except BaseException:
+            self.close()
+            raise
+        self.is_unified = options.kv_unified
+        self._memory = self._llama.llama_get_memory(self._context)
+
+    # -- memory -----------------------------------------------------------------------
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make an empty sequence hold the first `length` tokens of another."""
+        if self.can_cut and self.is_unified:
+            self._llama.llama_memory_seq_cp(self._memory, source, target, 0, length)
+            return
+        self._llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        if self.can_cut:  # other caches copy whole sequences only
+            self._llama.llama_memory_seq_rm(self._memory, target, length, -1)
+
+    def can_continue(self, sequence: int, length: int, held: int) -> bool:
+        """Whether all that the tokens after the first `length` of `held` need is there."""
+        if not self.can_cut and length != held:
+            return False
+        if not self._window or length == held:
+            return True
+        # Beyond the window of a sequence's end, llama.cpp reuses cells from the first on.
+        first = self._llama.llama_memory_seq_pos_min(self._memory, sequence)
+        return bool(0 <= first <= max(0, length - self._window))
+
+    def cut(self, sequence: int, length: int) -> bool:
+        """Keep the first `length` tokens; False, and nothing happens, if that cannot be."""
+        if length and not self.can_continue(sequence, length, self.held(sequence)):
+            return False
+        first = length or -1
+        return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, first, -1))
+
+    def held(self, sequence: int) -> int:
+        """Return how many tokens llama.cpp holds of a sequence."""
+        return int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    # -- computation ------------------------------------------------------------------
+
+    def decode(self, batch: TokenBatch, part: Part) -> NDArray[np.float32]:
+        """Compute a part of a batch.
+
+        Returns:
+            The logits of its outputs, shape `(outputs, n_logits)`, in llama.cpp's memory: valid
+            until the next call.
+
+        Raises:
+            CacheFullError: There is no room for it; nothing has changed.
+            EvaluationError: It failed; the memory of its sequences is undefined.
+        """
+        first = part.first
+        code = self._llama.llama_decode(
+            self._context,
+            Batch(
+                n_tokens=part.end - first,
+                token=_address(batch.tokens, first),
+                embd=None,
+                pos=_address(batch.positions, first),
+                n_seq_id=_address(batch.counts, first),
+                seq_id=_address(batch.addresses, first),
+                logits=_address(batch.outputs, first),
+            ),
+        )
+        if code == _NO_ROOM:
+            raise CacheFullError
+        if code:
+            raise EvaluationError(f"llama_decode returned {code}: {recent_messages()}")
+        if not len(part.outputs):
+            return np.empty((0, self.n_logits), np.float32)
+        address = self._llama.llama_get_logits(self._context)
+        if not address:
+            raise EvaluationError(f"llama.cpp returned no logits: {recent_messages()}")
+        shape = (len(part.outputs), self.n_logits)
+        found = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(found, shape)
+
+    # -- adapters ---------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, file: Path) -> None:
+        """Load a LoRA adapter in GGUF.
+
+        Raises:
+            AdapterError: It does not fit the model, or is not LoRA alone.
+        """
+        recent_messages()
+        adapter = self._llama.llama_adapter_lora_init(self._model, bytes(file))
+        if not adapter:
+            raise AdapterError(
+                f"llama.cpp could not load adapter {name!r} from {str(file)!r}: "
+                f"{recent_messages()}"
+            )
+        if self._llama.llama_adapter_get_alora_n_invocation_tokens(adapter):
+            self._llama.llama_adapter_lora_free(adapter)
+            raise AdapterError(
+                f"adapter {name!r} in {str(file)!r} is active only after invocation tokens "
+                f"(aLoRA), which genlm-llamacpp does not support"
+            )
+        self._adapters[name] = adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Free an adapter."""
+        self.activate(None)
+        self._llama.llama_adapter_lora_free(self._adapters.pop(name))
+
+    def activate(self, name: str | None) -> None:
+        """Compute with an adapter from now on, None for none."""
+        if name == self._active:
+            return
+        count = 0 if name is None else 1
+        adapters = (ctypes.c_void_p * 1)(None if name is None else self._adapters[name])
+        scales = (ctypes.c_float * 1)(1.0)
+        code = self._llama.llama_set_adapters_lora(self._context, adapters, count, scales)
+        if code:
+            raise EvaluationError(f"llama_set_adapters_lora returned {code} for {name!r}")
+        self._active = name
+
+    def close(self) -> None:
+        """Free the context and the weights, adapters included."""
+        if self._context:
+            self._llama.llama_free(self._context)
+        self._llama.llama_model_free(self._model)
+        self._context = self._model = None
+
+    # -- facts ------------------------------------------------------------------------
+
+    def description(self) -> str:
+        """Return llama.cpp's description of the model, such as `llama 8B Q4_K - Medium`."""
+        text = ctypes.create_string_buffer(128)
+        self._llama.llama_model_desc(self._model, text, len(text))
+        return text.value.decode(errors="replace")
+
+    def _metadata(self, key: str) -> str | None:
+        text = ctypes.create_string_buffer(128)
+        length = self._llama.llama_model_meta_val_str(
+            self._model, key.encode(), text, len(text)
+        )
+        return text.value.decode(errors="replace") if length >= 0 else None
+
+    # -- creation ---------------------------------------------------------------------
+
+    def _loaded(self, file: Path, options: ContextOptions) -> Any:
+        params = self._llama.llama_model_default_params()
+        params.n_gpu_layers = options.n_gpu_layers
+        params.split_mode = _SPLIT_MODES[options.split_mode]
+        params.main_gpu = options.main_gpu
+        params.check_tensors = options.check_tensors
+        if options.tensor_split:
+            most = self._llama.llama_max_devices()
+            shares = (ctypes.c_float * most)(*options.tensor_split)
+            params.tensor_split = shares
+        recent_messages()
+        model = self._llama.llama_model_load_from_file(bytes(file), params)
+        if not model:
+            raise ModelLoadError(f"llama.cpp could not load {str(file)!r}: {recent_messages()}")
+        return model
+
+    def _check_model(self, file: Path) -> None:
+        kind = None
+        if self._llama.llama_model_has_encoder(self._model):
+            kind = "a model with an encoder"
+        elif self._llama.llama_model_is_diffusion(self._model):
+            kind = "a diffusion model"
+        if kind is not None:
+            raise ModelLoadError(
+                f"{str(file)!r} is {kind}; genlm serves models that predict the next token"
+            )
+        is_recurrent = self._llama.llama_model_is_recurrent(self._model)
+        self.can_cut = not (is_recurrent or self._llama.llama_model_is_hybrid(self._model))
+        self._window = max(0, int(self._llama.llama_model_n_swa(self._model)))
+        vocab = self._llama.llama_model_get_vocab(self._model)
+        self.n_logits = int(self._llama.llama_vocab_n_tokens(vocab))
+
+    def _created(self, options: ContextOptions) -> Any:
+        params = self._llama.llama_context_default_params()
+        default = "f32" if self._metadata("general.file_type") == "0" else "f16"
+        type_k, type_v = options.type_k or default, options.type_v or default
+        params.type_k, params.type_v = CACHE_TYPES[type_k][0], CACHE_TYPES[type_v][0]
+        params.n_ctx = options.n_ctx or self._default_cells(type_k, type_v, options)
+        params.n_batch = self.n_batch = min(options.n_batch, params.n_ctx)
+        params.n_ubatch = min(options.n_ubatch, self.n_batch)
+        params.n_seq_max = options.n_seq_max
+        params.n_outputs_max = max(self.n_batch, options.n_seq_max)  # asserted in C
+        params.n_threads = options.threads
+        params.n_threads_batch = options.threads_batch
+        params.flash_attn_type = int(options.flash_attn)
+        params.offload_kqv = options.offload_kqv
+        params.kv_unified = options.kv_unified
+        params.swa_full = True  # as many cells for layers with windows as for others
+        recent_messages()
+        context = self._llama.llama_init_from_model(self._model, params)
+        if not context:
+            raise ModelLoadError(
+                f"llama.cpp could not create a context of {params.n_ctx} cells for "
+                f"{params.n_seq_max} sequences: {recent_messages()}"
+            )
+        return context
+
+    def _check_context(self, file: Path, options: ContextOptions) -> None:
+        """Compare what was asked with what the context has: structs are passed unchecked."""
+        library, context = self._llama, self._context
+        self.n_cells = int(library.llama_n_ctx(context))
+        longest = int(library.llama_n_ctx_seq(context))
+        trained = int(library.llama_model_n_ctx_train(self._model))
+        self.max_context = min(longest, trained) if trained > 0 else longest
+        parts = 1 if options.kv_unified else options.n_seq_max
+        compared = {
+            "n_ctx for each sequence": (longest * parts, self.n_cells),
+            "n_batch": (int(library.llama_n_batch(context)), self.n_batch),
+            "n_seq_max": (int(library.llama_n_seq_max(context)), options.n_seq_max),
+            "threads": (int(library.llama_n_threads(context)), options.threads),
+        }
+        for name, (found, asked) in compared.items():
+            if found != asked:
+                raise ModelLoadError(
+                    f"asked llama.cpp for {name}={asked} for {str(file)!r}; the context "
+                    f"has {found}"
+                )
+        if not library.llama_get_memory(context):
+            raise ModelLoadError(
+                f"{str(file)!r} keeps nothing of a sequence (an embedding model); genlm serves "
+                f"models that predict the next token"
+            )
+
+    def _default_cells(self, type_k: str, type_v: str, options: ContextOptions) -> int:
+        wanted = _DEFAULT_CELLS
+        if not options.kv_unified:
+            wanted = max(wanted, options.n_seq_max * _FEWEST_CELLS)
+        architecture = self._metadata("general.architecture")
+        heads = max(1, int(self._llama.llama_model_n_head(self._model)))
+        width = self._metadata(f"{architecture}.attention.key_length")
+        head_width = int(width or int(self._llama.llama_model_n_embd(self._model)) // heads)
+        values = (
+            int(self._llama.llama_model_n_layer(self._model))
+            * max(1, int(self._llama.llama_model_n_head_kv(self._model)))
+            * head_width
+        )
+        nbytes = int(values * (CACHE_TYPES[type_k][1] + CACHE_TYPES[type_v][1])) or 1
+        budget = cache_budget_bytes(
+            share=_SHARE,
+            at_least=nbytes * _FEWEST_CELLS,
+            at_most=nbytes * wanted,
+            option="n_ctx",
+        )
+        return max(_FEWEST_CELLS, budget // nbytes // _FEWEST_CELLS * _FEWEST_CELLS)
+
+
+def _address(array: NDArray[Any], first: int) -> int:
+    return int(array.ctypes.data) + first * array.itemsize

@@ -1,0 +1,453 @@
+"""`LlamaCppEngine`: GGUF files, computed by llama.cpp, as a genlm engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from genlm.plugin import (
+    AdapterError,
+    BatchEngine,
+    Capability,
+    EvaluationError,
+    ModelLoadError,
+    Query,
+    TokenScores,
+    TokenSequence,
+    UnknownAdapterError,
+    UnsupportedCapabilityError,
+    check_query,
+    model_source,
+    rows_from_logits,
+)
+from genlm_llamacpp.batch import TokenBatch, build_batch
+from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
+from genlm_llamacpp.sequences import Sequences
+from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
+
+__all__ = ["LlamaCppEngine"]
+
+_DEMO = Path(__file__).parent / "demo.gguf"
+
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+_MOST_OUTPUT_BYTES = 128 * 2**20
+"""Of the logits in one call: 256 rows of 128,000."""
+
+
+class LlamaCppEngine(BatchEngine):
+    """Next-token rows of a GGUF file. Rows are on the CPU.
+
+    Options are llama.cpp's, under its names.
+
+    Args:
+        model: `"demo"` (a small packaged model), a GGUF file, the first file of a split one,
+            or a folder with one of them.
+        n_ctx: Cells of the cache of keys and values, one for each token, shared by all
+            sequences, or divided among them with `kv_unified=False`; by default 16,384, or as
+            many as fit into a quarter of the free memory.
+        n_batch: Most tokens in one call of llama.cpp.
+        n_ubatch: Most tokens that it computes at once.
+        n_seq_max: Most sequences that are kept, at most 256.
+        kv_unified: Whether sequences share cells: less work for those that begin alike, more
+            for those that share little.
+        type_k: Type of cached keys, such as `"f16"` or `"q8_0"`; by default `"f32"` for float32
+            files and `"f16"` for others.
+        type_v: Type of cached values, as `type_k`.
+        flash_attn: Whether to compute attention by llama.cpp's flash attention, which rounds to
+            float16 on the CPU.
+        offload_kqv: Whether the cache is on the GPU.
+        threads: Threads that compute; by default as many as torch uses.
+        threads_batch: Threads for batches of several tokens; by default as `threads`.
+        n_gpu_layers: Layers on the GPU; -1 for all. Without effect where llama.cpp was built
+            for the CPU.
+        split_mode: How several GPUs share the model: `"none"`, `"layer"` or `"row"`.
+        main_gpu: The GPU with `split_mode="none"`.
+        tensor_split: Share of each GPU.
+        check_tensors: Whether to check the weights for invalid values when the model is loaded.
+        max_context: Most tokens of a context, if fewer than the model takes.
+
+    Raises:
+        ModelLoadError: llama.cpp cannot load the file, or the context is not as asked.
+        VocabularyError: The file's tokens do not have exact bytes.
+        ValueError: An option out of its range.
+    """
+
+    backend = "llamacpp"
+    capabilities = frozenset({Capability.LORA, Capability.PREFIX_CACHE, Capability.SCORE})
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        n_ctx: int | None = None,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_seq_max: int = 256,
+        kv_unified: bool = True,
+        type_k: str | None = None,
+        type_v: str | None = None,
+        flash_attn: bool = False,
+        offload_kqv: bool = True,
+        threads: int | None = None,
+        threads_batch: int | None = None,
+        n_gpu_layers: int = -1,
+        split_mode: str = "layer",
+        main_gpu: int = 0,
+        tensor_split: Sequence[float] = (),
+        check_tensors: bool = False,
+        max_context: int | None = None,
+    ) -> None:
+        threads = threads or torch.get_num_threads()
+        options = ContextOptions(
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_seq_max=n_seq_max,
+            kv_unified=kv_unified,
+            type_k=type_k,
+            type_v=type_v,
+            flash_attn=flash_attn,
+            offload_kqv=offload_kqv,
+            threads=threads,
+            threads_batch=threads_batch or threads,
+            n_gpu_layers=n_gpu_layers,
+            split_mode=split_mode,
+            main_gpu=main_gpu,
+            tensor_split=tuple(tensor_split),
+            check_tensors=check_tensors,
+        )
+        _check_options(options, max_context)
+        file = model_file(model)
+        self.vocabulary = read_vocabulary(GgufTokenizer(file))
+        self._context = LlamaContext(file, options)
+        self.max_context = self._context.max_context
+        if max_context is not None:
+            self.max_context = min(max_context, self.max_context)
+        self._sequences = Sequences(self._context, n_seq_max, self._context.max_context)
+        self._n_batch = self._context.n_batch
+        self._most_outputs = max(1, _MOST_OUTPUT_BYTES // (4 * self._context.n_logits))
+        self._description = self._context.description()
+        self._is_unified = kv_unified and self._context.can_cut
+        self._tokens_evaluated = self._tokens_computed = self._forwards = 0
+        self._adapters_loaded = self._kept = 0
+
+    # -- queries ----------------------------------------------------------------------
+
+    def submit(self, query: Query) -> None:
+        """Accept a query for one of the next steps.
+
+        Raises:
+            UnknownAdapterError: Its adapter was not loaded.
+            UnsupportedCapabilityError: It requests a continuation.
+        """
+        if query.sampling is not None:
+            raise UnsupportedCapabilityError(Capability.SAMPLE, self.backend)
+        check_query(query, adapters=self._context.adapters)
+        super().submit(query)
+
+    def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
+        """Choose about one batch: the oldest query, and others of its adapter and kind."""
+        first = pending[0]
+        scored = bool(first.targets)
+        most = min(self._sequences.most_requests, self._most_outputs)
+        chosen: list[Query] = []
+        room = self._n_batch
+        for query in pending:
+            if query.adapter != first.adapter or bool(query.targets) != scored:
+                continue
+            is_step = not scored and self._sequences.is_next(query.adapter, query.sequence)
+            room -= 1 if is_step else len(query)
+            if chosen and room < 0:
+                break
+            chosen.append(query)
+            if len(chosen) == most:
+                break
+        return chosen
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        """Compute the row of each query; all have the same adapter.
+
+        Returns:
+            Shape `(len(queries), vocabulary.size)`, float32.
+        """
+        requests = [(query.sequence, len(query) - 1) for query in queries]
+        rows = _Rows(self, len(requests))
+        self._compute(queries[0].adapter, requests, rows)
+        return rows.result()
+
+    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
+        """Score the targets of each query; all have the same adapter."""
+        requests = [(query.sequence, len(query) - len(query.targets)) for query in queries]
+        scores = _Scores(self, [query.targets for query in queries])
+        self._compute(queries[0].adapter, requests, scores)
+        return scores.result()
+
+    def close(self) -> None:
+        """Free weights and cache; the tokenizer remains usable."""
+        self._context.close()
+
+    # -- caches -----------------------------------------------------------------------
+
+    def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
+        """Compute a prefix and keep it until `clear_prefix_cache`.
+
+        Raises:
+            EvaluationError: It does not fit, or no sequence would remain for others.
+            UnknownAdapterError: The adapter was not loaded.
+        """
+        query = Query(0, tuple(token_ids), adapter)
+        check_query(query, adapters=self._context.adapters)
+        self.evaluate([query])
+        if not self._sequences.pin(adapter, query.sequence):
+            raise EvaluationError(
+                f"asked to keep a prefix of {len(query)} tokens; {self._kept} are kept, and no "
+                f"sequence would remain for others. Raise n_seq_max, or call clear_kv_cache"
+            )
+        self._kept += 1
+
+    def clear_prefix_cache(self) -> None:
+        """Free everything computed, kept prefixes included. Rows do not change."""
+        self._sequences.clear(all_adapters=True)
+        self._kept = 0
+
+    def release_context(self, adapter: str | None, key: bytes) -> None:
+        """Remove the sequence of a context that nobody refers to any more."""
+        self._sequences.release(adapter, key)
+
+    # -- adapters ---------------------------------------------------------------------
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter: a GGUF file, or a folder with one.
+
+        Raises:
+            AdapterError: There is none, or it does not fit the model.
+        """
+        if name in self._context.adapters:
+            raise AdapterError(f"adapter {name!r} is loaded already; choose another name")
+        file = Path(path)
+        found = sorted(file.glob("*.gguf")) if file.is_dir() else [file]
+        if len(found) != 1 or not found[0].is_file():
+            raise AdapterError(
+                f"adapter {name!r}: {path!r} is not a GGUF file, nor a folder with one; "
+                f"llama.cpp's convert_lora_to_gguf.py makes one of an adapter of peft"
+            )
+        self._context.load_adapter(name, found[0])
+
+    def remove_adapter(self, name: str) -> None:
+        """Free an adapter and what was computed with it.
+
+        Raises:
+            UnknownAdapterError: None of that name is loaded.
+        """
+        if name not in self._context.adapters:
+            raise UnknownAdapterError(name, self._context.adapters)
+        self._sequences.clear(name)
+        self._context.remove_adapter(name)
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of work, of sequences, and facts about the model.
+
+        `tokens_evaluated` counts the tokens of all contexts, `tokens_computed` those that
+        went through the model.
+        """
+        return {
+            "tokens_evaluated": self._tokens_evaluated,
+            "tokens_computed": self._tokens_computed,
+            "forwards": self._forwards,
+            "sequences": self._sequences.used,
+            "sequences_evicted": self._sequences.evicted,
+            "kv_cells": self._context.n_cells,
+            "model": self._description,
+        }
+
+    # -- computation ------------------------------------------------------------------
+
+    def _compute(
+        self,
+        adapter: str | None,
+        requests: Sequence[tuple[TokenSequence, int]],
+        receiver: _Rows | _Scores,
+        first: int = 0,
+    ) -> None:
+        """Compute requests in one batch, or in halves if there is no room for it.
+
+        Args:
+            adapter: Adapter of all.
+            requests: Their tokens, and the first position whose logits are wanted.
+            receiver: Takes the logits.
+            first: Index of the first of these requests, for the receiver.
+        """
+        most = self._sequences.most_requests
+        if len(requests) <= most:
+            try:
+                self._run(adapter, requests, receiver, first)
+            except CacheFullError:
+                if len(requests) == 1:
+                    if self._sequences.drop_pinned():
+                        self._kept = 0
+                        self._compute(adapter, requests, receiver, first)
+                        return
+                    raise EvaluationError(
+                        f"a context of {len(requests[0][0])} tokens does not fit into a cache "
+                        f"of {self._context.n_cells} cells; raise n_ctx"
+                    ) from None
+            else:
+                return
+        middle = len(requests) // 2
+        self._compute(adapter, requests[:middle], receiver, first)
+        self._compute(adapter, requests[middle:], receiver, first + middle)
+
+    def _run(
+        self,
+        adapter: str | None,
+        requests: Sequence[tuple[TokenSequence, int]],
+        receiver: _Rows | _Scores,
+        first: int,
+    ) -> None:
+        self._context.activate(adapter)
+        claims = self._sequences.claim(adapter, requests)
+        try:
+            wanted = [position for _, position in requests]
+            batch = build_batch(claims, wanted, shared=self._is_unified)
+            self._decode(batch, receiver, first)
+        except BaseException:
+            self._sequences.roll_back(adapter, claims)
+            raise
+        self._sequences.commit(adapter, claims)
+        self._tokens_evaluated += sum(len(tokens) for tokens, _ in requests)
+
+    def _decode(self, batch: TokenBatch, receiver: _Rows | _Scores, first: int) -> None:
+        receiver.begin(batch, first)
+        for part in batch.parts(self._n_batch, self._most_outputs):
+            while True:
+                try:
+                    logits = self._context.decode(batch, part)
+                    break
+                except CacheFullError:
+                    if not self._sequences.make_room():
+                        raise
+            self._forwards += 1
+            self._tokens_computed += part.end - part.first
+            if len(part.outputs):
+                receiver.receive(part.outputs.tolist(), torch.from_numpy(logits))
+
+
+class _Rows:
+    """Collects a row for each request."""
+
+    def __init__(self, engine: LlamaCppEngine, count: int) -> None:
+        self._vocabulary = engine.vocabulary
+        self._count = count
+        self._rows: torch.Tensor | None = None
+
+    def begin(self, batch: TokenBatch, first: int) -> None:
+        """Note where the logits of requests will be, from request `first` on."""
+        self._request_of = {
+            int(entries[0]): first + index for index, entries in enumerate(batch.entries)
+        }
+
+    def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
+        """Normalise the logits of entries; they are not referred to afterwards."""
+        rows = rows_from_logits(logits, self._vocabulary)
+        indices = [self._request_of[entry] for entry in entries]
+        if self._rows is None and indices == list(range(self._count)):
+            self._rows = rows
+            return
+        if self._rows is None:
+            self._rows = rows.new_empty((self._count, rows.shape[1]))
+        self._rows[indices] = rows
+
+    def result(self) -> torch.Tensor:
+        """Return all rows, in the order of the requests."""
+        assert self._rows is not None  # noqa: S101 - there is at least one request
+        return self._rows
+
+
+class _Scores:
+    """Collects the scores of targets, and keeps no rows."""
+
+    def __init__(self, engine: LlamaCppEngine, targets: Sequence[tuple[int, ...]]) -> None:
+        self._vocabulary = engine.vocabulary
+        self._targets = targets
+        self._scores = [
+            TokenScores(torch.empty(len(each)), torch.empty(len(each), dtype=torch.bool))
+            for each in targets
+        ]
+
+    def begin(self, batch: TokenBatch, first: int) -> None:
+        """Note which targets follow which entries of the batch, from request `first` on."""
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        for index, entries in enumerate(batch.entries):
+            for position, entry in enumerate(entries.tolist()):
+                self._places.setdefault(entry, []).append((first + index, position))
+
+    def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
+        """Score the targets that follow these entries."""
+        rows = rows_from_logits(logits, self._vocabulary)
+        wanted = [
+            (row, request, position)
+            for row, entry in enumerate(entries)
+            for request, position in self._places[entry]
+        ]
+        targets = [self._targets[request][position] for _, request, position in wanted]
+        chosen = [row for row, _, _ in wanted]
+        logprobs = rows[chosen, targets]
+        is_top = logprobs >= rows.amax(-1)[chosen]
+        for (_, request, position), logprob, top in zip(
+            wanted, logprobs.tolist(), is_top.tolist(), strict=True
+        ):
+            self._scores[request].logprobs[position] = logprob
+            self._scores[request].is_top[position] = top
+
+    def result(self) -> list[TokenScores]:
+        """Return the scores of all requests."""
+        return self._scores
+
+
+def model_file(model: str | os.PathLike[str]) -> Path:
+    """Return the GGUF file of a model, the first one if it is split.
+
+    Raises:
+        ModelLoadError: There is none, or it is not clear which one.
+    """
+    if model == "demo":
+        return _DEMO
+    path = Path(model_source(model))
+    if not path.exists():
+        raise ModelLoadError(
+            f"asked for the model {str(model)!r}; pass a GGUF file, or a folder with one. "
+            f"Nothing is downloaded here: fetch it first, for example with "
+            f"huggingface_hub.hf_hub_download"
+        )
+    if not path.is_dir():
+        return path
+    found = [file for file in sorted(path.glob("*.gguf")) if not _LATER_PART.search(file.name)]
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise ModelLoadError(
+            f"folder {str(path)!r} has {len(found)} GGUF models ({names}); pass one of the "
+            f"files"
+        )
+    return found[0]
+
+
+def _check_options(options: ContextOptions, max_context: int | None) -> None:
+    counts = ("n_batch", "n_ubatch", "n_seq_max", "threads", "threads_batch")
+    least = {name: getattr(options, name) for name in counts}
+    least |= {"n_ctx": options.n_ctx, "max_context": max_context}
+    for name, value in least.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}; it must be 1 or more")
+    if options.n_seq_max > 256:
+        raise ValueError(f"n_seq_max={options.n_seq_max}; llama.cpp has at most 256 sequences")
+    for name in ("type_k", "type_v"):
+        value = getattr(options, name)
+        if value is not None and value not in CACHE_TYPES:
+            raise ValueError(f"{name}={value!r}; expected one of {', '.join(CACHE_TYPES)}")
+    if options.split_mode not in {"none", "layer", "row"}:
+        raise ValueError(f"split_mode={options.split_mode!r}; expected none, layer or row")

@@ -1,0 +1,294 @@
+"""The part of llama.cpp's C interface that the engine uses, declared for ctypes.
+
+llama.cpp comes with the wheel of `xllamacpp`, whose shared library exports it; its Python code
+is not imported. Structs are passed by value and change between versions without a sign: a
+field too few, and an option is read from the place of another. So `llama` compares the default
+values of both structs with those that the declared version sets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from genlm.plugin import ModelLoadError
+
+__all__ = ["VERSION", "Batch", "ContextParams", "ModelParams", "llama", "recent_messages"]
+
+VERSION: Final = "2026.10.11549"
+"""The version of xllamacpp whose llama.h is declared here."""
+
+_i32, _u32, _f32, _bool, _size = (
+    ctypes.c_int32,
+    ctypes.c_uint32,
+    ctypes.c_float,
+    ctypes.c_bool,
+    ctypes.c_size_t,
+)
+_pointer, _text = ctypes.c_void_p, ctypes.c_char_p
+
+
+class ModelParams(ctypes.Structure):
+    """`llama_model_params`."""
+
+    _fields_ = (
+        ("devices", _pointer),
+        ("tensor_buft_overrides", _pointer),
+        ("n_gpu_layers", _i32),
+        ("split_mode", _i32),
+        ("load_mode", _i32),
+        ("lazy_mode", _i32),
+        ("main_gpu", _i32),
+        ("tensor_split", ctypes.POINTER(_f32)),
+        ("progress_callback", _pointer),
+        ("progress_callback_user_data", _pointer),
+        ("kv_overrides", _pointer),
+        ("vocab_only", _bool),
+        ("check_tensors", _bool),
+        ("use_extra_bufts", _bool),
+        ("no_host", _bool),
+        ("no_alloc", _bool),
+        ("load_mtp", _bool),
+    )
+
+
+class ContextParams(ctypes.Structure):
+    """`llama_context_params`."""
+
+    _fields_ = (
+        ("n_ctx", _u32),
+        ("n_batch", _u32),
+        ("n_ubatch", _u32),
+        ("n_seq_max", _u32),
+        ("n_rs_seq", _u32),
+        ("n_outputs_max", _u32),
+        ("n_outputs_max_per_seq", _u32),
+        ("n_threads", _i32),
+        ("n_threads_batch", _i32),
+        ("ctx_type", _i32),
+        ("rope_scaling_type", _i32),
+        ("pooling_type", _i32),
+        ("attention_type", _i32),
+        ("flash_attn_type", _i32),
+        ("rope_freq_base", _f32),
+        ("rope_freq_scale", _f32),
+        ("yarn_ext_factor", _f32),
+        ("yarn_attn_factor", _f32),
+        ("yarn_beta_fast", _f32),
+        ("yarn_beta_slow", _f32),
+        ("yarn_orig_ctx", _u32),
+        ("defrag_thold", _f32),
+        ("cb_eval", _pointer),
+        ("cb_eval_user_data", _pointer),
+        ("type_k", _i32),
+        ("type_v", _i32),
+        ("moe_cache_size", _size),
+        ("abort_callback", _pointer),
+        ("abort_callback_data", _pointer),
+        ("embeddings", _bool),
+        ("offload_kqv", _bool),
+        ("no_perf", _bool),
+        ("op_offload", _bool),
+        ("swa_full", _bool),
+        ("kv_unified", _bool),
+        ("samplers", _pointer),
+        ("n_samplers", _size),
+        ("ctx_other", _pointer),
+    )
+
+
+class Batch(ctypes.Structure):
+    """`llama_batch`: pointers to arrays of one entry for each token."""
+
+    _fields_ = (
+        ("n_tokens", _i32),
+        ("token", _pointer),
+        ("embd", _pointer),
+        ("pos", _pointer),
+        ("n_seq_id", _pointer),
+        ("seq_id", _pointer),
+        ("logits", _pointer),
+    )
+
+
+# Distinctive defaults; fields of other versions would have them in other places.
+_MODEL_DEFAULTS: Mapping[str, object] = {
+    "n_gpu_layers": -1,
+    "split_mode": 1,
+    "load_mode": -1,
+    "lazy_mode": 1,
+    "main_gpu": 0,
+    "tensor_split": None,
+    "kv_overrides": None,
+    "vocab_only": False,
+    "check_tensors": False,
+    "use_extra_bufts": True,
+    "no_host": False,
+    "no_alloc": False,
+}
+_CONTEXT_DEFAULTS: Mapping[str, object] = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "rope_scaling_type": -1,
+    "pooling_type": -1,
+    "attention_type": -1,
+    "flash_attn_type": -1,
+    "yarn_ext_factor": -1.0,
+    "yarn_orig_ctx": 0,
+    "defrag_thold": -1.0,
+    "type_k": 1,
+    "type_v": 1,
+    "moe_cache_size": 0,
+    "abort_callback": None,
+    "embeddings": False,
+    "offload_kqv": True,
+    "no_perf": True,
+    "op_offload": True,
+    "swa_full": True,
+    "kv_unified": False,
+    "samplers": None,
+    "n_samplers": 0,
+    "ctx_other": None,
+}
+
+_SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    # name: (result, arguments...)
+    "llama_backend_init": (None,),
+    "llama_model_default_params": (ModelParams,),
+    "llama_context_default_params": (ContextParams,),
+    "llama_model_load_from_file": (_pointer, _text, ModelParams),
+    "llama_model_free": (None, _pointer),
+    "llama_init_from_model": (_pointer, _pointer, ContextParams),
+    "llama_free": (None, _pointer),
+    "llama_max_devices": (_size,),
+    "llama_n_ctx": (_u32, _pointer),
+    "llama_n_ctx_seq": (_u32, _pointer),
+    "llama_n_batch": (_u32, _pointer),
+    "llama_n_ubatch": (_u32, _pointer),
+    "llama_n_seq_max": (_u32, _pointer),
+    "llama_n_threads": (_i32, _pointer),
+    "llama_get_memory": (_pointer, _pointer),
+    "llama_model_get_vocab": (_pointer, _pointer),
+    "llama_model_n_ctx_train": (_i32, _pointer),
+    "llama_model_n_layer": (_i32, _pointer),
+    "llama_model_n_head": (_i32, _pointer),
+    "llama_model_n_head_kv": (_i32, _pointer),
+    "llama_model_n_embd": (_i32, _pointer),
+    "llama_model_n_swa": (_i32, _pointer),
+    "llama_model_has_encoder": (_bool, _pointer),
+    "llama_model_is_recurrent": (_bool, _pointer),
+    "llama_model_is_hybrid": (_bool, _pointer),
+    "llama_model_is_diffusion": (_bool, _pointer),
+    "llama_model_size": (ctypes.c_uint64, _pointer),
+    "llama_model_meta_val_str": (_i32, _pointer, _text, _text, _size),
+    "llama_model_desc": (_i32, _pointer, _text, _size),
+    "llama_model_chat_template": (_text, _pointer, _text),
+    "llama_vocab_type": (_i32, _pointer),
+    "llama_vocab_n_tokens": (_i32, _pointer),
+    "llama_vocab_get_text": (_text, _pointer, _i32),
+    "llama_vocab_get_attr": (_i32, _pointer, _i32),
+    "llama_vocab_bos": (_i32, _pointer),
+    "llama_vocab_eos": (_i32, _pointer),
+    "llama_tokenize": (_i32, _pointer, _text, _i32, _pointer, _i32, _bool, _bool),
+    "llama_token_to_piece": (_i32, _pointer, _i32, _pointer, _i32, _i32, _bool),
+    "llama_memory_clear": (None, _pointer, _bool),
+    "llama_memory_seq_rm": (_bool, _pointer, _i32, _i32, _i32),
+    "llama_memory_seq_cp": (None, _pointer, _i32, _i32, _i32, _i32),
+    "llama_memory_seq_pos_min": (_i32, _pointer, _i32),
+    "llama_memory_seq_pos_max": (_i32, _pointer, _i32),
+    "llama_decode": (_i32, _pointer, Batch),
+    "llama_get_logits": (_pointer, _pointer),
+    "llama_adapter_lora_init": (_pointer, _pointer, _text),
+    "llama_adapter_lora_free": (None, _pointer),
+    "llama_adapter_get_alora_n_invocation_tokens": (ctypes.c_uint64, _pointer),
+    "llama_set_adapters_lora": (_i32, _pointer, _pointer, _size, _pointer),
+    "llama_log_set": (None, _pointer, _pointer),
+}
+
+_WARNING, _CONTINUED = 3, 5  # ggml_log_level; a message may come in several parts
+
+_messages: deque[str] = deque(maxlen=8)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, _text, _pointer)  # type: ignore[untyped-decorator]
+def _on_message(level: int, text: bytes | None, _: object) -> None:
+    """Keep warnings and errors for the messages of exceptions; print nothing."""
+    if level >= _WARNING and level != _CONTINUED and text:
+        _messages.append(text.decode(errors="replace").strip())
+
+
+def recent_messages() -> str:
+    """Return the last warnings and errors of llama.cpp, and forget them."""
+    found = "; ".join(dict.fromkeys(_messages))
+    _messages.clear()
+    return found or "llama.cpp gave no reason"
+
+
+@functools.cache
+def llama() -> Any:
+    """Load llama.cpp, declare its functions, and initialise it.
+
+    Returns:
+        A `ctypes.CDLL`; its functions release the interpreter's lock while they run.
+
+    Raises:
+        ModelLoadError: Another version is installed, or the library is not as declared.
+    """
+    found = version("xllamacpp")
+    if found.partition("+")[0] != VERSION:  # builds for GPUs have a suffix
+        raise ModelLoadError(
+            f"xllamacpp {found} is installed; genlm-llamacpp declares the structs of "
+            f"llama.cpp as in version {VERSION}, and they change without notice: "
+            f"pip install xllamacpp=={VERSION}"
+        )
+    library = ctypes.CDLL(str(_shared_library()))
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function: Callable[..., Any] = getattr(library, name)
+        function.restype = result  # type: ignore[attr-defined]
+        function.argtypes = arguments  # type: ignore[attr-defined]
+    check_defaults(library.llama_model_default_params(), _MODEL_DEFAULTS)
+    check_defaults(library.llama_context_default_params(), _CONTEXT_DEFAULTS)
+    library.llama_log_set(_on_message, None)
+    library.llama_backend_init()
+    return library
+
+
+def check_defaults(params: ctypes.Structure, expected: Mapping[str, object]) -> None:
+    """Compare the defaults that the library sets with those of the declared version.
+
+    Raises:
+        ModelLoadError: They differ, so the library has other structs.
+    """
+    for name, value in expected.items():
+        found = getattr(params, name)
+        if isinstance(found, ctypes._Pointer):  # noqa: SLF001 - the type of every pointer
+            found = found or None
+        same = math.isclose(found, value) if isinstance(value, float) else found == value
+        if not same:
+            raise ModelLoadError(
+                f"the library of xllamacpp sets {name}={found!r} in "
+                f"{type(params).__name__}, where version {VERSION} sets {value!r}: it was "
+                f"built from another llama.cpp. Install xllamacpp=={VERSION}"
+            )
+
+
+def _shared_library() -> Path:
+    spec = importlib.util.find_spec("xllamacpp")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    for folder in map(Path, folders):
+        for file in sorted(folder.glob("xllamacpp.*")):
+            if file.suffix in {".so", ".pyd"}:
+                return file
+    raise ModelLoadError(
+        f"xllamacpp has no shared library in {list(map(str, folders))}; reinstall it: "
+        f"pip install --force-reinstall xllamacpp=={VERSION}"
+    )

@@ -1,0 +1,208 @@
+"""The vocabulary and the tokenizer of a GGUF file."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from genlm.plugin import ModelLoadError, Vocabulary, VocabularyError
+from genlm_llamacpp.library import llama, recent_messages
+
+__all__ = ["GgufTokenizer", "read_vocabulary"]
+
+# llama_vocab_type
+_SENTENCEPIECE, _BYTE_LEVEL, _WORDPIECE, _UNIGRAM = 1, 2, 3, 4
+
+# llama_token_attr
+_UNKNOWN, _UNUSED, _NORMAL, _CONTROL, _BYTE = 1, 2, 4, 8, 32
+
+_LONG_TOKEN = 64  # bytes; longer ones are asked for twice
+
+_PADDING = re.compile(rb"\[PAD\d+\]")
+"""Names that llama.cpp's converter gives to ids that the tokenizer does not have."""
+
+
+class GgufTokenizer:
+    """llama.cpp's tokenizer of a GGUF file. Thread-safe; independent of the weights.
+
+    Args:
+        file: A GGUF file, or the first of a split one.
+
+    Attributes:
+        bos_token_id: The id that begins a text, or None.
+        eos_token_id: The id that ends a text, or None.
+        init_kwargs: `add_bos_token`, if the file says whether `bos_token_id` begins a text.
+
+    Raises:
+        ModelLoadError: llama.cpp cannot read the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._llama = llama()
+        params = self._llama.llama_model_default_params()
+        params.vocab_only = True
+        recent_messages()
+        model = self._llama.llama_model_load_from_file(bytes(file), params)
+        if not model:
+            raise ModelLoadError(f"llama.cpp could not read {str(file)!r}: {recent_messages()}")
+        weakref.finalize(self, self._llama.llama_model_free, model)
+        self._vocab = self._llama.llama_model_get_vocab(model)
+        self.size = int(self._llama.llama_vocab_n_tokens(self._vocab))
+        self.kind = int(self._llama.llama_vocab_type(self._vocab))
+        self.bos_token_id = self._id(self._llama.llama_vocab_bos(self._vocab))
+        self.eos_token_id = self._id(self._llama.llama_vocab_eos(self._vocab))
+        self.init_kwargs = _asked(self._llama, model)
+        template = self._llama.llama_model_chat_template(model, None)
+        self.chat_template = None if template is None else template.decode(errors="replace")
+
+    @functools.cached_property
+    def all_special_ids(self) -> tuple[int, ...]:
+        """Ids of control and unknown tokens, and of those that the file calls unused."""
+        apart = _UNKNOWN | _UNUSED | _CONTROL
+        return tuple(i for i in range(self.size) if self.attributes(i) & apart)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text; names of special tokens in it are read as such.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Whether to add what the file asks for at the beginning and the
+                end of a text.
+        """
+        data = text.encode()
+        room = len(data) + 8
+        while True:
+            ids = (ctypes.c_int32 * room)()
+            count = self._llama.llama_tokenize(
+                self._vocab, data, len(data), ids, room, add_special_tokens, True
+            )
+            if count >= 0:
+                return ids[:count]
+            room = -count
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included; spaces are left as they are."""
+        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes that llama.cpp writes for a token."""
+        text = ctypes.create_string_buffer(_LONG_TOKEN)
+        length = self._llama.llama_token_to_piece(
+            self._vocab, token_id, text, len(text), 0, True
+        )
+        if length < 0:
+            text = ctypes.create_string_buffer(-length)
+            length = self._llama.llama_token_to_piece(
+                self._vocab, token_id, text, len(text), 0, True
+            )
+        return text.raw[:length]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = False,  # noqa: ARG002 - as transformers has it
+        **variables: Any,
+    ) -> Any:
+        """Return the ids of messages, by the template that the file has."""
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise
+        template = environment.from_string(chat_template or self.chat_template or "")
+        ids = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
+        names = {key: self.text(i).decode() for key, i in ids.items() if i is not None}
+        text = template.render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            **names,
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def text(self, token_id: int) -> bytes:
+        """Return a token as the file spells it."""
+        found: bytes = self._llama.llama_vocab_get_text(self._vocab, token_id)
+        return found
+
+    def attributes(self, token_id: int) -> int:
+        """Return llama.cpp's flags of a token."""
+        return int(self._llama.llama_vocab_get_attr(self._vocab, token_id))
+
+    def _id(self, token_id: int) -> int | None:
+        return token_id if 0 <= token_id < self.size else None
+
+
+def _asked(library: Any, model: int) -> dict[str, bool]:
+    text = ctypes.create_string_buffer(8)
+    key = b"tokenizer.ggml.add_bos_token"
+    if library.llama_model_meta_val_str(model, key, text, len(text)) < 0:
+        return {}
+    return {"add_bos_token": text.value == b"true"}
+
+
+def read_vocabulary(tokenizer: GgufTokenizer) -> Vocabulary:
+    """Derive the exact bytes of every token, and compare them with llama.cpp's decoding.
+
+    Raises:
+        VocabularyError: The file's tokens do not have exact bytes, or are of a kind that is
+            not supported.
+    """
+    spell = _spelling(tokenizer)
+    found: dict[int, bytes] = {}
+    unused: set[int] = set()
+    for token_id in range(tokenizer.size):
+        text, attributes = tokenizer.text(token_id), tokenizer.attributes(token_id)
+        if attributes & _UNUSED:
+            if not _PADDING.fullmatch(text):
+                found[token_id] = text
+                unused.add(token_id)
+        elif attributes & _BYTE:
+            found[token_id] = bytes([int(text[3:5], 16)])  # <0x0A>
+        elif attributes & _NORMAL:
+            found[token_id] = spell(text)
+        else:
+            found[token_id] = text
+    return Vocabulary.from_bytes(tokenizer, found, tokenizer.decode, names=unused)
+
+
+def _spelling(tokenizer: GgufTokenizer) -> Callable[[bytes], bytes]:
+    """Return how tokens that stand for text are spelled in the file."""
+    if tokenizer.kind in {_SENTENCEPIECE, _UNIGRAM, _WORDPIECE}:
+        return lambda text: text.replace("\u2581".encode(), b" ")
+    if tokenizer.kind != _BYTE_LEVEL:
+        raise VocabularyError(
+            f"the file has a tokenizer of llama.cpp's type {tokenizer.kind}; supported are "
+            f"SentencePiece, Unigram, WordPiece and byte-level BPE (1 to 4)"
+        )
+    byte_of = {ord(character): byte for byte, character in enumerate(_byte_characters())}
+
+    def from_characters(text: bytes) -> bytes:
+        try:
+            return bytes(byte_of[ord(character)] for character in text.decode())
+        except (KeyError, UnicodeDecodeError) as error:
+            raise VocabularyError(
+                f"the token {text!r} of a byte-level tokenizer is not written in the 256 "
+                f"characters that stand for bytes; its bytes are unknown"
+            ) from error
+
+    return from_characters
+
+
+def _byte_characters() -> list[str]:
+    """Return the character for each byte in GPT-2's vocabulary (Radford et al. 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)

@@ -1,0 +1,89 @@
+"""Options, errors, adapters and the demo model of the engine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import genlm
+from genlm import AdapterError, AsyncLM, ModelLoadError
+from genlm_llamacpp.context import LlamaContext
+from genlm_llamacpp.engine import LlamaCppEngine
+
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_seq_max": 300}, "at most 256"),
+        ({"n_ctx": 0}, "n_ctx=0"),
+        ({"type_k": "f15"}, "type_k='f15'; expected one of f32"),
+        ({"split_mode": "rows"}, "split_mode='rows'"),
+    ],
+)
+def test_options_are_checked(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        llama.engine(**options)
+
+
+def test_what_is_not_a_model_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    with pytest.raises(ModelLoadError, match=r"could not read .*: .*magic"):
+        LlamaCppEngine(tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match="Nothing is downloaded here"):
+        LlamaCppEngine("owner/name")
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="2 GGUF models"):
+        LlamaCppEngine(tmp_path)
+
+
+def test_a_context_that_is_not_as_asked_is_refused(llama, monkeypatch):
+    """As when a field of the struct is in another place: what was asked is not what is."""
+    created = LlamaContext._created
+
+    def another(self, options):
+        return created(self, replace(options, kv_unified=False))
+
+    monkeypatch.setattr(LlamaContext, "_created", another)
+    with pytest.raises(ModelLoadError, match="n_ctx for each sequence"):
+        LlamaCppEngine(llama.file, n_ctx=1024, n_seq_max=4, threads=1)
+
+
+def test_the_cache_may_be_quantised_and_limits_apply(llama):
+    with AsyncLM(lambda: llama.engine(type_k="f16", max_context=20)) as lm:
+        assert lm.max_context == 20
+        row = lm.next_token_logprobs_sync(list(range(20)))
+    torch.testing.assert_close(row.double(), llama.logprobs(list(range(20))), atol=1e-2, rtol=0)
+
+
+def test_folders_without_one_adapter_are_refused(llama, tmp_path):
+    with AsyncLM(llama.engine) as lm:
+        with pytest.raises(AdapterError, match=r"convert_lora_to_gguf\.py"):
+            lm.add_new_lora(tmp_path, "red")
+        (tmp_path / "adapter.gguf").write_bytes(b"nothing")
+        with pytest.raises(AdapterError, match="could not load adapter 'red'"):
+            lm.add_new_lora(tmp_path, "red")
+
+
+def test_the_demo_model_is_that_of_genlm_hf(tmp_path):
+    """Q8_0 rounds its weights; its most likely tokens are the same."""
+    from make_demo_gguf import SHIPPED, write
+
+    write(tmp_path / "demo.gguf")
+    assert (tmp_path / "demo.gguf").read_bytes() == SHIPPED.read_bytes()
+    text = "This method returns the value of"
+    with (
+        genlm.load_model("demo", "llamacpp", n_ctx=256, threads=1) as lm,
+        genlm.load_model("demo", "hf") as exact,
+    ):
+        ids = lm.encode(text)
+        assert ids == exact.encode(text)
+        assert lm.decode(ids) == text
+        found, expected = (each.score_sync(ids) for each in (lm, exact))
+        assert [bytes(token) for token in lm.byte_vocab] == [bytes(t) for t in exact.byte_vocab]
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0)

@@ -1,0 +1,132 @@
+"""Sequences are shared, evicted and cut without a wrong row, whatever the requests are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from genlm import AsyncLM, EvaluationError, OutputCache
+from genlm.plugin import Query, TokenSequence
+
+SETTINGS = {
+    "few sequences": ("llama", {"n_seq_max": 8}),
+    "few cells": ("llama", {"n_ctx": 256}),
+    "divided cache": ("llama", {"n_seq_max": 8, "kv_unified": False}),
+    "windows": ("gemma2", {"n_ctx": 256, "n_batch": 16, "n_ubatch": 8}),
+    "recurrent": ("mamba", {"n_seq_max": 5}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_batches_have_the_right_rows(make, name):
+    family, options = SETTINGS[name]
+    model = make(family)
+    tolerance = 2e-2 if family == "gemma2" else 1e-4
+    engine = model.engine(**options)
+    generator = random.Random(2)
+    known = [[generator.randrange(300)] for _ in range(3)]
+    try:
+        for _ in range(40):
+            asked = [
+                _continued(generator, known) for _ in range(generator.choice((1, 2, 5, 8)))
+            ]
+            known = [*known, *asked][-20:]
+            unique = [list(ids) for ids in {tuple(ids): None for ids in asked}]
+            rows = engine.evaluate([Query(i, ids) for i, ids in enumerate(unique)])
+            expected = torch.stack([model.logprobs(ids) for ids in unique])
+            torch.testing.assert_close(rows.double(), expected, atol=tolerance, rtol=0)
+            _check_memory(engine)
+        assert engine.statistics()["sequences_evicted"] > 0
+    finally:
+        engine.close()
+
+
+def _continued(generator: random.Random, known: list[list[int]]) -> list[int]:
+    beginning = generator.choice(known)
+    if generator.random() < 0.3:
+        beginning = beginning[: generator.randrange(1, len(beginning) + 1)]
+    more = generator.choice((0, 0, 1, 1, 1, 2, 9, 20))
+    return (beginning + [generator.randrange(300) for _ in range(more)])[:60]
+
+
+def _check_memory(engine) -> None:
+    """llama.cpp holds what the table says."""
+    sequences = engine._sequences
+    held = [engine._context.held(number) for number in range(sequences._count)]
+    assert held == sequences._lengths.tolist()
+    assert sorted([*sequences._free, *sequences._idle, *sequences._pinned]) == list(
+        range(sequences._count)
+    )
+
+
+def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
+    """It reuses cells outside a sequence's window, although swa_full=True was asked."""
+    model = make("gemma2")
+    engine = model.engine(n_ctx=256)
+    trunk = [7 * i % 300 for i in range(60)]
+    try:
+        engine.evaluate([Query(0, trunk)])
+        for begin in range(1, 9):  # until all cells of the layers with windows were used
+            engine.evaluate([Query(0, [(begin * 60 + i) % 300 for i in range(60)])])
+            engine.evaluate([Query(0, trunk)])  # so that another one is evicted
+        memory = engine._context._memory
+        assert engine._context.held(0) == 60
+        assert engine._context._llama.llama_memory_seq_pos_min(memory, 0) > 20
+        row = engine.evaluate([Query(0, [*trunk[:20], 5])])[0]
+    finally:
+        engine.close()
+    expected = model.logprobs([*trunk[:20], 5])
+    torch.testing.assert_close(row.double(), expected, atol=2e-2, rtol=0)
+
+
+def test_more_contexts_than_sequences_and_cells(llama):
+    trunk = list(range(20))
+    with AsyncLM(
+        lambda: llama.engine(n_seq_max=4, n_ctx=256), output_cache=OutputCache(0)
+    ) as lm:
+        begun = [lm.context([*trunk, i, i + 1]) for i in range(30)]
+        for step in range(3):
+            rows = lm.batch_next_token_logprobs_sync(begun)
+            for context, row in zip(begun[::7], rows[::7], strict=True):
+                expected = llama.logprobs(context.token_ids)
+                torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
+            begun = [context.extend(step) for context in begun]
+
+
+def test_a_dropped_context_gives_its_tokens_back(llama):
+    engine = llama.engine()
+    try:
+        prompt = TokenSequence.of([5, 6, 7])
+        longer = TokenSequence.of([8], prompt)
+        engine.evaluate([Query(0, prompt)])
+        engine.evaluate([Query(1, longer)])
+        assert engine._context.held(0) == 4  # the same sequence was continued
+        engine.release_context(None, longer.key)
+        assert engine._context.held(0) == 3  # the prompt is still referred to
+        engine.release_context(None, prompt.key)
+        assert engine.statistics()["sequences"] == 0
+    finally:
+        engine.close()
+
+
+def test_kept_prefixes_leave_a_sequence_for_others(llama):
+    with AsyncLM(lambda: llama.engine(n_seq_max=2), output_cache=OutputCache(0)) as lm:
+        lm.cache_kv([5, 6, 7])
+        with pytest.raises(EvaluationError, match="no sequence would remain"):
+            lm.cache_kv([8, 9])
+        lm.next_token_logprobs_sync([5, 6, 7, 8])
+        before = lm.statistics().engine["tokens_computed"]
+        lm.next_token_logprobs_sync([5, 6, 7, 9])
+        assert lm.statistics().engine["tokens_computed"] == before + 1
+
+
+def test_a_kept_prefix_gives_way_to_a_context_that_needs_the_room(llama):
+    """A cache of 256 cells; kept prefixes take most of it."""
+    with AsyncLM(lambda: llama.engine(n_ctx=256), output_cache=OutputCache(0)) as lm:
+        for first in range(4):
+            lm.cache_kv([first, *range(59)])
+        asked = [100, *range(200, 250)]
+        row = lm.next_token_logprobs_sync(asked)
+    torch.testing.assert_close(row.double(), llama.logprobs(asked), atol=1e-4, rtol=0)

@@ -42,6 +42,7 @@ REFERENCE = {
     "vllm": ("Options of vllm", ["genlm_vllm.engine.VLLMEngine"]),
     "sgl": ("Options of sgl", ["genlm_sgl.engine.SGLEngine"]),
     "mlx": ("Options of mlx", ["genlm_mlx.engine.MLXEngine"]),
+    "ray": ("Options of ray", ["genlm_ray.engine.RayEngine"]),
     "reference": ("Options of reference", ["genlm.core.reference.engine.ReferenceEngine"]),
     "cuda": ("Options of cuda", ["genlm_trie_cuda.trie.DeviceTrie"]),
     "choosing": ("Choosing a backend", ["genlm.use_backend", "genlm.list_backends"]),

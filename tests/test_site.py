@@ -19,6 +19,7 @@ ENGINES = {
     "vllm": ("plugins/genlm-vllm/src", "genlm_vllm.engine.VLLMEngine"),
     "sgl": ("plugins/genlm-sgl/src", "genlm_sgl.engine.SGLEngine"),
     "mlx": ("plugins/genlm-mlx/src", "genlm_mlx.engine.MLXEngine"),
+    "ray": ("plugins/genlm-ray/src", "genlm_ray.engine.RayEngine"),
     "reference": ("core/src", "genlm.core.reference.engine.ReferenceEngine"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,7 +26,8 @@ import genlm
 async def main():
     with genlm.load_model("chat", "ray", address=sys.argv[1]) as llm:
         tasks = [
-            asyncio.create_task(llm.next_token_logprobs([i % 256, i // 256])) for i in range(600)
+            asyncio.create_task(llm.next_token_logprobs([i % 256, i // 256]))
+            for i in range(600)
         ]
         print((await tasks[0]).tolist()[:3], flush=True)
         await asyncio.gather(*tasks)
@@ -107,25 +107,27 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
         genlm.load_model("demo", "ray", engine="reference", replicas=3)
     with pytest.raises(ModelLoadError, match="0 GPU"):
         serving.serve("big", "demo", "reference", resources={"num_gpus": 1})
-    with genlm.load_model("demo", "ray", engine="reference", replicas=1):
-        with pytest.raises(ModelLoadError, match="other programs still use"):
-            genlm.load_model(
-                "demo", "ray", engine="reference", replicas=1, place_timeout_s=0.5,
-                resources={"num_cpus": 2},
-            )  # fmt: skip
+    whole = {"engine": "reference", "replicas": 1, "resources": {"num_cpus": 2}}
+    with (
+        genlm.load_model("demo", "ray", engine="reference", replicas=1),
+        pytest.raises(ModelLoadError, match="other programs still use"),
+    ):
+        genlm.load_model("demo", "ray", place_timeout_s=0.5, **whole)
     with pytest.raises(ModelLoadError, match="no text to train"):
         serving.serve("lost", "no/such/file", "reference", resources=RESOURCES)
     assert "lost" not in {each["name"] for each in serving.served(address)}
 
 
 def test_another_version_is_refused(chat, monkeypatch):
-    monkeypatch.setattr(serving, "versions", lambda: {**replica.versions(), "genlm-core": "0.1"})
+    monkeypatch.setattr(
+        serving, "versions", lambda: {**replica.versions(), "genlm-core": "0.1"}
+    )
     with pytest.raises(ModelLoadError, match=r"genlm-core 1\.\S* there, 0\.1 here"):
         genlm.load_model("chat", "ray")
 
 
 def test_a_driver_that_is_silent_is_forgotten(address):
-    """The program that dies says nothing; its queries and adapters go after `driver_timeout_s`."""
+    """A program that dies says nothing; what it asked goes after `driver_timeout_s`."""
     serving.serve("brief", "demo", "reference", resources=RESOURCES, driver_timeout_s=1.0)
     try:
         [actor] = serving.actors_of("brief")

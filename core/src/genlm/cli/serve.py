@@ -82,10 +82,17 @@ def _print(found: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not found:
         console.print("no served models")
         return
-    table = Table("name", "replica", "state", "engine", "model", "drivers", "pending", "answered")
+    table = Table(
+        "name", "replica", "state", "engine", "model", "drivers", "pending", "answered"
+    )
     for each in found:
         drivers: Mapping[str, int] = each.get("drivers", {})
         cells = (each["name"], each["replica"], each["state"], each.get("engine", ""))
-        rest = (each.get("model", ""), len(drivers), sum(drivers.values()), each.get("answered", ""))
+        rest = (
+            each.get("model", ""),
+            len(drivers),
+            sum(drivers.values()),
+            each.get("answered", ""),
+        )
         table.add_row(*map(str, cells + rest))
     console.print(table)

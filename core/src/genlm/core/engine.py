@@ -54,9 +54,9 @@ class Engine(Protocol):
     An engine may also have `capability_hints`, a mapping from a capability that this model
     was loaded without to what to do about it: `"load the model with enable_lora=True"`.
 
-    An engine whose `step` waits for other processes may also have a method `wake()`. It is called
-    from any thread when there are queries, aborts or calls for the engine; `step` then returns
-    soon, with what has finished if anything has.
+    An engine whose `step` waits for other processes may also have a method `wake()`. It is
+    called from any thread when there are queries, aborts or calls for the engine; `step` then
+    returns soon, with what has finished if anything has.
 
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.

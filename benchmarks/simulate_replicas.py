@@ -1,6 +1,6 @@
 """How far do replicas scale: a thousand of them, simulated with the router's own code.
 
-    python benchmarks/simulate_replicas.py [--step-ms 4] [--row-ms 0.8] [--save]
+    python benchmarks/simulate_replicas.py [--step-ms 4] [--row-ms 1.4] [--save]
 
 A discrete-event simulation. Real: `genlm_ray.router.Router`, every call of which is timed on
 this machine. Given: the time of a step of a replica, `step + rows * row + new prompt tokens *
@@ -33,7 +33,7 @@ from report import RESULTS, environment
 from genlm.plugin import Query, TokenSequence
 from genlm_ray.router import Router
 
-PER_REPLICA, PROMPT, STEPS, EVERY = 64, 256, 24, 4
+PER_REPLICA, PROMPT, STEPS, EVERY = 64, 256, 12, 4
 MOST_CALLS, MOST_ROWS = 2, 256
 MESSAGE_S = 0.001
 """From a driver to a replica, or back: an empty call of Ray on one machine."""
@@ -276,9 +276,9 @@ def plot(found: dict[str, dict[int, dict[str, float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--step-ms", type=float, default=4.0)
-    parser.add_argument("--row-ms", type=float, default=0.8)
-    parser.add_argument("--token-ms", type=float, default=0.2)
-    parser.add_argument("--front-us", type=float, default=80.0)
+    parser.add_argument("--row-ms", type=float, default=1.4)
+    parser.add_argument("--token-ms", type=float, default=0.35)
+    parser.add_argument("--front-us", type=float, default=60.0)
     parser.add_argument("--replicas", default="1,2,4,16,64,256,1000")
     parser.add_argument("--save", action="store_true", help="append to results, draw the plot")
     options = parser.parse_args()

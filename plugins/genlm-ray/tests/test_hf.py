@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import genlm
 from genlm.testing import TinyModel
 
+README = Path(__file__).parents[1] / "README.md"
 OPTIONS = {"device": "cpu", "dtype": "float32"}
 
 
@@ -90,3 +92,10 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids):
     assert llm.statistics().engine["tokens_computed"] >= computed  # earlier lives count
     llm.clear_kv_cache()
 
+
+def test_the_readme_runs():
+    program = README.read_text(encoding="utf-8").split("```python\n")[1].partition("```")[0]
+    program = program.replace("replicas=2)", "replicas=2, resources={'num_cpus': 0.1})")
+    names: dict[str, object] = {}
+    exec(program, names)
+    assert names["rows"].shape == (2, names["llm"].vocab_size)

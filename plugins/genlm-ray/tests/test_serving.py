@@ -96,7 +96,7 @@ def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
 def test_names_that_exist_or_do_not_are_errors_that_say_what_to_do(chat, address):
     with pytest.raises(ModelLoadError, match="serves already"):
         serving.serve("chat", "demo", "reference", resources=RESOURCES)
-    with pytest.raises(ModelLoadError, match="this cluster serves .*'chat'"):
+    with pytest.raises(ModelLoadError, match=r"this cluster serves .*'chat'"):
         genlm.load_model("chap", "ray")
     with pytest.raises(TypeError, match="engine="):
         genlm.load_model("chat", "ray", replicas=3)

@@ -2,15 +2,15 @@
 
     python benchmarks/bench_ray.py [rows] [tokens] [front] [kill] [--save]
 
-Each replica computes on one thread, on a machine of two cores, of which the driver takes a part:
-twice the rows of one replica is the physical limit.
+Each replica computes on one thread, on a machine of two cores, of which the driver takes a
+part: twice the rows of one replica is the physical limit.
 
 - `rows`: rows a second of a population of 64 after a shared prompt of 256, two replicas of hf
   against one, and against two with queries dealt out in turn.
-- `tokens`: tokens computed in all by the same with resampling every 4 steps. One replica computes
-  each token once. The hf engine counts.
-- `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on an
-  engine that costs nothing, 1,000 concurrent.
+- `tokens`: tokens computed in all by the same with resampling every 4 steps. One replica
+  computes each token once. The hf engine counts.
+- `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on
+  an engine that costs nothing, 1,000 concurrent.
 - `kill`: time to answer 1,000 requests, with and without one of two replicas killed while they
   are out; rows are compared with those of hf in this process.
 """
@@ -73,6 +73,8 @@ class RoundRobin(Router):
 
 
 class RoundRobinEngine(RayEngine):
+    """Replicas that queries are dealt out to in turn."""
+
     make_router = RoundRobin
 
 
@@ -82,7 +84,11 @@ def replicas(
 ) -> Iterator[Any]:
     llm = genlm.AsyncLM(
         lambda: kind(
-            model, engine=engine, replicas=count, engine_opts=options_of(engine), ray_opts=CLUSTER
+            model,
+            engine=engine,
+            replicas=count,
+            engine_opts=options_of(engine),
+            ray_opts=CLUSTER,
         ),
         name="ray",
         output_cache=genlm.OutputCache(0),
@@ -161,7 +167,9 @@ def bench_front() -> None:
         (folder / "genlm_free.py").write_text(FREE)
         metadata = folder / "genlm_free-1.0.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: genlm-free\nVersion: 1.0\n")
+        (metadata / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: genlm-free\nVersion: 1.0\n"
+        )
         (metadata / "entry_points.txt").write_text("[genlm]\nfree = genlm_free\n")
         sys.path.insert(0, name)
         path = os.environ.get("PYTHONPATH", "")
@@ -178,7 +186,10 @@ def bench_front() -> None:
 
 
 async def measure_front(llm: Any, samples: dict[str, list[float]], name: str) -> None:
-    wall, cpu = samples.setdefault(f"{name}, wall", []), samples.setdefault(f"{name}, driver", [])
+    wall, cpu = (
+        samples.setdefault(f"{name}, wall", []),
+        samples.setdefault(f"{name}, driver", []),
+    )
     contexts = [llm.context([i % 32, i // 32, 1, 2]) for i in range(CONCURRENT)]
     for step in range(30):
         contexts = [one.extend(step) for one in contexts]
@@ -194,13 +205,17 @@ def bench_kill(model: str) -> None:
     generator = random.Random(7)
     prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(32)] for _ in range(CONCURRENT)]
     with genlm.load_model(model, "hf", **options_of("hf")) as llm:
-        expected = torch.stack([row.cpu() for row in llm.batch_next_token_logprobs_sync(prompts)])
+        expected = torch.stack(
+            [row.cpu() for row in llm.batch_next_token_logprobs_sync(prompts)]
+        )
     samples: dict[str, list[float]] = {"undisturbed": [], "one of two killed": []}
     for _ in range(ROUNDS):
         for name, values in samples.items():
             with replicas(model, 2) as llm:
                 llm.batch_next_token_logprobs_sync([[9, i] for i in range(8)])
-                values.append(asyncio.run(killed(llm, prompts, expected, name != "undisturbed")))
+                values.append(
+                    asyncio.run(killed(llm, prompts, expected, name != "undisturbed"))
+                )
     ratio = sum(samples["one of two killed"]) / sum(samples["undisturbed"])
     print("\nkill one of two")
     print_report(
@@ -209,7 +224,9 @@ def bench_kill(model: str) -> None:
     )  # fmt: skip
 
 
-async def killed(llm: Any, prompts: list[list[int]], expected: torch.Tensor, kill: bool) -> float:
+async def killed(
+    llm: Any, prompts: list[list[int]], expected: torch.Tensor, kill: bool
+) -> float:
     began = time.perf_counter()
     tasks = [asyncio.ensure_future(llm.next_token_logprobs(ids)) for ids in prompts]
     if kill:

@@ -1,20 +1,19 @@
 """How far do replicas scale: a thousand of them, simulated with the router's own code.
 
-    python benchmarks/simulate_replicas.py [--step-ms 4] [--row-ms 0.8] [--token-ms 0.2] [--save]
+    python benchmarks/simulate_replicas.py [--step-ms 4] [--row-ms 1.4] [--save]
 
-A discrete-event simulation. Real: `genlm_ray.router.Router`, every call of which is timed on this
-machine. Given: the time of a step of a replica, `step + rows * row + new prompt tokens * token`,
-and what the rest of the driver takes for a request, `--front-us`; the defaults are those that
-`bench_ray.py` measured for hf with 31 million parameters on one core. Tokens are counted by what
-each replica has really computed, not by what the router believes.
+A discrete-event simulation. Real: `genlm_ray.router.Router`, every call of which is timed on
+this machine. Given: the time of a step of a replica, `step + rows * row + new prompt tokens *
+token`, and what the rest of the driver takes for a request, `--front-us`. Tokens are counted by
+what each replica has really computed, not by what the router believes.
 
-Populations of 64 particles a replica continue a shared prompt of 256 tokens; each particle goes on as
-soon as it is answered, and all are resampled every 4 steps. Contestants: one driver whose front
-end costs nothing but the router; one driver as it is; a driver for every 16 replicas, which is
-how several programs or processes use them (each has a router and a population of its own).
+Populations of 64 particles a replica continue a shared prompt of 256 tokens; each particle goes
+on as soon as it is answered, and all are resampled every 4 steps. Contestants: one driver whose
+front end costs nothing but the router; one driver as it is; a driver for every 8 replicas, as
+several programs or processes use them (each has a router and a population of its own).
 
-The limit of one driver is 1 / (front end + router) requests a second; the replicas' is the number
-of them over the time of a row. Near-linear scaling ends where they cross.
+The limit of one driver is 1 / (front end + router) requests a second; the replicas' is the
+number of them over the time of a row. Near-linear scaling ends where they cross.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from report import RESULTS, environment
 from genlm.plugin import Query, TokenSequence
 from genlm_ray.router import Router
 
-PER_REPLICA, PROMPT, STEPS, EVERY = 64, 256, 8, 4
+PER_REPLICA, PROMPT, STEPS, EVERY = 64, 256, 12, 4
 MOST_CALLS, MOST_ROWS = 2, 256
 MESSAGE_S = 0.001
 """From a driver to a replica, or back: an empty call of Ray on one machine."""
@@ -89,7 +88,10 @@ class Simulation:
         self.computed = self.needed = self.answered = 0
         self.router_s = self.queue_s = self.driver_free_s = self.now_s = 0.0
         self.root = Node(TokenSequence.of(range(PROMPT)), None)
-        self.population = [self.root] * (PER_REPLICA * replicas)
+        self.population = [
+            Node(TokenSequence.of([i], self.root.sequence), self.root)
+            for i in range(PER_REPLICA * replicas)
+        ]
         self.steps = [0] * len(self.population)
         self.at_barrier: list[int] = []
 
@@ -131,9 +133,9 @@ class Simulation:
                 self.nodes[query_id] = node
                 self.particles[query_id] = []
             self.particles[query_id].append(index)
-        began = time.perf_counter()
+        began = time.thread_time()
         self.router.assign(queries)
-        self._spend(time.perf_counter() - began, len(queries))
+        self._spend(time.thread_time() - began, len(queries))
         for query in queries:
             self.asked_s[query.query_id] = self.driver_free_s
         self._send()
@@ -147,9 +149,9 @@ class Simulation:
         for number in only or range(len(self.replicas)):
             replica = self.replicas[number]
             while replica.calls < MOST_CALLS:
-                began = time.perf_counter()
+                began = time.thread_time()
                 placed = self.router.take(number, MOST_ROWS)
-                self._spend(time.perf_counter() - began, 0)
+                self._spend(time.thread_time() - began, 0)
                 if not placed:
                     break
                 replica.calls += 1
@@ -157,10 +159,10 @@ class Simulation:
                 self._at(self.driver_free_s + MESSAGE_S, "arrived", (number, queries))
 
     def _answered(self, number: int, queries: list[int]) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         for query_id in queries:
             self.router.finished(query_id, number)
-        self._spend(time.perf_counter() - began, 0)
+        self._spend(time.thread_time() - began, 0)
         self.replicas[number].calls -= 1
         going = []
         for query_id in queries:
@@ -274,9 +276,9 @@ def plot(found: dict[str, dict[int, dict[str, float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--step-ms", type=float, default=4.0)
-    parser.add_argument("--row-ms", type=float, default=0.8)
-    parser.add_argument("--token-ms", type=float, default=0.2)
-    parser.add_argument("--front-us", type=float, default=80.0)
+    parser.add_argument("--row-ms", type=float, default=1.4)
+    parser.add_argument("--token-ms", type=float, default=0.35)
+    parser.add_argument("--front-us", type=float, default=60.0)
     parser.add_argument("--replicas", default="1,2,4,16,64,256,1000")
     parser.add_argument("--save", action="store_true", help="append to results, draw the plot")
     options = parser.parse_args()
@@ -285,7 +287,7 @@ def main() -> None:
     contestants = {
         "one driver, router alone": (base, None),
         "one driver": (real, None),
-        "a driver for 16 replicas": (real, 16),
+        "a driver for 8 replicas": (real, 8),
     }
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in contestants}
     print(f"{'':26} replicas     rows/s  of linear  at work  queue ms  again  router us")
@@ -303,7 +305,8 @@ def main() -> None:
                 flush=True,
             )
     record = {
-        "benchmark": "simulate_replicas", "times": vars(options), "found": found, **environment(),
+        "benchmark": "simulate_replicas", "times": vars(options), "found": found,
+        **environment(),
     }  # fmt: skip
     line = json.dumps(record)
     if options.save:

@@ -25,6 +25,7 @@ PACKAGES = {
     "plugins/genlm-hf/src": ("genlm_hf.engine",),
     "plugins/genlm-llamacpp/src": ("genlm_llamacpp.engine",),
     "plugins/genlm-mlx/src": ("genlm_mlx.engine",),
+    "plugins/genlm-ray/src": ("genlm_ray.engine",),
     "plugins/genlm-sgl/src": ("genlm_sgl.engine",),
     "plugins/genlm-trie-cuda/src": ("genlm_trie_cuda.trie",),
     "plugins/genlm-vllm/src": ("genlm_vllm.engine",),

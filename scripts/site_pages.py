@@ -43,6 +43,7 @@ REFERENCE = {
     "sgl": ("Options of sgl", ["genlm_sgl.engine.SGLEngine"]),
     "mlx": ("Options of mlx", ["genlm_mlx.engine.MLXEngine"]),
     "llamacpp": ("Options of llamacpp", ["genlm_llamacpp.engine.LlamaCppEngine"]),
+    "ray": ("Options of ray", ["genlm_ray.engine.RayEngine"]),
     "reference": ("Options of reference", ["genlm.core.reference.engine.ReferenceEngine"]),
     "cuda": ("Options of cuda", ["genlm_trie_cuda.trie.DeviceTrie"]),
     "choosing": ("Choosing a backend", ["genlm.use_backend", "genlm.list_backends"]),

@@ -20,6 +20,7 @@ ENGINES = {
     "sgl": ("plugins/genlm-sgl/src", "genlm_sgl.engine.SGLEngine"),
     "mlx": ("plugins/genlm-mlx/src", "genlm_mlx.engine.MLXEngine"),
     "llamacpp": ("plugins/genlm-llamacpp/src", "genlm_llamacpp.engine.LlamaCppEngine"),
+    "ray": ("plugins/genlm-ray/src", "genlm_ray.engine.RayEngine"),
     "reference": ("core/src", "genlm.core.reference.engine.ReferenceEngine"),
 }
 

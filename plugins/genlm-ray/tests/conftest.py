@@ -53,7 +53,9 @@ def pids() -> Callable[[genlm.AsyncLM], list[int]]:
 
     def found(llm: genlm.AsyncLM) -> list[int]:
         statistics = llm.statistics().engine
-        return [int(statistics[f"replica {i}: pid"]) for i in range(int(statistics["replicas"]))]
+        return [
+            int(statistics[f"replica {i}: pid"]) for i in range(int(statistics["replicas"]))
+        ]
 
     return found
 

@@ -1,4 +1,4 @@
-"""Replicas that die or hang: nothing is lost, nothing is answered twice, nobody waits for ever."""
+"""Replicas that die or hang: nothing is lost or answered twice, nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -143,6 +143,10 @@ except genlm.EngineDiedError as error:
 
 def test_losing_the_cluster_ends_every_request():
     done = subprocess.run(
-        [sys.executable, "-c", CLUSTER_LOST], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", CLUSTER_LOST],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert "ended: EngineDiedError" in done.stdout, done.stderr[-2000:]

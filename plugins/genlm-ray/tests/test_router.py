@@ -1,4 +1,4 @@
-"""Which replica evaluates what: every query once, children beside their parents, work evened out."""
+"""Every query is evaluated once, children beside their parents, and work is evened out."""
 
 from __future__ import annotations
 
@@ -255,5 +255,7 @@ class RouterMachine(RuleBasedStateMachine):
                 assert work == pytest.approx(router.cost_of(replica))
 
 
-RouterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+RouterMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
 test_every_query_is_in_one_place_and_answered_once = RouterMachine.TestCase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from genlm import ModelLoadError
 from genlm.cli import app
 from genlm_ray import replica, serving
 from genlm_ray.conformance import RESOURCES
+from genlm_ray.wire import Questions
 
 DRIVER = """
 import asyncio, os, signal, sys
@@ -27,7 +27,8 @@ import genlm
 async def main():
     with genlm.load_model("chat", "ray", address=sys.argv[1]) as llm:
         tasks = [
-            asyncio.create_task(llm.next_token_logprobs([i % 256, i // 256])) for i in range(600)
+            asyncio.create_task(llm.next_token_logprobs([i % 256, i // 256]))
+            for i in range(600)
         ]
         print((await tasks[0]).tolist()[:3], flush=True)
         await asyncio.gather(*tasks)
@@ -73,9 +74,10 @@ def test_programs_attach_and_one_that_dies_leaves_nothing(chat, address, referen
         for other in others:
             assert json.loads(other.communicate(timeout=240)[0]) == pytest.approx(expected)
         assert [other.returncode for other in others] == [0, -signal.SIGKILL]
-        found = serving.served(address)
-        assert [each["name"] for each in found] == ["chat", "chat"]
+        found = [each for each in serving.served(address) if each["name"] == "chat"]
+        assert [each["replica"] for each in found] == [0, 1]
         assert all(sum(each["drivers"].values()) == 0 for each in found)
+        assert all(each["answered"] > 0 for each in found)
 
 
 def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
@@ -94,12 +96,12 @@ def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
 def test_names_that_exist_or_do_not_are_errors_that_say_what_to_do(chat, address):
     with pytest.raises(ModelLoadError, match="serves already"):
         serving.serve("chat", "demo", "reference", resources=RESOURCES)
-    with pytest.raises(ModelLoadError, match="this cluster serves 'chat'"):
+    with pytest.raises(ModelLoadError, match=r"this cluster serves .*'chat'"):
         genlm.load_model("chap", "ray")
     with pytest.raises(TypeError, match="engine="):
         genlm.load_model("chat", "ray", replicas=3)
     result = CliRunner().invoke(app, ["serve", "--status", "--address", address])
-    assert result.output.count("chat") == 2
+    assert result.output.count("chat") >= 2
 
 
 def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
@@ -107,31 +109,35 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
         genlm.load_model("demo", "ray", engine="reference", replicas=3)
     with pytest.raises(ModelLoadError, match="0 GPU"):
         serving.serve("big", "demo", "reference", resources={"num_gpus": 1})
-    with genlm.load_model("demo", "ray", engine="reference", replicas=1):
-        with pytest.raises(ModelLoadError, match="other programs still use"):
-            genlm.load_model(
-                "demo", "ray", engine="reference", replicas=1, place_timeout_s=0.5,
-                resources={"num_cpus": 2},
-            )  # fmt: skip
+    whole = {"engine": "reference", "replicas": 1, "resources": {"num_cpus": 2}}
+    with (
+        genlm.load_model("demo", "ray", engine="reference", replicas=1),
+        pytest.raises(ModelLoadError, match="other programs still use"),
+    ):
+        genlm.load_model("demo", "ray", place_timeout_s=0.5, **whole)
     with pytest.raises(ModelLoadError, match="no text to train"):
         serving.serve("lost", "no/such/file", "reference", resources=RESOURCES)
     assert "lost" not in {each["name"] for each in serving.served(address)}
 
 
 def test_another_version_is_refused(chat, monkeypatch):
-    monkeypatch.setattr(serving, "versions", lambda: {**replica.versions(), "genlm-core": "0.1"})
+    monkeypatch.setattr(
+        serving, "versions", lambda: {**replica.versions(), "genlm-core": "0.1"}
+    )
     with pytest.raises(ModelLoadError, match=r"genlm-core 1\.\S* there, 0\.1 here"):
         genlm.load_model("chat", "ray")
 
 
 def test_a_driver_that_is_silent_is_forgotten(address):
-    """The program that dies says nothing; its queries and adapters go after `driver_timeout_s`."""
+    """A program that dies says nothing; what it asked goes after `driver_timeout_s`."""
     serving.serve("brief", "demo", "reference", resources=RESOURCES, driver_timeout_s=1.0)
     try:
         [actor] = serving.actors_of("brief")
         ray.get(actor.attach.remote("driver", "session", {}, []))
+        assert ray.get(actor.describe.remote())["drivers"] == {"session": 0}
         while ray.get(actor.describe.remote())["drivers"]:
             time.sleep(0.05)
+        assert ray.get(actor.exchange.remote("session", 0, Questions())) is None
     finally:
         assert serving.stop("brief") == 1
     with pytest.raises(ModelLoadError, match="serves"):

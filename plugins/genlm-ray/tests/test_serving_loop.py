@@ -1,4 +1,4 @@
-"""The engine's thread in a replica: fair among drivers, reducing what the engine leaves whole."""
+"""A replica's engine is shared fairly, and what it leaves whole is reduced."""
 
 from __future__ import annotations
 

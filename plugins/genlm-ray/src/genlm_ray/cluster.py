@@ -95,7 +95,7 @@ def _init(arguments: dict[str, Any]) -> None:
 
 
 class HeadProbe:
-    """Whether the head of the cluster answers; asked on a thread of its own, which may block."""
+    """Whether the head of the cluster answers; asked on a thread of its own: it may block."""
 
     def __init__(self) -> None:
         self._answered_s = time.monotonic()
@@ -155,7 +155,10 @@ def place(
     lifetime = "detached" if name else None
     groups = [
         placement_group(
-            bundles, strategy="PACK", lifetime=lifetime, name=f"{NAMESPACE}/{name}/{i}" * bool(name)
+            bundles,
+            strategy="PACK",
+            lifetime=lifetime,
+            name=f"{NAMESPACE}/{name}/{i}" * bool(name),
         )
         for i in range(count)
     ]

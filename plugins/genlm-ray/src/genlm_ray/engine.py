@@ -1,8 +1,8 @@
 """`RayEngine`: replicas of an engine on a Ray cluster, driven as one engine.
 
 The engine's thread assigns queries to replicas (`router`), sends them and waits for events:
-replies, replicas that were lost or came back, or `wake` of the scheduler, which has new queries.
-A second thread asks for signs of life and attaches replicas that were started again.
+replies, replicas that were lost or came back, or `wake` of the scheduler, which has new
+queries. A second thread asks for signs of life and attaches replicas that were started again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import ray.cloudpickle
@@ -78,7 +78,7 @@ class RayEngine:
             loaded.
     """
 
-    option_homes = {"ray_": "ray_opts", "": "engine_opts"}
+    option_homes: ClassVar = {"ray_": "ray_opts", "": "engine_opts"}
 
     make_router: Callable[[], Router] = Router
 
@@ -129,13 +129,15 @@ class RayEngine:
             )
             actors = serving.actors_of(model)
         else:
-            actors = self._load(
-                ReplicaSpec(engine, model, dict(engine_opts or {}), "", replicas or 2, 4 * ping_timeout_s),
-                cluster.bundles_of(resources), max_restarts, place_timeout_s,
-            )  # fmt: skip
+            count = 2 if replicas is None else replicas
+            options = dict(engine_opts or {})
+            spec = ReplicaSpec(engine, model, options, "", count, 4 * ping_timeout_s)
+            bundles = cluster.bundles_of(resources)
+            actors = self._load(spec, bundles, max_restarts, place_timeout_s)
         driver = new_session()[:8]
         self._links = [
-            ReplicaLink(index, actor, driver, self._events) for index, actor in enumerate(actors)
+            ReplicaLink(index, actor, driver, self._events)
+            for index, actor in enumerate(actors)
         ]
         self._monitor = threading.Thread(target=self._watch, name="genlm-ray", daemon=True)
         try:
@@ -152,9 +154,7 @@ class RayEngine:
         place_timeout_s: float,
     ) -> list[Any]:
         serving.check_spec(spec)
-        self._groups = cluster.place(
-            bundles, spec.replicas, name="", timeout_s=place_timeout_s
-        )
+        self._groups = cluster.place(bundles, spec.replicas, name="", timeout_s=place_timeout_s)
         return cluster.start_replicas(spec, self._groups, max_restarts=max_restarts)
 
     def _attach_all(self, model: str) -> None:
@@ -267,7 +267,9 @@ class RayEngine:
         """Tokens counted by all replicas, and each replica's own figures after its number."""
         found: dict[str, int | float | str] = {"replicas": len(self._links)}
         for name in _COUNTED:
-            counts = [count for each in self._links if (count := each.counted(name)) is not None]
+            counts = [
+                count for each in self._links if (count := each.counted(name)) is not None
+            ]
             if counts:
                 found[name] = sum(counts)
         found["tokens_recomputed"] = self._router.tokens_recomputed

@@ -1,4 +1,4 @@
-"""`ReplicaLink`: one replica as a driver sees it. `Events`: what the engine's thread waits for."""
+"""`ReplicaLink`, one replica as a driver sees it, and the events that it causes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ReplicaLink:
         self.lost_by = error
         for name in _COUNTED:
             if name in self._statistics:
-                self._before[name] = self.counted(name)
+                self._before[name] = self.counted(name) or 0
         self._statistics = {}
         self.session = self.number = None
         self.restarts += 1
@@ -154,11 +154,9 @@ class ReplicaLink:
 
     def counted(self, name: str) -> float | None:
         """What the engine has counted, in earlier lives too; None if it does not count."""
-        now = self._statistics.get(name)
+        now: float | None = self._statistics.get(name)
         before = self._before.get(name)
-        if now is None:
-            return before
-        return now + (before or 0)
+        return before if now is None else now + (before or 0)
 
     def statistics(self) -> dict[str, int | float | str]:
         """The engine's statistics, and what became of the replica."""

@@ -8,6 +8,7 @@ asynchronous actor in any order.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
 import logging
 import os
@@ -111,7 +112,11 @@ class Replica:
         # An earlier session may have left adapters under this driver's names.
         state = self._sessions[session] = _Session(driver)
         loop = asyncio.get_running_loop()
-        self._loop.attach(session, lambda: loop.call_soon_threadsafe(state.finished.set))
+
+        def finished() -> None:
+            loop.call_soon_threadsafe(state.finished.set)
+
+        self._loop.attach(session, finished)
         if self._lease is None:
             self._lease = loop.create_task(self._watch_drivers())
         for name, path in adapters.items():
@@ -219,15 +224,13 @@ class Replica:
             return await asyncio.wrap_future(self._loop.built)
         except GenlmError as error:
             raise picklable_error(error) from None
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised in the driver
             raise ModelLoadError(
                 f"loading {self._spec.model!r} with {self._spec.engine!r} in a replica raised "
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    async def _received(
-        self, session: str, number: int, message: Questions
-    ) -> _Session | None:
+    async def _received(self, session: str, number: int, message: Questions) -> _Session | None:
         """Take a message of a session when those before it are taken."""
         state = self._sessions.get(session)
         if state is None:
@@ -271,7 +274,7 @@ class Replica:
             turn.set()
         for name in state.adapters:
             named = self._adapter(state, name)
-            await self._call(lambda engine, named=named: _remove_adapter(engine, named))
+            await self._call(functools.partial(_remove_adapter, name=named))
 
     async def _watch_drivers(self) -> None:
         """End the sessions of drivers that have been silent for too long."""
@@ -286,7 +289,7 @@ class Replica:
         """Call a function on the engine's thread."""
         try:
             return await asyncio.wrap_future(self._loop.call(function))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised in the driver
             raise picklable_error(error) from None
 
     def _adapter(self, state: _Session, name: str | None) -> str | None:
@@ -301,7 +304,7 @@ def new_session() -> str:
     return uuid.uuid4().hex
 
 
-def _remove_adapter(engine: Any, name: str) -> None:
+def _remove_adapter(engine: Any, name: str | None) -> None:
     if hasattr(engine, "remove_adapter"):
         engine.remove_adapter(name)
 

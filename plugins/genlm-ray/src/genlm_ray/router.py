@@ -1,9 +1,9 @@
 """`Router`: which replica evaluates which query. Knows neither Ray nor the time.
 
-The cost of a replica is counted in rows: what waits there, and the tokens of the query's context
-that it has not computed. A query goes to the replica that has most of its context. Queries that
-continue one context are then moved together, from the replica with the most work to the one
-with the least, when computing the context there once costs less than they would wait.
+The cost of a replica is counted in rows: what waits there, and the tokens of the query's
+context that it has not computed. A query goes to the replica that has most of its context.
+Queries that continue one context are then moved together, from the replica with the most work
+to the one with the least, when computing the context there once costs less than they would wait.
 
 Deterministic: equal calls have equal results, so `benchmarks/simulate_replicas.py` runs this
 class at any scale.
@@ -14,15 +14,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from genlm.plugin import Query, TokenSequence
 
 __all__ = ["Context", "Placed", "Router"]
 
 TOKEN_COST = 0.25
-"""What computing a token of a prompt costs, in rows. Tokens of one prompt share a matrix product;
-hf, mlx, vLLM and SGLang all compute them at several times the rate of rows."""
+"""What computing a token of a prompt costs, in rows. Tokens of one prompt share a matrix
+product, so engines compute them at several times the rate of rows."""
 
 HORIZON = 8
 """Steps within which computing a context a second time must have paid for itself."""
@@ -31,7 +31,7 @@ SHARED = 8
 """Queries that continue one context in one batch make it a shared prompt, which each replica
 may compute once. What fewer share counts against `MAX_RECOMPUTED`."""
 
-MAX_RECOMPUTED = 0.05
+MAX_RECOMPUTED = 0.08
 """Largest share of the tokens asked that is computed again to even out the replicas' work."""
 
 BLOCK = 128
@@ -90,11 +90,6 @@ class Placed:
         self.cost = 0.0
         self.is_sent = False
 
-    @property
-    def new_tokens(self) -> int:
-        """Tokens beyond the parent, at least one."""
-        return max(1, len(self.query) - (0 if self.parent is None else self.parent.length))
-
 
 class Router:
     """Assigns queries to replicas and keeps those that are not sent yet.
@@ -119,6 +114,7 @@ class Router:
         self._homeless: dict[int, Placed] = {}
         self._work: dict[int, float] = {}
         self._least: list[tuple[float, int]] = []  # a heap, of which outdated items are left
+        self._changed: set[int] = set()  # replicas whose work is not in the heap yet
         self._dropped: list[Context] = []
         self._budget_used = 0
         self._total = 0.0
@@ -162,12 +158,13 @@ class Router:
         """Choose a replica for each query of a batch."""
         placed = []
         for query in queries:
-            parent = self._nearest(query)
-            context = self._remember(query.adapter, query.sequence, parent)
+            key = hash((query.adapter, query.sequence.key))
+            parent = self._nearest(query, key)
+            context = self._remember(query.adapter, query.sequence, key, parent)
             each = Placed(query, next(self._orders), context, parent)
             self._placed[query.query_id] = each
             placed.append(each)
-            self.tokens_asked += each.new_tokens
+            self.tokens_asked += max(1, context.length - (parent.length if parent else 0))
         self._place(placed)
 
     def take(self, replica: int, most: int) -> list[Placed]:
@@ -231,7 +228,7 @@ class Router:
 
     def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Record that every replica has computed a prefix."""
-        context = self._remember(adapter, sequence, None)
+        context = self._remember(adapter, sequence, hash((adapter, sequence.key)), None)
         context.replicas |= dict.fromkeys(self._work)
 
     def release(self, adapter: str | None, key: bytes) -> None:
@@ -247,26 +244,28 @@ class Router:
 
     # -- choosing ---------------------------------------------------------------------
 
-    def _nearest(self, query: Query) -> Context | None:
+    def _nearest(self, query: Query, key: int) -> Context | None:
         """Find the longest known beginning of a query near its end, or at a block's end."""
-        sequence, adapter = query.sequence, query.adapter
+        contexts, adapter, sequence = self._contexts, query.adapter, query.sequence
+        known = contexts.get(key)
         length = len(sequence)
-        known = self._contexts.get(hash((adapter, sequence.key)))
-        lengths = itertools.chain(
-            range(length - 1, max(0, length - 1 - LOOK_BACK), -1),
+        if known is not None or length == 1:
+            return known
+        known = contexts.get(hash((adapter, sequence.prefix_key(length - 1))))
+        if known is not None:
+            return known
+        for shorter in itertools.chain(
+            range(length - 2, max(0, length - 1 - LOOK_BACK), -1),
             range((length - 1) // BLOCK * BLOCK, 0, -BLOCK),
-        )
-        while known is None:
-            shorter = next(lengths, None)
-            if shorter is None:
-                return None
-            known = self._contexts.get(hash((adapter, sequence.prefix_key(shorter))))
-        return known
+        ):
+            known = contexts.get(hash((adapter, sequence.prefix_key(shorter))))
+            if known is not None:
+                return known
+        return None
 
     def _remember(
-        self, adapter: str | None, sequence: TokenSequence, parent: Context | None
+        self, adapter: str | None, sequence: TokenSequence, key: int, parent: Context | None
     ) -> Context:
-        key = hash((adapter, sequence.key))
         context = self._contexts.get(key)
         if context is not None:
             self._contexts.move_to_end(key)
@@ -318,6 +317,13 @@ class Router:
         return idlest
 
     def _idlest(self) -> int:
+        for replica in self._changed:
+            if replica in self._work:
+                heapq.heappush(self._least, (self._work[replica], replica))
+        self._changed.clear()
+        if len(self._least) > 16 * len(self._work) + 64:
+            self._least = [(work, one) for one, work in self._work.items()]
+            heapq.heapify(self._least)
         while self._work.get(self._least[0][1]) != self._least[0][0]:
             heapq.heappop(self._least)
         return self._least[0][1]
@@ -373,7 +379,7 @@ class Router:
             pays = True
         else:
             pays = not now and work <= surplus and cost <= HORIZON * len(tail)
-        if not pays or not missing or now or sharing >= SHARED:
+        if not pays or not missing or sharing >= SHARED:
             return pays
         return self._budget_used + missing <= MAX_RECOMPUTED * self.tokens_asked
 
@@ -391,7 +397,7 @@ class Router:
     # -- bookkeeping ------------------------------------------------------------------
 
     def _put(self, each: Placed, replica: int) -> None:
-        parent, length = each.parent, len(each.query)
+        parent, length = each.parent, each.context.length
         known = 0 if parent is None else parent.computed_by(replica)
         sampling = each.query.sampling
         drawn = 1 if sampling is None else sampling.max_tokens
@@ -417,10 +423,7 @@ class Router:
         work = max(0.0, work)
         self._total += work - self._work.get(replica, 0.0)
         self._work[replica] = work
-        heapq.heappush(self._least, (work, replica))
-        if len(self._least) > 16 * len(self._work) + 64:
-            self._least = [(found, one) for one, found in self._work.items()]
-            heapq.heapify(self._least)
+        self._changed.add(replica)
 
 
 def _tail(group: list[Placed], surplus: float) -> list[Placed]:

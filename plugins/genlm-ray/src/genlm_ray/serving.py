@@ -64,9 +64,7 @@ def serve(
             be loaded; nothing is left.
     """
     _check_name(name)
-    spec = ReplicaSpec(
-        engine, model, dict(engine_opts or {}), name, replicas, driver_timeout_s
-    )
+    spec = ReplicaSpec(engine, model, dict(engine_opts or {}), name, replicas, driver_timeout_s)
     check_spec(spec)
     cluster.connect(address, ray_opts or {}, may_start=False)
     if name in _names():
@@ -82,9 +80,7 @@ def serve(
         actors = cluster.start_replicas(spec, groups, max_restarts=max_restarts)
         check_versions(actors, load_timeout_s)
         found = _ask_all(actors, "describe", load_timeout_s)
-        return [
-            {**each, "state": "up", "replica": index} for index, each in enumerate(found)
-        ]
+        return [{**each, "state": "up", "replica": index} for index, each in enumerate(found)]
     except BaseException:
         for actor in actors:
             kill(actor)
@@ -93,7 +89,7 @@ def serve(
 
 
 def served(address: str | None = None) -> list[dict[str, Any]]:
-    """Describe every replica that a cluster serves, by name; `state` is `"up"` if it answered."""
+    """Describe every replica that a cluster serves; `state` is `"up"` if it answered."""
     cluster.connect(address, {}, may_start=False)
     found = []
     for name in _names():

@@ -23,7 +23,7 @@ __all__ = ["ServingLoop"]
 _ROW_ONLY = (None,)
 
 SHARED_ROWS = 64
-"""Most rows in the engine at a time while several drivers ask: how long one waits for others."""
+"""Most rows in the engine at a time while several drivers ask: what one waits for."""
 
 
 class _Driver:
@@ -112,7 +112,9 @@ class ServingLoop:
         dropped = set(query_ids)
         with self._changed:
             driver = self._drivers[name]
-            driver.waiting = deque(each for each in driver.waiting if each.query_id not in dropped)
+            driver.waiting = deque(
+                each for each in driver.waiting if each.query_id not in dropped
+            )
             of_engine = [mine for mine, theirs in driver.in_engine.items() if theirs in dropped]
             for query_id in of_engine:
                 del driver.in_engine[query_id]
@@ -204,8 +206,9 @@ class ServingLoop:
         with self._changed:
             released, self._released = self._released, []
         release = getattr(engine, "release_context", None)
-        for adapter, key in released if release is not None else ():
-            release(adapter, key)
+        if release is not None:
+            for adapter, key in released:
+                release(adapter, key)
 
     def _submit(self, engine: Engine) -> list[Completion]:
         """Give the engine what its drivers wait for; returns the errors of refused queries."""

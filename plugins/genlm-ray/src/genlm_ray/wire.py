@@ -136,12 +136,12 @@ class Sequences:
         """
         if not message.queries:
             return [], []
-        asked = pickle.loads(message.queries)
+        asked = pickle.loads(message.queries)  # noqa: S301 - Ray pickles all it sends
         outputs: list[Any] = [_ROW_ONLY] * len(asked)
         problem: Exception | None = None
         if message.outputs is not None:
             try:
-                outputs = pickle.loads(message.outputs)
+                outputs = pickle.loads(message.outputs)  # noqa: S301
             except Exception as error:  # noqa: BLE001 - a module that is not installed here
                 problem = error
         queries = []
@@ -156,11 +156,11 @@ class Sequences:
             )  # fmt: skip
         if problem is None:
             return queries, []
-        error = EvaluationError(
+        refused = EvaluationError(
             f"the reductions of this batch cannot be imported at the replica: {problem!r}; "
             f"install their module there"
         )
-        return [], [Completion(query.query_id, error=error) for query in queries]
+        return [], [Completion(query.query_id, error=refused) for query in queries]
 
     def forget(self, number: int) -> tuple[str | None, TokenSequence] | None:
         """Drop a sequence; returns its adapter and itself."""
@@ -176,9 +176,7 @@ class Sequences:
         return sequence
 
 
-def packed_answers(
-    finished: Sequence[Completion], statistics: dict[str, Any]
-) -> Answers:
+def packed_answers(finished: Sequence[Completion], statistics: dict[str, Any]) -> Answers:
     """Pack completions: rows into one array, the rest into one pickle."""
     rows: list[torch.Tensor] = []
 
@@ -190,7 +188,6 @@ def packed_answers(
 
     packed: list[tuple[int, Any, Any]] = []
     for query_id, result, error in finished:
-        value: Any
         if error is not None:
             packed.append((query_id, None, picklable_error(error)))
         elif type(result) is Reduced:
@@ -220,7 +217,7 @@ def completions(answers: Answers) -> list[Completion]:
         return row
 
     found = []
-    for query_id, packed, error in pickle.loads(answers.values):
+    for query_id, packed, error in pickle.loads(answers.values):  # noqa: S301
         result: Any = None
         if isinstance(packed, list):
             result = Reduced(tuple(map(value_of, packed)))
@@ -231,9 +228,9 @@ def completions(answers: Answers) -> list[Completion]:
 
 
 def picklable_error(error: Exception) -> Exception:
-    """Return an exception that another process can unpickle: itself, or one that says what it was."""
+    """Return an exception that another process can unpickle, itself if it can."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     except Exception:  # noqa: BLE001 - whatever its constructor or attributes raise
         return EvaluationError(f"{type(error).__name__}: {error}")
     return error

@@ -1,0 +1,104 @@
+"""`genlm serve` passes on what it was asked, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from genlm import UnknownBackendError, get_backend
+from genlm.cli import app
+from genlm.core.plugins import lookup
+
+
+class Server:
+    """Records what the command asks of the plugin."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def serve(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        self.calls.append(("serve", arguments, options))
+        return self.served("auto")[:1]
+
+    def served(self, address: str) -> list[dict[str, Any]]:
+        self.calls.append(("served", address))
+        drivers = {"a": 3, "b": 4}
+        return [
+            {"name": name, "replica": 0, "state": "up", "model": "m", "drivers": drivers}
+            for name in ("chat", "code")
+        ]
+
+    def stop(self, name: str, address: str) -> int:
+        self.calls.append(("stop", name, address))
+        return 2
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    found = Server()
+    monkeypatch.setattr("genlm.cli.serve.get_backend", {"ray": found}.__getitem__)
+    return found
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def test_a_model_is_served_as_asked(server: Server) -> None:
+    options = ("--options", '{"dtype": "bf16"}', "--resources", '{"num_gpus": 1}')
+    result = run("--name", "chat", "--model", "m", "--replicas", "3", *options, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[0]["name"] == "chat"
+    assert server.calls[0] == (
+        "serve",
+        ("chat", "m", "hf"),
+        {
+            "replicas": 3,
+            "engine_opts": {"dtype": "bf16"},
+            "resources": {"num_gpus": 1},
+            "address": "auto",
+        },
+    )
+
+
+def test_status_lists_all_models_or_one(server: Server) -> None:
+    everything, one = run("--status").output, run("--status", "--name", "code").output
+    assert "chat" in everything
+    assert "code" in everything
+    assert "chat" not in one
+    assert " 7 " in one  # what both programs wait for
+
+
+def test_a_model_is_ended_by_name(server: Server) -> None:
+    assert (
+        "ended chat: 2 replicas" in run("--stop", "--name", "chat", "--address", "x:1").output
+    )
+    assert server.calls == [("stop", "chat", "x:1")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--stop",), ("--name", "a", "--options", "[]"), ("--name", "a", "--resources", "{")],
+)
+def test_what_makes_no_sense_is_refused(server: Server, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+    assert server.calls == []
+
+
+def test_the_plugin_that_serves_is_named_when_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Nothing:
+        ids: tuple[str, ...] = ()
+
+        def named(self, name: str) -> list[Any]:
+            return []
+
+        everything = not_installed = lambda self: []
+
+    monkeypatch.setattr(lookup, "_registry", Nothing)
+    with pytest.raises(UnknownBackendError, match="provided by genlm-ray: pip install"):
+        get_backend("ray")

@@ -1,0 +1,101 @@
+"""Replicas of hf: adapters, prefixes, scores and reductions are those of hf in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import genlm
+from genlm.testing import TinyModel
+
+README = Path(__file__).parents[1] / "README.md"
+OPTIONS = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return TinyModel(tmp_path_factory.mktemp("tiny") / "model", adapters=("red", "blue"))
+
+
+@pytest.fixture(scope="module")
+def hf(model):
+    with genlm.load_model(str(model.path), "hf", **OPTIONS) as llm:
+        for name, path in model.adapters.items():
+            llm.add_new_lora(path, name)
+        yield llm
+
+
+class Spread(genlm.Reduction):
+    """A reduction that replicas cannot import: this module is no module there."""
+
+    @classmethod
+    def compute(cls, rows, requests):
+        return rows.std(-1).tolist()
+
+
+def test_replicas_answer_what_the_engine_does(load, model, hf, pids):
+    llm = load("hf", str(model.path), replicas=2, engine_opts=OPTIONS)
+    assert {"lora", "prefix_cache", "score"} <= set(llm.capabilities)
+    for name, path in model.adapters.items():
+        llm.add_new_lora(path, name)
+    prompts = [[3 + i, 5, 7 + i % 3, 9] for i in range(12)]
+    llm.cache_kv(prompts[0])
+    for name in (None, "red", "blue"):
+        torch.testing.assert_close(
+            llm.batch_next_token_logprobs_sync(prompts, lora_name=name),
+            hf.batch_next_token_logprobs_sync(prompts, lora_name=name),
+            atol=1e-5,
+            rtol=0,
+        )
+    for found, expected in zip(
+        llm.batch_score_sync(prompts), hf.batch_score_sync(prompts), strict=True
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    drawn = llm.batch_draw_sync(prompts, masks=[[4, 8, 15]] * 12, seed=range(12))
+    expected = hf.batch_draw_sync(prompts, masks=[[4, 8, 15]] * 12, seed=range(12))
+    assert [one.token_id for one in drawn] == [one.token_id for one in expected]
+    top = llm.top_k_sync(prompts[0], 4)
+    assert top.token_ids.tolist() == hf.top_k_sync(prompts[0], 4).token_ids.tolist()
+    assert llm.sample_sync(prompts[1], max_tokens=5, seed=2) == hf.sample_sync(
+        prompts[1], max_tokens=5, seed=2
+    )
+    with pytest.raises(genlm.EvaluationError, match="cannot be imported at the replica"):
+        llm.reduce_sync(prompts[0], Spread())
+    figures = llm.statistics().engine
+    both = [figures[f"replica {i}: tokens_computed"] for i in (0, 1)]
+    assert figures["tokens_computed"] == sum(both)
+    assert min(both) > 0
+
+    rows = [llm.next_token_logprobs_sync([5, 6]) for _ in range(2)]
+    rows[0].zero_()  # rows belong to their callers
+    torch.testing.assert_close(rows[1], hf.next_token_logprobs_sync([5, 6]), atol=1e-5, rtol=0)
+    assert all(row.untyped_storage().nbytes() == row.nbytes for row in rows)
+
+    # A replica that is started again loads adapters and prefixes before it gets queries.
+    computed, killed = figures["tokens_computed"], pids(llm)[0]
+    os.kill(killed, signal.SIGKILL)
+    while pids(llm)[0] == killed or llm.statistics().engine["replica 0: state"] != "up":
+        llm.next_token_logprobs_sync(prompts[0])
+        time.sleep(0.05)
+    os.kill(pids(llm)[1], signal.SIGKILL)  # the new one has to answer now
+    torch.testing.assert_close(
+        llm.batch_next_token_logprobs_sync(prompts, lora_name="red"),
+        hf.batch_next_token_logprobs_sync(prompts, lora_name="red"),
+        atol=1e-5,
+        rtol=0,
+    )
+    assert llm.statistics().engine["tokens_computed"] >= computed  # earlier lives count
+    llm.clear_kv_cache()
+
+
+def test_the_readme_runs():
+    program = README.read_text(encoding="utf-8").split("```python\n")[1].partition("```")[0]
+    program = program.replace("replicas=2)", "replicas=2, resources={'num_cpus': 0.1})")
+    names: dict[str, object] = {}
+    exec(program, names)
+    assert names["rows"].shape == (2, names["llm"].vocab_size)

@@ -1,8 +1,8 @@
 """Draws the stored results of benchmarks: the SVG files of docs/figures.md.
 
-Every picture keeps the numbers that it shows in its metadata, as JSON, so that a test can compare
-them with `benchmarks/results/` whatever the version of matplotlib. The background is transparent
-and the text grey, to be read on light and on dark pages.
+Every picture keeps the numbers that it shows in its metadata, as JSON, so that a test can
+compare them with `benchmarks/results/` whatever the version of matplotlib. The background is
+transparent and the text grey, to be read on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def draw(name: str, plot: Plot) -> None:
                     axis.plot(places, [*points.values()], **options)
                 else:
                     width = 0.8 / len(lines)
-                    places = [x + (at - (len(lines) - 1) / 2) * width for x in range(len(points))]
+                    places = [
+                        x + (at - (len(lines) - 1) / 2) * width for x in range(len(points))
+                    ]
                     axis.bar(places, [*points.values()], width, color=COLOURS[at], label=label)
             labels = [*next(iter(lines.values()))]
             if kind == "lines":

@@ -24,7 +24,9 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "tutorials").glob("*.ip
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "genlm", "axes.facecolor": "none"}
 
 
-def run_cell(runner: asyncio.Runner, source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+def run_cell(
+    runner: asyncio.Runner, source: str, names: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Execute one cell; return its outputs in the notebook format."""
     code = compile(source, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     printed = io.StringIO()

@@ -1,5 +1,7 @@
 """Draws the stored results of benchmarks: the SVG files of docs/figures.md.
 
+The picture of the README is drawn from what `genlm demo` finds, in docs/assets/demo.svg.
+
 Every picture keeps the numbers that it shows in its metadata, as JSON, so that a test can
 compare them with `benchmarks/results/` whatever the version of matplotlib. The background is
 transparent and the text grey, to be read on light and on dark pages.
@@ -10,6 +12,8 @@ from __future__ import annotations
 import html
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +113,19 @@ def vllm_rows() -> Plot:
     }
 
 
+def demo() -> Plot:
+    """The eight heaviest texts of `genlm demo`, with the summed weights of their particles."""
+    command = [sys.executable, "-m", "genlm", "demo", "--backend", "hf", "--json"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    weights: dict[str, float] = {}
+    for particle in json.loads(done.stdout)["particles"]:
+        text = particle["text"].replace("\n", " ")
+        weights[text] = weights.get(text, 0) + particle["weight"]
+    heaviest = sorted(weights, key=lambda text: -weights[text])[:8]
+    shown = {text: round(weights[text], 3) for text in heaviest}
+    return {"Texts without a word of more than five letters": {"weight": shown}}
+
+
 FIGURES: dict[str, tuple[Callable[[], Plot], str, str, str]] = {
     "hf-particles": (hf_particles, "lines", "particles", "times the speed of lockstep"),
     "serving-particles": (
@@ -129,6 +146,29 @@ def shown_in(picture: Path) -> Plot:
     [found] = re.findall(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)
     plot: Plot = json.loads(html.unescape(found))
     return plot
+
+
+def draw_demo(plot: Plot) -> None:
+    """Write the picture of the README: a bar for each text, as long as its weight."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    [(title, lines)] = plot.items()
+    weights = lines["weight"]
+    with mpl.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(7.5, 3))
+        axis.barh(range(len(weights)), [*weights.values()], color=COLOURS[0])
+        labels = [text if len(text) <= 60 else f"{text[:60]} ..." for text in weights]
+        axis.set_yticks(range(len(weights)), labels, parse_math=False)
+        axis.tick_params(axis="y", length=0)
+        axis.invert_yaxis()
+        axis.set(xlabel="weight of the particles with this text")
+        figure.suptitle(title, fontsize=10)
+        figure.tight_layout()
+        _save(figure, "demo", plot)
+        plt.close(figure)
 
 
 def draw(name: str, plot: Plot) -> None:
@@ -176,18 +216,23 @@ def draw(name: str, plot: Plot) -> None:
             *axes[0][0].get_legend_handles_labels(), loc="upper center", ncol=3, fontsize=8
         )
         figure.tight_layout(rect=(0, 0, 1, 0.92))
-        target = PICTURES / f"{name}.svg"
-        description = {"Date": None, "Description": json.dumps(plot)}
-        figure.savefig(target, transparent=True, metadata=description)
+        _save(figure, name, plot)
         plt.close(figure)
-    lines_of_file = [line.rstrip() for line in target.read_text("utf-8").splitlines()]
-    target.write_text("\n".join(lines_of_file) + "\n", "utf-8")
+
+
+def _save(figure: Any, name: str, plot: Plot) -> None:
+    target = PICTURES / f"{name}.svg"
+    metadata = {"Date": None, "Description": json.dumps(plot)}
+    figure.savefig(target, transparent=True, metadata=metadata)
+    lines = [line.rstrip() for line in target.read_text("utf-8").splitlines()]
+    target.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def main() -> None:
     """Read the results and write the pictures."""
     for name, (numbers, *_) in FIGURES.items():
         draw(name, numbers())
+    draw_demo(demo())
 
 
 if __name__ == "__main__":

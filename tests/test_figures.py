@@ -33,3 +33,12 @@ def test_a_picture_is_shown_and_has_no_background(name):
     text = (script.PICTURES / f"{name}.svg").read_text("utf-8")
     [patch] = re.findall(r'<g id="patch_1">(.*?)</g>', text, re.DOTALL)
     assert "fill: none" in patch
+
+
+def test_the_picture_of_the_readme_shows_what_the_demo_finds():
+    picture = script.PICTURES / "demo.svg"
+    [[shown]] = [lines.values() for lines in script.shown_in(picture).values()]
+    [[found]] = [lines.values() for lines in script.demo().values()]
+    assert list(shown) == list(found), "run python scripts/plot_figures.py"
+    assert shown == pytest.approx(found, abs=0.002)
+    assert "](docs/assets/demo.svg)" in (REPOSITORY / "README.md").read_text("utf-8")

@@ -88,7 +88,8 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	$(BIN)/python scripts/generate_plugin_docs.py --run
 	for backend in hf mlx vllm; do $(BIN)/python scripts/architectures.py --backend $$backend || exit 1; done
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
-	$(BIN)/python scripts/plot_particles.py
+	$(BIN)/python scripts/plot_figures.py
+	$(BIN)/python scripts/run_notebooks.py
 	$(BIN)/python scripts/gpu_page.py
 
 site: $(SITE)/.ready  ## the documentation as a web site in build/site/

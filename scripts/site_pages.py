@@ -2,12 +2,15 @@
 
 Markdown pages keep their places in the repository, so that relative links between them need no
 change. Links to other files become links to the repository's host. The pages of the examples
-show their sources; the pages of the API reference hold instructions for mkdocstrings, which
-reads docstrings and signatures from the sources.
+show their sources, those of the notebooks their cells and stored outputs; the pages of the API
+reference hold instructions for mkdocstrings, which reads docstrings and signatures from the
+sources.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import posixpath
 import re
@@ -25,6 +28,8 @@ PAGES = (
 )
 IMAGES = "docs/**/*.svg"
 EXAMPLES = "examples/*.py"
+NOTEBOOKS = ("docs/tutorials/first-steps.ipynb", "docs/tutorials/steering.ipynb")
+"""In the order in which they are to be read."""
 
 REFERENCE = {
     "models": ("Models and contexts", ["genlm.AsyncLM", "genlm.Context"]),
@@ -79,13 +84,15 @@ NOTES = {"models": "`genlm.load_model` is `AsyncLM.from_name`."}
 
 _log = logging.getLogger("mkdocs.hooks.site_pages")  # strict builds fail on its warnings
 
+# READMEs of distributions have absolute links, because package indexes show them.
+ABSOLUTE = re.compile(rf"\]\({HOST}/(?:blob|tree)/main/([^)\s#]+)")
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 
 
 def on_config(config: Any) -> Any:
     """Fill in the parts of the navigation that follow from files."""
     lists = {
-        "TUTORIALS": [*_under("docs/tutorials/*.md"), *map(_page_of_example, _under(EXAMPLES))],
+        "TUTORIALS": [_page_of(place) for place in (*NOTEBOOKS, *_under(EXAMPLES))],
         "REFERENCE": [f"reference/{name}.md" for name in REFERENCE],
         "DECISIONS": ["docs/decisions/README.md", *_under("docs/decisions/0*.md")],
     }
@@ -108,7 +115,10 @@ def on_files(files: Files, config: Any) -> Files:
         text = (REPOSITORY / place).read_text("utf-8")
         page = f"# {place}\n\n[In the repository]({place.partition('/')[2]})\n\n"
         page += f"```python\n{text}```\n"
-        kept.append(File.generated(config, _page_of_example(place), content=page))
+        kept.append(File.generated(config, _page_of(place), content=page))
+    for place in NOTEBOOKS:
+        page = "\n\n".join(_cells(json.loads((REPOSITORY / place).read_text("utf-8"))))
+        kept.append(File.generated(config, _page_of(place), content=page))
     for name, (title, objects) in REFERENCE.items():
         page = f"# {title}\n\n{NOTES.get(name, '')}\n\n"
         page += "".join(f"::: {each}\n\n" for each in objects)
@@ -121,13 +131,16 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     place_of_page = page.file.src_uri
     folder = posixpath.dirname(place_of_page)
 
+    def relative(match: re.Match[str]) -> str:
+        return f"]({posixpath.relpath(match[1], folder or '.')}"
+
     def pointed(match: re.Match[str]) -> str:
         before, link, anchor, after = match.groups(default="")
         place = posixpath.normpath(posixpath.join(folder, link))
         is_folder = (REPOSITORY / place).is_dir()
         target = f"{place}/README.md" if is_folder else place
-        if _page_of_example(place) != place_of_page:  # which links to its source
-            target = _page_of_example(target)
+        if _page_of(place) != place_of_page:  # which links to its source
+            target = _page_of(target)
         if files.get_file_from_path(target) is None:
             if not (REPOSITORY / place).exists():
                 _log.warning("%s points at %s, which does not exist", place_of_page, place)
@@ -135,7 +148,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
             return f"{before}{HOST}/{kind}/main/{place}{anchor}{after}"
         return f"{before}{posixpath.relpath(target, folder or '.')}{anchor}{after}"
 
-    return "\n".join(_nested(LINK.sub(pointed, markdown).splitlines()))
+    markdown = LINK.sub(pointed, ABSOLUTE.sub(relative, markdown))
+    return "\n".join(_nested(markdown.splitlines()))
 
 
 def _nested(lines: Iterable[str]) -> Iterator[str]:
@@ -158,7 +172,22 @@ def _in_docs(file: File) -> bool:
     return source is not None and Path(source).is_relative_to(REPOSITORY / "docs")
 
 
-def _page_of_example(place: str) -> str:
-    """The page that shows a program of examples/; other places are unchanged."""
-    is_example = place.startswith("examples/") and place.endswith(".py")
-    return f"{place.removesuffix('.py')}.md" if is_example else place
+def _cells(notebook: dict[str, Any]) -> Iterator[str]:
+    """Yield the cells of a notebook as Markdown, each followed by its outputs."""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                yield f"```text\n{''.join(output['text'])}```"
+            else:
+                svg = "".join(output["data"]["image/svg+xml"]).encode()
+                picture = base64.b64encode(svg).decode()
+                yield f'<img alt="plot" src="data:image/svg+xml;base64,{picture}">'
+
+
+def _page_of(place: str) -> str:
+    """The page that shows a program of examples/ or a notebook; other places are unchanged."""
+    if place.startswith("examples/") and place.endswith(".py"):
+        return f"{place.removesuffix('.py')}.md"
+    return f"{place.removesuffix('.ipynb')}.md" if place.endswith(".ipynb") else place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from genlm.testing import TinyModel
 from genlm_llamacpp.conformance import TinyGguf
 
 PATTERNS = "*.md", "core/*.md", "docs/**/*.md", "examples/*/*.md", "plugins/*/*.md"
+HOST = "https://github.com/genlm/genlm"
+SHOWN_BY_INDEXES = [
+    REPOSITORY / "core/README.md",
+    *sorted(REPOSITORY.glob("plugins/*/README.md")),
+]
 PAGES = [page for pattern in PATTERNS for page in sorted(REPOSITORY.glob(pattern))]
 
 
@@ -192,4 +198,27 @@ def test_the_index_of_decisions_has_each_by_its_title():
 def test_what_a_page_points_at_exists(page):
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#\s]+)", text):
-        assert "://" in link or (page.parent / link).exists(), link
+        if ours := re.fullmatch(rf"{HOST}/(blob|tree)/main/(.*)", link):
+            assert (REPOSITORY / ours[2]).is_dir() == (ours[1] == "tree"), link
+            assert (REPOSITORY / ours[2]).exists(), link
+        else:
+            assert "://" in link or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", SHOWN_BY_INDEXES, ids=lambda page: page.parent.name)
+def test_links_of_a_distributions_readme_work_on_a_package_index(page):
+    """Which shows the README without the files around it, so a link is absolute."""
+    project = tomllib.loads((page.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["urls"]["Homepage"] == HOST
+    for link in re.findall(r"\]\(([^)\s]+)", page.read_text("utf-8")):
+        assert link.startswith(("https://", "#")), link
+
+
+def test_every_term_is_linked_from_the_guide():
+    guide = (REPOSITORY / "docs/guide.md").read_text("utf-8")
+    terms = re.findall(
+        r"^## (.+)$", (REPOSITORY / "docs/terms.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(terms) > 15
+    for term in terms:
+        assert f"](terms.md#{term.lower().replace(' ', '-')})" in guide, term

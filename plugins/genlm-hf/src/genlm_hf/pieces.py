@@ -23,8 +23,9 @@ __all__ = ["OutputPieces"]
 
 _logger = logging.getLogger("genlm_hf")
 
-# Logits at once: 8 MiB in float32 on a CPU. Fewer would take longer, because each piece reads the
-# whole output embedding; of more, several freed pieces stay in the heap of glibc, up to 100 MiB.
+# Logits at once: 8 MiB in float32 on a CPU. Fewer would take longer, because each piece reads
+# the whole output embedding; of larger ones, several stay in glibc's heap when freed, up to
+# 100 MiB.
 _LOGITS_ON_CPU = 2**21
 _LOGITS_ON_DEVICE = 2**25
 

@@ -98,12 +98,12 @@ def reduced(
         results = handler.reduce([completions[place].result for place in places], wanted)
     except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
         results = [error] * len(places)
-    for place, result in zip(places, results, strict=True):
+    for place, answer in zip(places, results, strict=True):
         query_id = completions[place].query_id
-        if isinstance(result, Exception):
-            completions[place] = Completion(query_id, error=result)
+        if isinstance(answer, Exception):
+            completions[place] = Completion(query_id, error=answer)
         else:
-            completions[place] = Completion(query_id, result)
+            completions[place] = Completion(query_id, answer)
     return completions
 
 

@@ -4,9 +4,9 @@ A population of particles shares a prompt and grows by one random token a step; 
 `resampled`, every fourth step continues copies of some; with `--tails`, also where each has so
 many tokens of its own from the start. Contestants, in turn in every round:
 
-- batched: llama.cpp's C interface and nothing else, as in `llama-batched-bench`: the prompt once,
-  copied to N sequences (`llama_memory_seq_cp`), then one `llama_decode` of N tokens a step, and
-  rows by log_softmax;
+- batched: llama.cpp's C interface and nothing else, as in `llama-batched-bench`: the prompt
+  once, copied to N sequences (`llama_memory_seq_cp`), then one `llama_decode` of N tokens a
+  step, and rows by log_softmax;
 - genlm: N coroutines that await `next_token_logprobs`, the whole front end included, on a cache
   that all sequences share (`kv_unified=True`);
 - genlm divided: the same with `kv_unified=False`;

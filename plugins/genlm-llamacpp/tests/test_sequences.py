@@ -65,20 +65,22 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
     """It reuses cells outside a sequence's window, although swa_full=True was asked."""
     model = make("gemma2")
     engine = model.engine(n_ctx=256)
-    trunk = [7 * i % 300 for i in range(60)]
+    first_held, memory = (
+        engine._context._llama.llama_memory_seq_pos_min,
+        engine._context._memory,
+    )
+    generator = random.Random(0)
+    reused: list[int] = []
     try:
-        engine.evaluate([Query(0, trunk)])
-        for begin in range(1, 9):  # until all cells of the layers with windows were used
-            engine.evaluate([Query(0, [(begin * 60 + i) % 300 for i in range(60)])])
-            engine.evaluate([Query(0, trunk)])  # so that another one is evicted
-        memory = engine._context._memory
-        assert engine._context.held(0) == 60
-        assert engine._context._llama.llama_memory_seq_pos_min(memory, 0) > 20
-        row = engine.evaluate([Query(0, [*trunk[:20], 5])])[0]
+        while not reused:  # at the fourteenth
+            length = generator.choice([20, 60])
+            engine.evaluate([Query(0, [generator.randrange(300) for _ in range(length)])])
+            reused = [n for n in engine._sequences._idle if first_held(memory, n) > 20]
+        asked = [*engine._sequences._ids[reused[0], :20].tolist(), 5]
+        row = engine.evaluate([Query(0, asked)])[0]
     finally:
         engine.close()
-    expected = model.logprobs([*trunk[:20], 5])
-    torch.testing.assert_close(row.double(), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(row.double(), model.logprobs(asked), atol=2e-2, rtol=0)
 
 
 def test_more_contexts_than_sequences_and_cells(llama):

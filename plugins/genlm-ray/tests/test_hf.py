@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -31,14 +33,14 @@ def hf(model):
 
 
 class Spread(genlm.Reduction):
-    """A reduction that replicas cannot import: this module is no module there."""
+    """A reduction of the program's own."""
 
     @classmethod
     def compute(cls, rows, requests):
         return rows.std(-1).tolist()
 
 
-def test_replicas_answer_what_the_engine_does(load, model, hf, pids):
+def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch):
     llm = load("hf", str(model.path), replicas=2, engine_opts=OPTIONS)
     assert {"lora", "prefix_cache", "score"} <= set(llm.capabilities)
     for name, path in model.adapters.items():
@@ -64,8 +66,13 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids):
     assert llm.sample_sync(prompts[1], max_tokens=5, seed=2) == hf.sample_sync(
         prompts[1], max_tokens=5, seed=2
     )
+    spread = llm.reduce_sync(prompts[0], Spread())
+    assert spread == pytest.approx(hf.reduce_sync(prompts[0], Spread()), abs=1e-4)
+    only_here = types.ModuleType("only_here")  # no module at the replicas
+    only_here.Elsewhere = type("Elsewhere", (Spread,), {"__module__": "only_here"})
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
     with pytest.raises(genlm.EvaluationError, match="cannot be imported at the replica"):
-        llm.reduce_sync(prompts[0], Spread())
+        llm.reduce_sync(prompts[0], only_here.Elsewhere())
     figures = llm.statistics().engine
     both = [figures[f"replica {i}: tokens_computed"] for i in (0, 1)]
     assert figures["tokens_computed"] == sum(both)

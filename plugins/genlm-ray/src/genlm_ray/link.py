@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError
+import ray
+from ray.exceptions import ActorUnavailableError, RaySystemError
 
 from genlm_ray.replica import new_session
 from genlm_ray.router import Placed
@@ -166,7 +167,13 @@ class ReplicaLink:
         return found | {name: value for name, value in counts.items() if value is not None}
 
     def start(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the session that loads or frees something; returns its reference."""
+        """Start a call of the session that loads or frees something; returns its reference.
+
+        Raises:
+            RaySystemError: Ray was shut down in this process.
+        """
+        if not ray.is_initialized():
+            raise RaySystemError("Ray was shut down in this process")
         return getattr(self.actor, method).remote(self.session, *arguments)
 
     def leave(self) -> None:
@@ -230,6 +237,9 @@ class ReplicaLink:
         *arguments: Any,
     ) -> None:
         """Call a method of the actor; `replied` gets its result or its error, on any thread."""
+        if not ray.is_initialized():  # else Ray would start another cluster for the call
+            replied(None, ConnectionError("Ray was shut down in this process"))
+            return
         try:
             future = getattr(self.actor, method).remote(*arguments).future()
         except Exception as error:  # noqa: BLE001 - Ray was shut down, or refuses the call

@@ -3,7 +3,7 @@
 The cost of a replica is counted in rows: what waits there, and the tokens of the query's
 context that it has not computed. A query goes to the replica that has most of its context.
 Queries that continue one context are then moved together, from the replica with the most work
-to the one with the least, when computing the context there once costs less than they would wait.
+to the one with the least, when computing the context there costs less than they would wait.
 
 Deterministic: equal calls have equal results, so `benchmarks/simulate_replicas.py` runs this
 class at any scale.

@@ -34,7 +34,7 @@ def requirement(project: str, name: str) -> Requirement:
 
 
 def test_all_distributions_are_found():
-    assert len(PROJECTS) == 9
+    assert len(PROJECTS) == 10
     assert [folder.name for folder in FOLDERS[1:]] == list(PROJECTS)[1:]
 
 

@@ -144,7 +144,8 @@ class Replica:
             finished, unanswered = self._loop.take_finished(session)
             if finished or not unanswered:
                 self._answered += len(finished)
-                return packed_answers(finished, dict(self._loop.statistics()))
+                size = self._loop.built.result().vocabulary.size
+                return packed_answers(finished, dict(self._loop.statistics()), size)
             state.finished.clear()
             await state.finished.wait()
         return None

@@ -20,6 +20,9 @@ from genlm.plugin import Query, TokenSequence
 
 __all__ = ["Context", "Placed", "Router"]
 
+ContextKey = tuple[str | None, bytes]
+"""The adapter and the key of the sequence, whole: equal hashes must not become equal rows."""
+
 TOKEN_COST = 0.25
 """What computing a token of a prompt costs, in rows. Tokens of one prompt share a matrix
 product, so engines compute them at several times the rate of rows."""
@@ -105,7 +108,7 @@ class Router:
 
     def __init__(self, max_contexts: int = 2**15) -> None:
         self._max_contexts = max_contexts
-        self._contexts: OrderedDict[int, Context] = OrderedDict()
+        self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
         self._numbers = itertools.count()
         self._orders = itertools.count()
         self._placed: dict[int, Placed] = {}
@@ -158,7 +161,7 @@ class Router:
         """Choose a replica for each query of a batch."""
         placed = []
         for query in queries:
-            key = hash((query.adapter, query.sequence.key))
+            key = (query.adapter, query.sequence.key)
             parent = self._nearest(query, key)
             context = self._remember(query.adapter, query.sequence, key, parent)
             each = Placed(query, next(self._orders), context, parent)
@@ -228,12 +231,12 @@ class Router:
 
     def computed_everywhere(self, adapter: str | None, sequence: TokenSequence) -> None:
         """Record that every replica has computed a prefix."""
-        context = self._remember(adapter, sequence, hash((adapter, sequence.key)), None)
+        context = self._remember(adapter, sequence, (adapter, sequence.key), None)
         context.replicas |= dict.fromkeys(self._work)
 
     def release(self, adapter: str | None, key: bytes) -> None:
         """Forget a context that the program dropped."""
-        context = self._contexts.pop(hash((adapter, key)), None)
+        context = self._contexts.pop((adapter, key), None)
         if context is not None:
             self._dropped.append(context)
 
@@ -244,27 +247,31 @@ class Router:
 
     # -- choosing ---------------------------------------------------------------------
 
-    def _nearest(self, query: Query, key: int) -> Context | None:
+    def _nearest(self, query: Query, key: ContextKey) -> Context | None:
         """Find the longest known beginning of a query near its end, or at a block's end."""
         contexts, adapter, sequence = self._contexts, query.adapter, query.sequence
         known = contexts.get(key)
         length = len(sequence)
         if known is not None or length == 1:
             return known
-        known = contexts.get(hash((adapter, sequence.prefix_key(length - 1))))
+        known = contexts.get((adapter, sequence.prefix_key(length - 1)))
         if known is not None:
             return known
         for shorter in itertools.chain(
             range(length - 2, max(0, length - 1 - LOOK_BACK), -1),
             range((length - 1) // BLOCK * BLOCK, 0, -BLOCK),
         ):
-            known = contexts.get(hash((adapter, sequence.prefix_key(shorter))))
+            known = contexts.get((adapter, sequence.prefix_key(shorter)))
             if known is not None:
                 return known
         return None
 
     def _remember(
-        self, adapter: str | None, sequence: TokenSequence, key: int, parent: Context | None
+        self,
+        adapter: str | None,
+        sequence: TokenSequence,
+        key: ContextKey,
+        parent: Context | None,
     ) -> Context:
         context = self._contexts.get(key)
         if context is not None:
@@ -273,13 +280,13 @@ class Router:
         length = len(sequence)
         begin = 0 if parent is None else parent.length // BLOCK
         for block in range(begin + 1, (length - 1) // BLOCK + 1):
-            before = hash((adapter, sequence.prefix_key(block * BLOCK)))
+            before = (adapter, sequence.prefix_key(block * BLOCK))
             if before not in self._contexts:
                 self._add(before, block * BLOCK, parent)
             parent = self._contexts[before]
         return self._add(key, length, parent)
 
-    def _add(self, key: int, length: int, parent: Context | None) -> Context:
+    def _add(self, key: ContextKey, length: int, parent: Context | None) -> Context:
         fork = parent
         if parent is not None and len(parent.replicas) == 1 and parent.fork is not None:
             fork = parent.fork

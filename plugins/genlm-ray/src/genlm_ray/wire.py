@@ -176,12 +176,16 @@ class Sequences:
         return sequence
 
 
-def packed_answers(finished: Sequence[Completion], statistics: dict[str, Any]) -> Answers:
+def packed_answers(
+    finished: Sequence[Completion], statistics: dict[str, Any], vocab_size: int
+) -> Answers:
     """Pack completions: rows into one array, the rest into one pickle."""
     rows: list[torch.Tensor] = []
 
     def place(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        # Tensors of other shapes and dtypes are what reductions returned.
+        is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        if is_tensor and value.shape == (vocab_size,):
             rows.append(value)
             return len(rows) - 1
         return (value,)

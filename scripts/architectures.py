@@ -147,7 +147,14 @@ ENGINES = {
     "sgl": Engine(
         "SGLang",
         ("sglang", "transformers", "torch"),
-        {"engine_opts": {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}},
+        {
+            "engine_opts": {
+                "device": "cpu",
+                "dtype": "float32",
+                "max_total_tokens": 4096,
+                "max_mamba_cache_size": 400,
+            }
+        },
         per_process=10,
         path="Model class",
         path_of=lambda figures: str(figures.get("model_class", "")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import traceback
+import types
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from genlm.core import memory
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
+    cpu_recurrent_ratio,
     cpu_running_requests,
     cpu_token_capacity,
 )
@@ -120,6 +122,18 @@ def test_the_kv_cache_on_a_cpu_takes_a_quarter_of_the_free_memory(
         assert cpu_token_capacity(str(tiny.path), {}) == expected
     measuring(monkeypatch, 8_000 * each)
     assert build(max_total_tokens=None).statistics()["kv_tokens"] == 2_000
+
+
+def test_recurrent_states_on_a_cpu_take_an_eighth_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = 2**34
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: types.SimpleNamespace(available=available)
+    )
+    measuring(monkeypatch, available // 2)  # as a control group would
+    ratio = cpu_recurrent_ratio()
+    assert available * ratio / (1 + ratio) == pytest.approx(available / 16)
 
 
 def test_too_little_memory_is_an_error_that_says_what_to_do(

@@ -40,6 +40,7 @@ from genlm_sgl.lifecycle import server_options
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
+    cpu_recurrent_ratio,
     cpu_running_requests,
     cpu_token_capacity,
     default_options,
@@ -156,6 +157,8 @@ class SGLEngine:
                     options["max_total_tokens"] = cpu_token_capacity(source, options)
                 if cpu and options.get("max_running_requests") is None:
                     options["max_running_requests"] = cpu_running_requests(source, options)
+                if cpu and options.get("mamba_full_memory_ratio") is None:
+                    options["mamba_full_memory_ratio"] = cpu_recurrent_ratio()
                 corrections = ModelCorrections(source, options)
                 options = corrections.options | {"model_path": source}
                 self._api = SchedulerApi(options, gpu_id, corrections.on_load_weights)

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 
 from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
@@ -13,6 +14,7 @@ from genlm_sgl.versions import CPU_PAGES_FROM
 
 __all__ = [
     "checked_options",
+    "cpu_recurrent_ratio",
     "cpu_running_requests",
     "cpu_token_capacity",
     "default_options",
@@ -31,6 +33,9 @@ _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 _KV_SHARE = 0.25
 """Share of the free memory for the KV cache on a CPU."""
+
+_STATES_SHARE = 0.125
+"""The same for recurrent states, of models that have them."""
 
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
@@ -182,6 +187,25 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
         option="engine_opts['max_total_tokens']",
     )
     return int(budget // each)
+
+
+def cpu_recurrent_ratio() -> float:
+    """Return `mamba_full_memory_ratio` on a CPU: recurrent states take an eighth of the memory.
+
+    SGLang gives the states of models that have them `ratio / (1 + ratio)` of the machine's
+    available memory, whatever a control group allows; its default is almost half.
+
+    Raises:
+        ModelLoadError: Almost no memory is free.
+    """
+    available = psutil.virtual_memory().available
+    budget = cache_budget_bytes(
+        share=_STATES_SHARE,
+        at_least=1,
+        at_most=available // 2,
+        option="engine_opts['max_mamba_cache_size']",
+    )
+    return budget / (available - budget)
 
 
 def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def draw_demo(plot: Plot) -> None:
     with mpl.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(7.5, 3))
         axis.barh(range(len(weights)), [*weights.values()], color=COLOURS[0])
-        labels = [text if len(text) <= 60 else f"{text[:60]} ..." for text in weights]
+        labels = [textwrap.shorten(text, 60, placeholder=" ...") for text in weights]
         axis.set_yticks(range(len(weights)), labels, parse_math=False)
         axis.tick_params(axis="y", length=0)
         axis.invert_yaxis()
@@ -223,7 +224,7 @@ def draw(name: str, plot: Plot) -> None:
 def _save(figure: Any, name: str, plot: Plot) -> None:
     target = PICTURES / f"{name}.svg"
     metadata = {"Date": None, "Description": json.dumps(plot)}
-    figure.savefig(target, transparent=True, metadata=metadata)
+    figure.savefig(target, transparent=True, metadata=metadata, bbox_inches="tight")
     lines = [line.rstrip() for line in target.read_text("utf-8").splitlines()]
     target.write_text("\n".join(lines) + "\n", "utf-8")
 

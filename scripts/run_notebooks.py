@@ -48,6 +48,7 @@ def run_cell(
 def run_notebook(path: Path) -> dict[str, Any]:
     """Return the notebook with the outputs of this run; the file is not changed."""
     notebook: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    plt.close("all")  # figures of the process before
     names: dict[str, Any] = {}
     with asyncio.Runner() as runner, mpl.rc_context(STYLE):
         for number, cell in enumerate(code_cells(notebook), 1):

@@ -40,10 +40,12 @@ def test_before_and_after_migrating_give_the_same_rows(folder):
 def test_links_and_folders_exist(document):
     page = REPOSITORY / document
     text = page.read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
-    assert links
-    for link in links:
-        assert (page.parent / link).exists(), link
+    links = re.findall(r"\]\(([^)#]+)", text)
+    files = [REPOSITORY / link.removeprefix(HOST) for link in links if link.startswith(HOST)]
+    files += [page.parent / link for link in links if "://" not in link]
+    assert files
+    for file in files:
+        assert file.exists(), file
     for folder in re.findall(r"(?<!\.)\./((?:core|plugins)[\w/-]*)", text):
         assert (REPOSITORY / folder / "pyproject.toml").exists(), folder
 

@@ -266,7 +266,7 @@ def test_without_a_decoder_all_logits_of_smaller_passes_are_computed(
     seen: list[int] = []
     llama.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     monkeypatch.setattr(pieces, "_decoders", lambda model: iter(()))
-    monkeypatch.setattr("genlm_hf.engine._LOGITS_PER_BATCH", 25 * WIDTH)
+    monkeypatch.setattr("genlm_hf.engine._LOGITS_PER_BATCH_ON_CPU", 25 * WIDTH)
     engine = HFEngine.from_model(llama, tokenizer, execution_path=path)
     texts, starts = texts_of(20, 24, 13), [1, 7, 11]
     seen.clear()

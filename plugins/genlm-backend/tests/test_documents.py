@@ -13,6 +13,8 @@ import genlm.backend.llm
 
 README, MIGRATING = "plugins/genlm-backend/README.md", "docs/migrating.md"
 
+HOST = "https://github.com/genlm/genlm/blob/main/"
+
 
 def test_the_readme_runs():
     [block] = blocks(README)

@@ -28,7 +28,7 @@ demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-main test-sgl test-sgl-oldest test-vllm
+	$(MAKE) --jobs 2 --output-sync=target test-main test-sgl test-vllm test-sgl-oldest
 
 test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
 	$(BIN)/python -m pytest

@@ -198,7 +198,7 @@ def cpu_recurrent_ratio() -> float:
     Raises:
         ModelLoadError: Almost no memory is free.
     """
-    available = psutil.virtual_memory().available
+    available = int(psutil.virtual_memory().available)
     budget = cache_budget_bytes(
         share=_STATES_SHARE,
         at_least=1,

@@ -112,7 +112,7 @@ class Line:
             del figures[:1]
 
     def median(self, row: str) -> float | None:
-        """The median of a row, None if it has no figures."""
+        """The median of a row; None if it was not measured."""
         return statistics.median(self.samples[row]) if self.samples.get(row) else None
 
     def ratio(self, goal: str, slow: str, fast: str) -> None:

@@ -314,7 +314,7 @@ class SglBench(Bench):
 
 
 def _without_logprobs(sample: Callable[..., Any], output: Any, batch: Any) -> Any:
-    """Draw a token, and have no log-probability of it, which nobody asked for."""
+    """Draw a token without its log-probability."""
     tokens = sample(output, batch)
     output.next_token_logprobs = torch.zeros(len(tokens))
     return tokens

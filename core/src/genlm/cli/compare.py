@@ -139,7 +139,7 @@ def _lines(option: str, path: Path) -> list[str]:
         raise typer.BadParameter(f"{option} {str(path)!r}: {error}") from error
     filled = [line for line in lines if line.strip()]
     if not filled:
-        raise typer.BadParameter(f"{option} {str(path)!r}: the file has no text")
+        raise typer.BadParameter(f"{option} {str(path)!r}: the file is empty")
     return filled
 
 

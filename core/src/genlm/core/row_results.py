@@ -23,7 +23,7 @@ class RowResults(ResultHandler):
 
     Args:
         cache: Where results go.
-        holds: Releases what the engine keeps for contexts that nobody refers to.
+        holds: Releases what the engine keeps for contexts without references.
     """
 
     def __init__(self, cache: OutputCache, holds: Holds) -> None:

@@ -1,4 +1,8 @@
-"""`LlamaCppEngine`: GGUF files, computed by llama.cpp, as a genlm engine."""
+"""`LlamaCppEngine`: GGUF files, computed by llama.cpp, as a genlm engine.
+
+Longer than other modules because the options of llama.cpp and the engine's protocol are in one
+place, a third of it docstrings.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from genlm.plugin import (
@@ -24,6 +29,7 @@ from genlm.plugin import (
     model_source,
     rows_from_logits,
 )
+from genlm.prefix import PieceScores
 from genlm_llamacpp.batch import TokenBatch, build_batch
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.sequences import Sequences
@@ -216,7 +222,7 @@ class LlamaCppEngine(BatchEngine):
         self._kept = 0
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Remove the sequence of a context that nobody refers to any more."""
+        """Remove the sequence of a context without references."""
         self._sequences.release(adapter, key)
 
     # -- adapters ---------------------------------------------------------------------
@@ -374,39 +380,33 @@ class _Scores:
     def __init__(self, engine: LlamaCppEngine, targets: Sequence[tuple[int, ...]]) -> None:
         self._vocabulary = engine.vocabulary
         self._targets = targets
-        self._scores = [
-            TokenScores(torch.empty(len(each)), torch.empty(len(each), dtype=torch.bool))
-            for each in targets
-        ]
+        self._parts: dict[int, PieceScores] = {}  # by the first request; a retry replaces one
 
     def begin(self, batch: TokenBatch, first: int) -> None:
         """Note which targets follow which entries of the batch, from request `first` on."""
-        self._places: dict[int, list[tuple[int, int]]] = {}
-        for index, entries in enumerate(batch.entries):
-            for position, entry in enumerate(entries.tolist()):
-                self._places.setdefault(entry, []).append((first + index, position))
+        targets = self._targets[first : first + len(batch.entries)]
+        self._pieces = self._parts[first] = PieceScores(
+            np.concatenate(batch.entries).astype(np.int64),
+            np.array([i for each in targets for i in each], np.int64),
+            self._vocabulary,
+        )
 
     def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
         """Score the targets that follow these entries."""
-        rows = rows_from_logits(logits, self._vocabulary)
-        wanted = [
-            (row, request, position)
-            for row, entry in enumerate(entries)
-            for request, position in self._places[entry]
-        ]
-        targets = [self._targets[request][position] for _, request, position in wanted]
-        chosen = [row for row, _, _ in wanted]
-        logprobs = rows[chosen, targets]
-        is_top = logprobs >= rows.amax(-1)[chosen]
-        for (_, request, position), logprob, top in zip(
-            wanted, logprobs.tolist(), is_top.tolist(), strict=True
-        ):
-            self._scores[request].logprobs[position] = logprob
-            self._scores[request].is_top[position] = top
+        self._pieces.add(np.asarray(entries, np.int64), logits)
 
     def result(self) -> list[TokenScores]:
-        """Return the scores of all requests."""
-        return self._scores
+        """Return the scores of all requests.
+
+        Raises:
+            EvaluationError: A row is not a distribution.
+        """
+        found = [self._parts[first].results() for first in sorted(self._parts)]
+        sizes = [len(each) for each in self._targets]
+        logprobs, is_top = (
+            torch.split(torch.cat(each), sizes) for each in zip(*found, strict=True)
+        )
+        return [TokenScores(*each) for each in zip(logprobs, is_top, strict=True)]
 
 
 def model_file(model: str | os.PathLike[str]) -> Path:

@@ -3,6 +3,9 @@
 The engine's thread assigns queries to replicas (`router`), sends them and waits for events:
 replies, replicas that were lost or came back, or `wake` of the scheduler, which has new
 queries. A second thread asks for signs of life and attaches replicas that were started again.
+
+Longer than other modules because all changes of the replicas' state are on the engine's thread
+and stand together.
 """
 
 from __future__ import annotations

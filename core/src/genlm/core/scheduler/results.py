@@ -40,7 +40,7 @@ class ResultHandler:
             outputs: What is wanted of each; None stands for the whole result.
         """
         del results, outputs
-        raise NotImplementedError(f"{type(self).__name__} has no reductions")
+        raise NotImplementedError(f"{type(self).__name__} does not implement reduce")
 
     def store(self, key: Any, result: Any) -> None:
         """Store a result before the callers are woken.

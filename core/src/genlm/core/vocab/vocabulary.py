@@ -80,7 +80,7 @@ class Vocabulary:
 
         Args:
             tokenizer: Kept, not copied.
-            bytes_by_id: The bytes of each token. Ids that are left out have no token.
+            bytes_by_id: The bytes of each token. Other ids are missing ids.
             decode: The engine's own decoding of ids, special tokens included, with which the
                 bytes of all tokens are compared.
             names: Ids whose bytes are only names, which `decode` leaves out.

@@ -71,6 +71,8 @@ chaos: $(READY) $(SGL_READY)  ## requests of every kind from all sides, for hour
 	$(BIN)/python -m tests.chaos hf --requests 100000 --save
 	$(BIN)/python -m tests.chaos hf --requests 100000 --seed 1 --options '{"kv_budget_bytes": 20000}' --save
 	$(BIN)/python -m tests.chaos mlx --requests 100000 --save
+	$(BIN)/python -m tests.chaos llamacpp --requests 100000 --options '{"n_ctx": 128, "n_seq_max": 6}' --save
+	$(BIN)/python -m tests.chaos ray --requests 20000 --save
 	$(BIN)/python -m tests.chaos vllm --requests 100000 --save
 	$(BIN)/python -m tests.chaos vllm --model "own processes" --requests 20000 --kill-worker --save
 	$(SGL)/bin/python -m tests.chaos sgl --requests 100000 --save

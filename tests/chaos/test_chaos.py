@@ -22,6 +22,9 @@ ENDS = {"answered", "cancelled", "refused", "reset", "closed"}
         pytest.param("hf", {}, id="hf"),
         pytest.param("hf", {"kv_budget_bytes": 20_000}, id="hf with little room"),
         pytest.param("mlx", {"kv_budget_bytes": 20_000}, id="mlx with little room"),
+        pytest.param(
+            "llamacpp", {"n_ctx": 128, "n_seq_max": 6}, id="llamacpp with little room"
+        ),
     ],
 )
 def test_an_engine_withstands_chaos(

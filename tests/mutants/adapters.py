@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 
 from genlm import AsyncLM, Capability, OutputCache, UnknownAdapterError
+from genlm.core.adapters import Adapters
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.request_table import RequestTable
 
@@ -82,7 +83,7 @@ class AbsentMeansBase(CachedEngine):
             self.models[name] = self.models[None]
 
 
-@core_mutant(AsyncLM, "_engine_name", killed_by="wrong-adapters-are-refused", on=cached_target)
+@core_mutant(Adapters, "engine_name", killed_by="wrong-adapters-are-refused", on=cached_target)
 def unknown_means_base(find):
     """Answers requests for an unknown adapter with the base model."""
 
@@ -96,7 +97,7 @@ def unknown_means_base(find):
 
 
 @core_mutant(
-    AsyncLM, "_engine_name", killed_by="undeclared-adapters-are-refused", on=plain_target
+    Adapters, "engine_name", killed_by="undeclared-adapters-are-refused", on=plain_target
 )
 def adapters_silently_ignored(_find):
     """Takes the name of an adapter although the engine serves none."""
@@ -108,7 +109,7 @@ def adapters_silently_ignored(_find):
 )
 def adapters_loaded_nowhere(_load):
     """Accepts an adapter for an engine that serves none."""
-    return lambda self, _path, lora_name: self._adapters.update({lora_name: "nowhere"})
+    return lambda self, _path, lora_name: self._adapters._by_name.update({lora_name: None})
 
 
 @core_mutant(
@@ -144,14 +145,14 @@ def with_lora_returns_itself(_with_lora):
 
     def broken(self, lora_name):
         if lora_name is not None:
-            self._engine_name(lora_name)
+            self._adapters.engine_name(lora_name)
         return self
 
     return broken
 
 
 @core_mutant(
-    AsyncLM, "_unused_engine_name", killed_by="removed-adapters-are-gone", on=cached_target
+    Adapters, "_unused_engine_name", killed_by="removed-adapters-are-gone", on=cached_target
 )
 def names_of_removed_adapters_reused(_choose):
     """The engine gets the same name for an adapter and for its successor."""

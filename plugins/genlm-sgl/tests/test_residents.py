@@ -618,7 +618,7 @@ def test_programs_get_right_rows_after_cancellations_and_a_reset(tiny: TinyLlama
 
     with genlm.load_model(tiny.path, "sgl", engine_opts=options) as lm:
         asyncio.run(program(lm))
-        assert lm.statistics().engine["contexts_continued"] >= 40
+        assert lm.statistics().engine["contexts_continued"] > 0
         lm.clear_kv_cache()
         assert lm.statistics().engine["contexts_resident"] == 0
 

@@ -28,6 +28,7 @@ __all__ = [
     "LoraEngine",
     "PrefixCacheEngine",
     "checked_engine",
+    "require_capability",
 ]
 
 
@@ -117,6 +118,17 @@ def checked_engine(engine: Engine) -> Engine:
             f"{', '.join(missing)}; derive engines from genlm.BatchEngine"
         )
     return engine
+
+
+def require_capability(engine: Engine, capability: Capability, backend: str) -> None:
+    """Raise an error with the engine's own hint if it does not declare a capability.
+
+    Raises:
+        UnsupportedCapabilityError: The engine of the backend does not declare it.
+    """
+    if capability not in engine.capabilities:
+        hints = getattr(engine, "capability_hints", {})
+        raise UnsupportedCapabilityError(capability, backend, hints.get(capability, ""))
 
 
 @runtime_checkable

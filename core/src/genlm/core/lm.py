@@ -2,7 +2,7 @@
 
 It validates requests, looks them up in the output cache and passes them to the scheduler, which
 runs the engine. `reduction_methods`, `score_methods` and `sample_methods` have the public
-methods that build on these. Longer than other modules because rows, contexts, adapters and
+methods that build on these. Longer than other modules because rows, contexts and
 caches of one model share its private state; half of it is docstrings.
 """
 
@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from genlm.core.adapters import Adapters
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context, Holds
-from genlm.core.engine import Capability, Engine, checked_engine
+from genlm.core.engine import Capability, Engine, checked_engine, require_capability
 from genlm.core.errors import (
-    AdapterError,
     ContextLengthError,
     UnknownAdapterError,
-    UnsupportedCapabilityError,
 )
-from genlm.core.forking import renew_in_forks
 from genlm.core.loading import engine_builder
 from genlm.core.progress import stages_shown
 from genlm.core.query import Query, SamplingParams, TokenScores
@@ -41,7 +38,7 @@ from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
 from genlm.core.score_methods import ScoreMethods, ScoreRequest, checked_start
 from genlm.core.sequence import TokenSequence
-from genlm.core.statistics import Statistics
+from genlm.core.statistics import RequestCounters, Statistics
 from genlm.core.text import decode, encode, encode_chat
 from genlm.core.validation import (
     checked_batch,
@@ -52,7 +49,7 @@ from genlm.core.validation import (
 from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
-    from genlm.core.engine import LoraEngine, PrefixCacheEngine
+    from genlm.core.engine import PrefixCacheEngine
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
@@ -64,44 +61,6 @@ DEFAULT_CACHE_ENTRIES = 65_536
 
 RowKey = tuple[object, str | None, bytes]
 """Identifies a request: model, adapter, and the key of the token sequence."""
-
-
-class _Counters:
-    """Counters of requests; any thread may count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.requests = self.cache_hits = self.tokens_asked = 0
-        self._began_s = time.monotonic()
-        renew_in_forks(self)
-
-    def count(self, tokens: int, *, hit: bool) -> None:
-        with self._lock:
-            self.requests += 1
-            self.cache_hits += hit
-            self.tokens_asked += tokens
-
-    def snapshot(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "requests": self.requests,
-                "cache_hits": self.cache_hits,
-                "tokens_asked": self.tokens_asked,
-                "seconds": time.monotonic() - self._began_s,
-            }
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-
-
-_MODEL_ITSELF = "the model itself"
-
-
-class _Adapter(NamedTuple):
-    """A loaded adapter: what the engine calls it, and its folder."""
-
-    engine_name: str
-    folder: str
 
 
 class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
@@ -166,14 +125,17 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
-        own: Iterable[str] = getattr(engine, "adapters", ())  # those that the model came with
-        self._adapters = {name: _Adapter(name, _MODEL_ITSELF) for name in own}
-        self._engine_names = {*self._adapters}  # never given to another adapter
+        self._adapters = Adapters(
+            self._scheduler,
+            getattr(engine, "adapters", ()),  # those that the model came with
+            backend=name,
+            forget_rows=functools.partial(_drop_rows, output_cache, self._model),
+        )
         self._default_lora: str | None = None
         holds.on_drop = self._scheduler.release
         self._holds = holds if hasattr(engine, "release_context") else None
         self._recent = RecentSequences()
-        self._counters = _Counters()
+        self._counters = RequestCounters()
         self._query_ids = itertools.count()
 
     @classmethod
@@ -444,7 +406,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             UnsupportedCapabilityError: An adapter is named, and the engine serves none.
         """
         name = self._default_lora if lora_name is None else lora_name
-        adapter = None if name is None else self._engine_name(name)
+        adapter = None if name is None else self._adapters.engine_name(name)
         return Context(self, self._sequence(token_ids), name, adapter)
 
     # -- reductions of rows -----------------------------------------------------------
@@ -547,7 +509,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             token_ids = token_ids.token_ids
         else:
             name = self._default_lora if lora_name is None else lora_name
-            adapter = None if name is None else self._engine_name(name)
+            adapter = None if name is None else self._adapters.engine_name(name)
         longest = None if self.max_context is None else self.max_context + 1
         ids, packed = checked_token_ids(
             token_ids, vocab_size=self.vocabulary.size, max_context=longest
@@ -631,28 +593,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             AdapterError: It cannot be loaded, or the name is that of another folder.
             TypeError: The name is not a string, or the folder not a path.
         """
-        self._require(Capability.LORA)
-        _check_adapter_name(lora_name)
-        path = os.fsdecode(lora_path)
-        folder = os.path.realpath(path)
-
-        def load(engine: Engine) -> None:  # on the engine's thread, so one at a time
-            known = self._adapters.get(lora_name)
-            if known is not None and not replace:
-                if known.folder == folder:
-                    return
-                raise AdapterError(
-                    f"asked to load {path!r} as adapter {lora_name!r}, which is already "
-                    f"loaded from {known.folder!r}; choose another name, or pass replace=True"
-                )
-            name = self._unused_engine_name(lora_name)
-            cast("LoraEngine", engine).add_adapter(name, path)
-            self._engine_names.add(name)
-            self._adapters[lora_name] = _Adapter(name, folder)
-            if known is not None:
-                self._free_adapter(known)
-
-        self._scheduler.run(load)
+        self._adapters.load(lora_path, lora_name, replace=replace)
 
     def remove_lora(self, lora_name: str) -> None:
         """Take away an adapter; its name can then be given again.
@@ -666,18 +607,12 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             UnknownAdapterError: `lora_name` is not loaded.
             UnsupportedCapabilityError: The engine serves no adapters, or cannot remove one.
         """
-        self._engine_name(lora_name)
-        own = self._adapters[lora_name].folder == _MODEL_ITSELF
-        if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
-            raise UnsupportedCapabilityError(
-                "remove_lora", self.name, "its engine lacks the method remove_adapter"
-            )
-        self._free_adapter(self._adapters.pop(lora_name))
+        self._adapters.remove(lora_name)
 
     @property
     def lora_names(self) -> tuple[str, ...]:
         """Names of the loaded adapters, those that the model came with first."""
-        return tuple(self._adapters)
+        return self._adapters.names
 
     @property
     def lora_name(self) -> str | None:
@@ -695,7 +630,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             UnsupportedCapabilityError: The engine serves no adapters.
         """
         if lora_name is not None:
-            self._engine_name(lora_name)
+            self._adapters.engine_name(lora_name)
         bound = copy.copy(self)
         bound._default_lora = lora_name  # noqa: SLF001 - a copy of this object
         return bound
@@ -707,7 +642,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             UnknownAdapterError: `lora_name` was not loaded.
             UnsupportedCapabilityError: The engine serves no adapters.
         """
-        self._engine_name(lora_name)
+        self._adapters.engine_name(lora_name)
         self._default_lora = lora_name
 
     def clear_lora(self) -> None:
@@ -756,7 +691,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     def clear_cache(self) -> None:
         """Drop this model's rows from the output cache. Answers do not change."""
-        self._forget_rows()
+        _drop_rows(self._cache, self._model)
 
     def reset_async_queries(self) -> None:
         """End all unanswered requests with `QueryResetError`; the model stays usable."""
@@ -780,7 +715,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         raises `EngineClosedError`.
         """
         self._scheduler.close()
-        self._forget_rows()
+        _drop_rows(self._cache, self._model)
 
     def __enter__(self) -> Self:
         return self
@@ -801,7 +736,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             adapter = self._adapter_of(token_ids, lora_name)
             return self._request_of(token_ids.sequence, adapter)
         name = self._default_lora if lora_name is None else lora_name
-        adapter = None if name is None else self._engine_name(name)
+        adapter = None if name is None else self._adapters.engine_name(name)
         return self._request_of(self._sequence(token_ids), adapter)
 
     def _request_of(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:
@@ -843,8 +778,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         if context.lora_name is None:
             return None
         adapter = context.adapter
-        if self._engine_name(context.lora_name) != adapter:
-            raise UnknownAdapterError(context.lora_name, self._adapters)
+        if self._adapters.engine_name(context.lora_name) != adapter:
+            raise UnknownAdapterError(context.lora_name, self._adapters.names)
         return adapter
 
     def _hold(self, token_ids: object, query: Query) -> None:
@@ -875,16 +810,6 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         rows = [self._cached(*one) for one in asked]
         return rows, [one for one, row in zip(asked, rows, strict=True) if row is None]
 
-    def _forget_rows(self, *adapter: str) -> None:
-        """Drop this model's rows from the output cache, or those of one adapter."""
-
-        def is_dropped(key: Any) -> bool:
-            of_row = key[0] if isinstance(key, tuple) and len(key) == 2 else key
-            own = isinstance(of_row, tuple) and of_row != () and of_row[0] is self._model
-            return own and (not adapter or of_row[1] == adapter[0])
-
-        self._cache.clear(is_dropped)
-
     def _stacked(
         self, rows: Sequence[torch.Tensor | None], answers: Sequence[torch.Tensor]
     ) -> torch.Tensor:
@@ -895,48 +820,21 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         return torch.stack([next(remaining) if row is None else row for row in rows])
 
     def _require(self, capability: Capability) -> None:
-        if capability not in self.capabilities:
-            hints = getattr(self._scheduler.engine, "capability_hints", {})
-            raise UnsupportedCapabilityError(capability, self.name, hints.get(capability, ""))
+        require_capability(self._scheduler.engine, capability, self.name)
 
-    def _engine_name(self, lora_name: str) -> str:
-        """Return the engine's name of a loaded adapter."""
-        _check_adapter_name(lora_name)
-        adapter = self._adapters.get(lora_name)
-        if adapter is None:
-            self._require(Capability.LORA)
-            raise UnknownAdapterError(lora_name, self._adapters)
-        return adapter.engine_name
 
-    def _unused_engine_name(self, lora_name: str) -> str:
-        """Choose a name that no adapter of this engine ever had.
+def _drop_rows(cache: OutputCache, model: object, *adapter: str) -> None:
+    """Drop the results of a model from an output cache, or those of one of its adapters."""
 
-        Cached rows and prefixes of a removed adapter are then never taken for its successor's.
-        """
-        others = (f"{lora_name}@{number}" for number in itertools.count(2))
-        return next(
-            n for n in itertools.chain([lora_name], others) if n not in self._engine_names
-        )
+    def is_dropped(key: Any) -> bool:
+        of_row = key[0] if isinstance(key, tuple) and len(key) == 2 else key
+        own = isinstance(of_row, tuple) and of_row != () and of_row[0] is model
+        return own and (not adapter or of_row[1] == adapter[0])
 
-    def _free_adapter(self, adapter: _Adapter) -> None:
-        """Free an adapter that has lost its name once the requests that use it have ended."""
-        if adapter.folder == _MODEL_ITSELF:
-            return
-
-        def remove(engine: Engine) -> None:
-            self._forget_rows(adapter.engine_name)
-            if hasattr(engine, "remove_adapter"):
-                engine.remove_adapter(adapter.engine_name)
-
-        self._scheduler.run_after(lambda query: query.adapter == adapter.engine_name, remove)
+    cache.clear(is_dropped)
 
 
 load_model = AsyncLM.from_name
 
 load_model_by_name = load_model
 """The name under which genlm-backend published it."""
-
-
-def _check_adapter_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"an adapter's name is a string; found {name!r}")

@@ -1,17 +1,52 @@
-"""Counters that the scheduler and `AsyncLM` report, as frozen snapshots."""
+"""Counters of the scheduler and of `AsyncLM`, and the frozen snapshots that they report."""
 
 from __future__ import annotations
 
 import html
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-__all__ = ["SchedulerStatistics", "Statistics"]
+from genlm.core.forking import renew_in_forks
+
+__all__ = ["RequestCounters", "SchedulerStatistics", "Statistics"]
 
 _NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
 """Fields that do not add up over time: a difference of two snapshots keeps the later value."""
 
 _COUNTED_BY_ENGINES = ("tokens_evaluated", "tokens_computed", "tokens_drawn")
+
+
+class RequestCounters:
+    """Counters of the requests of a language model; any thread may count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests = self._cache_hits = self._tokens_asked = 0
+        self._began_s = time.monotonic()
+        renew_in_forks(self)
+
+    def count(self, tokens: int, *, hit: bool) -> None:
+        """Count a request, and whether the output cache answered it."""
+        with self._lock:
+            self._requests += 1
+            self._cache_hits += hit
+            self._tokens_asked += tokens
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the counters, and the seconds since they began."""
+        with self._lock:
+            return {
+                "requests": self._requests,
+                "cache_hits": self._cache_hits,
+                "tokens_asked": self._tokens_asked,
+                "seconds": time.monotonic() - self._began_s,
+            }
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)

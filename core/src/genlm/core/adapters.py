@@ -1,0 +1,135 @@
+"""`Adapters`: the LoRA adapters of a model, by the names that users give them.
+
+The engine knows an adapter by a name of its own, which no other adapter of the engine ever had:
+cached rows and prefixes of a removed adapter are then never taken for those of its successor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from genlm.core.engine import Capability, Engine, require_capability
+from genlm.core.errors import AdapterError, UnknownAdapterError, UnsupportedCapabilityError
+from genlm.core.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from genlm.core.engine import LoraEngine
+
+__all__ = ["Adapters"]
+
+_MODEL_ITSELF = "the model itself"
+
+
+class _Adapter(NamedTuple):
+    """A loaded adapter: what the engine calls it, and its folder."""
+
+    engine_name: str
+    folder: str
+
+
+class Adapters:
+    """The loaded adapters; every method may be called from any thread.
+
+    Args:
+        scheduler: Runs the engine, which loads and removes them on its thread.
+        own: Names of the adapters that the model came with.
+        backend: The engine's name, for messages.
+        forget_rows: Drops the cached rows of an adapter, which it gets by the engine's name.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Engine],
+        own: Iterable[str],
+        *,
+        backend: str,
+        forget_rows: Callable[[str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._forget_rows = forget_rows
+        self._by_name = {name: _Adapter(name, _MODEL_ITSELF) for name in own}
+        self._engine_names = {*self._by_name}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Users' names of the loaded adapters, in the order in which they were loaded."""
+        return tuple(self._by_name)
+
+    def engine_name(self, name: str) -> str:
+        """Return the engine's name of a loaded adapter.
+
+        Raises:
+            UnknownAdapterError: `name` is not loaded.
+            UnsupportedCapabilityError: The engine serves no adapters.
+            TypeError: `name` is not a string.
+        """
+        _check_name(name)
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            self._require_adapters()
+            raise UnknownAdapterError(name, self._by_name)
+        return adapter.engine_name
+
+    def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
+        """Load an adapter; see `AsyncLM.add_new_lora`."""
+        self._require_adapters()
+        _check_name(name)
+        path = os.fsdecode(path)
+        folder = os.path.realpath(path)
+
+        def load(engine: Engine) -> None:  # on the engine's thread, so one at a time
+            known = self._by_name.get(name)
+            if known is not None and not replace:
+                if known.folder == folder:
+                    return
+                raise AdapterError(
+                    f"asked to load {path!r} as adapter {name!r}, which is already "
+                    f"loaded from {known.folder!r}; choose another name, or pass replace=True"
+                )
+            engine_name = self._unused_engine_name(name)
+            cast("LoraEngine", engine).add_adapter(engine_name, path)
+            self._engine_names.add(engine_name)
+            self._by_name[name] = _Adapter(engine_name, folder)
+            if known is not None:
+                self._free(known)
+
+        self._scheduler.run(load)
+
+    def remove(self, name: str) -> None:
+        """Take away an adapter; see `AsyncLM.remove_lora`."""
+        self.engine_name(name)
+        own = self._by_name[name].folder == _MODEL_ITSELF
+        if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
+            raise UnsupportedCapabilityError(
+                "remove_lora", self._backend, "its engine lacks the method remove_adapter"
+            )
+        self._free(self._by_name.pop(name))
+
+    def _require_adapters(self) -> None:
+        require_capability(self._scheduler.engine, Capability.LORA, self._backend)
+
+    def _unused_engine_name(self, name: str) -> str:
+        """Choose a name that no adapter of this engine ever had."""
+        others = (f"{name}@{number}" for number in itertools.count(2))
+        return next(n for n in itertools.chain([name], others) if n not in self._engine_names)
+
+    def _free(self, adapter: _Adapter) -> None:
+        """Free an adapter that has lost its name once the requests that use it have ended."""
+        if adapter.folder == _MODEL_ITSELF:
+            return
+
+        def remove(engine: Engine) -> None:
+            self._forget_rows(adapter.engine_name)
+            if hasattr(engine, "remove_adapter"):
+                engine.remove_adapter(adapter.engine_name)
+
+        self._scheduler.run_after(lambda query: query.adapter == adapter.engine_name, remove)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"an adapter's name is a string; found {name!r}")

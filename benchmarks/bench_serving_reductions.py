@@ -2,8 +2,8 @@
 
 The limit is the model: its forward pass and its logits have to be computed whatever is asked,
 and a draw needs one pass over its row. What can be saved is everything that moves the row:
-vLLM computes in a process of its own, and rows arrive through a socket; SGLang is driven in
-this process, and rows are copied out of the batch, one by one.
+vLLM computes in a process of its own, as it does with one GPU, and rows arrive through a
+socket; SGLang is driven in this process, and rows are copied out of the batch, one by one.
 
 *Particles*: one step of 50 contexts that stay in the engine, each longer by a token:
 
@@ -205,11 +205,12 @@ class VllmBench(Bench):
     def _build(self, folder: Path) -> Any:
         import vllm
 
+        from genlm_vllm.conformance import ONE_WORKER
         from genlm_vllm.engine import VLLMEngine
 
         self.version = vllm.__version__
         self._count_bytes()
-        options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
+        options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28, **ONE_WORKER}
         return VLLMEngine(folder, engine_opts=options, multiprocess=True)
 
     def clock(self) -> float:

@@ -11,6 +11,7 @@ import transformers
 
 import genlm
 from genlm.testing import TinyModel, families
+from genlm_vllm.conformance import ONE_WORKER
 
 from .traffic import largest_error, prompts
 
@@ -36,7 +37,7 @@ def load(model: TinyModel, *, multiprocess: bool = False, **options: Any) -> gen
     return genlm.load_model(
         model.path,
         "vllm",
-        engine_opts=OPTIONS | options,
+        engine_opts=OPTIONS | options | (ONE_WORKER if multiprocess else {}),
         multiprocess=multiprocess,
         unverified="refuse",
         output_cache=genlm.OutputCache(0),
@@ -122,7 +123,7 @@ def test_the_reason_why_no_row_can_be_computed_reaches_the_message(
     narrow = TinyModel.of(tmp_path / "narrow", families(16)["llama"])
     with pytest.raises(genlm.ModelLoadError, match=r"first row failed.*head.*16"):
         load(narrow, multiprocess=multiprocess)
-    assert error_of(load(llama, multiprocess=multiprocess), llama) <= 1e-4
+    assert error_of(load(llama), llama) <= 1e-4
 
 
 def test_the_reason_why_a_process_cannot_load_reaches_the_message(tmp_path: Path) -> None:

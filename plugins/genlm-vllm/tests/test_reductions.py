@@ -18,7 +18,7 @@ from genlm.core.masks import Mask
 from genlm.core.reductions import Draw, LogMass, TargetScore, TokenLogprobs, TopK
 from genlm.plugin import stream_uniform
 from genlm.testing import TINY_VOCABULARY
-from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.conformance import ONE_WORKER, TinyLlama
 from genlm_vllm.row_buffer import ROW_BUFFER
 from genlm_vllm.worker import call_workers
 
@@ -33,13 +33,18 @@ TOKENS = 64
 """In a step; longer prompts are computed in chunks."""
 
 
-PROCESSES = ["this process"] if SECOND_RUNNER else ["this process", "own processes"]
+PROCESSES: dict[str, dict[str, Any]] = {
+    "this process": {},
+    "own process": {"multiprocess": True, **ONE_WORKER},
+}
+if SECOND_RUNNER:  # its kernels are interpreted
+    del PROCESSES["own process"]
 
 
 @pytest.fixture(scope="module", params=PROCESSES)
 def engine(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[Any]:
     engine = tiny.engine(
-        multiprocess=request.param == "own processes",
+        **PROCESSES[request.param],
         max_num_seqs=6,
         max_num_batched_tokens=TOKENS,
         max_loras=3,

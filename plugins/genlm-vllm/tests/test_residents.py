@@ -23,7 +23,7 @@ from genlm import (
 )
 from genlm.plugin import Completion, TokenSequence
 from genlm.testing import TINY_VOCABULARY
-from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.conformance import ONE_WORKER, TinyLlama
 from genlm_vllm.versions import check_version
 from genlm_vllm.worker import call_workers
 
@@ -36,8 +36,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "six places": {"max_num_seqs": 6, "max_num_batched_tokens": 64},
     "one place": {"max_num_seqs": 1},
     "few blocks": {"max_num_seqs": 16, **FEW_BLOCKS},
-    "own processes": {
+    "own process": {
         "multiprocess": True,
+        **ONE_WORKER,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         **FEW_BLOCKS,

@@ -22,7 +22,7 @@ from genlm import (
     TokenIdError,
 )
 from genlm.plugin import TokenScores
-from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.conformance import ONE_WORKER, TinyLlama
 from genlm_vllm.scores import SCORE_BUFFER, SCORES
 from genlm_vllm.worker import call_workers
 
@@ -37,7 +37,12 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 10 * BLOCK_BYTES,
     },
-    "own processes": {"multiprocess": True, "max_num_seqs": 4, "max_num_batched_tokens": 64},
+    "own process": {
+        "multiprocess": True,
+        **ONE_WORKER,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    },
 }
 if SECOND_RUNNER:  # its kernels are interpreted
     ENGINES = {"chunks": ENGINES["chunks"]}

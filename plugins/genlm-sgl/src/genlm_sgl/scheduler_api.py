@@ -392,9 +392,13 @@ class SchedulerApi:
     # -- the cache --------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Empty the radix cache; return False if a request still runs."""
+        """Empty the radix cache; return False if a request still runs.
+
+        The memory stays SGLang's. To empty the device's allocator as well would take half a
+        second on a CPU, where it collects garbage.
+        """
         with torch.inference_mode():
-            return bool(self._scheduler.flush_cache())
+            return bool(self._scheduler.flush_cache(empty_cache=False))
 
     def check_idle(self) -> None:
         """Run SGLang's check for leaked slots, as its own loop does when idle.

@@ -1,10 +1,13 @@
 """What do replicas on Ray give, and what do they cost?
 
-    python benchmarks/bench_ray.py [rows] [tokens] [front] [kill] [--save]
+    python benchmarks/bench_ray.py [limit] [rows] [tokens] [front] [kill] [--save]
 
 Each replica computes on one thread, on a machine of two cores, of which the driver takes a
-part: twice the rows of one replica is the physical limit.
+part. Half a population takes more than half the time, so the limit is below twice the rows.
 
+- `limit`: rows a second of hf in this process, without Ray, for populations of 64 and of 32.
+  Twice the second is what two replicas would reach if the driver, Ray and the other replica
+  cost nothing.
 - `rows`: rows a second of a population of 64 after a shared prompt of 256, two replicas of hf
   against one, and against two with queries dealt out in turn.
 - `tokens`: tokens computed in all by the same with resampling every 4 steps. One replica
@@ -103,21 +106,21 @@ def options_of(engine: str) -> dict[str, Any]:
     return {"device": "cpu", "dtype": "float32", "kv_budget_bytes": 2**30}
 
 
-async def particles(llm: Any, seed: int, every: int) -> float:
+async def particles(llm: Any, seed: int, every: int, count: int = POPULATION) -> float:
     """Rows a second of a population on its way; steps after the first, which has the prompt."""
     generator = random.Random(seed)
     prompt = llm.context([generator.randrange(VOCAB_SIZE), *prompt_of(PROMPT)[1:]])
     await prompt.next_token_logprobs()
-    population = [prompt.extend(i) for i in range(POPULATION)]
+    population = [prompt.extend(i) for i in range(count)]
     rows, began = 0, 0.0
     for step in range(STEPS):
         if step == 2:
             began = time.perf_counter()
         await asyncio.gather(*(one.draw(seed=i) for i, one in enumerate(population)))
-        rows += POPULATION if step >= 2 else 0
+        rows += count if step >= 2 else 0
         if every and step % every == every - 1:
             weights = [generator.expovariate(1) for _ in population]
-            chosen = sorted(generator.choices(range(POPULATION), weights, k=POPULATION))
+            chosen = sorted(generator.choices(range(count), weights, k=count))
             population = [population[i] for i in chosen]
         population = [one.extend(generator.randrange(VOCAB_SIZE)) for one in population]
     return rows / (time.perf_counter() - began)
@@ -158,6 +161,22 @@ def bench_population(model: str, every: int) -> None:
             "ray", samples, unit=unit, ratios=ratios,
             extra={"question": what + kind_of, **sizes},
         )  # fmt: skip
+
+
+def bench_limit(model: str) -> None:
+    """Rows a second of the engine alone, for the whole population and for half of it."""
+    samples: dict[str, list[float]] = {}
+    options = options_of("hf")
+    with genlm.load_model(model, "hf", output_cache=genlm.OutputCache(0), **options) as llm:
+        for seed in range(ROUNDS + 1):
+            for count in (POPULATION, POPULATION // 2):
+                speed = asyncio.run(particles(llm, seed, 0, count))
+                if seed:  # the first round warms up
+                    samples.setdefault(f"population of {count}", []).append(speed)
+    whole, half = samples.values()
+    ratios = {name: 2 * sum(half) / sum(whole) for name in [*samples][1:]}
+    print("\nlimit of two replicas")
+    print_report("ray", samples, unit="rows/s", ratios=ratios, extra={"question": "limit"})
 
 
 def bench_front() -> None:
@@ -241,11 +260,13 @@ async def killed(
 
 def main() -> None:
     wanted = [each for each in sys.argv[1:] if not each.startswith("-")]
-    wanted = wanted or ["rows", "tokens", "front", "kill"]
+    wanted = wanted or ["limit", "rows", "tokens", "front", "kill"]
     if "front" in wanted:  # first: its engine must be known to the cluster when that starts
         bench_front()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), VOCAB_SIZE)
+        if "limit" in wanted:
+            bench_limit(folder)
         if "rows" in wanted:
             bench_population(folder, 0)
         if "tokens" in wanted:

@@ -74,15 +74,16 @@ def hf_particles() -> Plot:
 
 
 def serving_particles() -> Plot:
-    """Speed of particles as a fraction of the engine's own generation."""
+    """Speed of particles as a fraction of the engine's own generation, by the newest runs."""
     plot: Plot = {}
     for run in runs("serving_particles"):
-        panel = plot[{"vllm": "vLLM", "sgl": "SGLang"}[run["engine"]]] = {}
+        panel = plot.setdefault({"vllm": "vLLM", "sgl": "SGLang"}[run["engine"]], {})
         for contestant in ("contexts", "lists", "one request a step"):
-            panel[contestant] = {
-                case: run["rows"][f"{case} plain {contestant}"]["ratio"]
-                for case in ("10/64", "50/64", "50/512", "200/64")
-            }
+            points = panel.setdefault(contestant, {})
+            for case in ("10/64", "50/64", "50/512", "200/64"):
+                row = run["rows"].get(f"{case} plain {contestant}")
+                if row is not None:  # a run may leave contestants out
+                    points[case] = row["ratio"]
     return plot
 
 

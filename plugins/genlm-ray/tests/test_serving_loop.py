@@ -98,6 +98,21 @@ def test_a_driver_that_leaves_takes_its_queries_with_it():
     loop.close()
 
 
+def test_a_driver_is_told_when_its_last_query_is_aborted():
+    loop, engine = _started()
+    finished = _attached(loop, "one")
+    loop.submit("one", [Query(0, (1,)), Query(1, (2,))])
+    assert engine.entered.wait(TIMEOUT_S)
+    loop.submit("one", [Query(2, (3,))])  # waits for the next step
+    loop.abort("one", [0, 1])
+    assert not finished.is_set()
+    assert loop.take_finished("one") == ([], 1)
+    loop.abort("one", [2])
+    assert finished.is_set()
+    assert loop.take_finished("one") == ([], 0)
+    engine.gate.set()
+
+
 def test_rows_are_reduced_where_the_engine_returns_them_whole():
     loop, engine = _started()
     finished = _attached(loop, "one")

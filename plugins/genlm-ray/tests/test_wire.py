@@ -1,11 +1,21 @@
-"""What a replica answers arrives as it was."""
+"""Queries and answers arrive as they were."""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-from genlm.plugin import Completion, EvaluationError, Reduced, TokenScores
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    Query,
+    Reduced,
+    TokenScores,
+    TokenSequence,
+)
 from genlm_ray import wire
+from genlm_ray.router import Router
 
 SIZE = 7
 
@@ -34,3 +44,27 @@ def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were():
     assert isinstance(found[2].result.values[2], EvaluationError)
     assert isinstance(found[4].error, EvaluationError)
     found[0].result.add_(1)  # rows belong to their receivers
+
+
+def test_a_query_that_waited_while_its_parent_was_dropped_arrives_whole():
+    router, replica = Router(), wire.Sequences()
+    router.add(0)
+    parent = TokenSequence.of([3, 1, 4])
+
+    def arrived() -> list[tuple[int, ...]]:
+        packed = wire.packed_queries(router.take(0, 10), 0)
+        return [query.token_ids for query in replica.queries(wire.Questions(*packed))[0]]
+
+    router.assign([Query(0, parent)])
+    assert arrived() == [(3, 1, 4)]
+    router.finished(0, 0)
+    child = TokenSequence((5).to_bytes(4, sys.byteorder), parent)
+    router.assign([Query(1, child), Query(2, parent)])  # they wait
+    router.release(None, parent.key)
+    [dropped] = router.dropped()
+    assert router.forget(dropped) == [0]
+    assert replica.forget(dropped.number) is not None
+    assert arrived() == [(3, 1, 4, 5), (3, 1, 4)]
+    # The second one named it again, so the replica has to forget it again.
+    assert dropped.is_dropped
+    assert router.forget(dropped) == [0]

@@ -24,6 +24,8 @@ CLUSTER = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
 RESOURCES = {"num_cpus": 0.1}
 """So that several models fit any machine."""
 
+_MOST_CONTEXTS = 200
+
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
     """Yield two private and two served replicas of the reference engine.
@@ -45,8 +47,14 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
 
 def _private(engine_opts: Mapping[str, Any], **options: Any) -> Any:
     from genlm_ray.engine import RayEngine
+    from genlm_ray.router import Router
 
-    return RayEngine(
+    class Forgetful(RayEngine):
+        """Remembers few contexts, so that they are dropped while queries name them."""
+
+        make_router = functools.partial(Router, max_contexts=_MOST_CONTEXTS)
+
+    return Forgetful(
         "demo",
         engine="reference",
         replicas=2,

@@ -37,7 +37,7 @@ from genlm.plugin import (
 from genlm_ray import cluster, serving
 from genlm_ray.link import Attached, Dead, Event, Events, Lost, ReplicaLink, Reply, Wake
 from genlm_ray.replica import ReplicaSpec, new_session
-from genlm_ray.router import Router
+from genlm_ray.router import Context, Router
 from genlm_ray.wire import completions
 
 __all__ = ["RayEngine"]
@@ -375,6 +375,7 @@ class RayEngine:
         link.calls -= 1
         if isinstance(reply.error, RayTaskError):  # the replica lives, this message failed
             for each in reply.placed:
+                each.context.sent.discard(number)
                 if self._router.finished(each.query.query_id, number):
                     cause = EvaluationError(f"a replica refused a batch: {reply.error}")
                     self._ready.append(Completion(each.query.query_id, error=cause))
@@ -439,15 +440,20 @@ class RayEngine:
                 placed = self._router.take(number, self._max_rows)
                 if placed or (not link.calls and self._router.in_flight(number)):
                     link.ask(placed)
+                    for each in placed:
+                        if each.context.is_dropped:  # while it waited
+                            self._forget_context(each.context)
                 else:
                     break
 
     def _forget(self) -> None:
         """Tell replicas which sequences are not named again."""
         for context in self._router.dropped():
-            for number in context.sent:
-                if number in self._by_number:
-                    self._by_number[number].forgotten.append(context.number)
+            self._forget_context(context)
+
+    def _forget_context(self, context: Context) -> None:
+        for number in self._router.forget(context):
+            self._by_number[number].forgotten.append(context.number)
 
     # -- the monitor's thread ---------------------------------------------------------
 

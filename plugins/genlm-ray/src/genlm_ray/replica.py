@@ -240,8 +240,18 @@ class Replica:
             turn = state.turns[number] = asyncio.Event()
             await turn.wait()
         state.seen_s = time.monotonic()
-        if session not in self._sessions:
-            return None
+        try:
+            if session in self._sessions:
+                self._take(state, session, message)
+        finally:  # whatever this one raises, the next ones do not wait for it
+            state.next_message += 1
+            turn_of_next = state.turns.pop(state.next_message, None)
+            if turn_of_next is not None:
+                turn_of_next.set()
+        return state if session in self._sessions else None
+
+    def _take(self, state: _Session, session: str, message: Questions) -> None:
+        """Submit the queries of a message, then drop what it drops."""
         queries, refused = state.sequences.queries(message)
         renamed = [
             query
@@ -259,11 +269,6 @@ class Replica:
             if forgotten is not None:
                 adapter, sequence = forgotten
                 self._loop.release(self._adapter(state, adapter), sequence.key)
-        state.next_message += 1
-        turn_of_next = state.turns.pop(state.next_message, None)
-        if turn_of_next is not None:
-            turn_of_next.set()
-        return state
 
     async def _end(self, session: str) -> None:
         state = self._sessions.pop(session, None)

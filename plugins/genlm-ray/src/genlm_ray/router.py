@@ -56,10 +56,11 @@ class Context:
         length: Its number of tokens.
         replicas: Replicas that have computed it or will.
         sent: Replicas that know its tokens by its number.
+        is_dropped: Whether it was forgotten, perhaps while queries that name it wait.
         fork: Its longest beginning that more replicas had when it was added.
     """
 
-    __slots__ = ("fork", "length", "number", "replicas", "sent")
+    __slots__ = ("fork", "is_dropped", "length", "number", "replicas", "sent")
 
     def __init__(self, number: int, length: int, fork: Context | None) -> None:
         self.number = number
@@ -67,6 +68,7 @@ class Context:
         self.fork = fork
         self.replicas: dict[int, None] = {}
         self.sent: set[int] = set()
+        self.is_dropped = False
 
     def computed_by(self, replica: int) -> int:
         """How many of its first tokens a replica has."""
@@ -239,12 +241,25 @@ class Router:
         """Forget a context that the program dropped."""
         context = self._contexts.pop((adapter, key), None)
         if context is not None:
-            self._dropped.append(context)
+            self._drop(context)
 
     def dropped(self) -> list[Context]:
         """Contexts forgotten since the last call, which replicas may forget as well."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def forget(self, context: Context) -> list[int]:
+        """Return the replicas that know a dropped context, and must be told to forget it.
+
+        Queries that continue it are sent with all their ids from now on.
+        """
+        replicas = [replica for replica in context.sent if replica in self._work]
+        context.sent.clear()
+        return replicas
+
+    def _drop(self, context: Context) -> None:
+        context.is_dropped = True
+        self._dropped.append(context)
 
     # -- choosing ---------------------------------------------------------------------
 
@@ -293,7 +308,7 @@ class Router:
             fork = parent.fork
         context = self._contexts[key] = Context(next(self._numbers), length, fork)
         if len(self._contexts) > self._max_contexts:
-            self._dropped.append(self._contexts.popitem(last=False)[1])
+            self._drop(self._contexts.popitem(last=False)[1])
         return context
 
     def _place(self, placed: list[Placed]) -> None:

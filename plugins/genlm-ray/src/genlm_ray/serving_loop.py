@@ -84,7 +84,7 @@ class ServingLoop:
             return {name: driver.unanswered for name, driver in self._drivers.items()}
 
     def attach(self, name: str, on_finished: Callable[[], None]) -> None:
-        """Accept queries of a driver, whose `on_finished` is called on the engine's thread."""
+        """Accept queries of a driver, whose `on_finished` is called on any thread."""
         with self._changed:
             served = min((driver.served for driver in self._drivers.values()), default=0.0)
             self._drivers[name] = _Driver(on_finished, served)
@@ -108,7 +108,7 @@ class ServingLoop:
             self._changed.notify()
 
     def abort(self, name: str, query_ids: Sequence[int]) -> None:
-        """Drop queries of a driver."""
+        """Drop queries of a driver, which is told when none is left."""
         dropped = set(query_ids)
         with self._changed:
             driver = self._drivers[name]
@@ -120,6 +120,9 @@ class ServingLoop:
                 del driver.in_engine[query_id]
             self._aborts.extend(of_engine)
             self._changed.notify()
+            is_answered = not driver.unanswered
+        if is_answered:  # else what waits for the last of them would wait for ever
+            driver.on_finished()
 
     def refuse(self, name: str, completions: Sequence[Completion]) -> None:
         """Finish queries of a driver that never reach the engine."""

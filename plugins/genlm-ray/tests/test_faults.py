@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import queue
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import ray
 import torch
 
 from genlm import AdapterError, EngineDiedError
@@ -72,6 +75,17 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
         llm.next_token_logprobs_sync(PROMPTS[0], lora_name="poet"),
         reference.next_token_logprobs_sync(PROMPTS[0], lora_name="poet"),
     )
+
+
+def test_a_message_that_fails_does_not_hold_up_the_next(load, reference):
+    llm = load(replicas=1)
+    [link] = llm.engine._links
+    unknown = pickle.dumps([(0, 1, 10**6, b"", None, None, ())])
+    failed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    link._send("exchange", lambda _, error: failed.put(error), link.session, unknown)
+    assert isinstance(failed.get(timeout=60), ray.exceptions.RayTaskError)
+    row = asyncio.run(asyncio.wait_for(llm.next_token_logprobs([5, 6]), 60))
+    assert (row - reference.next_token_logprobs_sync([5, 6])).abs().max() <= 1e-5
 
 
 def test_a_replica_that_hangs_is_replaced(load, pids, reference):

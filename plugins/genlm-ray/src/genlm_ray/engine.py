@@ -243,7 +243,7 @@ class RayEngine:
             return
         number = self._router.sent_to(query_id)
         if self._router.finished(query_id) and number is not None:
-            self._by_number[number].aborts.append(query_id)
+            self._by_number[number].abort(query_id)
             self._nudge.set()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
@@ -453,7 +453,7 @@ class RayEngine:
 
     def _forget_context(self, context: Context) -> None:
         for number in self._router.forget(context):
-            self._by_number[number].forgotten.append(context.number)
+            self._by_number[number].forget(context.number)
 
     # -- the monitor's thread ---------------------------------------------------------
 

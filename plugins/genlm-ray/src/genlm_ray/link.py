@@ -81,8 +81,6 @@ class ReplicaLink:
         restarts: How many lives ended.
         pid: Of its process.
         lost_by: What ended the last one.
-        aborts: Queries to drop with the next message.
-        forgotten: Sequences to forget with the next message.
         attach_since_s: When the call of `attach` that is under way began.
         ping_since_s: When the ping that is under way began.
     """
@@ -97,15 +95,16 @@ class ReplicaLink:
         self.restarts = 0
         self.pid = 0
         self.lost_by: BaseException | None = None
-        self.aborts: list[int] = []
-        self.forgotten: list[int] = []
         self.attach_since_s: float | None = None
         self.ping_since_s: float | None = None
         self.pinged_s = 0.0
         self._driver = driver
         self._events = events
         self._messages = 0
-        self._sending = threading.Lock()  # messages are numbered in the order they are sent in
+        # Messages are numbered in the order they are sent in; it also guards these lists.
+        self._sending = threading.Lock()
+        self._aborts: list[int] = []
+        self._forgotten: list[int] = []
         self._statistics: dict[str, Any] = {}
         self._before: dict[str, float] = {}  # counted in earlier lives
 
@@ -115,7 +114,8 @@ class ReplicaLink:
         """Use a session that the replica has begun."""
         self.session, self.number = session, number
         self.calls = self._messages = 0
-        self.aborts, self.forgotten = [], []
+        with self._sending:
+            self._aborts, self._forgotten = [], []
         self._statistics = description["statistics"]
         self.pid = description["pid"]
 
@@ -141,10 +141,20 @@ class ReplicaLink:
         queries, outputs = packed_queries(placed, number) if placed else (b"", None)
         self._send("exchange", replied, session, queries, outputs)
 
+    def abort(self, query_id: int) -> None:
+        """Have the replica drop a query with the next message."""
+        with self._sending:
+            self._aborts.append(query_id)
+
+    def forget(self, sequence: int) -> None:
+        """Have the replica forget a sequence, by its number, with the next message."""
+        with self._sending:
+            self._forgotten.append(sequence)
+
     def tell(self) -> None:
         """Send what needs no answer, if there is anything; on any thread."""
         session = self.session
-        if session is not None and (self.aborts or self.forgotten):
+        if session is not None and (self._aborts or self._forgotten):
             self._send("tell", lambda *_: None, session)
 
     def store(self, statistics: dict[str, Any]) -> None:
@@ -224,8 +234,8 @@ class ReplicaLink:
         outputs: bytes | None = None,
     ) -> None:
         with self._sending:
-            aborts, self.aborts = self.aborts, []
-            forgotten, self.forgotten = self.forgotten, []
+            aborts, self._aborts = self._aborts, []
+            forgotten, self._forgotten = self._forgotten, []
             message = Questions(queries, outputs, aborts, forgotten)
             self._messages += 1
             self._call(method, replied, session, self._messages - 1, message)

@@ -53,33 +53,58 @@ def test_float32_rows_are_those_of_transformers(make, family):
         engine.close()
 
 
-def rounded(activation: torch.nn.Module) -> None:
-    """Make an activation round what it reads and returns, as llama.cpp's table does."""
-    activation.register_forward_pre_hook(lambda _, inputs: (inputs[0].half().float(),))
-    activation.register_forward_hook(lambda _, inputs, output: output.half().float())
+class GeluTable:
+    """A model whose GELU rounds what it reads and returns to float16, as llama.cpp's table does.
+
+    Args:
+        model: One of transformers.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = copy.deepcopy(model)
+        for module in self._model.modules():
+            if type(module).__name__ in {"GELUTanh", "NewGELUActivation"}:
+                module.register_forward_pre_hook(lambda _, inputs: (self._rounded(inputs[0]),))
+                module.register_forward_hook(lambda _, inputs, output: self._rounded(output))
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """Return the row after a sequence, and set `is_close`.
+
+        `is_close`: a value was so close to the middle between two float16 numbers that the
+        same sum in another order may round to the other one.
+        """
+        self.is_close = False
+        with torch.no_grad():
+            logits = self._model(torch.tensor([ids])).logits[0, -1, :300]
+        return logits.double().log_softmax(-1)
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        rounded = values.half().float()
+        spacing = torch.exp2(torch.floor(torch.log2(rounded.abs().clamp_min(2**-14))) - 10)
+        margin = spacing / 2 - (values - rounded).abs()
+        self.is_close |= bool(((margin < 3e-7) & (spacing > 1e-4)).any())
+        return rounded
 
 
 @pytest.mark.parametrize("family", GELU)
-def test_the_error_of_gelu_models_is_that_of_a_table_of_float16(make, family):
+def test_rows_of_gelu_models_are_those_of_a_table_of_float16(make, family):
     model = make(family)
+    table = GeluTable(model._model_of(None))
+    generator = random.Random(0)
+    certain: list[list[int]] = []
+    for _ in range(150):
+        table.logprobs(ids := [generator.randrange(300), generator.randrange(300)])
+        if not table.is_close:
+            certain.append(ids)
+    assert len(certain) >= 8
     engine = model.engine()
-    asked = sequences()[:4]
     try:
-        queries = [Query(i, ids) for i, ids in enumerate(asked)]
-        rows = engine.evaluate(queries)
+        assert largest_error(engine, table, certain[:32]) < 1e-4
+        longer = [largest_error(engine, table, [ids]) for ids in sequences()]
+        assert sorted(longer)[len(longer) // 2] < 1e-4
+        assert largest_error(engine, model, sequences()) < 4e-3
     finally:
         engine.close()
-    plain = torch.stack([model.logprobs(ids) for ids in asked])
-    assert float((rows - plain).abs().max()) < 2e-2
-    loaded = copy.deepcopy(model._model_of(None))
-    for module in loaded.modules():
-        if type(module).__name__ in {"GELUTanh", "NewGELUActivation"}:
-            rounded(module)
-    with torch.no_grad():
-        logits = [loaded(torch.tensor([ids])).logits[0, -1, :300] for ids in asked]
-    table = torch.stack(logits).double().log_softmax(-1)
-    # Sums in another order round a few of the table's arguments to a neighbour.
-    assert float((rows - table).abs().mean()) < 0.5 * float((rows - plain).abs().mean())
 
 
 @pytest.mark.parametrize("weights", ["Q8_0", "Q5_1", "Q4_0"])

@@ -23,7 +23,7 @@ SETTINGS = {
 def test_random_batches_have_the_right_rows(make, name):
     family, options = SETTINGS[name]
     model = make(family)
-    tolerance = 2e-2 if family == "gemma2" else 1e-4
+    tolerance = 4e-3 if family == "gemma2" else 1e-4
     engine = model.engine(**options)
     generator = random.Random(2)
     known = [[generator.randrange(300)] for _ in range(3)]
@@ -80,7 +80,7 @@ def test_a_window_that_llama_cpp_has_reused_is_computed_again(make):
         row = engine.evaluate([Query(0, asked)])[0]
     finally:
         engine.close()
-    torch.testing.assert_close(row.double(), model.logprobs(asked), atol=2e-2, rtol=0)
+    torch.testing.assert_close(row.double(), model.logprobs(asked), atol=4e-3, rtol=0)
 
 
 def test_more_contexts_than_sequences_and_cells(llama):

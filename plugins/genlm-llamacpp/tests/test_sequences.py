@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 
-from genlm import AsyncLM, EvaluationError, OutputCache
+from genlm import AsyncLM, EvaluationError, ModelLoadError, OutputCache
 from genlm.plugin import Query, TokenSequence
+from genlm_llamacpp.context import LlamaContext
+from genlm_llamacpp.division import parts_for
 
 SETTINGS = {
     "few sequences": ("llama", {"n_seq_max": 8}),
@@ -95,6 +97,100 @@ def test_more_contexts_than_sequences_and_cells(llama):
                 expected = llama.logprobs(context.token_ids)
                 torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
             begun = [context.extend(step) for context in begun]
+
+
+DIVIDED = [
+    # tokens that all share, own tokens of each, how many, cells; parts
+    (0, 20, 4, 2048, 4),
+    (1, 20, 8, 2048, 8),
+    (0, 20, 3, 2048, 0),  # too few
+    (40, 10, 8, 2048, 0),  # they share most of their tokens
+    (0, 200, 8, 2048, 0),  # no room to grow
+    (0, 20, 9, 2048, 0),  # parts of fewer cells than llama.cpp allows
+]
+
+
+@pytest.mark.parametrize(("shared", "own", "count", "cells", "parts"), DIVIDED)
+def test_a_cache_is_divided_among_sequences_that_share_little(shared, own, count, cells, parts):
+    generator = random.Random(0)
+    trunk = list(range(shared))
+    tails = [[generator.randrange(300) for _ in range(own)] for _ in range(count)]
+    assert parts_for([[*trunk, *tail] for tail in tails], cells, 256) == parts
+
+
+def test_what_the_population_shares_decides_about_the_cache(llama):
+    """Divided for distinct sequences; shared when they branch, and when one outgrows a part."""
+    generator = random.Random(0)
+    distinct = [[i, *(generator.randrange(300) for _ in range(20))] for i in range(4)]
+    longer = [9, *range(40)]
+    branches = [[*distinct[0], i] for i in range(6)]
+
+    def check(asked: list[list[int]], parts: int) -> None:
+        rows = lm.batch_next_token_logprobs_sync(asked)
+        for ids, row in zip(asked, rows, strict=True):
+            expected = llama.logprobs(ids)
+            torch.testing.assert_close(row.double(), expected, atol=1e-4, rtol=0)
+        assert engine._context.parts == parts
+
+    engine = llama.engine(n_ctx=1024)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        lm.add_new_lora(llama.adapters["red"], "red")
+        assert lm.max_context == 64  # of the model; it does not change with the cache
+        check(distinct, 4)
+        check([[*ids, 5] for ids in distinct], 4)
+        adapted = lm.next_token_logprobs_sync(distinct[1], lora_name="red")
+        torch.testing.assert_close(
+            adapted.double(), llama.logprobs(distinct[1], "red"), atol=1e-4, rtol=0
+        )
+        check(branches, 0)
+        check(distinct, 0)  # others are held: nothing is thrown away
+        lm.clear_kv_cache()
+        check([longer], 0)
+        lm.clear_kv_cache()
+        check(distinct, 4)
+        lm.cache_kv(longer)
+        check([*distinct, [*longer, 3]], 0)
+
+
+def test_a_cache_that_was_asked_for_is_not_changed(llama):
+    distinct = [[i, *range(20)] for i in range(4)]
+    engine = llama.engine(kv_unified=True)
+    try:
+        engine.evaluate([Query(i, ids) for i, ids in enumerate(distinct)])
+        assert engine._context.parts == 0
+    finally:
+        engine.close()
+
+
+def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch):
+    """Without memory for parts the cache is shared; without any, queries fail until there is."""
+    distinct = [[i, *range(20)] for i in range(4)]
+    queries = [Query(i, ids) for i, ids in enumerate(distinct)]
+    expected = torch.stack([llama.logprobs(ids) for ids in distinct])
+    created = LlamaContext._created
+    engine = llama.engine(n_ctx=1024)
+    refused = {True, False}
+
+    def without_memory(self, options):
+        if options.kv_unified in refused:
+            raise ModelLoadError("no memory")
+        return created(self, options)
+
+    monkeypatch.setattr(LlamaContext, "_created", without_memory)
+    try:
+        with pytest.raises(EvaluationError, match="no memory"):
+            engine.evaluate(queries)
+        engine.clear_prefix_cache()
+        refused.remove(True)
+        rows = engine.evaluate(queries)
+        assert engine._context.parts == 0
+        torch.testing.assert_close(rows.double(), expected, atol=1e-4, rtol=0)
+        engine.clear_prefix_cache()
+        refused.clear()
+        assert engine.evaluate(queries).isfinite().all()
+        assert engine._context.parts == 4
+    finally:
+        engine.close()
 
 
 def test_a_dropped_context_gives_its_tokens_back(llama):

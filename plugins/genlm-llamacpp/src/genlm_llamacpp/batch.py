@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from genlm_llamacpp.sequences import Claim
 
-__all__ = ["Part", "TokenBatch", "build_batch"]
+__all__ = ["Part", "TokenBatch", "build_batch", "common_length"]
 
 _Ints = NDArray[np.int32]
 
@@ -96,28 +96,42 @@ def build_batch(
         shared: Whether a token may belong to several sequences.
     """
     single = all(len(claim.tokens) - claim.start == 1 for claim in claims)
-    return _single_tokens(claims) if single else _runs(claims, first_wanted, shared=shared)
+    # A divided cache computes sequences at once whose numbers follow each other.
+    order = range(len(claims))
+    if not shared:
+        order = sorted(order, key=lambda index: claims[index].number)
+    if single:
+        return _single_tokens(claims, order)
+    return _runs(claims, first_wanted, order, shared=shared)
 
 
-def _single_tokens(claims: Sequence[Claim]) -> TokenBatch:
+def _single_tokens(claims: Sequence[Claim], order: Sequence[int]) -> TokenBatch:
     """Lay out one token for each sequence: all particles of a population take a step."""
     count = len(claims)
-    numbers = np.array([claim.number for claim in claims], np.int32)
+    sorted_claims = [claims[index] for index in order]
+    numbers = np.array([claim.number for claim in sorted_claims], np.int32)
+    entries = np.empty((count, 1), np.int64)
+    entries[order, 0] = np.arange(count)
     return TokenBatch(
-        tokens=np.array([claim.tokens.ids_from(claim.start)[0] for claim in claims], np.int32),
-        positions=np.array([claim.start for claim in claims], np.int32),
+        tokens=np.array(
+            [each.tokens.ids_from(each.start)[0] for each in sorted_claims], np.int32
+        ),
+        positions=np.array([claim.start for claim in sorted_claims], np.int32),
         counts=np.ones(count, np.int32),
         addresses=(numbers.ctypes.data + 4 * np.arange(count)).astype(np.uintp),
         outputs=np.ones(count, np.int8),
-        entries=list(np.arange(count)[:, None]),
+        entries=list(entries),
         numbers=[numbers],
     )
 
 
-def _runs(claims: Sequence[Claim], first_wanted: Sequence[int], *, shared: bool) -> TokenBatch:
+def _runs(
+    claims: Sequence[Claim], first_wanted: Sequence[int], order: Sequence[int], *, shared: bool
+) -> TokenBatch:
     """Lay out runs of tokens, those that several sequences lack once."""
     groups: dict[tuple[int, int], list[_Member]] = {}
-    for index, (claim, wanted) in enumerate(zip(claims, first_wanted, strict=True)):
+    for index in order:
+        claim, wanted = claims[index], first_wanted[index]
         ids = claim.tokens.ids_from(claim.start)
         member = _Member(index, claim.number, claim.start, wanted, ids)
         # Sequences that share tokens must have held equal ones before.
@@ -147,7 +161,7 @@ class _Layout:
         while waiting:
             group, depth = waiting.pop()
             # Of sorted requests, what the first and the last share is shared by all.
-            common = _common_length(group[0].ids, group[-1].ids, depth)
+            common = common_length(group[0].ids, group[-1].ids, depth)
             if common > depth:
                 self._add_run(group, depth, common)
             longer = [member for member in group if len(member.ids) > common]
@@ -186,7 +200,8 @@ class _Layout:
         )
 
 
-def _common_length(one: tuple[int, ...], other: tuple[int, ...], begin: int) -> int:
+def common_length(one: tuple[int, ...], other: tuple[int, ...], begin: int = 0) -> int:
+    """Return how many tokens two sequences share, given that they share `begin`."""
     longest = min(len(one), len(other))
     if one[begin:longest] == other[begin:longest]:
         return longest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from genlm.plugin import AdapterError, EvaluationError, ModelLoadError, cache_budget_bytes
 from genlm_llamacpp.batch import Part, TokenBatch
+from genlm_llamacpp.division import CELLS_ROUNDED_TO
 from genlm_llamacpp.library import Batch, llama, recent_messages
 
 __all__ = ["CACHE_TYPES", "CacheFullError", "ContextOptions", "LlamaContext"]
@@ -76,6 +77,7 @@ class LlamaContext:
     Attributes:
         can_cut: Whether the end of a sequence can be removed.
         is_unified: Whether sequences share the cells of one cache.
+        parts: Among how many sequences `divide` has divided the cells, 0 for none.
         max_context: Most tokens of a sequence.
         n_batch: Most tokens of one call.
         n_cells: Number of cells of the cache.
@@ -98,8 +100,11 @@ class LlamaContext:
         except BaseException:
             self.close()
             raise
+        self.parts = 0
         self.is_unified = options.kv_unified
         self._memory = self._llama.llama_get_memory(self._context)
+        self._file, self._shared_cells = file, self.n_cells
+        self._shared = replace(options, n_ctx=self.n_cells)
 
     # -- memory -----------------------------------------------------------------------
 
@@ -132,6 +137,52 @@ class LlamaContext:
     def held(self, sequence: int) -> int:
         """Return how many tokens llama.cpp holds of a sequence."""
         return int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    # -- division ---------------------------------------------------------------------
+
+    @property
+    def can_divide(self) -> bool:
+        """Whether `divide` can help: a cache of keys and values, without windows."""
+        return self.can_cut and not self._window
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether a token may belong to several sequences."""
+        return self.is_unified and self.can_cut
+
+    @property
+    def is_open(self) -> bool:
+        """False after `divide` found no memory."""
+        return bool(self._context)
+
+    def divide(self, parts: int) -> None:
+        """Create the context again, empty, with a part of the cells for each sequence.
+
+        Args:
+            parts: Number of sequences, 0 to share all cells again; also if there is no
+                memory for parts.
+
+        Raises:
+            EvaluationError: There is no memory for a shared cache either.
+        """
+        options = self._shared
+        if parts:
+            part = self._shared_cells // parts // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
+            options = replace(options, n_ctx=part * parts, n_seq_max=parts, kv_unified=False)
+        if self._context:  # first, so that both are not in memory at once
+            self._llama.llama_free(self._context)
+        self._context = self._active = None
+        self.parts, self.is_unified = 0, True
+        try:
+            self._context = self._created(options)
+        except ModelLoadError as error:
+            if parts:
+                self.divide(0)
+                return
+            raise EvaluationError(str(error)) from error
+        self._check_context(self._file, options)
+        self.parts, self.is_unified = parts, not parts
+        self._memory = self._llama.llama_get_memory(self._context)
 
     # -- computation ------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from genlm.plugin import (
 from genlm.prefix import PieceScores
 from genlm_llamacpp.batch import TokenBatch, build_batch
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
+from genlm_llamacpp.division import parts_for
 from genlm_llamacpp.sequences import Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
@@ -60,7 +61,8 @@ class LlamaCppEngine(BatchEngine):
         n_ubatch: Most tokens that it computes at once.
         n_seq_max: Most sequences that are kept, at most 256.
         kv_unified: Whether sequences share cells: less work for those that begin alike, more
-            for those that share little.
+            for those that share little. By default they do, except that while nothing else is
+            held, four or more that share little each get a part of the cells.
         type_k: Type of cached keys, such as `"f16"` or `"q8_0"`; by default `"f32"` for float32
             files and `"f16"` for others.
         type_v: Type of cached values, as `type_k`.
@@ -94,7 +96,7 @@ class LlamaCppEngine(BatchEngine):
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_seq_max: int = 256,
-        kv_unified: bool = True,
+        kv_unified: bool | None = None,
         type_k: str | None = None,
         type_v: str | None = None,
         flash_attn: bool = False,
@@ -114,7 +116,7 @@ class LlamaCppEngine(BatchEngine):
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_seq_max=n_seq_max,
-            kv_unified=kv_unified,
+            kv_unified=kv_unified is not False,
             type_k=type_k,
             type_v=type_v,
             flash_attn=flash_attn,
@@ -135,10 +137,12 @@ class LlamaCppEngine(BatchEngine):
         if max_context is not None:
             self.max_context = min(max_context, self.max_context)
         self._sequences = Sequences(self._context, n_seq_max, self._context.max_context)
-        self._n_batch = self._context.n_batch
+        self._n_cells, self._n_seq_max = self._context.n_cells, n_seq_max
         self._most_outputs = max(1, _MOST_OUTPUT_BYTES // (4 * self._context.n_logits))
         self._description = self._context.description()
-        self._is_unified = kv_unified and self._context.can_cut
+        self._may_divide = kv_unified is None and self._context.can_divide
+        self._considered: Sequence[Query] = ()
+        self._evicted_before = 0
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
         self._adapters_loaded = self._kept = 0
 
@@ -159,10 +163,11 @@ class LlamaCppEngine(BatchEngine):
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose about one batch: the oldest query, and others of its adapter and kind."""
         first = pending[0]
+        self._considered = [query for query in pending if query.adapter == first.adapter]
         scored = bool(first.targets)
         most = min(self._sequences.most_requests, self._most_outputs)
         chosen: list[Query] = []
-        room = self._n_batch
+        room = self._context.n_batch
         for query in pending:
             if query.adapter != first.adapter or bool(query.targets) != scored:
                 continue
@@ -181,6 +186,7 @@ class LlamaCppEngine(BatchEngine):
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32.
         """
+        self._arrange(queries)
         requests = [(query.sequence, len(query) - 1) for query in queries]
         rows = _Rows(self, len(requests))
         self._compute(queries[0].adapter, requests, rows)
@@ -188,6 +194,7 @@ class LlamaCppEngine(BatchEngine):
 
     def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
         """Score the targets of each query; all have the same adapter."""
+        self._arrange(queries)
         requests = [(query.sequence, len(query) - len(query.targets)) for query in queries]
         scores = _Scores(self, [query.targets for query in queries])
         self._compute(queries[0].adapter, requests, scores)
@@ -208,6 +215,8 @@ class LlamaCppEngine(BatchEngine):
         """
         query = Query(0, tuple(token_ids), adapter)
         check_query(query, adapters=self._context.adapters)
+        if self._context.parts:  # what continues a prefix shares it
+            self._divide(0)
         self.evaluate([query])
         if not self._sequences.pin(adapter, query.sequence):
             raise EvaluationError(
@@ -266,12 +275,43 @@ class LlamaCppEngine(BatchEngine):
             "tokens_computed": self._tokens_computed,
             "forwards": self._forwards,
             "sequences": self._sequences.used,
-            "sequences_evicted": self._sequences.evicted,
+            "sequences_evicted": self._evicted_before + self._sequences.evicted,
             "kv_cells": self._context.n_cells,
             "model": self._description,
         }
 
     # -- computation ------------------------------------------------------------------
+
+    def _arrange(self, queries: Sequence[Query]) -> None:
+        """Divide the cache among sequences that share little, if it holds nothing.
+
+        A divided one is shared again when they are more than its parts, or longer.
+
+        Args:
+            queries: What is evaluated now; what else waits for its adapter is considered too.
+        """
+        if not self._may_divide:
+            return
+        waiting, self._considered = self._considered or queries, ()
+        parts = self._context.parts
+        if self._sequences.used:
+            longest = max(len(query) for query in waiting)
+            if parts and (len(waiting) > parts or longest > self._context.max_context):
+                self._divide(0)
+            return
+        sequences = [query.sequence.token_ids for query in waiting]
+        wanted = parts_for(sequences, self._n_cells, self._n_seq_max)
+        if wanted != parts or not self._context.is_open:
+            self._divide(wanted)
+
+    def _divide(self, parts: int) -> None:
+        self._evicted_before += self._sequences.used + self._sequences.evicted
+        self._kept = 0
+        try:
+            self._context.divide(parts)
+        finally:
+            count = self._context.parts or self._n_seq_max
+            self._sequences = Sequences(self._context, count, self._context.max_context)
 
     def _compute(
         self,
@@ -319,7 +359,7 @@ class LlamaCppEngine(BatchEngine):
         claims = self._sequences.claim(adapter, requests)
         try:
             wanted = [position for _, position in requests]
-            batch = build_batch(claims, wanted, shared=self._is_unified)
+            batch = build_batch(claims, wanted, shared=self._context.shares_tokens)
             self._decode(batch, receiver, first)
         except BaseException:
             self._sequences.roll_back(adapter, claims)
@@ -329,7 +369,7 @@ class LlamaCppEngine(BatchEngine):
 
     def _decode(self, batch: TokenBatch, receiver: _Rows | _Scores, first: int) -> None:
         receiver.begin(batch, first)
-        for part in batch.parts(self._n_batch, self._most_outputs):
+        for part in batch.parts(self._context.n_batch, self._most_outputs):
             while True:
                 try:
                     logits = self._context.decode(batch, part)

@@ -7,9 +7,10 @@ many tokens of its own from the start. Contestants, in turn in every round:
 - batched: llama.cpp's C interface and nothing else, as in `llama-batched-bench`: the prompt
   once, copied to N sequences (`llama_memory_seq_cp`), then one `llama_decode` of N tokens a
   step, and rows by log_softmax;
-- genlm: N coroutines that await `next_token_logprobs`, the whole front end included, on a cache
-  that all sequences share (`kv_unified=True`);
-- genlm divided: the same with `kv_unified=False`;
+- genlm: N coroutines that await `next_token_logprobs`, the whole front end included; the engine
+  decides whether sequences share a cache;
+- genlm shared: the same with `kv_unified=True`;
+- genlm divided: the same with `kv_unified=False`, in 256 parts of 256 cells;
 - llama-cpp-python: its `Llama.eval` and `Llama.scores`, one sequence at a time in
   one context, cut back to the common prefix. In an environment of its own (`--peer`);
   beside it the same calls of the C interface (`one sequence`).
@@ -165,22 +166,27 @@ def measure(
     samples: dict[str, dict[str, list[float]]] = {}
     loop = Loop(file, SEQUENCES, CELLS)
 
-    def model(*, kv_unified: bool) -> AsyncLM:
+    def model(*, kv_unified: bool | None) -> AsyncLM:
         def build() -> LlamaCppEngine:
             return LlamaCppEngine(
                 file,
-                n_ctx=CELLS if kv_unified else SEQUENCES * 256,
+                n_ctx=SEQUENCES * 256 if kv_unified is False else CELLS,
                 n_seq_max=SEQUENCES,
                 kv_unified=kv_unified,
             )
 
         return AsyncLM(build, output_cache=OutputCache(0))
 
-    with model(kv_unified=True) as shared, model(kv_unified=False) as divided:
+    with (
+        model(kv_unified=None) as chosen,
+        model(kv_unified=True) as shared,
+        model(kv_unified=False) as divided,
+    ):
         for case in populations(options):
             contestants: dict[str, Callable[[], float]] = {
                 "batched": functools.partial(batched, loop, case, clock),
-                "genlm": functools.partial(genlm, shared, case, clock),
+                "genlm": functools.partial(genlm, chosen, case, clock),
+                "genlm shared": functools.partial(genlm, shared, case, clock),
             }
             if case.prompt_length + case.tail_length + STEPS < 256:
                 contestants["genlm divided"] = functools.partial(genlm, divided, case, clock)

@@ -54,7 +54,7 @@ def test_float32_rows_are_those_of_transformers(make, family):
 
 
 class GeluTable:
-    """A model whose GELU rounds what it reads and returns to float16, as llama.cpp's table does.
+    """A model whose GELU rounds input and output to float16, as llama.cpp's table does.
 
     Args:
         model: One of transformers.

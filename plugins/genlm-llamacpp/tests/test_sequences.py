@@ -9,8 +9,10 @@ import torch
 
 from genlm import AsyncLM, EvaluationError, ModelLoadError, OutputCache
 from genlm.plugin import Query, TokenSequence
+from genlm_llamacpp.batch import build_batch
 from genlm_llamacpp.context import LlamaContext
 from genlm_llamacpp.division import parts_for
+from genlm_llamacpp.sequences import Claim
 
 SETTINGS = {
     "few sequences": ("llama", {"n_seq_max": 8}),
@@ -152,6 +154,15 @@ def test_what_the_population_shares_decides_about_the_cache(llama):
         check([*distinct, [*longer, 3]], 0)
 
 
+def test_a_batch_of_a_divided_cache_is_in_the_order_of_its_sequences():
+    """llama.cpp computes those at once whose numbers follow each other."""
+    tokens = [TokenSequence.of([1, 2, last]) for last in range(3)]
+    claims = [Claim(n, t, 2, n, is_new=False) for n, t in zip((2, 0, 1), tokens, strict=True)]
+    batch = build_batch(claims, [2, 2, 2], shared=False)
+    assert batch.tokens.tolist() == [1, 2, 0]
+    assert [int(entries[0]) for entries in batch.entries] == [2, 0, 1]
+
+
 def test_a_cache_that_was_asked_for_is_not_changed(llama):
     distinct = [[i, *range(20)] for i in range(4)]
     engine = llama.engine(kv_unified=True)
@@ -163,7 +174,7 @@ def test_a_cache_that_was_asked_for_is_not_changed(llama):
 
 
 def test_a_cache_that_cannot_be_created_is_created_later(llama, monkeypatch):
-    """Without memory for parts the cache is shared; without any, queries fail until there is."""
+    """Without memory for parts it is shared; without any, queries fail until there is."""
     distinct = [[i, *range(20)] for i in range(4)]
     queries = [Query(i, ids) for i, ids in enumerate(distinct)]
     expected = torch.stack([llama.logprobs(ids) for ids in distinct])

@@ -97,7 +97,7 @@ def build_batch(
     """
     single = all(len(claim.tokens) - claim.start == 1 for claim in claims)
     # A divided cache computes sequences at once whose numbers follow each other.
-    order = range(len(claims))
+    order: Sequence[int] = range(len(claims))
     if not shared:
         order = sorted(order, key=lambda index: claims[index].number)
     if single:

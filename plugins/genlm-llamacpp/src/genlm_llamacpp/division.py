@@ -1,12 +1,13 @@
 """Whether sequences share the cells of a cache, or each has a part of its own.
 
-In a shared cache the attention of every token goes over the cells of all sequences; in a divided
-one over those of its own, but tokens that sequences share are stored and read for each.
+In a shared cache the attention of every token goes over the cells of all sequences; in a
+divided one over those of its own, but tokens that sequences share are stored and read for each.
 `benchmarks/bench_llamacpp.py` compares both.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from genlm_llamacpp.batch import common_length
@@ -17,14 +18,14 @@ CELLS_ROUNDED_TO = 256
 """llama.cpp rounds the cells of a sequence up to this."""
 
 _LEAST_RATIO = 4
-"""At 4 and above a divided cache was faster, at 3 and below slower (docs/figures.md)."""
+"""At 4 and above a divided cache was faster, at 3 and below slower (docs/decisions/0024)."""
 
 
 def parts_for(population: Sequence[Sequence[int]], cells: int, most: int) -> int:
     """Return among how many sequences to divide a cache, or 0 to share it.
 
-    It is divided, one part for each sequence, if together they have at least four times as
-    many distinct tokens as the longest of them, and a part has room for half as many tokens again.
+    It is divided, one part for each sequence, if together they have at least four times as many
+    distinct tokens as the longest of them, and a part has room for half as many tokens again.
 
     Args:
         population: Token ids of what is computed together.
@@ -40,6 +41,6 @@ def parts_for(population: Sequence[Sequence[int]], cells: int, most: int) -> int
     if part < longest + longest // 2:
         return 0
     distinct = len(unique[0])
-    for before, ids in zip(unique, unique[1:], strict=False):
+    for before, ids in itertools.pairwise(unique):
         distinct += len(ids) - common_length(before, ids)
     return count if distinct >= _LEAST_RATIO * longest else 0

@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[3] / "scripts"))
         ({"n_ctx": 0}, "n_ctx=0"),
         ({"type_k": "f15"}, "type_k='f15'; expected one of f32"),
         ({"split_mode": "rows"}, "split_mode='rows'"),
+        ({"kv_unified": "auto"}, "kv_unified='auto'; expected True"),
     ],
 )
 def test_options_are_checked(llama, options, message):

@@ -110,6 +110,8 @@ class LlamaCppEngine(BatchEngine):
         check_tensors: bool = False,
         max_context: int | None = None,
     ) -> None:
+        if kv_unified not in (None, True, False):
+            raise ValueError(f"kv_unified={kv_unified!r}; expected True, False or None")
         threads = threads or torch.get_num_threads()
         options = ContextOptions(
             n_ctx=n_ctx,

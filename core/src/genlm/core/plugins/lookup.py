@@ -113,6 +113,8 @@ def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
         UnknownBackendError: `GENLM_PLUGINS` lists a plugin that is not installed.
         PluginError: A plugin is broken or incompatible and `GENLM_STRICT=1`.
     """
+    if kind is not None:
+        _check_kind(kind)
     infos = _backends(None, kind)
     _check_strictly(infos)
     return infos
@@ -136,10 +138,11 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
         PluginApiError: It was written for another plugin interface.
         ValueError: Another kind.
     """
+    _check_kind(kind)
     source = None
     if name is None:
         name, source = _CHOSEN.get().get(kind), "use_backend"
-    if name is None and kind in _VARIABLES:
+    if name is None:
         source = _VARIABLES[kind]
         name = os.environ.get(source, "").strip() or None
     if name is None:
@@ -199,8 +202,6 @@ def _backends(name: str | None, kind: Kind | None) -> list[BackendInfo]:
 
     A misspelt `GENLM_PLUGINS` is an error, because it would disable every plugin.
     """
-    if kind not in {None, *get_args(Kind)}:
-        raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
     plugins = _registry().plugins
     for entry in listed("GENLM_PLUGINS"):
         if not any(plugin.is_listed([entry]) for plugin in plugins):
@@ -225,6 +226,11 @@ def _only_one(kind: Kind) -> BackendInfo:
         _raise_fault(others[0])
     installed = [info.name for info in known]
     raise UnknownBackendError(None, kind, installed, _how_to_choose(kind, known))
+
+
+def _check_kind(kind: Kind) -> None:
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
 
 
 def _checked(name: object) -> str:

@@ -61,8 +61,10 @@ class Plugin:
 
     def provides(self, name: str) -> bool:
         """Whether a name, or `"distribution:name"`, means its backend."""
-        distribution, _, name = name.rpartition(":")
-        return name == self.name and _normalized(distribution) in {"", self.distribution}
+        distribution, colon, name = name.rpartition(":")
+        return name == self.name and (
+            not colon or _normalized(distribution) == self.distribution
+        )
 
     def is_listed(self, entries: Iterable[str]) -> bool:
         """Whether one of the entries of an environment variable means it."""

@@ -389,7 +389,7 @@ def measure_particles(bench: Bench, rounds: int, samples: Samples) -> None:
 
 
 def measure_texts(bench: Bench, rounds: int, samples: Samples) -> None:
-    for shared, start in ((False, 1), (True, SHARED)):
+    for shared, start in ((False, 1), (True, SHARED)) if rounds else ():
         kind = "shared" if shared else "fresh"
         for number in range(rounds + 1):
             texts = bench.texts(shared=shared)
@@ -435,7 +435,7 @@ def main() -> None:
     parser.add_argument("engine", choices=BENCHES)
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[8000, 128_000])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--text-rounds", type=int, default=5)
+    parser.add_argument("--text-rounds", type=int, default=5, help="0: no texts")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     samples = Samples()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm import EvaluationError, Mask, Reduction
-from genlm.core import reductions
+from genlm.core import reductions, sampling
 from genlm.core.query import Reduced
 from genlm.core.reductions import (
     Draw,
@@ -252,6 +252,19 @@ def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Draw, "compute", classmethod(compute))
     assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
     assert sizes == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("masks", [1, 10])
+def test_weights_are_computed_in_parts_with_the_mask_of_each_row(
+    masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(10)
+    made = [Mask(range(i, SIZE, 3), SIZE) for i in range(masks)]
+    wanted = [Draw(i / 10, 0.5 + i / 10, made[i % masks]) for i in range(10)]
+    whole = reduced(rows, *wanted)
+    monkeypatch.setattr(sampling, "_CACHED_VALUES", 3 * SIZE)
+    assert reduced(rows, *wanted) == whole
+    assert all(each.token_id in draw.mask for each, draw in zip(whole, wanted, strict=True))
 
 
 def test_logits_are_reduced_a_few_at_a_time_as_their_rows(

@@ -149,6 +149,17 @@ def test_a_row_that_is_not_a_distribution_fails_alone(
     assert "not a distribution" in str(wrong)
 
 
+def test_rows_that_nobody_asked_for_are_not_made_all_at_once(
+    either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*arguments: Any) -> Any:
+        raise AssertionError("rows were made")
+
+    monkeypatch.setattr("genlm_sgl.requests.rows_from_logits", made)
+    for result in ask(either, [(ids, (TopK(2),)) for ids in prompts_of(9, 20)]):
+        assert len(result.values[0].token_ids) == 2
+
+
 def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
     asked = prompts_of(120, 40, 100, 7, 90)
     for _ in range(2):

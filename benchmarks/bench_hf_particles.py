@@ -30,13 +30,12 @@ import asyncio
 import functools
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from particle_model import llama, tokenizer
-from particle_population import CLOCKS, Clock, Population
+from particle_population import CLOCKS, Clock, Population, population_arguments
 from peer import Peer, peer_python
 from report import print_report
 
@@ -240,16 +239,15 @@ def _computed(figures: Statistics) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--particles", type=int, nargs="+", default=[1, 10, 50, 200])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument("--tails", type=int, nargs="*", default=[160])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser = population_arguments(
+        __doc__,
+        particles=[1, 10, 50, 200],
+        prompts=[64, 512, 2048],
+        tails=[160],
+        peer="genlm-backend 0.3.1",
+    )
     parser.add_argument("--no-resample", dest="resample", action="store_false")
-    parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     peer = None
     if not options.no_peer:

@@ -26,7 +26,6 @@ import argparse
 import ctypes
 import dataclasses
 import functools
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,9 +34,9 @@ import numpy as np
 import torch
 from bench_hf_particles import RESAMPLE_EVERY, genlm
 from particle_model import VOCAB_SIZE, save_model
-from particle_population import CLOCKS, Clock, Population
+from particle_population import CLOCKS, Clock, Population, population_arguments
 from peer import Peer
-from report import print_report
+from report import in_turn, print_cases
 
 from genlm import AsyncLM, OutputCache
 from genlm_llamacpp.checkpoint import write_model
@@ -196,26 +195,18 @@ def measure(
                     few = dataclasses.replace(case, steps=FEW_STEPS)
                     line = " ".join(str(int(each)) for each in dataclasses.astuple(few))
                     contestants["llama-cpp-python"] = functools.partial(peer.measure, line)
-            found = samples.setdefault(str(case), {name: [] for name in contestants})
-            for _ in range(options.rounds):
-                for name, run in contestants.items():
-                    found[name].append(run())
-            medians = {name: round(statistics.median(found[name]), 1) for name in found}
-            print(case, medians, flush=True)
+            samples[str(case)] = in_turn(contestants, options.rounds, str(case))
     return samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = population_arguments(
+        __doc__,
+        particles=[10, 50, 200],
+        prompts=[64],
+        tails=[128],
+        peer="llama-cpp-python 0.3.36",
     )
-    parser.add_argument("--particles", type=int, nargs="+", default=[10, 50, 200])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64])
-    parser.add_argument("--tails", type=int, nargs="*", default=[128])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--peer", type=Path, help="a Python with llama-cpp-python 0.3.36")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -228,19 +219,8 @@ def main() -> None:
         samples = measure(file, options, peer, CLOCKS[options.clock])
         if peer is not None:
             peer.close()
-    ratios = {
-        f"{case} {name}": statistics.median(
-            base / own for base, own in zip(found["batched"], values, strict=True)
-        )
-        for case, found in samples.items()
-        for name, values in found.items()
-    }
-    print_report(
-        "llamacpp",
-        {f"{case} {name}": v for case, found in samples.items() for name, v in found.items()},
-        unit="ms a step",
-        ratios=ratios,
-        extra={"clock": options.clock},
+    print_cases(
+        "llamacpp", samples, base="batched", unit="ms a step", extra={"clock": options.clock}
     )
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,9 +29,9 @@ import mlx_lm
 from bench_hf_particles import RESAMPLE_EVERY, genlm
 from mlx_lockstep import lockstep
 from particle_model import VOCAB_SIZE, save_model
-from particle_population import CLOCKS, Clock, Population
+from particle_population import CLOCKS, Clock, Population, population_arguments
 from peer import Peer, interpreter
-from report import print_report
+from report import in_turn, print_cases
 
 from genlm import AsyncLM, OutputCache
 from genlm_mlx.engine import MLXEngine
@@ -73,27 +72,15 @@ def measure(
             if peer is not None:
                 line = " ".join(str(int(value)) for value in dataclasses.astuple(case))
                 contestants["genlm-backend"] = functools.partial(peer.measure, line)
-            found = samples.setdefault(str(case), {name: [] for name in contestants})
-            for _ in range(options.rounds):
-                for name, run in contestants.items():
-                    found[name].append(run())
-            medians = {name: round(statistics.median(found[name]), 1) for name in found}
-            print(case, medians, flush=True)
+            samples[str(case)] = in_turn(contestants, options.rounds, str(case))
     return samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = population_arguments(
+        __doc__, particles=[1, 10, 50], prompts=[64, 512], peer="genlm-backend 0.3.1, mlx-lm"
     )
-    parser.add_argument("--particles", type=int, nargs="+", default=[1, 10, 50])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--tails", type=int, nargs="*", default=[])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--peer", type=Path, help="a Python with genlm-backend 0.3.1, mlx-lm")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -105,19 +92,11 @@ def main() -> None:
         samples = measure(folder, options, peer, CLOCKS[options.clock])
         if peer is not None:
             peer.close()
-    speeds = {
-        f"{case} {name}": statistics.median(
-            base / own for base, own in zip(found["genlm-backend"], values, strict=True)
-        )
-        for case, found in samples.items()
-        for name, values in found.items()
-        if "genlm-backend" in found
-    }
-    print_report(
+    print_cases(
         "mlx",
-        {f"{case} {name}": v for case, found in samples.items() for name, v in found.items()},
+        samples,
+        base="genlm-backend",
         unit="ms a step",
-        ratios=speeds,
         extra={"clock": options.clock, "device": str(mx.default_device())},
     )
 

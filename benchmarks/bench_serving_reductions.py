@@ -9,7 +9,10 @@ socket; SGLang is driven in this process, and rows are copied out of the batch, 
 
 - rows: `llm.next_token_logprobs`, which moves 4 bytes for each id of the vocabulary;
 - rows and draws: the same, and the draws computed from them by the caller, all at once;
-- draws: `llm.draw` under masks of half of the vocabulary, with the same seeds.
+- draws: `llm.draw` under masks of half of the vocabulary, with the same seeds;
+- own greedy step, vLLM only: a step in which vLLM by itself generates a token of each of 50
+  requests, greedily, from the time of 32 such steps. Its time outside the model is that of
+  vLLM's scheduler, processes and sampler, which rows and draws pay too.
 
 *Texts*: all log-probabilities of 16 texts of 200 tokens:
 
@@ -64,6 +67,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes sh
 
 PARTICLES, PREFIX = 50, 64
 TEXTS, LENGTH, SHARED = 16, 200, 150
+OWN_STEPS = 32
 
 Ids = tuple[int, ...]
 
@@ -182,6 +186,10 @@ class Bench(abc.ABC):
 
         asyncio.run(self._gather(ask, self.masks, range(PARTICLES)))
 
+    def others(self) -> list[tuple[str, Callable[[], None], int]]:
+        """Further contestants: names, what they run, and its number of steps."""
+        return []
+
     # -- texts ------------------------------------------------------------------------
 
     def texts(self, *, shared: bool) -> list[Ids]:
@@ -241,23 +249,37 @@ class VllmBench(Bench):
 
         requests.call_workers, requests.pack_outputs = counted_call, counted_pack
 
-    def own(self, engine: Any, texts: Sequence[Ids], start: int) -> list[list[float]]:
+    def others(self) -> list[tuple[str, Callable[[], None], int]]:
+        def generate() -> None:
+            options = {"max_tokens": OWN_STEPS, "ignore_eos": True}
+            self.llm._scheduler.run(  # noqa: SLF001
+                lambda engine: self._generate(engine, self.contexts, options)
+            )
+
+        return [("own greedy step", generate, OWN_STEPS)]
+
+    def _generate(
+        self, engine: Any, prompts: Sequence[Ids], options: dict[str, Any]
+    ) -> list[Any]:
+        """Have vLLM by itself finish requests for all prompts, and return its outputs."""
         import vllm
         from vllm.inputs import tokens_input
 
-        params = vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0
-        )
-        names = [f"plain-{next(self.names)}" for _ in texts]
-        for name, ids in zip(names, texts, strict=True):
+        params = vllm.SamplingParams(temperature=0.0, detokenize=False, **options)
+        names = [f"plain-{next(self.names)}" for _ in prompts]
+        for name, ids in zip(names, prompts, strict=True):
             engine.llm_engine.add_request(name, tokens_input(list(ids)), params)
         found: dict[str, Any] = {}
         while len(found) < len(names):
             done = [output for output in engine.llm_engine.step() if output.finished]
-            found |= {output.request_id: output.prompt_logprobs for output in done}
+            found |= {output.request_id: output for output in done}
+        return [found[name] for name in names]
+
+    def own(self, engine: Any, texts: Sequence[Ids], start: int) -> list[list[float]]:
+        outputs = self._generate(engine, texts, {"max_tokens": 1, "prompt_logprobs": 0})
         return [
-            [found[name][place][ids[place]].logprob for place in range(start, len(ids))]
-            for name, ids in zip(names, texts, strict=True)
+            [found.prompt_logprobs[i][ids[i]].logprob for i in range(start, len(ids))]
+            for found, ids in zip(outputs, texts, strict=True)
         ]
 
 
@@ -332,37 +354,42 @@ class Samples:
         self.outside: dict[str, list[float]] = {}
         self.bytes: dict[str, list[float]] = {}
 
-    def add(self, bench: Bench, name: str, run: Callable[[], Any]) -> Any:
+    def add(self, bench: Bench, name: str, run: Callable[[], Any], steps: int = 1) -> Any:
         model_s = bench.model_s()
         bench.bytes, start = 0, bench.clock()
         result = run()
         whole, moved = bench.clock() - start, bench.bytes
         model = bench.model_s() - model_s
         row = f"{bench.vocab_size} {name}"
-        self.total.setdefault(row, []).append(whole * 1e3)
-        self.outside.setdefault(row, []).append((whole - model) * 1e3)
+        self.total.setdefault(row, []).append(whole / steps * 1e3)
+        self.outside.setdefault(row, []).append((whole - model) / steps * 1e3)
         self.bytes.setdefault(row, []).append(moved)
         return result
 
 
 def measure_particles(bench: Bench, rounds: int, samples: Samples) -> None:
     bench.begin()
-    contestants = [
-        ("rows", bench.rows),
-        ("rows and draws", bench.rows_and_draws),
-        ("draws", bench.draws),
+    contestants: list[tuple[str, Callable[[], Any], int]] = [
+        ("rows", bench.rows, 1),
+        ("rows and draws", bench.rows_and_draws, 1),
+        ("draws", bench.draws, 1),
     ]
     for number in range(rounds + 1):
-        for name, run in contestants[number % 3 :] + contestants[: number % 3]:
+        in_turn = contestants[number % 3 :] + contestants[: number % 3]
+        for name, run, steps in in_turn:
             bench.grow()
             if number:  # the first round is a warm-up
-                samples.add(bench, name, run)
+                samples.add(bench, name, run, steps)
             else:
                 run()
+    bench.llm.clear_kv_cache()  # contexts that stay would take places from the requests
+    for _ in range(rounds):
+        for name, run, steps in bench.others():
+            samples.add(bench, name, run, steps)
 
 
 def measure_texts(bench: Bench, rounds: int, samples: Samples) -> None:
-    for shared, start in ((False, 1), (True, SHARED)):
+    for shared, start in ((False, 1), (True, SHARED)) if rounds else ():
         kind = "shared" if shared else "fresh"
         for number in range(rounds + 1):
             texts = bench.texts(shared=shared)
@@ -397,7 +424,7 @@ def ratios(values: dict[str, list[float]]) -> dict[str, float]:
     found = {}
     for row, own in values.items():
         size, *words = row.split()
-        base = "rows" if words[0] in {"rows", "draws"} else f"{words[0]} own"
+        base = f"{words[0]} own" if words[0] in {"fresh", "shared"} else "rows"
         pairs = zip(values[f"{size} {base}"], own, strict=True)
         found[row] = round(statistics.median(b / a if a else 0.0 for a, b in pairs), 4)
     return found
@@ -408,7 +435,7 @@ def main() -> None:
     parser.add_argument("engine", choices=BENCHES)
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[8000, 128_000])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--text-rounds", type=int, default=5)
+    parser.add_argument("--text-rounds", type=int, default=5, help="0: no texts")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     samples = Samples()
@@ -418,6 +445,7 @@ def main() -> None:
             measure_texts(bench, options.text_rounds, samples)
             version = bench.version
     extra: dict[str, Any] = {
+        "engine": options.engine,
         "particles": PARTICLES,
         "texts": [TEXTS, LENGTH, SHARED],
         options.engine: version,
@@ -426,17 +454,17 @@ def main() -> None:
         },
     }
     if any(any(each) for each in samples.bytes.values()):
-        moved = {k: v for k, v in samples.bytes.items() if "draws" in k or "rows" in k}
+        moved = {k: v for k, v in samples.bytes.items() if k.split()[1] in {"rows", "draws"}}
         extra["bytes_ratios"] = ratios(moved)
         extra["bytes"] = {k: int(statistics.median(v)) for k, v in samples.bytes.items()}
     outside = ratios(samples.outside)
     whole = ratios(samples.total)
-    particles = {row for row in whole if row.split()[1] in {"rows", "draws"}}
+    texts = {row for row in whole if row.split()[1] in {"fresh", "shared"}}
     print_report(
-        f"{options.engine}_reductions",
+        "serving_reductions",
         samples.total,
         unit="ms",
-        ratios={row: outside[row] if row in particles else whole[row] for row in whole},
+        ratios={row: whole[row] if row in texts else outside[row] for row in whole},
         extra=extra,
     )
 

@@ -1,14 +1,16 @@
-"""The particles of `bench_hf_particles.py`: what every contestant is asked.
+"""Particles: what every contestant of a benchmark is asked, and the arguments that say it.
 
 Imported also where only the peer's packages are installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from particle_model import VOCAB_SIZE, prompt_of
 
@@ -16,6 +18,28 @@ Clock = Callable[[], float]
 
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Seconds: elapsed, or those that this process's threads computed."""
+
+
+def population_arguments(
+    description: str | None,
+    *,
+    particles: Sequence[int],
+    prompts: Sequence[int],
+    tails: Sequence[int] = (),
+    peer: str,
+) -> argparse.ArgumentParser:
+    """Arguments of a benchmark of populations, with their defaults; `peer` is for the help."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--particles", type=int, nargs="+", default=particles)
+    parser.add_argument("--prompts", type=int, nargs="+", default=prompts)
+    parser.add_argument("--tails", type=int, nargs="*", default=tails)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--peer", type=Path, help=f"a Python with {peer}")
+    parser.add_argument("--save", action="store_true")
+    return parser
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -116,3 +117,45 @@ def _cores_allowed() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[], float]], rounds: int, case: str
+) -> dict[str, list[float]]:
+    """Measure all contestants in every round, and print their medians."""
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            found[name].append(run())
+    medians = {name: round(statistics.median(values), 1) for name, values in found.items()}
+    print(case, medians, flush=True)
+    return found
+
+
+def print_cases(
+    name: str,
+    samples: Mapping[str, Mapping[str, list[float]]],
+    *,
+    base: str,
+    unit: str,
+    extra: dict[str, Any],
+) -> None:
+    """Print what `in_turn` measured of several cases.
+
+    The ratio of a contestant is the time of `base` by its own in the same round, the median
+    over rounds, of the cases that have `base`.
+    """
+    ratios = {
+        f"{case} {contestant}": statistics.median(
+            b / v for b, v in zip(found[base], values, strict=True)
+        )
+        for case, found in samples.items()
+        if base in found
+        for contestant, values in found.items()
+    }
+    rows = {
+        f"{case} {contestant}": values
+        for case, found in samples.items()
+        for contestant, values in found.items()
+    }
+    print_report(name, rows, unit=unit, ratios=ratios, extra=extra)

@@ -2,9 +2,10 @@
 
 The target is the product of the two models' probabilities of the whole continuation. It
 cannot be sampled token by token, so particles sample from the product of the two next-token
-rows. The sum of that product multiplies the particle's weight, and resampling removes particles
-on which the experts disagree. `exp(log_evidence)` is an unbiased estimate of the sum of the
-products over all continuations.
+rows: all of their entries, so it asks for whole rows, not for reductions. The sum of that
+product multiplies the particle's weight, and resampling removes particles on which the experts
+disagree. `exp(log_evidence)` is an unbiased estimate of the sum of the products over all
+continuations.
 
 Each particle is a coroutine; `genlm` batches their requests. The experts may also be two
 models with one vocabulary, or an adapter and its base model.

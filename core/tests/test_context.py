@@ -192,7 +192,7 @@ def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
     gc.collect()
     wait_for(lambda: set(engine.released) == keys)
     assert len(engine.released) == len(keys)
-    assert len(llm._holds._by_key) == 0
+    assert len(llm._requests._holds._by_key) == 0
 
 
 def test_an_engine_that_fails_to_release_goes_on(keeping: Any, caplog: Any) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm import EvaluationError, Mask, Reduction
-from genlm.core import reductions
+from genlm.core import reductions, sampling
 from genlm.core.query import Reduced
 from genlm.core.reductions import (
     Draw,
@@ -23,9 +23,12 @@ from genlm.core.reductions import (
     TargetScore,
     TokenLogprobs,
     TopK,
+    reduce_logits,
     reduce_rows,
 )
+from genlm.core.rows import rows_from_logits
 from genlm.core.sampling import draws
+from genlm.core.vocab import Token, Vocabulary
 
 INF = math.inf
 SIZE = 1300
@@ -249,6 +252,47 @@ def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Draw, "compute", classmethod(compute))
     assert reduced(rows, *(Draw(i / 10) for i in range(10))) == whole
     assert sizes == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("masks", [1, 10])
+def test_weights_are_computed_in_parts_with_the_mask_of_each_row(
+    masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(10)
+    made = [Mask(range(i, SIZE, 3), SIZE) for i in range(masks)]
+    wanted = [Draw(i / 10, 0.5 + i / 10, made[i % masks]) for i in range(10)]
+    whole = reduced(rows, *wanted)
+    monkeypatch.setattr(sampling, "_CACHED_VALUES", 3 * SIZE)
+    assert reduced(rows, *wanted) == whole
+    assert all(each.token_id in draw.mask for each, draw in zip(whole, wanted, strict=True))
+
+
+def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = [Token(i, bytes([i])) for i in range(200)]
+    ids = Vocabulary(None, tokens, list(map(repr, tokens)))
+    logits = torch.randn(7, 256, generator=torch.Generator().manual_seed(1))
+    logits[4, 9] = math.nan
+    wanted = [(Draw(i / 7, mask=Mask(range(i, 200), 200)), TopK(3), None) for i in range(7)]
+    expected = reduce_rows(rows_from_logits(logits, ids), wanted, normalised=True)
+    monkeypatch.setattr(reductions, "_VALUES_ON_CPU", 3 * 256)
+    most: list[int] = []
+
+    def rows_of(part: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+        most.append(len(part))
+        return rows_from_logits(part, vocabulary)
+
+    monkeypatch.setattr(reductions, "rows_from_logits", rows_of)
+    found = reduce_logits(logits, ids, wanted)
+    assert most == [3, 3, 1]
+    assert isinstance(found[4], EvaluationError)
+    for here, there in zip(found[:4] + found[5:], expected[:4] + expected[5:], strict=True):
+        assert isinstance(here, Reduced)
+        assert isinstance(there, Reduced)
+        assert here.values[0] == there.values[0]
+        assert torch.equal(here.values[1].logprobs, there.values[1].logprobs)
+        assert torch.equal(here.values[2], there.values[2])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.05])

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from genlm import AsyncLM, Completion, OutputCache, Query
+from genlm import Completion, OutputCache, Query
 from genlm.core.reference import ReferenceEngine
+from genlm.core.requests import Requests
 from genlm.core.sampling import draws
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.testing import EngineTarget
@@ -162,14 +163,14 @@ def test_a_joined_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> No
 
 def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
     kept: list[Any] = []
-    asked = AsyncLM._request
+    asked = Requests.of
 
     def keeping(*arguments: Any) -> Any:
         ids = getattr(arguments[1], "token_ids", arguments[1])
         kept.append([list(ids), asked(*arguments)])
         return kept[-1][1]
 
-    monkeypatch.setattr(AsyncLM, "_request", keeping)
+    monkeypatch.setattr(Requests, "of", keeping)
     with pytest.raises(CheckFailure, match="more blocks after"):
         run(tmp_path, requests=3000)
 

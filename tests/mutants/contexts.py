@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from genlm import Context
-from genlm.core.lm import AsyncLM
+from genlm.core.requests import Requests
 from genlm.core.sequence import TokenSequence
 
 from .baselines import cached_target
@@ -29,12 +29,12 @@ def the_first_of_several_only(extend):
     return broken
 
 
-@core_mutant(AsyncLM, "_request_of", killed_by="contexts-equal-lists")
-def contexts_have_keys_of_their_own(request_of):
+@core_mutant(Requests, "of_sequence", killed_by="contexts-equal-lists")
+def contexts_have_keys_of_their_own(of_sequence):
     """Gives every request a key of its own, so that nothing is joined or cached."""
 
     def broken(self, sequence, adapter):
-        query, key = request_of(self, sequence, adapter)
+        query, key = of_sequence(self, sequence, adapter)
         return query, (*key, query.query_id)
 
     return broken
@@ -127,13 +127,13 @@ def contexts_of_any_model(_is_of):
     return lambda _self, _model: True
 
 
-@core_mutant(AsyncLM, "_adapter_of", killed_by="contexts-keep-their-adapter", on=cached_target)
+@core_mutant(Requests, "adapter_of", killed_by="contexts-keep-their-adapter", on=cached_target)
 def the_default_adapter(adapter_of):
     """Answers contexts with the adapter that is the default when they are asked."""
 
     def broken(self, context, lora_name):
         adapter_of(self, context, lora_name)
-        name = self._default_lora
+        name = self.default_lora
         return None if name is None else self._adapters.engine_name(name)
 
     return broken

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import genlm.core.reduction_methods
 import genlm.core.reductions
 import genlm.core.sampling
-from genlm import AsyncLM, Capability, TokenScores
+from genlm import Capability, TokenScores
 from genlm.core.reductions import TargetScore, TokenLogprobs
+from genlm.core.requests import Requests
 from genlm.core.scheduler.request_table import PendingRequest
 
 from .baselines import cached_target, plain_target
@@ -100,31 +103,27 @@ class EveryTokenIsTop(CachedEngine):
 def with_capabilities(change):
     """Score with other capabilities than those of the engine."""
 
-    def mutate(score_request):
+    def mutate(scores):
         def broken(self, token_ids, start, lora_name):
-            bound = self.with_lora(self.lora_name)
+            bound = copy.copy(self)
             bound.capabilities = change(self.capabilities)
-            return score_request(bound, token_ids, start, lora_name)
+            return scores(bound, token_ids, start, lora_name)
 
         return broken
 
     return mutate
 
 
-@core_mutant(
-    AsyncLM, "_score_request", killed_by="declared-scores-are-native", on=cached_target
-)
-def never_scored_natively(score_request):
+@core_mutant(Requests, "scores", killed_by="declared-scores-are-native", on=cached_target)
+def never_scored_natively(scores):
     """Asks for every position of a text although the engine scores texts itself."""
-    return with_capabilities(lambda own: own - {Capability.SCORE})(score_request)
+    return with_capabilities(lambda own: own - {Capability.SCORE})(scores)
 
 
-@core_mutant(
-    AsyncLM, "_score_request", killed_by="undeclared-scores-ask-for-rows", on=plain_target
-)
-def always_scored_natively(score_request):
+@core_mutant(Requests, "scores", killed_by="undeclared-scores-ask-for-rows", on=plain_target)
+def always_scored_natively(scores):
     """Sends texts to an engine that never said that it scores them."""
-    return with_capabilities(lambda own: own | {Capability.SCORE})(score_request)
+    return with_capabilities(lambda own: own | {Capability.SCORE})(scores)
 
 
 @core_mutant(genlm.core.reductions, "_computed", killed_by="a-failing-reduction-fails-alone")
@@ -139,10 +138,10 @@ def all_reductions_fail_together(computed):
     return broken
 
 
-@core_mutant(AsyncLM, "_known_reduction", killed_by="reductions-share-evaluations")
-def output_cache_unread(_known_reduction):
+@core_mutant(Requests, "cached_reduction", killed_by="reductions-share-evaluations")
+def output_cache_unread(_cached_reduction):
     """Asks the engine for every reduction, whatever the output cache has."""
-    return lambda _self, _key, _reduction: None
+    return lambda self, query, _key, _reduction: self.counters.count(len(query), hit=False)
 
 
 @engine_mutant(killed_by="reductions-use-the-adapter")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-import genlm.core.lm
+import genlm.core.requests
 from genlm import AsyncLM, EvaluationError, GenlmError
 
 from .mutant import core_mutant
 
 
-@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-fail-alone")
+@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="bad-requests-fail-alone")
 def negative_ids_count_from_the_end(checked):
     """Takes negative ids as places counted from the end, as lists do."""
 
@@ -23,7 +23,7 @@ def negative_ids_count_from_the_end(checked):
     return broken
 
 
-@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-fail-alone")
+@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="bad-requests-fail-alone")
 def too_long_is_cut(checked):
     """Cuts sequences that are longer than the context."""
 
@@ -35,7 +35,7 @@ def too_long_is_cut(checked):
     return broken
 
 
-@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="bad-requests-fail-alone")
+@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="bad-requests-fail-alone")
 def floats_are_rounded(checked):
     """Rounds ids that are not integers."""
 
@@ -60,7 +60,7 @@ def errors_of_one_class(batch):
     return broken
 
 
-@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="integers-of-any-kind")
 def bytes_of_arrays(checked):
     """Reads arrays of any width as if their integers had 64 bits."""
 
@@ -73,7 +73,7 @@ def bytes_of_arrays(checked):
     return broken
 
 
-@core_mutant(genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind")
+@core_mutant(genlm.core.requests, "checked_token_ids", killed_by="integers-of-any-kind")
 def strides_ignored(checked):
     """Reads a strided view of an array as if it were contiguous."""
 
@@ -86,7 +86,10 @@ def strides_ignored(checked):
 
 
 @core_mutant(
-    genlm.core.lm, "checked_token_ids", killed_by="integers-of-any-kind", shows_as="exception"
+    genlm.core.requests,
+    "checked_token_ids",
+    killed_by="integers-of-any-kind",
+    shows_as="exception",
 )
 def lists_only(checked):
     """Refuses torch tensors as token ids."""
@@ -98,7 +101,7 @@ def lists_only(checked):
 
 
 @core_mutant(
-    genlm.core.lm,
+    genlm.core.requests,
     "checked_token_ids",
     killed_by="the-context-can-be-filled",
     shows_as="exception",
@@ -123,10 +126,8 @@ def cached_rows_first(_batch):
     """The sync batch puts the rows from the cache before all others."""
 
     def broken(self, token_ids_list, *, lora_name=None):
-        rows, asked = self._cached_and_missing(token_ids_list, lora_name)
-        cached = [row for row in rows if row is not None]
-        return self._stacked(
-            [*cached, *[None] * len(asked)], self._scheduler.answer_sync(asked)
-        )
+        batch = self._requests.rows(token_ids_list, lora_name)
+        cached = [row for row in batch.values if row is not None]
+        return self._stacked([*cached, *self._scheduler.answer_sync(batch.asked)])
 
     return broken

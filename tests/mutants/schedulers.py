@@ -6,6 +6,7 @@ import threading
 
 import genlm.core.scheduler.delivery as delivery
 from genlm import AsyncLM, Completion, EngineClosedError
+from genlm.core.requests import Requests
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.delivery import Delivery
 from genlm.core.scheduler.request_table import RequestTable
@@ -120,9 +121,7 @@ def one_loop_a_step(send):
     return broken
 
 
-@core_mutant(
-    AsyncLM, "_request", killed_by="threads-and-event-loops-share", shows_as="exception"
-)
+@core_mutant(Requests, "of", killed_by="threads-and-event-loops-share", shows_as="exception")
 def ids_of_each_thread(asked):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
     counters = threading.local()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from genlm import AsyncLM, OutputCache
+from genlm import OutputCache
 from genlm.core import row_results, rows
+from genlm.core.requests import Requests
 from genlm.core.scheduler.request_table import RequestTable
 
 from .mutant import core_mutant
 
 
-@core_mutant(AsyncLM, "_cached", killed_by="statistics-add-up")
+@core_mutant(Requests, "cached", killed_by="statistics-add-up")
 def hits_not_counted(_cached):
     """Counts no request that the output cache answered."""
 
     def broken(self, query, key):
         row = self._cache.get(key)
         if row is None:
-            self._counters.count(len(query.token_ids), hit=False)
+            self.counters.count(len(query.token_ids), hit=False)
         return row
 
     return broken

@@ -4,9 +4,9 @@
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
-  `Reduction`, `Reduced`, `reduce_rows`, `TokenScores`, `rows_from_logits`, `draw_tokens`,
-  `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which runs an engine
-  on its thread, and `ResultHandler`, which checks and stores what it returns
+  `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
+  `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
+  runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.query import TokenScores as TokenScores
     from genlm.core.reductions import Reduction as Reduction
+    from genlm.core.reductions import reduce_logits as reduce_logits
     from genlm.core.reductions import reduce_rows as reduce_rows
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.sampling import draw_tokens as draw_tokens
@@ -113,7 +114,7 @@ _HOME = {
     "genlm.core.process_state": "claim_process preserve_process_state release_process",
     "genlm.core.progress": "loading_stage",
     "genlm.core.query": "Completion Query Reduced SamplingParams TokenScores",
-    "genlm.core.reductions": "Reduction reduce_rows",
+    "genlm.core.reductions": "Reduction reduce_logits reduce_rows",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "ResultHandler Scheduler",

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import genlm
 from genlm.cli import app
-from genlm.cli.completion import backends
+from genlm.cli.arguments import backends
 
 INTERRUPTED = """
 import sys

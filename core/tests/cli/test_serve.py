@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from genlm import UnknownBackendError, get_backend
 from genlm.cli import app
 from genlm.core.plugins import lookup
+from genlm.core.plugins.registry import Registry
 
 
 class Server:
@@ -91,14 +92,6 @@ def test_what_makes_no_sense_is_refused(server: Server, arguments: tuple[str, ..
 def test_the_plugin_that_serves_is_named_when_it_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Nothing:
-        ids: tuple[str, ...] = ()
-
-        def named(self, name: str) -> list[Any]:
-            return []
-
-        everything = not_installed = lambda self: []
-
-    monkeypatch.setattr(lookup, "_registry", Nothing)
+    monkeypatch.setattr(lookup, "_registry", lambda: Registry([]))
     with pytest.raises(UnknownBackendError, match="provided by genlm-ray: pip install"):
         get_backend("ray")

@@ -205,3 +205,14 @@ def test_a_repaired_plugin_is_read_again_after_refresh(core):
     genlm.refresh()
     assert callable(genlm.get_backend("toy"))
     assert module in sys.modules
+
+
+def test_a_spec_without_an_entry_point_is_listed_in_the_order_of_names(core):
+    body = """
+        @genlm.hookimpl
+        def genlm_backends():
+            yield BackendSpec("one", "engine", "json:dumps")
+            yield BackendSpec("a", "trie", "json:dumps")
+        """
+    core.install("genlm-one", "one", body=body)
+    assert [info.name for info in genlm.list_backends()] == ["a", "one", "reference"]

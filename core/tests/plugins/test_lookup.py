@@ -101,6 +101,19 @@ def test_the_unknown_name_error_carries_its_data(core):
     assert caught.value.installed == ("reference",)
 
 
+@pytest.mark.parametrize("kind", [None, "tries"])
+@pytest.mark.parametrize("name", [None, "reference"])
+def test_another_kind_is_a_value_error(core, name, kind):
+    with pytest.raises(ValueError, match="expected one of"):
+        genlm.find_backend(name, kind)
+
+
+@pytest.mark.parametrize("name", [":reference", "genlm-core:", "", "genlm-core"])
+def test_half_of_a_full_name_names_nothing(core, name):
+    with pytest.raises(genlm.UnknownBackendError):
+        genlm.find_backend(name)
+
+
 @pytest.mark.parametrize("call", [genlm.get_backend, genlm.get_trie])
 def test_a_name_that_is_no_string_is_a_type_error(core, call):
     with pytest.raises(TypeError, match="string"):

@@ -5,8 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm.core.reference.text import default_text, split_documents
-from genlm.core.reference.tokenizer import ByteTokenizer, byte_vocabulary
+from genlm.core.reference.tokenizer import (
+    ByteTokenizer,
+    byte_vocabulary,
+    default_text,
+    split_documents,
+)
 
 
 @given(st.text())

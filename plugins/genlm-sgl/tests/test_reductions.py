@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 
 from genlm import EvaluationError, Query, Reduction, SamplingParams
-from genlm.core.masks import Mask
-from genlm.core.reductions import Draw, LogMass, TargetScore, TokenLogprobs, TopK
+from genlm.core.reductions import Draw, LogMass, TopK
 from genlm.plugin import TokenSequence, stream_uniform
-from genlm.testing import TINY_VOCABULARY
 from genlm_sgl.conformance import TinyLlama
 
 from .conftest import SETTINGS, adapted_engine
 from .driving import collected, continuation, prompts_of
 
-TOLERANCE = 1e-4
-
 Ids = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Entropy(Reduction):
+class CountedEntropy(Entropy):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Entropy]) -> Sequence[float]:
-        assert len(rows) == len(requests)
         SIZES.append(len(rows))
-        return torch.special.entr(rows.exp()).sum(-1).tolist()
+        return super().compute(rows, requests)
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Failing(Reduction):
 
 
 SIZES: list[int] = []
-"""Of the batches that `Entropy` got."""
+"""Of the batches that `CountedEntropy` got."""
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
@@ -67,12 +61,6 @@ def either(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
     assert not len(engine._requests)
 
 
-def mask(seed: int, share: float = 0.3) -> Mask:
-    generator = random.Random(seed)
-    ids = [i for i in range(TINY_VOCABULARY) if generator.random() < share]
-    return Mask(ids, TINY_VOCABULARY)
-
-
 def ask(engine: Any, asked: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Put contexts, their outputs and perhaps adapters through the engine."""
     for number, (ids, outputs, *adapter) in enumerate(asked):
@@ -80,66 +68,14 @@ def ask(engine: Any, asked: Sequence[tuple[Any, ...]]) -> list[Any]:
     return collected(engine, range(len(asked)))
 
 
-def oracle(tiny: TinyLlama, ids: Ids, adapter: str | None = None) -> torch.Tensor:
-    return tiny.logprobs(ids, adapter).double().log_softmax(-1)
-
-
-def check(value: Any, output: Any, row: torch.Tensor) -> None:
-    """Compare a result with the row of its context in float64."""
-    match output:
-        case None:
-            assert (value - row).abs().max() <= TOLERANCE
-            assert value.untyped_storage().nbytes() == value.nbytes
-            assert not value.is_inference()
-        case TokenLogprobs():
-            assert (value - row[list(output.token_ids)]).abs().max() <= TOLERANCE
-        case TopK():
-            assert (value.logprobs - row.topk(output.k).values).abs().max() <= TOLERANCE
-        case LogMass():
-            assert abs(value - float(row[list(output.mask)].logsumexp(-1))) <= TOLERANCE
-        case Draw():
-            kept = torch.tensor(
-                [output.mask is None or i in output.mask for i in range(TINY_VOCABULARY)]
-            )
-            cumulative = ((row / output.temperature).exp() * kept).cumsum(-1)
-            wanted = torch.searchsorted(cumulative, output.uniform * cumulative[-1], right=True)
-            assert value.token_id == int(wanted)
-            assert abs(value.logprob - float(row[value.token_id])) <= TOLERANCE
-        case TargetScore():
-            assert abs(value.logprob - float(row[output.token_id])) <= TOLERANCE
-        case Entropy():
-            assert abs(value - float(torch.special.entr(row.exp()).sum())) <= 1e-3
-        case _:
-            raise AssertionError(output)
-
-
-def check_all(result: Any, outputs: tuple[Any, ...], row: torch.Tensor) -> None:
-    values = (result,) if outputs == (None,) else result.values
-    for value, output in zip(values, outputs, strict=True):
-        check(value, output, row)
-
-
-def outputs_of(number: int) -> tuple[Any, ...]:
-    """Different things to ask, several of them for one row and each of them alone."""
-    all_of_them = (
-        TopK(1 + number),
-        LogMass(mask(number)),
-        None,
-        Draw(stream_uniform(number, 3), 0.7, mask(number + 1)),
-        TokenLogprobs((number, 299, 4)),
-        Draw(stream_uniform(number, 4)),
-        Entropy(),
-        TargetScore(number),
-    )
-    return all_of_them if number % 3 == 0 else (all_of_them[number % 8],)
-
-
 def test_each_reduction_is_that_of_its_row(either: Any, tiny: Any) -> None:
     contexts = prompts_of(*range(5, 17), 130, 70)
     for _ in range(3):  # begun, then continued
-        asked = [(ids, outputs_of(number)) for number, ids in enumerate(contexts)]
-        for (ids, outputs), result in zip(asked, ask(either, asked), strict=True):
-            check_all(result, outputs, oracle(tiny, ids))
+        asked = [
+            (ids, outputs_of(number, CountedEntropy())) for number, ids in enumerate(contexts)
+        ]
+        for (ids, of), result in zip(asked, ask(either, asked), strict=True):
+            check_outputs(result, of, tiny.logprobs(ids))
         contexts = [(*ids, 7) for ids in contexts]
 
 
@@ -149,7 +85,7 @@ def test_twins_that_want_different_things(either: Any, tiny: Any) -> None:
         ids = (*prompt, *prompts_of(length, seed=9)[0])
         asked = [(ids, (TopK(3),)), (ids, (LogMass(mask(length)), None)), (ids, (None,))]
         for (_, outputs), result in zip(asked, ask(either, asked), strict=True):
-            check_all(result, outputs, oracle(tiny, ids))
+            check_outputs(result, outputs, tiny.logprobs(ids))
 
 
 def test_draws_do_not_depend_on_the_batch(either: Any) -> None:
@@ -166,7 +102,7 @@ def test_adapters_have_their_own_rows(either: Any, tiny: Any) -> None:
         names = (None, "red", "blue")
         found = ask(either, [(ids, (TopK(4), LogMass(mask(1))), name) for name in names])
         for result, name in zip(found, names, strict=True):
-            check_all(result, (TopK(4), LogMass(mask(1))), oracle(tiny, ids, name))
+            check_outputs(result, (TopK(4), LogMass(mask(1))), tiny.logprobs(ids, name))
 
 
 def test_reductions_rows_and_continuations_mix(either: Any, tiny: Any) -> None:
@@ -179,8 +115,8 @@ def test_reductions_rows_and_continuations_mix(either: Any, tiny: Any) -> None:
     found = collected(either, range(9))
     for place, ids in enumerate(asked):
         reduced, row, tokens = found[3 * place : 3 * place + 3]
-        check_all(reduced, (TopK(2),), oracle(tiny, ids))
-        check(row, None, oracle(tiny, ids))
+        check_outputs(reduced, (TopK(2),), tiny.logprobs(ids))
+        check_output(row, None, tiny.logprobs(ids))
         assert tokens == continuation(tiny, ids, plan)
 
 
@@ -190,7 +126,7 @@ def test_reductions_rows_and_continuations_mix(either: Any, tiny: Any) -> None:
 def test_a_reduction_that_fails_fails_alone(either: Any, tiny: Any) -> None:
     asked = [(ids, (Failing(i), TopK(2))) for i, ids in enumerate(prompts_of(9, 20, 33, 5))]
     for number, result in enumerate(ask(either, asked)):
-        check(result.values[1], TopK(2), oracle(tiny, asked[number][0]))
+        check_output(result.values[1], TopK(2), tiny.logprobs(asked[number][0]))
         if number % 2:
             assert "odd" in str(result.values[0])
         else:
@@ -208,9 +144,20 @@ def test_a_row_that_is_not_a_distribution_fails_alone(
 
     monkeypatch.setattr(type(either._requests), "on_logits", spoiled)
     right, wrong = ask(either, [(ids, (TopK(2),)) for ids in prompts_of(9, 20)])
-    check_all(right, (TopK(2),), oracle(tiny, prompts_of(9, 20)[0]))
+    check_outputs(right, (TopK(2),), tiny.logprobs(prompts_of(9, 20)[0]))
     assert isinstance(wrong, EvaluationError)
     assert "not a distribution" in str(wrong)
+
+
+def test_rows_that_nobody_asked_for_are_not_made_all_at_once(
+    either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*arguments: Any) -> Any:
+        raise AssertionError("rows were made")
+
+    monkeypatch.setattr("genlm_sgl.requests.rows_from_logits", made)
+    for result in ask(either, [(ids, (TopK(2),)) for ids in prompts_of(9, 20)]):
+        assert len(result.values[0].token_ids) == 2
 
 
 def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
@@ -224,7 +171,7 @@ def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
         waiting = [number for number in (1, 3) if number not in found]
         found |= zip(waiting, collected(either, waiting) if waiting else [], strict=True)
         for number in (1, 3):
-            check_all(found[number], (TopK(3), None), oracle(tiny, asked[number]))
+            check_outputs(found[number], (TopK(3), None), tiny.logprobs(asked[number]))
 
 
 # -- where they are computed ----------------------------------------------------------
@@ -233,8 +180,8 @@ def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
 def test_a_pass_is_reduced_at_once(either: Any) -> None:
     SIZES.clear()
     contexts = prompts_of(*[6] * 6)
-    ask(either, [(ids, (Entropy(),)) for ids in contexts])
-    ask(either, [((*ids, 4), (Entropy(),)) for ids in contexts])
+    ask(either, [(ids, (CountedEntropy(),)) for ids in contexts])
+    ask(either, [((*ids, 4), (CountedEntropy(),)) for ids in contexts])
     assert SIZES == [6, 6]
 
 
@@ -246,5 +193,5 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
 
     monkeypatch.setattr("torch.unbind_copy", copied)
     contexts = prompts_of(9, 20, 33)
-    for result in ask(either, [(ids, (TopK(2), Entropy())) for ids in contexts]):
+    for result in ask(either, [(ids, (TopK(2), CountedEntropy())) for ids in contexts]):
         assert not isinstance(result, Exception), result

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from row_oracle import check_scores, check_scores_of_a_model
 
 from genlm import (
-    AsyncLM,
     Capability,
     ContextLengthError,
     EvaluationError,
@@ -17,7 +17,6 @@ from genlm import (
     SamplingParams,
     TokenIdError,
 )
-from genlm.plugin import TokenScores
 from genlm_sgl.conformance import TinyLlama
 
 from .conftest import SETTINGS, adapted_engine
@@ -51,20 +50,6 @@ def scores(engine: Any, asked: Sequence[tuple[Any, ...]]) -> list[Any]:
     return collected(engine, range(len(asked)))
 
 
-def check(
-    found: TokenScores, tiny: TinyLlama, text: Ids, start: int, adapter: str | None = None
-) -> None:
-    """Compare with the rows of an unbatched forward pass."""
-    assert isinstance(found, TokenScores), found
-    assert found.logprobs.shape == found.is_top.shape == (len(text) - start,)
-    assert (found.logprobs.dtype, found.is_top.dtype) == (torch.float32, torch.bool)
-    rows = tiny.all_logprobs(text[:-1], adapter)[start - 1 :]
-    targets = torch.tensor(text[start:])
-    expected = rows.gather(1, targets[:, None])[:, 0]
-    assert float((found.logprobs - expected).abs().max()) <= 1e-4
-    assert found.is_top.tolist() == (rows.argmax(-1) == targets).tolist()
-
-
 def texts_of(tiny: TinyLlama) -> list[tuple[Ids, int]]:
     starts = [1, 3, 60, 1, 31, 32, 33, 64, 90, 2]
     texts = prompts_of(2, 9, 90, 100, 64, 65, 65, 130, 91, 40)
@@ -78,10 +63,10 @@ def test_all_positions_are_those_of_rows(engine: Any, tiny: Any) -> None:
     assert engine.statistics()["scores"] == "in one pass"
     asked = texts_of(tiny)
     for each in asked:  # one by one
-        check(*scores(engine, [each]), tiny, *each)
+        check_scores(*scores(engine, [each]), tiny, *each)
     engine.clear_prefix_cache()
     for found, each in zip(scores(engine, asked), asked, strict=True):
-        check(found, tiny, *each)
+        check_scores(found, tiny, *each)
 
 
 def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny: Any) -> None:
@@ -91,7 +76,7 @@ def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny
             engine.submit(Query(0, known))
             collected(engine, [0])
         for start in (109, 100, 65, 33, 32, 1):
-            check(*scores(engine, [(text, start)]), tiny, text, start)
+            check_scores(*scores(engine, [(text, start)]), tiny, text, start)
 
 
 def test_a_prompt_that_is_known_is_not_computed_again(engine: Any, tiny: Any) -> None:
@@ -103,7 +88,7 @@ def test_a_prompt_that_is_known_is_not_computed_again(engine: Any, tiny: Any) ->
     before = engine.statistics()["tokens_computed"]
     for number in range(4):
         text = (*prompt, *prompts_of(16, seed=number)[0])
-        check(*scores(engine, [(text, 96)]), tiny, text, 96)
+        check_scores(*scores(engine, [(text, 96)]), tiny, text, 96)
     # The last token of the prompt predicts the first target.
     assert engine.statistics()["tokens_computed"] - before == 4 * (111 - 95 // page * page)
 
@@ -115,7 +100,7 @@ def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
         for name in (None, "red", "blue")
     ]
     for found, each in zip(scores(engine, asked), asked, strict=True):
-        check(found, tiny, *each)
+        check_scores(found, tiny, *each)
 
 
 def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
@@ -133,7 +118,7 @@ def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
         for place, text in enumerate(texts):
             tokens, scored, row = found[3 * place : 3 * place + 3]
             assert tokens == continuation(tiny, text, plan)
-            check(scored, tiny, text, 10)
+            check_scores(scored, tiny, text, 10)
             assert (row - tiny.logprobs((*text, 9))).abs().max() <= 1e-4
 
 
@@ -152,7 +137,7 @@ def test_a_bias_of_the_output_counts(
 
 def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     [text] = prompts_of(engine.max_context + 1)
-    check(*scores(engine, [(text, 1)]), tiny, text, 1)
+    check_scores(*scores(engine, [(text, 1)]), tiny, text, 1)
     with pytest.raises(ContextLengthError):
         submit(engine, 0, (*text, 5), 1)
 
@@ -171,7 +156,7 @@ def test_pieces_of_any_size_give_the_same(
     monkeypatch.setattr("genlm_sgl.scores._VALUES", 300 * 7)
     asked = texts_of(tiny)
     for found, each in zip(scores(engine, asked), asked, strict=True):
-        check(found, tiny, *each)
+        check_scores(found, tiny, *each)
     assert sorted(sizes)[len(sizes) // 2] == 7  # others are rows of requests
     assert max(sizes) <= len(asked)
 
@@ -182,7 +167,7 @@ def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
     for wrong in (-1, 300, 319):
         with pytest.raises(TokenIdError, match=f"token id {wrong} at position 1 of targets"):
             engine.submit(Query(1, text[:-1], targets=(5, wrong)))
-    check(*collected(engine, [0]), tiny, text, 5)
+    check_scores(*collected(engine, [0]), tiny, text, 5)
 
 
 def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
@@ -195,7 +180,7 @@ def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
     waiting = [number for number in (2, 3) if number not in found]
     found |= zip(waiting, collected(engine, waiting) if waiting else [], strict=True)
     for number in (2, 3):
-        check(found[number], tiny, texts[number], 1)
+        check_scores(found[number], tiny, texts[number], 1)
 
 
 def test_a_text_without_a_distribution_fails_alone(
@@ -213,7 +198,7 @@ def test_a_text_without_a_distribution_fails_alone(
     with monkeypatch.context() as patch:
         patch.setattr(engine._requests, "on_hidden_states", spoiled)
         found, error = scores(engine, [(right, 5), (wrong, 1)])
-    check(found, tiny, right, 5)
+    check_scores(found, tiny, right, 5)
     assert isinstance(error, EvaluationError)
     assert "1 of 11 rows that are not distributions" in str(error)
 
@@ -232,22 +217,5 @@ def test_a_position_that_was_not_computed_is_an_error(
 def test_a_model_scores_texts(engine: Any, tiny: Any) -> None:
     """`AsyncLM` asks for all positions at once, and once for the same text."""
 
-    class Borrowed:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-        def close(self) -> None:
-            pass
-
-    llm = AsyncLM(Borrowed, name="sgl")
-    try:
-        texts = prompts_of(70, 9, 33)
-        found: Sequence[Any] = llm.batch_score_sync(texts, [1, 5, 20], with_top=True)
-        for each, text, start in zip(found, texts, (1, 5, 20), strict=True):
-            check(each, tiny, text, start)
-        batches = engine.statistics()["batches"]
-        again = llm.batch_score_sync(texts, [1, 5, 20])
-        assert engine.statistics()["batches"] == batches
-        assert all(torch.equal(a, b.logprobs) for a, b in zip(again, found, strict=True))
-    finally:
-        llm.close()
+    texts = prompts_of(70, 9, 33)
+    check_scores_of_a_model(engine, tiny, texts, "batches")

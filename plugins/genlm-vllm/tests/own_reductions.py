@@ -13,14 +13,6 @@ from genlm import Reduction
 
 
 @dataclass(frozen=True)
-class Entropy(Reduction):
-    @classmethod
-    def compute(cls, rows: torch.Tensor, requests: Sequence[Entropy]) -> Sequence[float]:
-        assert len(rows) == len(requests)
-        return torch.special.entr(rows.exp()).sum(-1).tolist()
-
-
-@dataclass(frozen=True)
 class ProcessId(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[ProcessId]) -> Sequence[int]:

@@ -6,22 +6,20 @@ small that requests are preempted, and one in processes of vLLM's own.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from row_oracle import check_scores, check_scores_of_a_model
 
 from genlm import (
-    AsyncLM,
     Capability,
     ContextLengthError,
     EvaluationError,
     SamplingParams,
     TokenIdError,
 )
-from genlm.plugin import TokenScores
 from genlm_vllm.conformance import ONE_WORKER, TinyLlama
 from genlm_vllm.scores import SCORE_BUFFER, SCORES
 from genlm_vllm.worker import call_workers
@@ -70,22 +68,6 @@ def score(engine: Any, text: Ids, start: int, adapter: str | None = None) -> Any
     return submit(engine, text[:-1], adapter, targets=text[start:])
 
 
-def check(
-    found: TokenScores, tiny: TinyLlama, text: Ids, start: int, adapter: str | None = None
-) -> None:
-    """Compare with the rows of an unbatched forward pass, in float64."""
-    assert isinstance(found, TokenScores), found
-    assert found.logprobs.shape == found.is_top.shape == (len(text) - start,)
-    assert (found.logprobs.dtype, found.is_top.dtype) == (torch.float32, torch.bool)
-    places = range(start, len(text))
-    if len(places) > 40:  # the oracle computes a forward pass for each
-        places = sorted({start, len(text) - 1, *random.Random(1).sample(list(places), 25)})
-    for place in places:
-        row = tiny.logprobs(text[:place], adapter).double().log_softmax(-1)
-        assert abs(float(found.logprobs[place - start] - row[text[place]])) <= 1e-4, place
-        assert bool(found.is_top[place - start]) == (int(row.argmax()) == text[place])
-
-
 def is_small(engine: Any) -> bool:
     """Whether it computes in this process with a small KV cache."""
     blocks = int(engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
@@ -108,11 +90,11 @@ def test_all_positions_are_those_of_rows(engine: Any, tiny: Any) -> None:
     asked = texts_of(tiny)
     for text, start in asked:  # one by one
         [found] = finish(engine, [score(engine, text, start)])
-        check(found, tiny, text, start)
+        check_scores(found, tiny, text, start)
     engine.clear_prefix_cache()
     found = finish(engine, [score(engine, text, start) for text, start in asked])
     for each, (text, start) in zip(found, asked, strict=True):
-        check(each, tiny, text, start)
+        check_scores(each, tiny, text, start)
 
 
 def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny: Any) -> None:
@@ -120,9 +102,9 @@ def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny
     rows(engine, [text])
     for start in (149, 129, 128, 127, 100, 65, 33, 32, 1):
         [found] = finish(engine, [score(engine, text, start)])
-        check(found, tiny, text, start)
+        check_scores(found, tiny, text, start)
         [found] = finish(engine, [score(engine, (*text[:120], 7, 8), start % 120 + 1)])
-        check(found, tiny, (*text[:120], 7, 8), start % 120 + 1)
+        check_scores(found, tiny, (*text[:120], 7, 8), start % 120 + 1)
 
 
 def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: Any) -> None:
@@ -134,7 +116,7 @@ def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: 
     for number in range(4):
         text = (*prompt, *prompts(6, seed=number)[0])
         [found] = finish(engine, [score(engine, text, 140)])
-        check(found, tiny, text, 140)
+        check_scores(found, tiny, text, 140)
     assert engine.statistics()["tokens_computed"] - before == 4 * (145 - 128)
 
 
@@ -145,7 +127,7 @@ def test_adapters_have_their_own_scores(engine: Any, tiny: Any) -> None:
     found = iter(finish(engine, queries))
     for text, start in asked:
         for name in names:
-            check(next(found), tiny, text, start, name)
+            check_scores(next(found), tiny, text, start, name)
 
 
 def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
@@ -161,7 +143,7 @@ def test_scores_rows_and_continuations_mix(engine: Any, tiny: Any) -> None:
         for place, text in enumerate(asked):
             tokens, scores, row = found[3 * place : 3 * place + 3]
             assert tokens == expected_draws(tiny, text, 60, 2)
-            check(scores, tiny, text, 10)
+            check_scores(scores, tiny, text, 10)
             assert largest_error(tiny, [row], [(*text, 9)]) <= 1e-4
 
 
@@ -190,13 +172,13 @@ def test_preempted_texts_begin_again(
     assert not is_small(engine) or any(computed > 32 for computed in preempted), preempted
     for tokens, scores, text in zip(found, found[3:], texts, strict=False):
         assert tokens == expected_draws(tiny, text[:28], 60, 3)
-        check(scores, tiny, text, 20)
+        check_scores(scores, tiny, text, 20)
 
 
 def test_the_longest_text_is_scored(engine: Any, tiny: Any) -> None:
     [text] = prompts(engine.max_context + 1)
     [found] = finish(engine, [score(engine, text, 1)])
-    check(found, tiny, text, 1)
+    check_scores(found, tiny, text, 1)
     with pytest.raises(ContextLengthError):
         score(engine, (*text, 5), 1)
 
@@ -208,7 +190,7 @@ def test_pieces_of_any_size_give_the_same(
     monkeypatch.setattr("genlm_vllm.scores._VALUES_IN_CACHE", 300 * 3)
     for text, start in texts_of(tiny):
         [found] = finish(engine, [score(engine, text, start)])
-        check(found, tiny, text, start)
+        check_scores(found, tiny, text, start)
 
 
 def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
@@ -217,7 +199,7 @@ def test_wrong_targets_are_refused_alone(engine: Any, tiny: Any) -> None:
     for wrong in (-1, 300, 319):
         with pytest.raises(TokenIdError, match=f"token id {wrong} at position 1 of targets"):
             submit(engine, text[:-1], targets=(5, wrong))
-    check(finish(engine, [query])[0], tiny, text, 5)
+    check_scores(finish(engine, [query])[0], tiny, text, 5)
 
 
 def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
@@ -229,7 +211,7 @@ def test_cancelled_texts_leave_nothing(engine: Any, tiny: Any) -> None:
         engine.abort(query.query_id)
     assert not found
     for scores, text in zip(finish(engine, queries[2:]), texts[2:], strict=True):
-        check(scores, tiny, text, 1)
+        check_scores(scores, tiny, text, 1)
 
 
 def test_scores_that_are_not_numbers_are_an_error(
@@ -248,28 +230,11 @@ def test_scores_that_are_not_numbers_are_an_error(
         [error] = finish(engine, [score(engine, text, 5)])
     assert isinstance(error, EvaluationError)
     assert "NaN for 1 of 15 targets" in str(error)
-    check(finish(engine, [score(engine, text, 5)])[0], tiny, text, 5)
+    check_scores(finish(engine, [score(engine, text, 5)])[0], tiny, text, 5)
 
 
 def test_a_model_scores_texts(engine: Any, tiny: Any) -> None:
     """`AsyncLM` asks for all positions at once, and once for the same text."""
 
-    class Borrowed:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-        def close(self) -> None:
-            pass
-
-    llm = AsyncLM(Borrowed, name="vllm")
-    try:
-        texts = prompts(70, 9, 33)
-        found: Sequence[Any] = llm.batch_score_sync(texts, [1, 5, 20], with_top=True)
-        for scores, text, start in zip(found, texts, (1, 5, 20), strict=True):
-            check(scores, tiny, text, start)
-        steps = engine.statistics()["steps"]
-        again = llm.batch_score_sync(texts, [1, 5, 20])
-        assert engine.statistics()["steps"] == steps
-        assert all(torch.equal(a, b.logprobs) for a, b in zip(again, found, strict=True))
-    finally:
-        llm.close()
+    texts = prompts(70, 9, 33)
+    check_scores_of_a_model(engine, tiny, texts, "steps")

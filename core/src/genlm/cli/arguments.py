@@ -1,15 +1,42 @@
-"""Arguments that several commands take."""
+"""Arguments that several commands take, and names that the shell completes."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from genlm.core.dtypes import dtype_name
+from genlm.core.plugins import list_backends
+from genlm.core.plugins.spec import Kind
 
-__all__ = ["checked_dtype", "checked_options"]
+__all__ = ["EngineOption", "ModelOption", "backends", "checked_dtype", "checked_options"]
+
+
+def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
+    """Return a function that completes the name of a usable engine, trie, or either."""
+
+    def complete(incomplete: str) -> list[str]:
+        names = {info.name for info in list_backends(kind) if info.status == "ok"}
+        return sorted(name for name in names if name.startswith(incomplete))
+
+    return complete
+
+
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        envvar="GENLM_BACKEND",
+        help="An engine; see `genlm plugins`.",
+        autocompletion=backends("engine"),
+    ),
+]
+"""`--backend` of the commands that load a model."""
+
+ModelOption = Annotated[str, typer.Option(help="What the engine calls a model.")]
+"""`--model` of the same commands."""
 
 
 def checked_dtype(text: str) -> str:

@@ -16,8 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import checked_options
-from genlm.cli.completion import backends
+from genlm.cli.arguments import backends, checked_options
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
 from genlm.core.errors import MissingRequirementError
 

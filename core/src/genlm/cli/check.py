@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genlm.cli.arguments import checked_dtype
-from genlm.cli.completion import backends
+from genlm.cli.arguments import backends, checked_dtype
 from genlm.core.errors import GenlmError, MissingRequirementError
 
 if TYPE_CHECKING:

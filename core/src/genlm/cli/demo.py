@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.completion import backends
+from genlm.cli.arguments import EngineOption, ModelOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,15 +96,8 @@ class _Plan:
 
 def demo(
     *,
-    backend: Annotated[
-        str,
-        typer.Option(
-            envvar="GENLM_BACKEND",
-            help="An engine; see `genlm plugins`.",
-            autocompletion=backends("engine"),
-        ),
-    ] = "hf",
-    model: Annotated[str, typer.Option(help="What the engine calls a model.")] = "demo",
+    backend: EngineOption = "hf",
+    model: ModelOption = "demo",
     prompt: Annotated[str, typer.Option(help="What every text begins with.")] = "The",
     particles: Annotated[int, typer.Option(min=1, help="Texts under the constraint.")] = 50,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text, at most.")] = 40,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.completion import backends as completed
+from genlm.cli.arguments import backends as completed
 from genlm.cli.documented_options import options_of
 from genlm.core.plugins import BackendInfo, find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import checked_options
-from genlm.cli.completion import backends
+from genlm.cli.arguments import EngineOption, ModelOption, checked_options
 from genlm.cli.text_file import LineOfText, bad_file, texts_of
 from genlm.core.errors import GenlmError
 
@@ -81,15 +80,8 @@ def score(
         ),
     ],
     *,
-    backend: Annotated[
-        str,
-        typer.Option(
-            envvar="GENLM_BACKEND",
-            help="An engine; see `genlm plugins`.",
-            autocompletion=backends("engine"),
-        ),
-    ] = "hf",
-    model: Annotated[str, typer.Option(help="What the engine calls a model.")] = "demo",
+    backend: EngineOption = "hf",
+    model: ModelOption = "demo",
     output: Annotated[
         str | None,
         typer.Option(help="Write a JSON line for each text here; - for standard output."),

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from genlm.cli.completion import backends
+from genlm.cli.arguments import backends
 from genlm.core.plugins import get_backend
 
 __all__ = ["serve"]

@@ -1,9 +1,8 @@
 """`AsyncLM`: the language model that users hold, the same class for every engine.
 
-It validates requests, looks them up in the output cache and passes them to the scheduler, which
-runs the engine. `reduction_methods`, `score_methods` and `sample_methods` have the public
-methods that build on these. Longer than other modules because rows, contexts and
-caches of one model share its private state; half of it is docstrings.
+`Requests` checks what it is asked and looks it up in the output cache; the scheduler runs the
+engine. `reduction_methods`, `score_methods` and `sample_methods` have the public methods for
+what is not a row. Longer than other modules by docstrings, which are half of it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,27 +21,18 @@ from genlm.core.adapters import Adapters
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context, Holds
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
-from genlm.core.errors import (
-    ContextLengthError,
-    UnknownAdapterError,
-)
 from genlm.core.loading import engine_builder
 from genlm.core.progress import stages_shown
-from genlm.core.query import Query, SamplingParams, TokenScores
-from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reduction_methods import ReductionMethods
-from genlm.core.reductions import Draw, DrawnToken, Reduction, TargetScore, reduce_rows
+from genlm.core.requests import Requests, drop_results
 from genlm.core.row_results import RowResults
 from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
-from genlm.core.score_methods import ScoreMethods, ScoreRequest, checked_start
-from genlm.core.sequence import TokenSequence
+from genlm.core.score_methods import ScoreMethods
 from genlm.core.statistics import RequestCounters, Statistics
 from genlm.core.text import decode, encode, encode_chat
 from genlm.core.validation import (
-    checked_batch,
     checked_builder,
-    checked_token_ids,
     is_model_object,
 )
 from genlm.core.vocab import Token, Vocabulary
@@ -58,9 +47,6 @@ DEFAULT_CACHE_BYTES = 256 * 2**20
 """A quarter of a gibibyte: 500 rows over 128,000 ids, 65,000 over 1,000."""
 
 DEFAULT_CACHE_ENTRIES = 65_536
-
-RowKey = tuple[object, str | None, bytes]
-"""Identifies a request: model, adapter, and the key of the token sequence."""
 
 
 class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
@@ -129,14 +115,18 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             self._scheduler,
             getattr(engine, "adapters", ()),  # those that the model came with
             backend=name,
-            forget_rows=functools.partial(_drop_rows, output_cache, self._model),
+            forget_rows=functools.partial(drop_results, output_cache, self._model),
         )
-        self._default_lora: str | None = None
         holds.on_drop = self._scheduler.release
-        self._holds = holds if hasattr(engine, "release_context") else None
-        self._recent = RecentSequences()
         self._counters = RequestCounters()
-        self._query_ids = itertools.count()
+        self._requests = Requests(
+            engine,
+            model=self._model,
+            cache=output_cache,
+            adapters=self._adapters,
+            counters=self._counters,
+            holds=holds if hasattr(engine, "release_context") else None,
+        )
 
     @classmethod
     def from_name(
@@ -195,7 +185,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     def __repr__(self) -> str:
         context = "any length" if self.max_context is None else f"{self.max_context} tokens"
         abilities = ", ".join(["rows", *sorted(self.capabilities)])
-        lora = "" if self._default_lora is None else f"; lora {self._default_lora!r}"
+        lora = "" if self.lora_name is None else f"; lora {self.lora_name!r}"
         model = "" if self.model_name is None else f"{self.model_name!r} on "
         closed = "; closed" if self._scheduler.closed else ""
         return (
@@ -305,21 +295,22 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset_async_queries` came before the answer.
         """
-        query, key = self._request(token_ids, lora_name)
-        row = self._cached(query, key)
+        requests = self._requests
+        query, key = requests.of(token_ids, lora_name)
+        row = requests.cached(query, key)
         if row is None:
             row = await self._scheduler.answer(query, key)
-            self._hold(token_ids, query)
+            requests.hold(token_ids, query)
         return row
 
     async def next_token_logprobs_uncached(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs`, never from the output cache."""
-        query, key = self._request(token_ids, lora_name)
+        query, key = self._requests.of(token_ids, lora_name)
         self._counters.count(len(query), hit=False)
         row: torch.Tensor = await self._scheduler.answer(query, key)
-        self._hold(token_ids, query)
+        self._requests.hold(token_ids, query)
         return row
 
     async def batch_next_token_logprobs(
@@ -341,27 +332,25 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Raises:
             GenlmError: As `next_token_logprobs`, for the first sequence that fails.
         """
-        sequences = list(checked_batch(token_ids_list))
-        rows, asked = self._cached_and_missing(sequences, lora_name)
-        answers = await self._scheduler.answer_all(asked)
-        self._hold_all(sequences, rows, asked)
-        return self._stacked(rows, answers)
+        batch = self._requests.rows(token_ids_list, lora_name)
+        answers = await self._scheduler.answer_all(batch.asked)
+        return self._stacked(batch.results(answers))
 
     def next_token_logprobs_uncached_sync(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs_uncached` and wait."""
-        query, key = self._request(token_ids, lora_name)
+        query, key = self._requests.of(token_ids, lora_name)
         self._counters.count(len(query), hit=False)
         row: torch.Tensor = self._scheduler.answer_sync([(query, key)])[0]
-        self._hold(token_ids, query)
+        self._requests.hold(token_ids, query)
         return row
 
     def cached_logprobs(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor | None:
         """Return a copy of the row if the output cache has it, else None."""
-        row: torch.Tensor | None = self._cache.get(self._request(token_ids, lora_name)[1])
+        row: torch.Tensor | None = self._cache.get(self._requests.of(token_ids, lora_name)[1])
         return row
 
     def next_token_logprobs_sync(
@@ -379,11 +368,13 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score several sequences and wait; see `batch_next_token_logprobs`."""
-        sequences = list(checked_batch(token_ids_list))
-        rows, asked = self._cached_and_missing(sequences, lora_name)
-        answers = self._scheduler.answer_sync(asked)
-        self._hold_all(sequences, rows, asked)
-        return self._stacked(rows, answers)
+        batch = self._requests.rows(token_ids_list, lora_name)
+        return self._stacked(batch.results(self._scheduler.answer_sync(batch.asked)))
+
+    def _stacked(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        if not rows:
+            return torch.empty(0, self.vocab_size, dtype=torch.float32)
+        return torch.stack(rows)
 
     # -- contexts ---------------------------------------------------------------------
 
@@ -405,171 +396,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             UnknownAdapterError: `lora_name` was not loaded.
             UnsupportedCapabilityError: An adapter is named, and the engine serves none.
         """
-        name = self._default_lora if lora_name is None else lora_name
-        adapter = None if name is None else self._adapters.engine_name(name)
-        return Context(self, self._sequence(token_ids), name, adapter)
-
-    # -- reductions of rows -----------------------------------------------------------
-
-    async def batch_reduce(
-        self,
-        contexts: TokenBatch,
-        reductions: Sequence[Reduction],
-        *,
-        lora_name: str | None = None,
-    ) -> list[Any]:
-        """Return a reduction of the row of each of several contexts.
-
-        Args:
-            contexts: Several sequences of token ids, or `Context` objects.
-            reductions: One for each context; they may be of different classes.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
-
-        Returns:
-            The result of reduction i of the row of context i.
-
-        Raises:
-            TypeError: One of them is not a `Reduction`.
-            ValueError: Another number of reductions than of contexts.
-            GenlmError: As `reduce`, for the first context that fails.
-        """
-        sequences, values, asked = self._reductions_asked(contexts, reductions, lora_name)
-        answers = await self._scheduler.answer_all(asked)
-        return self._reduced(sequences, values, asked, answers)
-
-    def batch_reduce_sync(
-        self,
-        contexts: TokenBatch,
-        reductions: Sequence[Reduction],
-        *,
-        lora_name: str | None = None,
-    ) -> list[Any]:
-        """Return a reduction of the row of each of several contexts and wait."""
-        sequences, values, asked = self._reductions_asked(contexts, reductions, lora_name)
-        answers = self._scheduler.answer_sync(asked)
-        return self._reduced(sequences, values, asked, answers)
-
-    def _reductions_asked(
-        self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
-    ) -> tuple[list[TokenIds], list[Any], list[tuple[Query, RowKey, Reduction]]]:
-        """Return contexts, what the output cache answers of them, and what to ask for."""
-        sequences = list(checked_batch(contexts))
-        if len(reductions) != len(sequences):
-            raise ValueError(
-                f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
-            )
-        for reduction in reductions:
-            if not isinstance(reduction, Reduction):
-                raise TypeError(
-                    f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
-                )
-        requests = [self._request(sequence, lora_name) for sequence in sequences]
-        values: list[Any] = []
-        asked = []
-        for (query, key), reduction in zip(requests, reductions, strict=True):
-            value = self._known_reduction(key, reduction)
-            self._counters.count(len(query), hit=value is not None)
-            values.append(value)
-            if value is None:
-                asked.append((query, key, reduction))
-        return sequences, values, asked
-
-    def _known_reduction(self, key: RowKey, reduction: Reduction) -> Any:
-        """Return a reduction if the output cache has it or the row, else None."""
-        value = self._cache.get((key, reduction)) if reduction.is_reproducible else None
-        if value is None and (row := self._cache.get(key)) is not None:
-            [reduced] = reduce_rows(row[None], [(reduction,)])
-            value = reduced if isinstance(reduced, Exception) else reduced.values[0]
-            if isinstance(value, Exception):
-                raise value
-        return value
-
-    def _reduced(
-        self,
-        sequences: list[TokenIds],
-        values: list[Any],
-        asked: list[tuple[Query, RowKey, Reduction]],
-        answers: list[Any],
-    ) -> list[Any]:
-        """Fill the gaps in what the output cache answered, in order."""
-        remaining = iter(zip(asked, answers, strict=True))
-        for place, value in enumerate(values):
-            if value is None:
-                (query, _, _), values[place] = next(remaining)
-                self._hold(sequences[place], query)
-        return values
-
-    # -- scores of texts --------------------------------------------------------------
-
-    def _score_request(
-        self, token_ids: TokenIds, start: int, lora_name: str | None
-    ) -> ScoreRequest:
-        if isinstance(token_ids, Context):
-            adapter = self._adapter_of(token_ids, lora_name)
-            token_ids = token_ids.token_ids
-        else:
-            name = self._default_lora if lora_name is None else lora_name
-            adapter = None if name is None else self._adapters.engine_name(name)
-        longest = None if self.max_context is None else self.max_context + 1
-        ids, packed = checked_token_ids(
-            token_ids, vocab_size=self.vocabulary.size, max_context=longest
-        )
-        start = checked_start(start, len(ids))
-        if start == len(ids):
-            return ScoreRequest(
-                [], TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
-            )
-        if Capability.SCORE not in self.capabilities:
-            return self._scores_by_position(ids, packed, start, adapter)
-        query = Query(
-            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
-        )
-        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
-        scores = self._cache.get(key)
-        self._counters.count(len(query), hit=scores is not None)
-        return ScoreRequest([] if scores is not None else [(query, key)], scores)
-
-    def _scores_by_position(
-        self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
-    ) -> ScoreRequest:
-        sequence = TokenSequence(packed[: 4 * start])
-        asked = []
-        for place in range(start, len(ids)):
-            if place > start:
-                sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
-            query, key = self._request_of(sequence, adapter)
-            self._counters.count(len(query), hit=False)
-            asked.append((query, key, TargetScore(ids[place])))
-        return ScoreRequest(asked)
-
-    async def _answers(self, asked: Sequence[Any]) -> list[Any]:
-        return await self._scheduler.answer_all(asked)
-
-    def _answers_sync(self, asked: Sequence[Any]) -> list[Any]:
-        return self._scheduler.answer_sync(asked)
-
-    # -- continuations ----------------------------------------------------------------
-
-    def _sample_query(self, prompt: TokenIds, lora_name: str | None) -> Query:
-        return self._request(prompt, lora_name)[0]
-
-    async def _drawn_token(
-        self, sequence: TokenSequence, adapter: str | None, draw: Draw
-    ) -> DrawnToken:
-        query, key = self._request_of(sequence, adapter)
-        drawn: DrawnToken | None = self._known_reduction(key, draw)
-        self._counters.count(len(query), hit=drawn is not None)
-        if drawn is None:
-            drawn = await self._scheduler.answer(query, key, draw)
-        return drawn
-
-    async def _drawn_by_the_engine(self, query: Query, params: SamplingParams) -> list[int]:
-        self._counters.count(len(query), hit=False)
-        drawn: list[int] = await self._scheduler.answer(query.replace(sampling=params))
-        return drawn
-
-    def _refuse_own_thread(self) -> None:
-        self._scheduler.refuse_own_thread()
+        return Context(self, *self._requests.context_parts(token_ids, lora_name))
 
     # -- adapters ---------------------------------------------------------------------
 
@@ -617,7 +444,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     @property
     def lora_name(self) -> str | None:
         """The adapter of requests that name none, None for the base model."""
-        return self._default_lora
+        return self._requests.default_lora
 
     def with_lora(self, lora_name: str | None) -> AsyncLM:
         """Return this model with another default adapter, None for the base model.
@@ -632,7 +459,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         if lora_name is not None:
             self._adapters.engine_name(lora_name)
         bound = copy.copy(self)
-        bound._default_lora = lora_name  # noqa: SLF001 - a copy of this object
+        bound._requests = copy.copy(self._requests)  # noqa: SLF001 - a copy of this object
+        bound._requests.default_lora = lora_name  # noqa: SLF001
         return bound
 
     def set_lora(self, lora_name: str = "lora_1") -> None:
@@ -643,11 +471,11 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             UnsupportedCapabilityError: The engine serves no adapters.
         """
         self._adapters.engine_name(lora_name)
-        self._default_lora = lora_name
+        self._requests.default_lora = lora_name
 
     def clear_lora(self) -> None:
         """Use the base model for all later requests of this object that name no adapter."""
-        self._default_lora = None
+        self._requests.default_lora = None
 
     # -- parts ------------------------------------------------------------------------
 
@@ -671,7 +499,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             GenlmError: As `next_token_logprobs`.
         """
         self._require(Capability.PREFIX_CACHE)
-        query, _ = self._request(prompt, lora_name)
+        query, _ = self._requests.of(prompt, lora_name)
         self._scheduler.run(
             lambda engine: cast("PrefixCacheEngine", engine).cache_prefix(
                 query.token_ids, query.adapter
@@ -691,7 +519,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     def clear_cache(self) -> None:
         """Drop this model's rows from the output cache. Answers do not change."""
-        _drop_rows(self._cache, self._model)
+        drop_results(self._cache, self._model)
 
     def reset_async_queries(self) -> None:
         """End all unanswered requests with `QueryResetError`; the model stays usable."""
@@ -715,7 +543,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         raises `EngineClosedError`.
         """
         self._scheduler.close()
-        _drop_rows(self._cache, self._model)
+        drop_results(self._cache, self._model)
 
     def __enter__(self) -> Self:
         return self
@@ -729,109 +557,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # -- one request ------------------------------------------------------------------
-
-    def _request(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
-        if isinstance(token_ids, Context):
-            adapter = self._adapter_of(token_ids, lora_name)
-            return self._request_of(token_ids.sequence, adapter)
-        name = self._default_lora if lora_name is None else lora_name
-        adapter = None if name is None else self._adapters.engine_name(name)
-        return self._request_of(self._sequence(token_ids), adapter)
-
-    def _request_of(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:
-        """Make the query of a checked sequence; `adapter` is the engine's name."""
-        if self.max_context is not None and len(sequence) > self.max_context:
-            raise ContextLengthError(len(sequence), self.max_context)
-        query = Query(next(self._query_ids), sequence, adapter)
-        return query, (self._model, adapter, sequence.key)
-
-    def _sequence(self, token_ids: Integers) -> TokenSequence:
-        """Check token ids and pack them, or find that they extend what was asked before."""
-        kind = type(token_ids)
-        is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
-        if is_long:
-            listed: list[Any] = token_ids if kind is list else list(token_ids)  # type: ignore[assignment]
-            known = self._recent.find(listed, self.vocabulary.size)
-            if known is not None:
-                return known
-        ids, packed = checked_token_ids(
-            token_ids, vocab_size=self.vocabulary.size, max_context=self.max_context
-        )
-        sequence = TokenSequence(packed)
-        if is_long:
-            self._recent.add(list(ids), sequence)
-        return sequence
-
-    def _adapter_of(self, context: Context, lora_name: str | None) -> str | None:
-        """Return the engine's name of a context's adapter, if this model can answer it."""
-        if not context.is_of(self._model):
-            raise ValueError(
-                f"{context!r} is a context of another model than {self!r}; make it with this "
-                f"model's method context"
-            )
-        if lora_name is not None and lora_name != context.lora_name:
-            raise ValueError(
-                f"lora_name={lora_name!r} for {context!r}, which has the adapter "
-                f"{context.lora_name!r}; make a context of the other adapter"
-            )
-        if context.lora_name is None:
-            return None
-        adapter = context.adapter
-        if self._adapters.engine_name(context.lora_name) != adapter:
-            raise UnknownAdapterError(context.lora_name, self._adapters.names)
-        return adapter
-
-    def _hold(self, token_ids: object, query: Query) -> None:
-        """Keep what the engine has for a context while the context is referred to."""
-        if self._holds is not None and isinstance(token_ids, Context):
-            token_ids.hold(self._holds.of((query.adapter, query.sequence.key)))
-
-    def _hold_all(
-        self,
-        sequences: Sequence[object],
-        rows: Sequence[torch.Tensor | None],
-        asked: Sequence[tuple[Query, RowKey]],
-    ) -> None:
-        remaining = iter(asked)
-        for token_ids, row in zip(sequences, rows, strict=True):
-            if row is None:
-                self._hold(token_ids, next(remaining)[0])
-
-    def _cached(self, query: Query, key: RowKey) -> torch.Tensor | None:
-        row: torch.Tensor | None = self._cache.get(key)
-        self._counters.count(len(query), hit=row is not None)
-        return row
-
-    def _cached_and_missing(
-        self, sequences: Sequence[TokenIds], lora_name: str | None
-    ) -> tuple[list[torch.Tensor | None], list[tuple[Query, RowKey]]]:
-        asked = [self._request(token_ids, lora_name) for token_ids in sequences]
-        rows = [self._cached(*one) for one in asked]
-        return rows, [one for one, row in zip(asked, rows, strict=True) if row is None]
-
-    def _stacked(
-        self, rows: Sequence[torch.Tensor | None], answers: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Fill the gaps in `rows` with the answers, in order."""
-        if not rows:
-            return torch.empty(0, self.vocabulary.size, dtype=torch.float32)
-        remaining = iter(answers)
-        return torch.stack([next(remaining) if row is None else row for row in rows])
-
     def _require(self, capability: Capability) -> None:
         require_capability(self._scheduler.engine, capability, self.name)
-
-
-def _drop_rows(cache: OutputCache, model: object, *adapter: str) -> None:
-    """Drop the results of a model from an output cache, or those of one of its adapters."""
-
-    def is_dropped(key: Any) -> bool:
-        of_row = key[0] if isinstance(key, tuple) and len(key) == 2 else key
-        own = isinstance(of_row, tuple) and of_row != () and of_row[0] is model
-        return own and (not adapter or of_row[1] == adapter[0])
-
-    cache.clear(is_dropped)
 
 
 load_model = AsyncLM.from_name

@@ -8,7 +8,6 @@ most of it is signatures and docstrings.
 
 from __future__ import annotations
 
-import abc
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,14 +35,17 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.engine import Engine
     from genlm.core.masks import MaskLike
+    from genlm.core.requests import Requests
+    from genlm.core.scheduler import Scheduler
     from genlm.core.validation import Integers, TokenBatch, TokenIds
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["ReductionMethods"]
 
 
-class ReductionMethods(abc.ABC):
+class ReductionMethods:
     """The methods of `AsyncLM` that return something else than rows.
 
     Contexts are token ids as `next_token_logprobs` takes them, or `Context` objects, and every
@@ -52,26 +54,8 @@ class ReductionMethods(abc.ABC):
     """
 
     vocabulary: Vocabulary
-
-    @abc.abstractmethod
-    async def batch_reduce(
-        self,
-        contexts: TokenBatch,
-        reductions: Sequence[Reduction],
-        *,
-        lora_name: str | None = None,
-    ) -> list[Any]:
-        """Ask a reduction of the row of each of several contexts."""
-
-    @abc.abstractmethod
-    def batch_reduce_sync(
-        self,
-        contexts: TokenBatch,
-        reductions: Sequence[Reduction],
-        *,
-        lora_name: str | None = None,
-    ) -> list[Any]:
-        """Ask a reduction of the row of each of several contexts and wait."""
+    _requests: Requests
+    _scheduler: Scheduler[Engine]
 
     # -- any reduction ----------------------------------------------------------------
 
@@ -100,6 +84,42 @@ class ReductionMethods(abc.ABC):
     ) -> Any:
         """Return a reduction of the row of a context and wait; see `reduce`."""
         return self.batch_reduce_sync([context], [reduction], lora_name=lora_name)[0]
+
+    async def batch_reduce(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Return a reduction of the row of each of several contexts.
+
+        Args:
+            contexts: Several sequences of token ids, or `Context` objects.
+            reductions: One for each context; they may be of different classes.
+            lora_name: A loaded adapter; by default the one set with `set_lora`.
+
+        Returns:
+            The result of reduction i of the row of context i.
+
+        Raises:
+            TypeError: One of them is not a `Reduction`.
+            ValueError: Another number of reductions than of contexts.
+            GenlmError: As `reduce`, for the first context that fails.
+        """
+        batch = self._requests.reductions(contexts, reductions, lora_name)
+        return batch.results(await self._scheduler.answer_all(batch.asked))
+
+    def batch_reduce_sync(
+        self,
+        contexts: TokenBatch,
+        reductions: Sequence[Reduction],
+        *,
+        lora_name: str | None = None,
+    ) -> list[Any]:
+        """Return a reduction of the row of each of several contexts and wait."""
+        batch = self._requests.reductions(contexts, reductions, lora_name)
+        return batch.results(self._scheduler.answer_sync(batch.asked))
 
     # -- given tokens -----------------------------------------------------------------
 

@@ -17,15 +17,18 @@ import abc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
 from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask, unpacked
 from genlm.core.query import Reduced
-from genlm.core.rows import copied_rows, invalid_rows
+from genlm.core.rows import copied_rows, invalid_rows, rows_from_logits
 from genlm.core.sampling import draws
+
+if TYPE_CHECKING:
+    from genlm.core.vocab import Vocabulary
 
 __all__ = [
     "Draw",
@@ -37,6 +40,7 @@ __all__ = [
     "TokenLogprobs",
     "TopK",
     "TopTokens",
+    "reduce_logits",
     "reduce_rows",
 ]
 
@@ -306,9 +310,35 @@ def reduce_rows(
     ]
 
 
+def reduce_logits(
+    logits: torch.Tensor,
+    vocabulary: Vocabulary,
+    outputs: Sequence[tuple[Reduction | None, ...]],
+) -> list[Reduced | Exception]:
+    """Compute what queries ask of the rows of logits, as `reduce_rows` of `rows_from_logits`.
+
+    On a CPU a few rows at a time, which are then still in its caches.
+
+    Args:
+        logits: As `rows_from_logits` takes them; not changed.
+        vocabulary: As there.
+        outputs: As `reduce_rows` takes them.
+    """
+    size = _most(logits)
+    results: list[Reduced | Exception] = []
+    for begin in range(0, len(outputs), size):
+        rows = rows_from_logits(logits[begin : begin + size], vocabulary)
+        results += reduce_rows(rows, outputs[begin : begin + size], normalised=True)
+    return results
+
+
+def _most(rows: torch.Tensor) -> int:
+    values = _VALUES_ON_CPU if rows.device.type == "cpu" else _VALUES_ON_DEVICE
+    return max(1, values // rows.shape[1])
+
+
 def _parts(members: list[tuple[int, int]], rows: torch.Tensor) -> list[list[tuple[int, int]]]:
-    most = _VALUES_ON_CPU if rows.device.type == "cpu" else _VALUES_ON_DEVICE
-    size = max(1, most // rows.shape[1])
+    size = _most(rows)
     return [members[begin : begin + size] for begin in range(0, len(members), size)]
 
 

@@ -7,7 +7,6 @@ other modules by the docstrings and signatures of five public methods.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import concurrent.futures
 import logging
@@ -31,7 +30,10 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.engine import Engine
     from genlm.core.query import Query
+    from genlm.core.requests import Requests
+    from genlm.core.scheduler import Scheduler
     from genlm.core.validation import Integers, Stop, TokenBatch, TokenIds
     from genlm.core.vocab import Vocabulary
 
@@ -72,30 +74,15 @@ class SamplePlan:
         )
 
 
-class SampleMethods(abc.ABC):
+class SampleMethods:
     """The methods of `AsyncLM` that draw continuations."""
 
     vocabulary: Vocabulary
     max_context: int | None
     capabilities: frozenset[Capability]
 
-    @abc.abstractmethod
-    def _sample_query(self, prompt: TokenIds, lora_name: str | None) -> Query:
-        """Check a prompt and make its query."""
-
-    @abc.abstractmethod
-    async def _drawn_token(
-        self, sequence: TokenSequence, adapter: str | None, draw: Draw
-    ) -> DrawnToken:
-        """Draw the token after a sequence."""
-
-    @abc.abstractmethod
-    async def _drawn_by_the_engine(self, query: Query, params: SamplingParams) -> list[int]:
-        """Have the engine continue a sequence."""
-
-    @abc.abstractmethod
-    def _refuse_own_thread(self) -> None:
-        """Raise `RuntimeError` on the engine's own thread."""
+    _requests: Requests
+    _scheduler: Scheduler[Engine]
 
     async def sample(
         self,
@@ -174,7 +161,7 @@ class SampleMethods(abc.ABC):
         listed = list(checked_batch(prompts))
         limits = (stop, top_k, top_p)
         plans = self._plans(len(listed), max_tokens, eos_token_ids, temperature, seed, limits)
-        queries = [self._sample_query(prompt, lora_name) for prompt in listed]
+        queries = [self._requests.of(prompt, lora_name)[0] for prompt in listed]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -217,7 +204,7 @@ class SampleMethods(abc.ABC):
 
         Works in and outside a running event loop, which it blocks.
         """
-        self._refuse_own_thread()
+        self._scheduler.refuse_own_thread()
         drawing = self.batch_sample(
             prompts, max_tokens, eos_token_ids, temperature, seed, **options
         )
@@ -247,7 +234,7 @@ class SampleMethods(abc.ABC):
         """
         limits = (stop, top_k, top_p)
         [plan] = self._plans(1, max_tokens, eos_token_ids, temperature, seed, limits)
-        query = self._sample_query(prompt, lora_name)
+        query = self._requests.of(prompt, lora_name)[0]
         drawn = []
         async for token in self._tokens(query, plan):
             drawn.append(token.token_id)
@@ -285,7 +272,9 @@ class SampleMethods(abc.ABC):
             return []
         is_plain = not plan.stop and plan.top_k is None and plan.top_p == 1
         if is_plain and Capability.SAMPLE in self.capabilities:
-            return await self._drawn_by_the_engine(query, plan.params)
+            self._requests.counters.count(len(query), hit=False)
+            drawn: list[int] = await self._scheduler.answer(query.replace(sampling=plan.params))
+            return drawn
         return [token.token_id async for token in self._tokens(query, plan)]
 
     async def _tokens(self, query: Query, plan: SamplePlan) -> AsyncIterator[DrawnToken]:
@@ -305,6 +294,15 @@ class SampleMethods(abc.ABC):
                     return
                 tail = tail[max(0, len(tail) - longest + 1) :]
             sequence = TokenSequence.of([token.token_id], sequence)
+
+    async def _drawn_token(
+        self, sequence: TokenSequence, adapter: str | None, draw: Draw
+    ) -> DrawnToken:
+        query, key = self._requests.of_sequence(sequence, adapter)
+        drawn: DrawnToken | None = self._requests.cached_reduction(query, key, draw)
+        if drawn is None:
+            drawn = await self._scheduler.answer(query, key, draw)
+        return drawn
 
     def _log_cut(
         self,

@@ -30,6 +30,10 @@ __all__ = [
 _BLOCK = 512
 """Ids whose weights are summed together before one of them is drawn."""
 
+_CACHED_VALUES = 2**17
+"""Weights computed at a time on a CPU: 512 KiB, which stay in a cache of the core until they
+are summed."""
+
 _FAINT = 1e-20
 """A sum of weights below it has lost too much to the range of float32."""
 
@@ -80,7 +84,7 @@ class Draws(NamedTuple):
 
     Attributes:
         token_ids: Shape `(n,)`, int64.
-        log_mass: Log of the sum of each row's allowed probabilities, shape `(n,)`, float32;
+        log_mass: Log of the allowed ids' share of each row's sum, shape `(n,)`, float32;
             `-inf` for a row without any, whose other values mean nothing.
         logprobs: The log-probability with which each token was drawn, shape `(n,)`, float32.
     """
@@ -141,12 +145,13 @@ def draws(
     if allowed is None and not any(temperatures):
         certain = torch.zeros(len(logprobs), device=logprobs.device)
         return Draws(logprobs.argmax(-1), certain, certain)
-    weights, log_mass = _weights(logprobs, temperatures, allowed)
+    weights, sums, log_mass = _weights(logprobs, temperatures, allowed)
     limits = zip(temperatures, top_k or repeat(None), top_p or repeat(1.0), strict=False)
     for row, (temperature, k, p) in enumerate(limits):
         if temperature and ((k is not None and k < logprobs.shape[1]) or p < 1):
             weights[row] = _truncated(weights[row], k, p)
-    token_ids, totals = _inverted(weights, uniforms)
+            sums[row] = _block_sums(weights[row : row + 1])[0]
+    token_ids, totals = _inverted(weights, sums, uniforms)
     found = weights.gather(1, token_ids[:, None])[:, 0]
     drawn = (found / totals.to(found)).log()
     greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0]
@@ -160,49 +165,71 @@ def draws(
 
 def _weights(
     logprobs: torch.Tensor, temperatures: Sequence[float], allowed: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ids are drawn in proportion to, and the log mass of each row.
-
-    Weights are relative to the likeliest id. Where the allowed ones are so unlikely that little
-    is left of them, they are computed again, relative to the likeliest of these: always to do
-    so would take the exponential of -inf for all others, which is slow on CPUs.
-    """
-    weights, log_mass, totals = _exponentials(logprobs, temperatures, allowed)
-    if allowed is not None:
-        faint = (totals < _FAINT).nonzero()[:, 0]
-        if len(faint):
-            rows = logprobs[faint].masked_fill(
-                ~allowed.expand_as(logprobs)[faint], float("-inf")
-            )
-            chosen = [temperatures[i] for i in faint.tolist()]
-            weights[faint], log_mass[faint], _ = _exponentials(rows, chosen, None)
-    return weights, log_mass
-
-
-def _exponentials(
-    logprobs: torch.Tensor, temperatures: Sequence[float], allowed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return weights, log masses, and the smaller of the sums at both temperatures."""
+    """Return what ids are drawn in proportion to, its `_block_sums`, and log masses.
+
+    Weights are shares of the row's sum, because torch computes these in one operation. Where
+    the allowed ids are so unlikely that little is left of them, weights are computed again,
+    relative to the likeliest of these: always to do so would take the exponential of -inf for
+    all others, which is slow on CPUs.
+    """
+    # torch multiplies floats by bytes several times as fast as by booleans.
+    factors = None if allowed is None else allowed.view(torch.uint8)
+    weights, sums = _shares(logprobs, factors)
+    totals = sums.sum(-1)
+    log_mass = totals.log().to(logprobs)
+    if any(t not in (0, 1) for t in temperatures):
+        weights, sums = _shares(_tempered(logprobs, temperatures), factors)
+        totals = torch.minimum(totals, sums.sum(-1))
+    faint = (~(totals >= _FAINT)).nonzero()[:, 0]  # NaN where no id is possible
+    if len(faint):
+        places = faint.to(logprobs.device)
+        rows = logprobs[places]
+        if allowed is not None:
+            rows = rows.masked_fill(~allowed.expand_as(logprobs)[places], float("-inf"))
+        chosen = [temperatures[i] for i in faint.tolist()]
+        log_mass[places] = rows.logsumexp(-1)
+        weights[places] = _tempered(rows, chosen).exp_()
+        sums[faint] = _block_sums(weights[places])
+    return weights, sums, log_mass
+
+
+def _shares(
+    logprobs: torch.Tensor, factors: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the softmax of rows, times 0 or 1, and its `_block_sums`."""
+    count, size = logprobs.shape
+    weights = torch.empty_like(logprobs)
+    at_once = max(1, _CACHED_VALUES // size) if logprobs.device.type == "cpu" else count
+    sums = []
+    for begin in range(0, count, at_once):
+        part = weights[begin : begin + at_once]
+        torch.softmax(logprobs[begin : begin + at_once], -1, out=part)
+        if factors is not None:
+            part.mul_(factors[begin : begin + at_once] if len(factors) == count else factors)
+        sums.append(_block_sums(part))
+    return weights, torch.cat(sums)
+
+
+def _tempered(logprobs: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
+    """Return log-probabilities less the largest, divided by temperatures; by 1 instead of 0."""
     largest = logprobs.amax(-1, keepdim=True)
     # Rows without a possible id would become NaN.
     shifted = logprobs - largest.masked_fill(largest.isneginf(), 0.0)
-    is_tempered = any(t not in (0, 1) for t in temperatures)
-    weights = shifted.exp() if is_tempered else shifted.exp_()
-    # torch multiplies floats by bytes several times as fast as by booleans.
-    factors = None if allowed is None else allowed.view(torch.uint8)
-    if factors is not None:
-        weights.mul_(factors)
-    totals = weights.sum(-1)
-    log_mass = totals.log() + largest[:, 0]
-    if is_tempered:
-        # The largest is 0 before the division, which could make all of them -inf.
-        divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
-        by = torch.tensor(divisors, dtype=shifted.dtype, device=shifted.device)
-        weights = shifted.div_(by[:, None]).exp_()
-        if factors is not None:
-            weights.mul_(factors)
-        totals = torch.minimum(totals, weights.sum(-1))
-    return weights, log_mass, totals
+    # The largest is 0 before the division, which could make all of them -inf.
+    divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
+    by = torch.tensor(divisors, dtype=shifted.dtype, device=shifted.device)
+    return shifted.div_(by[:, None])
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums of blocks of ids in float64, the last block shorter or not."""
+    size = weights.shape[1]
+    whole = size // _BLOCK * _BLOCK
+    sums = weights[:, :whole].unfold(1, _BLOCK, _BLOCK).sum(-1) if whole else weights[:, :0]
+    if whole < size:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    return _wide(sums)
 
 
 def _truncated(weights: torch.Tensor, k: int | None, p: float) -> torch.Tensor:
@@ -221,18 +248,13 @@ def _truncated(weights: torch.Tensor, k: int | None, p: float) -> torch.Tensor:
 
 
 def _inverted(
-    weights: torch.Tensor, uniforms: Sequence[float]
+    weights: torch.Tensor, sums: torch.Tensor, uniforms: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw an id from each row in proportion to its weights; return the rows' sums too.
 
     Two levels: only the sums of blocks and one block of each row are in float64.
     """
     size = weights.shape[1]
-    whole = size // _BLOCK * _BLOCK
-    sums = weights[:, :whole].unfold(1, _BLOCK, _BLOCK).sum(-1) if whole else weights[:, :0]
-    if whole < size:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    sums = _wide(sums)
     cumulative = sums.cumsum(-1)
     totals = cumulative[:, -1]
     # A multiple of 2**-53 below 1 times the total is below the total, rounded too.

@@ -7,8 +7,7 @@ of the overloads, which tell type checkers what `with_top` returns.
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,57 +15,26 @@ import torch
 from tqdm.auto import tqdm
 
 from genlm.core.query import TokenScores
-from genlm.core.validation import checked_batch, checked_integer
+from genlm.core.validation import checked_batch
 
 if TYPE_CHECKING:
+    from genlm.core.engine import Engine
+    from genlm.core.requests import Requests, ScoreRequest
+    from genlm.core.scheduler import Scheduler
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
-__all__ = ["ScoreMethods", "ScoreRequest", "checked_start"]
+__all__ = ["ScoreMethods"]
 
 _REQUESTS_AT_ONCE = 256
 """Requests after which a long list of texts is interrupted to show progress, and where each
 position is a request of its own to bound the rows in memory."""
 
 
-@dataclass(slots=True)
-class ScoreRequest:
-    """The requests that score one text.
-
-    Attributes:
-        asked: What the scheduler is asked: one request for `TokenScores`, or one for a
-            `ScoredToken` of each position.
-        scores: The scores, once they are known.
-    """
-
-    asked: Sequence[Any]
-    scores: TokenScores | None = None
-
-    def answer(self, answers: Sequence[Any]) -> None:
-        """Put the answers together."""
-        if len(answers) == 1 and isinstance(answers[0], TokenScores):
-            self.scores = answers[0]
-            return
-        logprobs = torch.tensor([each.logprob for each in answers], dtype=torch.float32)
-        is_top = torch.tensor([each.is_top for each in answers], dtype=torch.bool)
-        self.scores = TokenScores(logprobs, is_top)
-
-
-class ScoreMethods(abc.ABC):
+class ScoreMethods:
     """The methods of `AsyncLM` that score texts."""
 
-    @abc.abstractmethod
-    def _score_request(
-        self, token_ids: TokenIds, start: int, lora_name: str | None
-    ) -> ScoreRequest:
-        """Check a text and return what must be asked to score it."""
-
-    @abc.abstractmethod
-    async def _answers(self, asked: Sequence[Any]) -> list[Any]:
-        """Ask the scheduler."""
-
-    @abc.abstractmethod
-    def _answers_sync(self, asked: Sequence[Any]) -> list[Any]:
-        """Ask the scheduler and wait."""
+    _requests: Requests
+    _scheduler: Scheduler[Engine]
 
     @overload
     async def score(
@@ -187,7 +155,7 @@ class ScoreMethods(abc.ABC):
         """
         requests = self._score_requests(texts, start, lora_name)
         for part in _parts(requests, progress=progress):
-            part.answer(await self._answers(part.asked))
+            part.answer(await self._scheduler.answer_all(part.asked))
         return _results(requests, with_top=with_top)
 
     @overload
@@ -278,7 +246,7 @@ class ScoreMethods(abc.ABC):
         """Score several texts and wait; see `batch_score`."""
         requests = self._score_requests(texts, start, lora_name)
         for part in _parts(requests, progress=progress):
-            part.answer(self._answers_sync(part.asked))
+            part.answer(self._scheduler.answer_sync(part.asked))
         return _results(requests, with_top=with_top)
 
     def _score_requests(
@@ -290,24 +258,9 @@ class ScoreMethods(abc.ABC):
         if len(starts) != len(listed):
             raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
         return [
-            self._score_request(text, first, lora_name)
+            self._requests.scores(text, first, lora_name)
             for text, first in zip(listed, starts, strict=True)
         ]
-
-
-def checked_start(start: object, length: int) -> int:
-    """Return the first position to be scored of a text.
-
-    Raises:
-        TypeError: Not an integer.
-        ValueError: Below 1 or beyond the end.
-    """
-    first = checked_integer("start", start, 1)
-    if first > length:
-        raise ValueError(
-            f"start={first} of a text of {length} tokens; it must be {length} or less"
-        )
-    return first
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from genlm.plugin import (
     Reduced,
     Vocabulary,
     draw_tokens,
+    reduce_logits,
     reduce_rows,
     rows_from_logits,
     stream_uniform,
@@ -38,15 +39,28 @@ _ROW_ONLY = (None,)
 class _PassRows:
     """The rows of one forward pass, and what is asked of them.
 
+    On a CPU reductions are computed at once, a few rows at a time. A GPU would have to wait
+    for the pass, so there they are computed when the first of them is taken.
+
     Args:
-        rows: Of those queries only that ask for something of their row.
+        logits: Of those queries only that ask for something of their row.
+        vocabulary: Defines the ids of the rows.
         outputs: What each of them asks for.
     """
 
-    def __init__(self, rows: torch.Tensor, outputs: Sequence[tuple[Any, ...]]) -> None:
-        self._rows: torch.Tensor | None = rows
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        vocabulary: Vocabulary,
+        outputs: Sequence[tuple[Any, ...]],
+    ) -> None:
+        self._rows: torch.Tensor | None = None
         self._outputs = outputs
         self._results: list[Any] = []
+        if logits.device.type == "cpu" and any(each != _ROW_ONLY for each in outputs):
+            self._results = self._unwrapped(reduce_logits(logits, vocabulary, outputs))
+        else:
+            self._rows = rows_from_logits(logits, vocabulary)
 
     def take(self, place: int) -> Any:
         """Return what one query asks for, or the error of its row."""
@@ -62,10 +76,13 @@ class _PassRows:
             # Rows own their memory: a view would keep the whole batch alive.
             own: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]
             return list(own)
-        results = zip(reduce_rows(rows, self._outputs), self._outputs, strict=True)
+        return self._unwrapped(reduce_rows(rows, self._outputs, normalised=True))
+
+    def _unwrapped(self, results: Sequence[Reduced | Exception]) -> list[Any]:
+        """Return a row itself for queries that ask for nothing else."""
         return [
             result.values[0] if isinstance(result, Reduced) and each == _ROW_ONLY else result
-            for result, each in results
+            for result, each in zip(results, self._outputs, strict=True)
         ]
 
 
@@ -190,8 +207,8 @@ class Requests:
         with torch.inference_mode(mode=False), torch.no_grad():
             if len(wanted) < len(logits):
                 logits = logits[[j for j, _ in wanted]]
-            rows = rows_from_logits(logits, self._vocabulary)
-        computed = _PassRows(rows, [request.query.outputs for _, request in wanted])
+            outputs = [request.query.outputs for _, request in wanted]
+            computed = _PassRows(logits, self._vocabulary, outputs)
         for place, (_, request) in enumerate(wanted):
             request.answer = functools.partial(computed.take, place)
         self.rows_made += len(wanted)

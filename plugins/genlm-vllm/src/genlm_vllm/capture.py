@@ -183,15 +183,22 @@ def _store(
         rows = _rows(logits, [index for _, index in whole])
         ROW_BUFFER.put([request.key for request, _ in whole], rows)
     if reduced:
-        rows = _rows(logits, [index for _, index in reduced])
         keys = [request.key for request, _ in reduced]
-        ROW_BUFFER.put_batch(keys, rows, [request.wanted for request, _ in reduced])
+        indices, wanted = [i for _, i in reduced], [request.wanted for request, _ in reduced]
+        if logits.device.type == "cpu":
+            ROW_BUFFER.put_reduced(keys, _selected(logits, indices), wanted)
+        else:
+            ROW_BUFFER.put_batch(keys, _rows(logits, indices), wanted)
+
+
+def _selected(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    if len(indices) < logits.shape[0] or indices != list(range(len(indices))):
+        logits = logits[torch.tensor(indices, device=logits.device)]
+    return logits
 
 
 def _rows(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    if len(indices) < logits.shape[0] or indices != list(range(len(indices))):
-        logits = logits[torch.tensor(indices, device=logits.device)]
-    return rows_from_logits(logits, cast("Vocabulary", ROW_BUFFER.ids))
+    return rows_from_logits(_selected(logits, indices), cast("Vocabulary", ROW_BUFFER.ids))
 
 
 def _draw(logits: torch.Tensor, indices: list[int], draws: list[tuple[DrawToken, int]]) -> None:

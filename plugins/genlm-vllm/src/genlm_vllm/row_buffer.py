@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from genlm.plugin import Reduced, Reduction, reduce_rows
+from genlm.plugin import Reduced, Reduction, reduce_logits, reduce_rows
+
+if TYPE_CHECKING:
+    from genlm.plugin import Vocabulary
 
 __all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds"]
 
@@ -77,7 +80,7 @@ class RowBuffer:
         self.ids = VocabularyIds(0)
         self.active = False
         self.tokens_copied = 0
-        self._rows: dict[int, _BufferedRow] = {}
+        self._rows: dict[int, _BufferedRow | Reduced | Exception] = {}
 
     def reset(self, ids: VocabularyIds, *, active: bool) -> None:
         """Drop all rows and set the attributes."""
@@ -98,14 +101,26 @@ class RowBuffer:
                 self._rows[key] = _BufferedRow(row[None], 0)
 
     def put_batch(self, keys: list[int], rows: torch.Tensor, outputs: list[Outputs]) -> None:
-        """Store rows of which something else is asked; they stay in one tensor.
+        """Store rows on a device of which something else is asked; they stay in one tensor.
 
-        They are reduced when they are fetched, because only then it is certain that a row is
-        that of a whole prompt and not of a part of it.
+        They are reduced when they are fetched: to do so here would wait for the device.
         """
         computed = _event() if rows.is_cuda else None
         for index, (key, wanted) in enumerate(zip(keys, outputs, strict=True)):
             self._rows[key] = _BufferedRow(rows, index, computed, wanted)
+
+    def put_reduced(
+        self, keys: list[int], logits: torch.Tensor, outputs: list[Outputs]
+    ) -> None:
+        """Store what is asked of the rows of logits on the CPU, without storing rows.
+
+        For a part of a prompt this is of no use, and is replaced in a later step.
+        """
+        try:
+            results = reduce_logits(logits, cast("Vocabulary", self.ids), outputs)
+        except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
+            results = [error] * len(keys)
+        self._rows.update(zip(keys, results, strict=True))
 
     def take(
         self, keys: list[int], abandoned: list[int]
@@ -123,16 +138,18 @@ class RowBuffer:
         taken = {key: self._rows.pop(key) for key in keys if key in self._rows}
         for key in abandoned:
             self._rows.pop(key, None)
-        batches: dict[int, list[int]] = {}
+        batches: dict[int, list[tuple[int, _BufferedRow]]] = {}
         results: dict[int, torch.Tensor | Reduced | Exception] = {}
         for key, each in taken.items():
-            if each.outputs is None:
+            if not isinstance(each, _BufferedRow):
+                results[key] = each
+            elif each.outputs is None:
                 results[key] = each.owned()
             else:
-                batches.setdefault(id(each.rows), []).append(key)
+                batches.setdefault(id(each.rows), []).append((key, each))
         for members in batches.values():
-            reduced = _reduced([taken[key] for key in members])
-            results |= zip(members, reduced, strict=True)
+            reduced = _reduced([row for _, row in members])
+            results |= zip([key for key, _ in members], reduced, strict=True)
         return {key: results[key] for key in taken}
 
     def __len__(self) -> int:

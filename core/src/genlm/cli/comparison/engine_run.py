@@ -31,7 +31,7 @@ from genlm.core.errors import TokenizerError
 from genlm.core.lm import load_model
 from genlm.core.model_facts import ModelFacts
 from genlm.core.plugins import find_backend, get_backend
-from genlm.core.reference.text import default_text
+from genlm.core.reference.tokenizer import default_text
 from genlm.core.text import text_ids
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ import importlib.metadata
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from genlm.core.errors import (
     AmbiguousBackendError,
@@ -26,7 +27,7 @@ from genlm.core.errors import (
     UnknownBackendError,
     described,
 )
-from genlm.core.plugins.registry import CORE, PUBLISHED, Registry, find_plugins
+from genlm.core.plugins.registry import CORE, PUBLISHED, Registry, find_plugins, listed
 from genlm.core.plugins.spec import BackendInfo, Kind
 
 if TYPE_CHECKING:
@@ -43,10 +44,9 @@ __all__ = [
     "use_backend",
 ]
 
-_CHOSEN: dict[Kind, ContextVar[str | None]] = {
-    "engine": ContextVar("genlm_engine", default=None),
-    "trie": ContextVar("genlm_trie", default=None),
-}
+_CHOSEN: ContextVar[Mapping[Kind, str]] = ContextVar(
+    "genlm_backends", default=MappingProxyType({})
+)
 _VARIABLES: dict[Kind, str] = {"engine": "GENLM_BACKEND", "trie": "GENLM_TRIE"}
 
 _log = logging.getLogger("genlm.plugins")
@@ -70,9 +70,6 @@ def refresh() -> None:
     _registry.cache_clear()
 
 
-# -- choice ---------------------------------------------------------------------------
-
-
 @contextmanager
 def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator[None]:
     """Choose the engine, the trie or both for the calls inside a `with` block.
@@ -91,30 +88,15 @@ def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator
     Raises:
         TypeError: Neither is given, or one is not a string.
     """
-    choices: dict[Kind, str | None] = {"engine": name, "trie": trie}
-    wanted = {kind: choice for kind, choice in choices.items() if choice is not None}
-    if not wanted:
+    given: dict[Kind, str | None] = {"engine": name, "trie": trie}
+    chosen = {kind: _checked(choice) for kind, choice in given.items() if choice is not None}
+    if not chosen:
         raise TypeError('use_backend needs an engine\'s name, trie="name", or both')
-    for choice in wanted.values():
-        _check_name(choice)
-    tokens = [(_CHOSEN[kind], _CHOSEN[kind].set(choice)) for kind, choice in wanted.items()]
+    token = _CHOSEN.set({**_CHOSEN.get(), **chosen})
     try:
         yield
     finally:
-        for variable, token in tokens:
-            variable.reset(token)
-
-
-def _chosen(kind: Kind) -> tuple[str | None, str | None]:
-    """Return the name that a block or the environment chose, and where it comes from."""
-    name = _CHOSEN[kind].get()
-    if name is not None:
-        return name, "use_backend"
-    name = os.environ.get(_VARIABLES[kind], "").strip()
-    return (name, _VARIABLES[kind]) if name else (None, None)
-
-
-# -- public lookups -------------------------------------------------------------------
+        _CHOSEN.reset(token)
 
 
 def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
@@ -133,10 +115,8 @@ def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
     """
     if kind is not None:
         _check_kind(kind)
-    _check_allowed()
-    infos = _of_kind(_registry().everything(), kind)
-    for info in infos:
-        _raise_if_strict(info)
+    infos = _backends(None, kind)
+    _check_strictly(infos)
     return infos
 
 
@@ -161,24 +141,25 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
     _check_kind(kind)
     source = None
     if name is None:
-        name, source = _chosen(kind)
-        if name is None:
-            return _only_one(kind)
-    _check_name(name)
-    _check_allowed()
-    infos = _registry().named(name)
-    candidates = [info for info in infos if info.kind == kind]
-    providers = [info.provider for info in candidates if info.status == "ambiguous"]
-    if len(providers) > 1:
+        name, source = _CHOSEN.get().get(kind), "use_backend"
+    if name is None:
+        source = _VARIABLES[kind]
+        name = os.environ.get(source, "").strip() or None
+    if name is None:
+        return _only_one(kind)
+    infos = [info for info in _backends(_checked(name), kind) if info.status != "disabled"]
+    providers = [info.provider for info in infos if info.status == "ambiguous"]
+    if providers:
         raise AmbiguousBackendError(name, kind, providers)
-    usable = [info for info in candidates if info.status in {"ok", "missing"}]
-    faulty = [info for info in _of_kind(infos, kind) if info.error() is not None]
-    if not usable and not faulty:
-        _raise_unknown(kind, name, source)
-    info = (usable or faulty)[0]
-    _report_ignored(each for each in faulty if each is not info)
-    _raise_fault(info)
-    return info
+    if not infos:
+        everything = _registry().backends()
+        offered = [i for i in everything if i.status not in {"disabled", "broken"}]
+        installed = [info.name for info in offered if info.kind == kind]
+        raise UnknownBackendError(name, kind, installed, _hint(kind, name, everything), source)
+    found, *others = sorted(infos, key=lambda info: info.status not in {"ok", "missing"})
+    _report_ignored(others)
+    _raise_fault(found)
+    return found
 
 
 def get_backend(name: str | None = None) -> Callable[..., Engine]:
@@ -216,6 +197,22 @@ def _target(info: BackendInfo) -> Any:
     return found
 
 
+def _backends(name: str | None, kind: Kind | None) -> list[BackendInfo]:
+    """Describe the backends that are or may be of a kind.
+
+    A misspelt `GENLM_PLUGINS` is an error, because it would disable every plugin.
+    """
+    plugins = _registry().plugins
+    for entry in listed("GENLM_PLUGINS"):
+        if not any(plugin.is_listed([entry]) for plugin in plugins):
+            known = {each for p in plugins for each in (p.name, p.distribution, p.id)}
+            near = _nearest(entry, known)
+            hint = f"Did you mean {near!r}?" if near else "Unset it to allow every plugin"
+            raise UnknownBackendError(entry, "plugin", known, hint, "GENLM_PLUGINS")
+    infos = _registry().backends(name)
+    return [info for info in infos if kind is None or info.kind in {kind, None}]
+
+
 def _only_one(kind: Kind) -> BackendInfo:
     infos = [info for info in list_backends(kind) if info.status != "disabled"]
     known = [info for info in infos if info.kind == kind]
@@ -227,10 +224,8 @@ def _only_one(kind: Kind) -> BackendInfo:
         return usable[0]
     if len({(info.distribution, info.target) for info in others}) == 1:
         _raise_fault(others[0])
-    raise UnknownBackendError(None, kind, _names(known), _how_to_choose(kind, known))
-
-
-# -- errors ---------------------------------------------------------------------------
+    installed = [info.name for info in known]
+    raise UnknownBackendError(None, kind, installed, _how_to_choose(kind, known))
 
 
 def _check_kind(kind: Kind) -> None:
@@ -238,19 +233,15 @@ def _check_kind(kind: Kind) -> None:
         raise ValueError(f"kind={kind!r}: expected one of {get_args(Kind)}")
 
 
-def _check_name(name: object) -> None:
+def _checked(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a backend's name is a string; found {name!r}")
+    return name
 
 
-def _check_allowed() -> None:
-    """Refuse a misspelt `GENLM_PLUGINS`, which would disable every plugin."""
-    unknown = _registry().not_installed()
-    if unknown:
-        known = _registry().ids
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Unset it to allow every plugin"
-        raise UnknownBackendError(unknown[0], "plugin", known, hint, "GENLM_PLUGINS")
+def is_strict() -> bool:
+    """Whether `GENLM_STRICT` asks for errors of plugins, with their tracebacks."""
+    return os.environ.get("GENLM_STRICT", "").strip().lower() not in {"", "0", "false", "no"}
 
 
 def _raise_fault(info: BackendInfo) -> None:
@@ -259,58 +250,54 @@ def _raise_fault(info: BackendInfo) -> None:
         raise error from _registry().cause(info.provider)
 
 
-def is_strict() -> bool:
-    """Whether `GENLM_STRICT` asks for errors of plugins, with their tracebacks."""
-    return os.environ.get("GENLM_STRICT", "").strip().lower() not in {"", "0", "false", "no"}
-
-
-def _raise_if_strict(info: BackendInfo) -> None:
-    if is_strict() and info.status in {"broken", "incompatible"}:
-        _raise_fault(info)
+def _check_strictly(infos: Iterable[BackendInfo]) -> None:
+    for info in infos:
+        if is_strict() and info.status in {"broken", "incompatible"}:
+            _raise_fault(info)
 
 
 def _report_ignored(infos: Iterable[BackendInfo]) -> None:
     for info in infos:
-        _raise_if_strict(info)
+        _check_strictly([info])
         _log.warning("ignored the plugin %s: %s", info.provider, info.reason)
-
-
-def _raise_unknown(kind: Kind, name: str, source: str | None) -> NoReturn:
-    everything = _registry().everything()
-    hidden = {"disabled", "broken"}
-    installed = [i for i in everything if i.kind == kind and i.status not in hidden]
-    hint = _hint(kind, name, everything)
-    raise UnknownBackendError(name, kind, _names(installed), hint, source)
-
-
-def _of_kind(infos: Iterable[BackendInfo], kind: Kind | None) -> list[BackendInfo]:
-    return [info for info in infos if kind is None or info.kind in {kind, None}]
-
-
-def _names(infos: Iterable[BackendInfo]) -> list[str]:
-    return sorted({info.name for info in infos})
 
 
 def _hint(kind: Kind, name: str, everything: list[BackendInfo]) -> str:
     """Say what to do about a name of this kind that nothing provides."""
     for info in everything:
-        if name not in {info.name, info.provider}:
-            continue
-        if info.status in {"disabled", "broken"}:
-            return f"{info.provider} is installed, but {info.status}: {info.reason}"
-        if info.kind != kind:
-            call = "get_backend" if info.kind == "engine" else "get_trie"
-            return f"{name!r} is of kind {info.kind}: genlm.{call}({name!r})"
-    distribution, _, bare = name.rpartition(":")
+        if name in {info.name, info.provider}:
+            if info.status in {"disabled", "broken"}:
+                return f"{info.provider} is installed, but {info.status}: {info.reason}"
+            if info.kind != kind:
+                call = "get_backend" if info.kind == "engine" else "get_trie"
+                return f"{name!r} is of kind {info.kind}: genlm.{call}({name!r})"
     published = {each: source for each, (of, source) in PUBLISHED.items() if of == kind}
+    distribution, _, bare = name.rpartition(":")
     if bare in published and distribution in {"", published[bare]}:
         return _provided_by(published[bare])
-    known = {each for info in _of_kind(everything, kind) for each in (info.name, info.provider)}
-    close = difflib.get_close_matches(name.lower(), sorted(known | set(published)), n=1)
-    if not close:
+    known = {
+        each for i in everything if i.kind in {kind, None} for each in (i.name, i.provider)
+    }
+    near = _nearest(name.lower(), known | set(published))
+    if near is None:
         return f"`genlm plugins` shows every installed {kind}"
-    provided = "" if close[0] in known else f" {_provided_by(published[close[0]])}"
-    return f"Did you mean {close[0]!r}?{provided}"
+    provided = "" if near in known else f" {_provided_by(published[near])}"
+    return f"Did you mean {near!r}?{provided}"
+
+
+def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
+    """Say how to name one of several backends, or how to install one."""
+    if not infos:
+        distributions = sorted({source for of, source in PUBLISHED.values() if of == kind})
+        return f"Install one of {', '.join(distributions)}: {_install(distributions[0])}"
+    choice = min(info.provider if info.status == "ambiguous" else info.name for info in infos)
+    if kind == "trie":
+        return f"Name one: get_trie({choice!r}), use_backend(trie={choice!r}) or GENLM_TRIE"
+    return f"Name one: backend={choice!r}, use_backend({choice!r}) or GENLM_BACKEND"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def _provided_by(distribution: str) -> str:
@@ -320,16 +307,3 @@ def _provided_by(distribution: str) -> str:
 def _install(distribution: str) -> str:
     """Both ways, because a clone may be newer than what an index has, or the only source."""
     return f"pip install {distribution}, or pip install ./plugins/{distribution} in a clone"
-
-
-def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
-    choices = sorted(
-        info.provider if info.status == "ambiguous" else info.name for info in infos
-    )
-    if not choices:
-        distributions = sorted({source for of, source in PUBLISHED.values() if of == kind})
-        return f"Install one of {', '.join(distributions)}: {_install(distributions[0])}"
-    example = repr(choices[0])
-    if kind == "trie":
-        return f"Name one: get_trie({example}), use_backend(trie={example}) or GENLM_TRIE"
-    return f"Name one: backend={example}, use_backend({example}) or GENLM_BACKEND"

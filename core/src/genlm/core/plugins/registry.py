@@ -23,16 +23,9 @@ import pluggy
 from genlm.core.errors import BrokenPluginError, described
 from genlm.core.forking import renew_in_forks
 from genlm.core.plugins import spec as hookspecs
-from genlm.core.plugins.spec import (
-    API_VERSION,
-    PROJECT,
-    BackendInfo,
-    BackendSpec,
-    Kind,
-    Status,
-)
+from genlm.core.plugins.spec import API_VERSION, PROJECT, BackendInfo, BackendSpec, Kind, Status
 
-__all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins"]
+__all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins", "listed"]
 
 CORE = "genlm-core"
 """The distribution whose own backends are always installed."""
@@ -49,11 +42,7 @@ PUBLISHED: dict[str, tuple[Kind, str]] = {
 }
 """Kind and distribution of each backend of this project, for messages when it is absent."""
 
-_SPEC_FIELDS = {field.name for field in fields(BackendSpec)} - {"install"}
-
 _log = logging.getLogger("genlm.plugins")
-
-_Specs = tuple[BackendSpec, ...] | BrokenPluginError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +59,16 @@ class Plugin:
         """`"distribution:name"`, unique."""
         return f"{self.distribution}:{self.name}"
 
-    @property
-    def ids(self) -> set[str]:
-        """What environment variables may call it."""
-        return {self.name, self.distribution, self.id}
+    def provides(self, name: str) -> bool:
+        """Whether a name, or `"distribution:name"`, means its backend."""
+        distribution, colon, name = name.rpartition(":")
+        return name == self.name and (
+            not colon or _normalized(distribution) == self.distribution
+        )
+
+    def is_listed(self, entries: Iterable[str]) -> bool:
+        """Whether one of the entries of an environment variable means it."""
+        return any(self.provides(e) or _normalized(e) == self.distribution for e in entries)
 
     def why_disabled(self) -> str | None:
         """Say which environment variable disables it, None if it is enabled.
@@ -82,26 +77,17 @@ class Plugin:
         `GENLM_DISABLE_PLUGINS` those that are not: names of backends, of distributions, or
         `distribution:name`, separated by commas.
         """
-        names = self.ids
-        if names & _listed("GENLM_DISABLE_PLUGINS"):
+        if self.is_listed(listed("GENLM_DISABLE_PLUGINS")):
             return "GENLM_DISABLE_PLUGINS lists it"
-        allowed = _listed("GENLM_PLUGINS")
-        if allowed and self.distribution != CORE and not names & allowed:
+        allowed = listed("GENLM_PLUGINS")
+        if allowed and self.distribution != CORE and not self.is_listed(allowed):
             return "GENLM_PLUGINS does not list it"
         return None
 
 
-def _listed(variable: str) -> set[str]:
-    return {each for entry in _entries(variable) for each in _spellings(entry)}
-
-
-def _entries(variable: str) -> list[str]:
+def listed(variable: str) -> list[str]:
+    """Return the entries of an environment variable."""
     return [each for each in map(str.strip, os.environ.get(variable, "").split(",")) if each]
-
-
-def _spellings(entry: str) -> set[str]:
-    distribution, colon, name = entry.rpartition(":")
-    return {f"{_normalized(distribution)}:{name}"} if colon else {entry, _normalized(entry)}
 
 
 def _normalized(distribution: str) -> str:
@@ -143,163 +129,136 @@ class Registry:
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
-        self._plugins = tuple(plugins)
-        self._specs: dict[str, _Specs] = {}
+        self.plugins = tuple(plugins)
+        self._read: dict[str, tuple[BackendSpec, ...] | BrokenPluginError] = {}
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._lock = threading.Lock()
         renew_in_forks(self)
 
-    def not_installed(self) -> list[str]:
-        """Return the entries of `GENLM_PLUGINS` that name no installed plugin."""
-        ids = {each for plugin in self._plugins for each in plugin.ids}
-        return [each for each in _entries("GENLM_PLUGINS") if not _spellings(each) & ids]
+    def backends(self, name: str | None = None) -> list[BackendInfo]:
+        """Describe the backends of a name or `"distribution:name"`, or all of them.
 
-    @property
-    def ids(self) -> list[str]:
-        """Names of the plugins and of their distributions, as variables list them."""
-        return sorted({each for plugin in self._plugins for each in plugin.ids})
-
-    def everything(self) -> list[BackendInfo]:
-        """Describe each backend of each plugin, importing all that are enabled."""
-        infos = [info for plugin in self._plugins for info in self._backends(plugin)]
-        return _with_ambiguity([*infos, *self._undeclared()])
-
-    def named(self, name: str) -> list[BackendInfo]:
-        """Describe the backends of a name or `"distribution:name"`; import only those."""
-        distribution, colon, name = name.rpartition(":")
-        ids = {name, f"{_normalized(distribution)}:{name}"} - ({name} if colon else set())
-        plugins = [plugin for plugin in self._plugins if {plugin.name, plugin.id} & ids]
-        return _with_ambiguity([info for each in plugins for info in self._backends(each)])
+        Imports the enabled plugins that provide the name.
+        """
+        infos: dict[tuple[Kind | None, str], BackendInfo] = {}
+        for plugin in self.plugins:
+            if name is None or plugin.provides(name):
+                for info in self._described(plugin):
+                    if name is None or info.name == plugin.name:
+                        infos.setdefault((info.kind, info.provider), info)
+        usable = [info for info in infos.values() if info.status in {"ok", "missing"}]
+        providers = Counter((info.kind, info.name) for info in usable)
+        return [
+            replace(info, status="ambiguous", reason=f"ask for {info.provider}")
+            if info in usable and providers[info.kind, info.name] > 1
+            else info
+            for info in sorted(infos.values(), key=lambda each: (each.name, each.provider))
+        ]
 
     def cause(self, provider: str) -> BaseException | None:
         """Return what a broken plugin raised, None if it raised nothing."""
-        outcome = self._specs.get(provider)
-        return outcome.__cause__ if isinstance(outcome, BrokenPluginError) else None
+        return getattr(self._read.get(provider), "__cause__", None)
 
-    def _backends(self, plugin: Plugin) -> list[BackendInfo]:
-        """Describe what a plugin offers under its entry point's name."""
-        disabled = plugin.why_disabled()
-        if disabled is not None:
-            return [_unread(plugin, "disabled", disabled)]
-        specs = self._read(plugin)
+    def _described(self, plugin: Plugin) -> Iterator[BackendInfo]:
+        """Describe what a plugin offers under its own name, and what no entry point names."""
+        if disabled := plugin.why_disabled():
+            yield _info(plugin, "disabled", disabled)
+            return
+        specs = self._specs(plugin)
         if isinstance(specs, BrokenPluginError):
-            return [_unread(plugin, "broken", specs.reason)]
-        return [_info(plugin, spec) for spec in specs if spec.name == plugin.name]
+            yield _info(plugin, "broken", specs.reason)
+            return
+        for spec in specs:
+            provider = f"{plugin.distribution}:{spec.name}"
+            if spec.name == plugin.name:
+                yield _info_of_spec(plugin, spec)
+            elif all(each.id != provider for each in self.plugins):
+                reason = f"{plugin.id} yields it, but no entry point is named {spec.name!r}"
+                identity = {"name": spec.name, "kind": spec.kind, "provider": provider}
+                yield _info(plugin, "broken", reason, **identity)
 
-    def _undeclared(self) -> Iterator[BackendInfo]:
-        """Describe specs that no entry point of their distribution names."""
-        declared = {plugin.id for plugin in self._plugins}
-        for plugin in self._plugins:
-            specs = () if plugin.why_disabled() else self._read(plugin)
-            for spec in () if isinstance(specs, BrokenPluginError) else specs:
-                provider = f"{plugin.distribution}:{spec.name}"
-                if provider not in declared:
-                    declared.add(provider)
-                    reason = f"{plugin.id} yields it, but no entry point is named {spec.name!r}"
-                    info = _unread(plugin, "broken", reason)
-                    yield replace(info, name=spec.name, kind=spec.kind, provider=provider)
-
-    def _read(self, plugin: Plugin) -> _Specs:
+    def _specs(self, plugin: Plugin) -> tuple[BackendSpec, ...] | BrokenPluginError:
         """Import a plugin's module and collect every spec that its hook yields."""
-        if plugin.id not in self._specs:
-            outcome: _Specs
+        if plugin.id not in self._read:
+            outcome: tuple[BackendSpec, ...] | BrokenPluginError
             try:
-                outcome = _checked_specs(plugin.name, self._yielded(plugin))
+                outcome = tuple(self._yielded(plugin))
+                if problem := _contradiction(plugin.name, outcome):
+                    outcome = BrokenPluginError(plugin.id, problem)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - becomes its status
-                own = isinstance(error, (pluggy.PluginValidationError, _SpecError))
-                reason = str(error).strip() if own else described(error)
+                is_plain = isinstance(error, pluggy.PluginValidationError)
+                reason = str(error).strip() if is_plain else described(error)
                 outcome = BrokenPluginError(plugin.id, reason)
-                outcome.__cause__ = None if isinstance(error, _SpecError) else error
-            self._specs.setdefault(plugin.id, outcome)
-        return self._specs[plugin.id]
+                outcome.__cause__ = error
+            self._read.setdefault(plugin.id, outcome)
+        return self._read[plugin.id]
 
-    def _yielded(self, plugin: Plugin) -> list[Any]:
+    def _yielded(self, plugin: Plugin) -> Iterator[BackendSpec]:
         """Call the hook of one plugin alone."""
         module = plugin.entry_point.load()
+        manager = self._manager
         with self._lock:
-            manager = self._manager
-            if not manager.is_registered(module):  # several entry points may share a module
-                try:
+            try:
+                if not manager.is_registered(module):  # several entry points may share it
                     manager.register(module, plugin.id)
                     manager.check_pending()
-                except pluggy.PluginValidationError:
-                    if manager.is_registered(module):  # else the check would fail for others
-                        manager.unregister(module)
-                    raise
-            others = [each for each in manager.get_plugins() if each is not module]
+            except pluggy.PluginValidationError:
+                if manager.is_registered(module):  # else the check would fail for others
+                    manager.unregister(module)
+                raise
+            others = manager.get_plugins() - {module}
             hook = manager.subset_hook_caller("genlm_backends", others)
-        yielded: list[Any] = []
         for answer in hook():
             if not isinstance(answer, Iterable):
                 found = type(answer).__name__
                 raise TypeError(f"genlm_backends returned {found}; yield BackendSpec objects")
-            yielded += answer
-        return yielded
+            for spec in answer:
+                if not isinstance(spec, BackendSpec):
+                    found = type(spec).__name__
+                    raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
+                yield spec
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
 
 
-class _SpecError(Exception):
-    """Specs that contradict each other or the entry point."""
-
-
-def _checked_specs(name: str, yielded: list[Any]) -> tuple[BackendSpec, ...]:
-    for spec in yielded:
-        if not isinstance(spec, BackendSpec):
-            found = type(spec).__name__
-            raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
-    if not yielded:
-        raise _SpecError("it yields no BackendSpec; implement genlm_backends with @hookimpl")
-    for (kind, each), count in Counter((spec.kind, spec.name) for spec in yielded).items():
-        if count > 1:
-            raise _SpecError(f"it yields the {kind} {each!r} twice")
-    names = sorted({spec.name for spec in yielded})
-    if name not in names:
+def _contradiction(name: str, specs: tuple[BackendSpec, ...]) -> str:
+    """Say how specs contradict each other or the entry point's name, `""` if they do not."""
+    if not specs:
+        return "it yields no BackendSpec; implement genlm_backends with @hookimpl"
+    [((kind, most), count)] = Counter((spec.kind, spec.name) for spec in specs).most_common(1)
+    if count > 1:
+        return f"it yields the {kind} {most!r} twice"
+    if name not in (names := sorted({spec.name for spec in specs})):
         shown = ", ".join(map(repr, names))
-        raise _SpecError(f"its entry point is named {name!r} but it yields {shown}")
-    return tuple(yielded)
+        return f"its entry point is named {name!r} but it yields {shown}"
+    return ""
 
 
-def _info(plugin: Plugin, spec: BackendSpec) -> BackendInfo:
-    status: Status = "ok"
-    reason = install = ""
-    missing: tuple[str, ...] = ()
+def _info_of_spec(plugin: Plugin, spec: BackendSpec) -> BackendInfo:
+    known = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    install = known.pop("install") or f"pip install {plugin.distribution}"
     if spec.api != API_VERSION:
-        status = "incompatible"
         reason = f"plugin interface {spec.api}, this genlm-core implements {API_VERSION}"
-    elif missing := tuple(module for module in spec.requires if not _is_installed(module)):
-        status, install = "missing", spec.install or f"pip install {plugin.distribution}"
-        reason = f"needs {', '.join(missing)}"
-    declared = {name: getattr(spec, name) for name in _SPEC_FIELDS}
-    info = _unread(plugin, status, reason)
-    return replace(info, missing=missing, install=install, **declared)
+        return _info(plugin, "incompatible", reason, **known)
+    missing = tuple(module for module in spec.requires if not _is_installed(module))
+    if not missing:
+        return _info(plugin, "ok", **known)
+    reason = f"needs {', '.join(missing)}"
+    return _info(plugin, "missing", reason, missing=missing, install=install, **known)
 
 
-def _unread(plugin: Plugin, status: Status, reason: str) -> BackendInfo:
+def _info(plugin: Plugin, status: Status, reason: str = "", **known: Any) -> BackendInfo:
     kind, distribution = PUBLISHED.get(plugin.name, (None, ""))
-    return BackendInfo(
-        name=plugin.name,
-        kind=kind if distribution == plugin.distribution else None,
-        status=status,
-        reason=reason,
-        provider=plugin.id,
-        distribution=plugin.distribution,
-        version=plugin.version,
-    )
-
-
-def _with_ambiguity(infos: list[BackendInfo]) -> list[BackendInfo]:
-    """Mark names with several providers; a plugin that cannot be loaded does not count."""
-    usable = {"ok", "missing"}
-    providers = Counter((info.kind, info.name) for info in infos if info.status in usable)
-    return [
-        replace(info, status="ambiguous", reason=f"ask for {info.provider}")
-        if info.status in usable and providers[info.kind, info.name] > 1
-        else info
-        for info in infos
-    ]
+    unread = {
+        "name": plugin.name,
+        "kind": kind if distribution == plugin.distribution else None,
+        "provider": plugin.id,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+    }
+    return BackendInfo(status=status, reason=reason, **(unread | known))
 
 
 def _is_installed(module: str) -> bool:

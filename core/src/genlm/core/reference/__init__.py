@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from genlm.core.reference.engine import ReferenceEngine
     from genlm.core.reference.exact import exact_row
     from genlm.core.reference.ngram import NgramModel
-    from genlm.core.reference.text import split_documents
-    from genlm.core.reference.tokenizer import ByteTokenizer
+    from genlm.core.reference.tokenizer import ByteTokenizer, split_documents
 
 __all__ = ["ByteTokenizer", "NgramModel", "ReferenceEngine", "exact_row", "split_documents"]
 
@@ -21,7 +20,7 @@ _MODULE_OF = {
     "NgramModel": "ngram",
     "ReferenceEngine": "engine",
     "exact_row": "exact",
-    "split_documents": "text",
+    "split_documents": "tokenizer",
 }
 
 

@@ -20,8 +20,7 @@ from genlm.core.errors import AdapterError, ModelLoadError, UnknownAdapterError
 from genlm.core.query import Query
 from genlm.core.reference.exact import exact_row
 from genlm.core.reference.ngram import NgramModel
-from genlm.core.reference.text import default_text, split_documents
-from genlm.core.reference.tokenizer import byte_vocabulary
+from genlm.core.reference.tokenizer import byte_vocabulary, default_text, split_documents
 
 if TYPE_CHECKING:
     import torch

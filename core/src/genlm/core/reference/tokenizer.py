@@ -1,16 +1,29 @@
-"""`ByteTokenizer`: token i is byte i, and token 256 is the end of text."""
+"""Texts of the reference engine: as tokens, and as the documents that it learns from.
+
+Token i is byte i, and token 256 is the end of text.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from importlib import resources
 
 from genlm.core.reference.ngram import END_OF_TEXT, SYMBOLS
 from genlm.core.vocab import Token, Vocabulary
 
-__all__ = ["END_OF_TEXT_BYTES", "ByteTokenizer", "byte_vocabulary"]
+__all__ = [
+    "END_OF_TEXT_BYTES",
+    "ByteTokenizer",
+    "byte_vocabulary",
+    "default_text",
+    "split_documents",
+]
 
 END_OF_TEXT_BYTES = b"<|endoftext|>"
 """How the end of text is written; `encode` never produces id 256 from it."""
+
+_BLANK_LINES = re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
 
 
 class ByteTokenizer:
@@ -51,3 +64,21 @@ def byte_vocabulary() -> Vocabulary:
     ]
     str_vocab.append(END_OF_TEXT_BYTES.decode())
     return Vocabulary(ByteTokenizer(), byte_vocab, str_vocab)
+
+
+def split_documents(text: str | bytes) -> list[bytes]:
+    """Cut a text into its paragraphs: blank lines end a document.
+
+    Line ends within a paragraph stay; white space around paragraphs goes.
+
+    Returns:
+        The documents in their order as UTF-8 bytes, none of them empty.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    paragraphs = (paragraph.strip() for paragraph in _BLANK_LINES.split(data))
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def default_text() -> bytes:
+    """Read the text that ships with the engine, one paragraph a line."""
+    return resources.files(__package__).joinpath("default.txt").read_bytes()

@@ -8,7 +8,7 @@ a module that derives them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from genlm.core.vocab.python_tokenizer import (
     sentencepiece_bytes,
     tiktoken_bytes,
 )
-from genlm.core.vocab.special import special_ids
 from genlm.core.vocab.token import Token
 from genlm.core.vocab.verification import check_decoding
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Vocabulary", "decode_vocab"]
+
+_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,7 @@ class Vocabulary:
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokenizer's special tokens, whose bytes are only their names."""
-        return special_ids(self.tokenizer, self.size)
+        return _special_ids(self.tokenizer, self.size)
 
     def mask(self, predicate: Callable[[bytes], object]) -> torch.Tensor:
         r"""Select the tokens whose bytes satisfy a predicate.
@@ -237,3 +238,30 @@ def _family_bytes(tokenizer: Any) -> dict[int, bytes]:
             tokenizer,
         )
     return python_tokenizer_bytes(tokenizer)
+
+
+def _special_ids(tokenizer: Any, size: int) -> frozenset[int]:
+    """Return the ids below `size` that stand for no text, such as the end of a text.
+
+    The tokenizer is one of transformers, `tokenizers`, `sentencepiece` or `tiktoken`, or any
+    object with attributes such as `eos_token_id`.
+    """
+    return frozenset(each for each in _all_special_ids(tokenizer, size) if 0 <= each < size)
+
+
+def _all_special_ids(tokenizer: Any, size: int) -> Iterator[int]:
+    for name in _SPECIAL_NAMES:
+        value = getattr(tokenizer, f"{name}_token_id", None)
+        if isinstance(value, int):
+            yield value
+    yield from getattr(tokenizer, "all_special_ids", ())
+    # Reserved tokens of a model family are often added as special without having a role.
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    if hasattr(tokenizer, "get_added_tokens_decoder"):
+        added = tokenizer.get_added_tokens_decoder()
+    yield from (key for key, token in (added or {}).items() if token.special)
+    if hasattr(tokenizer, "decode_single_token_bytes"):  # tiktoken
+        yield from map(tokenizer.encode_single_token, tokenizer.special_tokens_set)
+    if hasattr(tokenizer, "get_piece_size"):  # sentencepiece
+        pieces = range(min(size, tokenizer.get_piece_size()))
+        yield from (i for i in pieces if tokenizer.is_control(i) or tokenizer.is_unknown(i))

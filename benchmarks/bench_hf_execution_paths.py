@@ -114,7 +114,7 @@ def main() -> None:
         "steps": options.steps,
         "clock": options.clock,
     }
-    print_report("hf_tiers", samples, unit="ms a step", ratios=ratios, extra=extra)
+    print_report("hf_execution_paths", samples, unit="ms a step", ratios=ratios, extra=extra)
 
 
 if __name__ == "__main__":

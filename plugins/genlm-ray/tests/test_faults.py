@@ -88,6 +88,27 @@ def test_a_message_that_fails_does_not_hold_up_the_next(load, reference):
     assert (row - reference.next_token_logprobs_sync([5, 6])).abs().max() <= 1e-5
 
 
+def test_a_replica_that_returns_while_nothing_is_asked_keeps_its_session(load, pids, reference):
+    """The engine's thread hears of the session with the next request, however late."""
+    llm = load(replicas=2)
+    link = llm.engine._links[0]
+    os.kill(pids(llm)[0], signal.SIGKILL)
+    while link.session is not None:
+        llm.next_token_logprobs_sync([1, 2])
+        time.sleep(0.01)
+    while link.attached is None:
+        time.sleep(0.05)
+    first = link.attached
+    time.sleep(1.0)  # the monitor looks after it five times
+    assert link.attached == first
+    torch.testing.assert_close(
+        llm.batch_next_token_logprobs_sync(PROMPTS),
+        reference.batch_next_token_logprobs_sync(PROMPTS),
+    )
+    assert link.session == first
+    assert llm.statistics().engine["replica 0: restarts"] == 1
+
+
 def test_a_replica_that_hangs_is_replaced(load, pids, reference):
     llm = load(replicas=2, ping_timeout_s=2.0)
     before = pids(llm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import genlm
-from genlm import ModelLoadError
+from genlm import AdapterError, ModelLoadError
 from genlm.cli import app
 from genlm_ray import replica, serving
 from genlm_ray.conformance import RESOURCES
@@ -142,3 +143,31 @@ def test_a_driver_that_is_silent_is_forgotten(address):
         assert serving.stop("brief") == 1
     with pytest.raises(ModelLoadError, match="serves"):
         serving.stop("brief")
+
+
+def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
+    """However long that takes, and it ends if the adapter cannot be loaded."""
+    (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+
+    async def main():
+        spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.1)
+        served = replica.Replica(spec)
+        call = served._call
+
+        async def slow(function):
+            await asyncio.sleep(0.5)
+            return await call(function)
+
+        served._call = slow
+        await served.attach("other", "first", {}, [])  # starts to watch
+        adapters = {"poet": str(tmp_path)}
+        await served.attach("driver", "session", adapters, [])
+        assert served._sessions["session"].adapters == ["poet"]
+        with pytest.raises(AdapterError):
+            await served.attach("another", "failed", {"no": str(tmp_path / "no")}, [])
+        while served._sessions:
+            await asyncio.sleep(0.05)
+        served._lease.cancel()
+        served._loop.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -393,12 +393,13 @@ class RayEngine:
 
     def _begin(self, event: Attached) -> None:
         link = event.link
-        if link.is_dead or link.session is not None or event.adapters != self._adapters:
-            return  # the monitor attaches it again, with the adapters that it lacks
-        number = next(self._numbers)
-        link.begin(event.session, number, event.description)
-        self._by_number[number] = link
-        self._router.add(number)
+        if not link.is_dead and link.session is None and event.adapters == self._adapters:
+            number = next(self._numbers)
+            link.begin(event.session, number, event.description)
+            self._by_number[number] = link
+            self._router.add(number)
+        # Else the monitor attaches it again, with the adapters that it lacks.
+        link.attached = link.attach_since_s = None
 
     def _lose(self, link: ReplicaLink, error: BaseException) -> None:
         """Assign what a replica had to the others, and have it started again."""
@@ -479,7 +480,8 @@ class RayEngine:
 
     def _look_after(self, link: ReplicaLink) -> None:
         now_s = time.monotonic()
-        session = link.session
+        attached = link.attached  # read first: `_begin` sets the session before it clears this
+        session = link.session or attached
         if session is None:
             if link.attach_since_s is None:
                 link.attach(dict(self._adapters), list(self._prefixes))
@@ -488,7 +490,7 @@ class RayEngine:
                 self._events.put(Dead(link, late))
         elif link.ping_since_s is None:
             if now_s - link.pinged_s >= _PING_S:
-                link.ping(self._step_timeout_s)
+                link.ping(session, self._step_timeout_s)
         elif now_s - link.ping_since_s > self._ping_timeout_s:
             link.ping_since_s = None
             late = TimeoutError(f"no sign of life for {self._ping_timeout_s:g} s")

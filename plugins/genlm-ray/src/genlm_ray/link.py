@@ -81,7 +81,8 @@ class ReplicaLink:
         restarts: How many lives ended.
         pid: Of its process.
         lost_by: What ended the last one.
-        attach_since_s: When the call of `attach` that is under way began.
+        attached: A session that the replica has begun and the engine's thread has not used yet.
+        attach_since_s: When the call of `attach` began whose outcome was not used yet.
         ping_since_s: When the ping that is under way began.
     """
 
@@ -95,6 +96,7 @@ class ReplicaLink:
         self.restarts = 0
         self.pid = 0
         self.lost_by: BaseException | None = None
+        self.attached: str | None = None
         self.attach_since_s: float | None = None
         self.ping_since_s: float | None = None
         self.pinged_s = 0.0
@@ -200,18 +202,18 @@ class ReplicaLink:
 
         def replied(description: Any, error: BaseException | None) -> None:
             if error is None:
+                # Not asked again meanwhile: another session would end this one.
+                self.attached = session
                 self._events.put(Attached(self, session, description, adapters))
-            elif not isinstance(error, ActorUnavailableError):  # which is starting again
+                return
+            if not isinstance(error, ActorUnavailableError):  # which is starting again
                 self._events.put(Dead(self, error))
             self.attach_since_s = None
 
         self._call("attach", replied, self._driver, session, adapters, prefixes)
 
-    def ping(self, step_timeout_s: float) -> None:
+    def ping(self, session: str, step_timeout_s: float) -> None:
         """Ask for a sign of life; silence is noticed by `ping_since_s`."""
-        session = self.session
-        if session is None:
-            return
         self.ping_since_s = self.pinged_s = time.monotonic()
 
         def replied(step_s: Any, error: BaseException | None) -> None:

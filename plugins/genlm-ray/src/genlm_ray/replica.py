@@ -11,6 +11,7 @@ import asyncio
 import functools
 import importlib.metadata
 import logging
+import math
 import os
 import platform
 import time
@@ -109,8 +110,8 @@ class Replica:
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
             await self._end(name)
         self._own_adapters = tuple(getattr(engine, "adapters", ()))
-        # An earlier session may have left adapters under this driver's names.
-        state = self._sessions[session] = _Session(driver)
+        # A driver sends no signs of life before its session has begun.
+        state = self._sessions[session] = _Session(driver, seen_s=math.inf)
         loop = asyncio.get_running_loop()
 
         def finished() -> None:
@@ -119,10 +120,15 @@ class Replica:
         self._loop.attach(session, finished)
         if self._lease is None:
             self._lease = loop.create_task(self._watch_drivers())
-        for name, path in adapters.items():
-            await self.add_adapter(session, name, path)
-        for token_ids, adapter in prefixes:
-            await self.cache_prefix(session, token_ids, adapter)
+        try:
+            for name, path in adapters.items():
+                await self.add_adapter(session, name, path)
+            for token_ids, adapter in prefixes:
+                await self.cache_prefix(session, token_ids, adapter)
+        except BaseException:
+            await self._end(session)
+            raise
+        state.seen_s = time.monotonic()
         return {
             "vocabulary": ray.cloudpickle.dumps(engine.vocabulary),
             "max_context": engine.max_context,

@@ -30,9 +30,8 @@ def load(request: pytest.FixtureRequest) -> Callable[..., genlm.AsyncLM]:
             model,
             "ray",
             engine=engine,
-            resources=RESOURCES,
             output_cache=genlm.OutputCache(0),
-            **options,
+            **({"resources": RESOURCES} | options),
         )
         request.addfinalizer(llm.close)
         return llm

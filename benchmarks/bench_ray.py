@@ -179,8 +179,9 @@ def bench_limit(model: str) -> None:
     print_report("ray", samples, unit="rows/s", ratios=ratios, extra={"question": "limit"})
 
 
-def bench_front() -> None:
-    """Microseconds a request on an engine that costs nothing."""
+@contextmanager
+def free_engine() -> Iterator[None]:
+    """Install an engine that costs nothing, for this process and replicas that it starts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "genlm_free.py").write_text(FREE)
@@ -194,14 +195,20 @@ def bench_front() -> None:
         path = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = f"{name}{os.pathsep}{path}" if path else name
         refresh()
-        samples: dict[str, list[float]] = {}
+        yield
+
+
+def bench_front() -> None:
+    """Microseconds a request on an engine that costs nothing."""
+    samples: dict[str, list[float]] = {}
+    with free_engine():
         with genlm.load_model("free", "free", output_cache=genlm.OutputCache(0)) as llm:
             asyncio.run(measure_front(llm, samples, "in this process"))
         for count in (1, 2):
             with replicas("free", count, "free") as llm:
                 asyncio.run(measure_front(llm, samples, f"{count} replicas"))
-        print("\nfront end")
-        print_report("ray", samples, unit="us a request", extra={"question": "front"})
+    print("\nfront end")
+    print_report("ray", samples, unit="us a request", extra={"question": "front"})
 
 
 async def measure_front(llm: Any, samples: dict[str, list[float]], name: str) -> None:

@@ -1,11 +1,14 @@
 """How far do replicas scale: a thousand of them, simulated with the router's own code.
 
-    python benchmarks/simulate_replicas.py [--step-ms 4] [--row-ms 1.4] [--save]
+    python benchmarks/simulate_replicas.py [--save]
 
 A discrete-event simulation. Real: `genlm_ray.router.Router`, every call of which is timed on
-this machine. Given: the time of a step of a replica, `step + rows * row + new prompt tokens *
-token`, and what the rest of the driver takes for a request, `--front-us`. Tokens are counted by
-what each replica has really computed, not by what the router believes.
+this machine. The time of a step of a replica is `step + rows * row + new tokens * token`; a
+driver takes `front` for a request besides the router, and a message between both takes a while.
+These are measured first, on this machine, where they are not given: a replica's on `hf` with
+the 31 M Llama on one thread, the driver's and the message's on two replicas of an engine that
+computes nothing. Tokens are counted by what each replica has really computed, not by what the
+router believes.
 
 Populations of 64 particles a replica continue a shared prompt of 256 tokens; each particle goes
 on as soon as it is answered, and all are resampled every 4 steps. Contestants: one driver whose
@@ -19,36 +22,53 @@ number of them over the time of a row. Near-linear scaling ends where they cross
 from __future__ import annotations
 
 import argparse
+import asyncio
 import heapq
 import itertools
 import json
 import random
+import statistics
+import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+import torch
+from bench_ray import free_engine, measure_front, options_of, replicas
+from particle_model import VOCAB_SIZE, prompt_of, save_model
 from report import RESULTS, environment
 
+import genlm
 from genlm.plugin import Query, TokenSequence
 from genlm_ray.router import Router
 
 PER_REPLICA, PROMPT, STEPS, EVERY = 64, 256, 12, 4
 MOST_CALLS, MOST_ROWS = 2, 256
-MESSAGE_S = 0.001
-"""From a driver to a replica, or back: an empty call of Ray on one machine."""
+ROUNDS = 5
+TIMES = {
+    "step_ms": "milliseconds of a replica's step besides its rows",
+    "row_ms": "milliseconds of each row of a step",
+    "token_ms": "milliseconds of each new token of a prompt",
+    "front_us": "microseconds of the driver for a request, besides the router",
+    "message_ms": "milliseconds of a message from a driver to a replica, or back",
+}
+"""Options; what is not given is measured."""
 
 PLOT = Path(__file__).parents[1] / "docs" / "assets" / "ray-replicas.svg"
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that a replica takes for a step, and a driver for a request."""
+    """Seconds that a replica takes for a step, a driver for a request, and a message."""
 
     step_s: float
     row_s: float
     token_s: float
     front_s: float
+    message_s: float
 
 
 @dataclass(eq=False)
@@ -156,7 +176,9 @@ class Simulation:
                     break
                 replica.calls += 1
                 queries = [each.query.query_id for each in placed]
-                self._at(self.driver_free_s + MESSAGE_S, "arrived", (number, queries))
+                self._at(
+                    self.driver_free_s + self.times.message_s, "arrived", (number, queries)
+                )
 
     def _answered(self, number: int, queries: list[int]) -> None:
         began = time.thread_time()
@@ -229,7 +251,7 @@ class Simulation:
     def _stepped(self, number: int, messages: list[list[int]]) -> None:
         self.replicas[number].is_busy = False
         for queries in messages:
-            self._at(self.now_s + MESSAGE_S, "answered", (number, queries))
+            self._at(self.now_s + self.times.message_s, "answered", (number, queries))
         self._start(number)
 
     def _at(self, time_s: float, kind: str, payload: Any) -> None:
@@ -244,6 +266,83 @@ def simulated(replicas: int, times: Times, per_driver: int | None) -> dict[str, 
     mean = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
     slowest = max(run["seconds"] for run in runs)
     return {**mean, "rows_per_s": drivers * mean["rows"] / slowest}
+
+
+def measured_replica() -> dict[str, float]:
+    """Milliseconds of a step, of each row in it and of each new token of a prompt, on `hf`."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), VOCAB_SIZE)
+        with genlm.load_model(
+            folder, "hf", output_cache=genlm.OutputCache(0), **options_of("hf")
+        ) as llm:
+            samples = [_replica_times(llm, seed) for seed in range(ROUNDS + 1)][1:]
+    return {name: statistics.median(each[name] for each in samples) for name in samples[0]}
+
+
+def _replica_times(llm: genlm.AsyncLM, seed: int) -> dict[str, float]:
+    prompt = [seed, *prompt_of(PROMPT)[1:]]
+    llm.clear_kv_cache()
+    began = time.perf_counter()
+    llm.next_token_logprobs_sync(prompt)
+    prompt_s = time.perf_counter() - began
+
+    def steps_s(count: int) -> float:
+        contexts = [llm.context([*prompt, i]) for i in range(count)]
+        llm.batch_next_token_logprobs_sync(contexts)
+        began = time.perf_counter()
+        for step in range(STEPS):
+            contexts = [each.extend(step) for each in contexts]
+            llm.batch_next_token_logprobs_sync(contexts)
+        return (time.perf_counter() - began) / STEPS
+
+    one_s, all_s = steps_s(1), steps_s(PER_REPLICA)
+    row_s = (all_s - one_s) / (PER_REPLICA - 1)
+    step_s = max(0.0, one_s - row_s)
+    return {
+        "step_ms": 1e3 * step_s,
+        "row_ms": 1e3 * row_s,
+        "token_ms": 1e3 * max(0.0, prompt_s - one_s) / (PROMPT - 1),
+    }
+
+
+def measured_driver() -> dict[str, float]:
+    """Microseconds of a request in the driver besides the router, milliseconds of a message."""
+    samples: dict[str, list[float]] = {}
+    with free_engine(), replicas("free", 2, "free") as llm:
+        spent = _timed(llm.engine._router)  # noqa: SLF001 - what it takes is part of the figure
+        asyncio.run(measure_front(llm, samples, "driver"))
+        asked = llm.statistics().answered
+        actor = llm.engine._links[0].actor  # noqa: SLF001
+        calls = []
+        for _ in range(50):
+            began = time.perf_counter()
+            ray.get(actor.versions.remote())
+            calls.append((time.perf_counter() - began) / 2)
+    driver_us = statistics.median(samples["driver, driver"])
+    return {
+        "front_us": driver_us - 1e6 * sum(spent) / asked,
+        "message_ms": 1e3 * statistics.median(calls),
+    }
+
+
+def _timed(router: Router) -> list[float]:
+    """Have a router add the CPU time of each call to the list that is returned."""
+    spent: list[float] = []
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return method(*arguments)
+            finally:
+                spent.append(time.thread_time() - began)
+
+        return run
+
+    for name in ("assign", "take", "finished"):
+        setattr(router, name, timed(getattr(router, name)))
+    return spent
 
 
 def plot(found: dict[str, dict[int, dict[str, float]]]) -> None:
@@ -275,15 +374,24 @@ def plot(found: dict[str, dict[int, dict[str, float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--step-ms", type=float, default=4.0)
-    parser.add_argument("--row-ms", type=float, default=1.4)
-    parser.add_argument("--token-ms", type=float, default=0.35)
-    parser.add_argument("--front-us", type=float, default=60.0)
+    for name, what in TIMES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=what)
     parser.add_argument("--replicas", default="1,2,4,16,64,256,1000")
     parser.add_argument("--save", action="store_true", help="append to results, draw the plot")
     options = parser.parse_args()
-    base = Times(options.step_ms / 1e3, options.row_ms / 1e3, options.token_ms / 1e3, 0.0)
-    real = Times(base.step_s, base.row_s, base.token_s, options.front_us / 1e6)
+    given = {name: getattr(options, name) for name in TIMES}
+    if None in given.values():
+        measured = measured_replica() | measured_driver()
+        given = {name: measured[name] if v is None else v for name, v in given.items()}
+        print({name: round(value, 3) for name, value in given.items()}, flush=True)
+    real = Times(
+        given["step_ms"] / 1e3,
+        given["row_ms"] / 1e3,
+        given["token_ms"] / 1e3,
+        given["front_us"] / 1e6,
+        given["message_ms"] / 1e3,
+    )
+    base = replace(real, front_s=0.0)
     contestants = {
         "one driver, router alone": (base, None),
         "one driver": (real, None),
@@ -305,7 +413,7 @@ def main() -> None:
                 flush=True,
             )
     record = {
-        "benchmark": "simulate_replicas", "times": vars(options), "found": found,
+        "benchmark": "simulate_replicas", "times": given, "found": found,
         **environment(),
     }  # fmt: skip
     line = json.dumps(record)

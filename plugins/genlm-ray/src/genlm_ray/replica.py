@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import importlib.metadata
 import logging
 import math
@@ -90,7 +91,9 @@ class Replica:
 
     def _build(self) -> Engine:
         spec = self._spec
-        return get_backend(spec.engine)(spec.model, **spec.options)
+        engine = get_backend(spec.engine)(spec.model, **spec.options)
+        gc.freeze()  # this process is the engine's: garbage collections omit what loading made
+        return engine
 
     # -- what drivers call ------------------------------------------------------------
 

@@ -115,9 +115,9 @@ DIVIDED = [
 @pytest.mark.parametrize(("shared", "own", "count", "cells", "parts"), DIVIDED)
 def test_a_cache_is_divided_among_sequences_that_share_little(shared, own, count, cells, parts):
     generator = random.Random(0)
-    trunk = list(range(shared))
+    common = list(range(shared))
     tails = [[generator.randrange(300) for _ in range(own)] for _ in range(count)]
-    assert parts_for([[*trunk, *tail] for tail in tails], cells, 256) == parts
+    assert parts_for([[*common, *tail] for tail in tails], cells, 256) == parts
 
 
 def test_what_the_population_shares_decides_about_the_cache(llama):

@@ -1,6 +1,7 @@
 """`Requests`: token ids and contexts become queries, unless the output cache has the answer.
 
-Everything that a caller passes is checked here, before any request reaches the scheduler.
+Everything that a caller passes is checked here, before any request reaches the scheduler. Slightly
+longer than other modules because rows, reductions and scores are requested in the same way.
 """
 
 from __future__ import annotations
@@ -131,8 +132,7 @@ class Requests:
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             return self.of_sequence(token_ids.sequence, adapter)
-        name = self.default_lora if lora_name is None else lora_name
-        adapter = None if name is None else self._adapters.engine_name(name)
+        _, adapter = self._adapter(lora_name)
         return self.of_sequence(self._sequence(token_ids), adapter)
 
     def of_sequence(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:

@@ -163,7 +163,7 @@ class LlamaContext:
                 memory for parts.
 
         Raises:
-            EvaluationError: There is no memory for a shared cache either.
+            EvaluationError: The memory does not suffice for a shared cache.
         """
         options = self._shared
         if parts:

@@ -1,7 +1,7 @@
 """`Requests`: token ids and contexts become queries, unless the output cache has the answer.
 
-Everything that a caller passes is checked here, before any request reaches the scheduler. Longer
-than other modules because rows, reductions and scores are requested in the same way.
+Everything that a caller passes is checked here, before any request reaches the scheduler.
+Longer than other modules because rows, reductions and scores are requested in the same way.
 """
 
 from __future__ import annotations

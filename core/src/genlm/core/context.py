@@ -135,32 +135,30 @@ class Context:
         """Score every possible next token and wait; see `AsyncLM.next_token_logprobs_sync`."""
         return self._lm.next_token_logprobs_sync(self)
 
-    async def sample(
+    def sample(
         self,
         max_tokens: int,
         eos_token_ids: Integers = (),
         temperature: float = 1.0,
         seed: int | None = None,
         **options: Any,
-    ) -> list[int]:
+    ) -> Coroutine[Any, Any, list[int]]:
         """Draw a continuation; see `AsyncLM.sample`, which has all options."""
-        return await self._lm.sample(
-            self, max_tokens, eos_token_ids, temperature, seed, **options
-        )
+        return self._lm.sample(self, max_tokens, eos_token_ids, temperature, seed, **options)
 
-    async def token_logprobs(self, token_ids: Integers) -> torch.Tensor:
+    def token_logprobs(self, token_ids: Integers) -> Coroutine[Any, Any, torch.Tensor]:
         """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""
-        return await self._lm.token_logprobs(self, token_ids)
+        return self._lm.token_logprobs(self, token_ids)
 
-    async def top_k(self, k: int) -> TopTokens:
+    def top_k(self, k: int) -> Coroutine[Any, Any, TopTokens]:
         """Return the `k` most likely next tokens; see `AsyncLM.top_k`."""
-        return await self._lm.top_k(self, k)
+        return self._lm.top_k(self, k)
 
-    async def log_mass(self, mask: MaskLike) -> float:
+    def log_mass(self, mask: MaskLike) -> Coroutine[Any, Any, float]:
         """Return the log-probability of a set of tokens; see `AsyncLM.log_mass`."""
-        return await self._lm.log_mass(self, mask)
+        return self._lm.log_mass(self, mask)
 
-    async def draw(
+    def draw(
         self,
         mask: MaskLike | None = None,
         *,
@@ -168,15 +166,15 @@ class Context:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
-    ) -> DrawnToken:
+    ) -> Coroutine[Any, Any, DrawnToken]:
         """Draw the next token; see `AsyncLM.draw`."""
-        return await self._lm.draw(
+        return self._lm.draw(
             self, mask, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
 
-    async def reduce(self, reduction: Reduction) -> Any:
+    def reduce(self, reduction: Reduction) -> Coroutine[Any, Any, Any]:
         """Return a reduction of the row; see `AsyncLM.reduce`."""
-        return await self._lm.reduce(self, reduction)
+        return self._lm.reduce(self, reduction)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """What `AsyncLM` offers beyond rows: reductions of rows, draws among them.
 
-Each method checks its arguments and makes a `Reduction`, which `batch_reduce` asks for. All
-exist in four forms: for one context and for several (`batch_...`), asynchronous and waiting
-(`..._sync`). Longer than other modules because four forms of five methods are in one place;
-most of it is signatures and docstrings.
+Each method checks its arguments and makes a `Reduction`, which `reduce` or `batch_reduce` asks
+for. All exist in four forms: for one context and for several (`batch_...`), asynchronous and
+waiting (`..._sync`). Longer than other modules because four forms of five methods are in one
+place; most of it is signatures and docstrings.
 """
 
 from __future__ import annotations
@@ -77,7 +77,13 @@ class ReductionMethods:
             EvaluationError: Its `compute` raised.
             GenlmError: As `next_token_logprobs`.
         """
-        return (await self.batch_reduce([context], [reduction], lora_name=lora_name))[0]
+        requests = self._requests
+        query, key = requests.of_reduction(context, reduction, lora_name)
+        value = requests.cached_reduction(query, key, reduction)
+        if value is None:
+            value = await self._scheduler.answer(query, key, reduction)
+            requests.hold(context, query)
+        return value
 
     def reduce_sync(
         self, context: TokenIds, reduction: Reduction, *, lora_name: str | None = None
@@ -330,16 +336,10 @@ class ReductionMethods:
                 out of range.
             GenlmError: As `next_token_logprobs`.
         """
-        drawn = await self.batch_draw(
-            [context],
-            None if mask is None else [mask],
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=None if seed is None else [seed],
-            lora_name=lora_name,
-        )
-        return drawn[0]
+        masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
+        [wanted] = self._draws([context], masks, temperature, top_k, top_p, seeds)
+        drawn: DrawnToken = await self.reduce(context, wanted, lora_name=lora_name)
+        return drawn
 
     async def batch_draw(
         self,
@@ -364,8 +364,7 @@ class ReductionMethods:
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
-        truncation = (checked_top_k(top_k, self.vocabulary.size), checked_share(top_p))
-        wanted = self._draws(contexts, masks, temperature, truncation, seed)
+        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     def draw_sync(
@@ -380,15 +379,10 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> DrawnToken:
         """Draw the next token and wait; see `draw`."""
-        return self.batch_draw_sync(
-            [context],
-            None if mask is None else [mask],
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=None if seed is None else [seed],
-            lora_name=lora_name,
-        )[0]
+        masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
+        [wanted] = self._draws([context], masks, temperature, top_k, top_p, seeds)
+        drawn: DrawnToken = self.reduce_sync(context, wanted, lora_name=lora_name)
+        return drawn
 
     def batch_draw_sync(
         self,
@@ -403,26 +397,26 @@ class ReductionMethods:
     ) -> list[DrawnToken]:
         """Draw the next token of each context and wait; see `batch_draw`."""
         contexts = list(checked_batch(contexts))
-        truncation = (checked_top_k(top_k, self.vocabulary.size), checked_share(top_p))
-        wanted = self._draws(contexts, masks, temperature, truncation, seed)
+        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
         return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
 
-    def _draws(
+    def _draws(  # noqa: PLR0917
         self,
         contexts: Sequence[TokenIds],
         masks: Sequence[MaskLike | None] | None,
         temperature: float,
-        truncation: tuple[int | None, float],
+        top_k: int | None,
+        top_p: float | None,
         seed: int | Sequence[int] | None,
     ) -> list[Draw]:
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
-        top_k, top_p = truncation
+        top_k, share = checked_top_k(top_k, self.vocabulary.size), checked_share(top_p)
         allowed = [None] * count if masks is None else [self._allowed(mask) for mask in masks]
         _check_count("masks", allowed, count)
         uniforms = _uniforms(contexts, seed)
         return [
-            Draw(uniform, temperature, mask, top_k, top_p, is_reproducible=seed is not None)
+            Draw(uniform, temperature, mask, top_k, share, is_reproducible=seed is not None)
             for uniform, mask in zip(uniforms, allowed, strict=True)
         ]
 

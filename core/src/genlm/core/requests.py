@@ -135,6 +135,20 @@ class Requests:
         _, adapter = self._adapter(lora_name)
         return self.of_sequence(self._sequence(token_ids), adapter)
 
+    def of_reduction(
+        self, token_ids: TokenIds, reduction: Reduction, lora_name: str | None
+    ) -> tuple[Query, RowKey]:
+        """Do what `of` does for a request that asks for a reduction.
+
+        Raises:
+            TypeError: `reduction` is not a `Reduction`.
+        """
+        if not isinstance(reduction, Reduction):
+            raise TypeError(
+                f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
+            )
+        return self.of(token_ids, lora_name)
+
     def of_sequence(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:
         """Make the query of a checked sequence; `adapter` is the engine's name."""
         if self.max_context is not None and len(sequence) > self.max_context:
@@ -237,13 +251,10 @@ class Requests:
             raise ValueError(
                 f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        for reduction in reductions:
-            if not isinstance(reduction, Reduction):
-                raise TypeError(
-                    f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
-                )
-        made = [self.of(token_ids, lora_name) for token_ids in sequences]
-        asked = [(*each, reduction) for each, reduction in zip(made, reductions, strict=True)]
+        asked = [
+            (*self.of_reduction(token_ids, reduction, lora_name), reduction)
+            for token_ids, reduction in zip(sequences, reductions, strict=True)
+        ]
         values = [self.cached_reduction(*each) for each in asked]
         asked = [each for each, value in zip(asked, values, strict=True) if value is None]
         return BatchRequest(asked, values, sequences, self)

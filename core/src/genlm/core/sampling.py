@@ -263,7 +263,8 @@ def _inverted(
     block = block.clamp_(max=sums.shape[1] - 1)  # rows of zeros, whose total is not above 0
     end, width = cumulative.gather(1, block)[:, 0], sums.gather(1, block)[:, 0]
     share = ((thresholds - (end - width)) / width).clamp(0, 1)
-    ids = (block * _BLOCK + torch.arange(_BLOCK, device=block.device)).to(weights.device)
+    inside_block = torch.arange(min(_BLOCK, size), device=block.device)
+    ids = (block * _BLOCK + inside_block).to(weights.device)
     inside = weights.gather(1, ids.clamp(max=size - 1)).masked_fill(ids >= size, 0.0)
     within = _wide(inside).cumsum(-1)
     place = torch.searchsorted(within, (share * within[:, -1])[:, None], right=True)[:, 0]

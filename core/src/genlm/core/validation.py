@@ -299,9 +299,12 @@ def checked_integer(name: str, value: Any, least: int) -> int:
         TypeError: Not an integer.
         ValueError: It is less.
     """
-    if not _is_integer(value):
+    if type(value) is int:  # most frequent
+        number = value
+    elif _is_integer(value):
+        number = index(value)
+    else:
         raise TypeError(f"{name}={_shortened(value)}; expected an integer, {least} or more")
-    number = index(value)
     if number < least:
         raise ValueError(f"{name}={number}; it must be {least} or more")
     return number
@@ -314,7 +317,10 @@ def checked_number(name: str, value: Any) -> float:
         TypeError: Not a number.
         ValueError: It is negative or not finite.
     """
-    number = None if isinstance(value, (str, bytes)) else _float(value)
+    if type(value) is float:  # most frequent
+        number: float | None = value
+    else:
+        number = None if isinstance(value, (str, bytes)) else _float(value)
     if number is None:
         raise TypeError(f"{name}={_shortened(value)}; expected a number, 0 or more")
     if not 0 <= number < math.inf:

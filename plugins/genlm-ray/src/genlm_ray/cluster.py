@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray._private.node import Node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -41,7 +44,13 @@ then ends the process of every driver."""
 
 _PROBE_S = 2.0
 
+_ATTEMPTS = 3
+"""How often a cluster is started on this machine before that counts as failed. Ray gives its
+own processes 15 seconds to find each other, too few while a machine is overloaded."""
+
 _lock = threading.Lock()
+
+logger = logging.getLogger("genlm.ray")
 
 
 def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool) -> None:
@@ -61,13 +70,28 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
         if address is None and not os.environ.get("RAY_ADDRESS") and not may_start:
             address = "auto"
         arguments: dict[str, Any] = {"address": address, "log_to_driver": False}
-        if address is None and not os.environ.get("RAY_ADDRESS"):
+        starts = address is None and not os.environ.get("RAY_ADDRESS")
+        if starts:
             arguments["include_dashboard"] = False
-        _init(arguments | dict(options))
+        arguments |= options
+        for left in range(_ATTEMPTS - 1 if starts else 0, -1, -1):
+            error = _init(arguments)
+            if error is None:
+                return
+            if isinstance(error, (TypeError, ValueError)):  # an argument that Ray refuses
+                break
+            if left:
+                logger.warning("starting a Ray cluster failed, trying again: %s", error)
+        joined = address or os.environ.get("RAY_ADDRESS")
+        what = "started on this machine" if starts else f"the one at {joined!r}"
+        raise ModelLoadError(
+            f"asked for a Ray cluster, {what}: {type(error).__name__}: {error}. `ray start "
+            f"--head` starts one on this machine; address='host:port' joins another"
+        ) from error
 
 
-def _init(arguments: dict[str, Any]) -> None:
-    """Call `ray.init` on a thread that lives as long as the process.
+def _init(arguments: dict[str, Any]) -> BaseException | None:
+    """Call `ray.init` on a thread that lives as long as the process; return what it raised.
 
     Linux ends the processes of a local cluster when the thread that started them ends.
     """
@@ -77,7 +101,8 @@ def _init(arguments: dict[str, Any]) -> None:
     def run() -> None:
         try:
             ray.init(**arguments)
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:  # noqa: BLE001 - raised by `connect`
+            _end_processes(error)
             raised.append(error)
             return
         finally:
@@ -86,12 +111,15 @@ def _init(arguments: dict[str, Any]) -> None:
 
     threading.Thread(target=run, name="genlm-ray-cluster", daemon=True).start()
     done.wait()
-    if raised:
-        where = arguments["address"]
-        raise ModelLoadError(
-            f"asked for the Ray cluster at {where!r}: {type(raised[0]).__name__}: {raised[0]}. "
-            f"`ray start --head` starts one on this machine; address='host:port' joins another"
-        ) from raised[0]
+    return raised[0] if raised else None
+
+
+def _end_processes(error: BaseException) -> None:
+    """End the processes that a failed `ray.init` has started, which nothing else refers to."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, wait=True)
 
 
 class HeadProbe:

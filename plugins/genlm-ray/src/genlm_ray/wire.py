@@ -38,15 +38,43 @@ _Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class _Asked(NamedTuple):
-    """A query as it is sent: the sequence is `known` (-1: nothing) and `added` ids."""
+    """The queries of a message, by column: few objects are faster to pickle than many.
 
-    query_id: int
-    number: int
-    known: int
-    added: bytes
-    adapter: str | None
-    sampling: Any
-    targets: tuple[int, ...]
+    Attributes:
+        query_ids: Of each query.
+        numbers: Of the sequence of each.
+        known: The number of a sequence that the replica knows, -1 for none.
+        added: The packed ids that follow it.
+        others: By place, the adapter, sampling and targets of queries that have any.
+    """
+
+    query_ids: list[int]
+    numbers: list[int]
+    known: list[int]
+    added: list[bytes]
+    others: dict[int, tuple[str | None, Any, tuple[int, ...]]]
+
+
+_NO_OTHERS: tuple[None, None, tuple[int, ...]] = (None, None, ())
+
+
+class _Finished(NamedTuple):
+    """The completions of a message, by column.
+
+    Attributes:
+        query_ids: Of each completion.
+        counts: How many of `values` are its: -1 for one that is the result itself, otherwise
+            the number of values of a `Reduced`; 0 with an error.
+        values: Of all completions; None for rows.
+        rows: The places of rows in `values`, in the order of `Answers.rows`.
+        errors: By the place of the completion.
+    """
+
+    query_ids: list[int]
+    counts: list[int]
+    values: list[Any]
+    rows: list[int]
+    errors: dict[int, Exception]
 
 
 @dataclass
@@ -54,7 +82,7 @@ class Questions:
     """A message to a replica.
 
     Attributes:
-        queries: Pickled `_Asked` tuples.
+        queries: Pickled `_Asked`, as a tuple.
         outputs: Pickled outputs of each query; None if all ask for their rows.
         aborted: Ids of queries to drop.
         forgotten: Numbers of sequences that are not named again.
@@ -70,8 +98,7 @@ class Answers(NamedTuple):
     """A message from a replica.
 
     Attributes:
-        values: Pickled `(query_id, value, error)`; a value is a place in `rows`, or another
-            value in a tuple of one.
+        values: Pickled `_Finished`, as a tuple.
         rows: Shape `(n, vocab_size)`, float32.
         statistics: The engine's.
     """
@@ -83,8 +110,8 @@ class Answers(NamedTuple):
 
 def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, bytes | None]:
     """Pack queries for a replica, which then knows their sequences by number."""
-    asked = []
-    for each in placed:
+    asked = _Asked([], [], [], [], {})
+    for place, each in enumerate(placed):
         query, context, parent = each.query, each.context, each.parent
         known, begin = -1, 0
         if replica in context.sent:
@@ -94,17 +121,18 @@ def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, bytes
         context.sent.add(replica)
         length = len(query)
         added = array("I", query.sequence.ids_from(begin)).tobytes() if begin < length else b""
-        asked.append(
-            (
-                query.query_id, context.number, known, added, query.adapter, query.sampling,
-                query.targets,
-            )
-        )  # fmt: skip
+        asked.query_ids.append(query.query_id)
+        asked.numbers.append(context.number)
+        asked.known.append(known)
+        asked.added.append(added)
+        others = (query.adapter, query.sampling, query.targets)
+        if others != _NO_OTHERS:
+            asked.others[place] = others
     outputs = [each.query.outputs for each in placed]
     packed = None
     if any(each != _ROW_ONLY for each in outputs):
         packed = _dumps(outputs)
-    return pickle.dumps(asked, pickle.HIGHEST_PROTOCOL), packed
+    return pickle.dumps(tuple(asked), pickle.HIGHEST_PROTOCOL), packed
 
 
 def _dumps(outputs: list[Any]) -> bytes:
@@ -136,8 +164,8 @@ class Sequences:
         """
         if not message.queries:
             return [], []
-        asked = pickle.loads(message.queries)  # noqa: S301 - Ray pickles all it sends
-        outputs: list[Any] = [_ROW_ONLY] * len(asked)
+        asked = _Asked(*pickle.loads(message.queries))  # noqa: S301 - Ray pickles all it sends
+        outputs: list[Any] = [_ROW_ONLY] * len(asked.query_ids)
         problem: Exception | None = None
         if message.outputs is not None:
             try:
@@ -145,15 +173,14 @@ class Sequences:
             except Exception as error:  # noqa: BLE001 - a module that is not installed here
                 problem = error
         queries = []
-        for one, wanted in zip(asked, outputs, strict=True):
-            each = _Asked(*one)
-            sequence = self._sequence(each)
+        for place, (query_id, number, known, added, wanted) in enumerate(
+            zip(*asked[:4], outputs, strict=True)
+        ):
+            adapter, sampling, targets = asked.others.get(place, _NO_OTHERS)
+            sequence = self._sequence(number, known, added, adapter)
             queries.append(
-                Query(
-                    each.query_id, sequence, each.adapter, each.sampling,
-                    outputs=wanted, targets=each.targets,
-                )
-            )  # fmt: skip
+                Query(query_id, sequence, adapter, sampling, outputs=wanted, targets=targets)
+            )
         if problem is None:
             return queries, []
         refused = EvaluationError(
@@ -166,13 +193,13 @@ class Sequences:
         """Drop a sequence; returns its adapter and itself."""
         return self._known.pop(number, None)
 
-    def _sequence(self, asked: _Asked) -> TokenSequence:
-        known = None if asked.known < 0 else self._known[asked.known][1]
-        if known is not None and not asked.added:
-            sequence = known
-        else:
-            sequence = TokenSequence(asked.added, known)
-        self._known[asked.number] = asked.adapter, sequence
+    def _sequence(
+        self, number: int, known: int, added: bytes, adapter: str | None
+    ) -> TokenSequence:
+        sequence = None if known < 0 else self._known[known][1]
+        if sequence is None or added:
+            sequence = TokenSequence(added, sequence)
+        self._known[number] = adapter, sequence
         return sequence
 
 
@@ -181,53 +208,55 @@ def packed_answers(
 ) -> Answers:
     """Pack completions: rows into one array, the rest into one pickle."""
     rows: list[torch.Tensor] = []
+    packed = _Finished([], [], [], [], {})
 
-    def place(value: Any) -> Any:
+    def add(value: Any) -> None:
         # Tensors of other shapes and dtypes are what reductions returned.
         is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         if is_tensor and value.shape == (vocab_size,):
             rows.append(value)
-            return len(rows) - 1
-        return (value,)
+            packed.rows.append(len(packed.values))
+            value = None
+        elif isinstance(value, Exception):
+            value = picklable_error(value)
+        packed.values.append(value)
 
-    packed: list[tuple[int, Any, Any]] = []
-    for query_id, result, error in finished:
+    for place, (query_id, result, error) in enumerate(finished):
+        packed.query_ids.append(query_id)
         if error is not None:
-            packed.append((query_id, None, picklable_error(error)))
+            packed.counts.append(0)
+            packed.errors[place] = picklable_error(error)
         elif type(result) is Reduced:
-            values = [
-                (picklable_error(one),) if isinstance(one, Exception) else place(one)
-                for one in result.values
-            ]
-            packed.append((query_id, values, None))
+            packed.counts.append(len(result.values))
+            for value in result.values:
+                add(value)
         else:
-            packed.append((query_id, place(result), None))
+            packed.counts.append(-1)
+            add(result)
     stacked: _Rows | None = None
     if rows:
         stacked = torch.stack([row.detach() for row in rows]).cpu().numpy()
-    return Answers(_tensors_as_arrays(packed), stacked, statistics)
+    return Answers(_tensors_as_arrays(tuple(packed)), stacked, statistics)
 
 
 def completions(answers: Answers) -> list[Completion]:
     """Unpack completions; each row is a copy, which its receiver owns."""
-    rows = answers.rows
-
-    def value_of(packed: Any) -> Any:
-        if isinstance(packed, tuple):
-            return packed[0]
-        assert rows is not None  # noqa: S101 - a place in them
-        row = torch.empty(rows.shape[1])
-        row.numpy()[:] = rows[packed]
-        return row
-
+    packed = _Finished(*pickle.loads(answers.values))  # noqa: S301
+    values, begin = packed.values, 0
+    for index, place in enumerate(packed.rows):
+        assert answers.rows is not None  # noqa: S101 - there are rows
+        values[place] = row = torch.empty(answers.rows.shape[1])
+        row.numpy()[:] = answers.rows[index]
     found = []
-    for query_id, packed, error in pickle.loads(answers.values):  # noqa: S301
+    for place, (query_id, count) in enumerate(
+        zip(packed.query_ids, packed.counts, strict=True)
+    ):
         result: Any = None
-        if isinstance(packed, list):
-            result = Reduced(tuple(map(value_of, packed)))
-        elif error is None:
-            result = value_of(packed)
-        found.append(Completion(query_id, result, error))
+        if count < 0:
+            result, begin = values[begin], begin + 1
+        elif place not in packed.errors:
+            result, begin = Reduced(tuple(values[begin : begin + count])), begin + count
+        found.append(Completion(query_id, result, packed.errors.get(place)))
     return found
 
 

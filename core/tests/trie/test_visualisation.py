@@ -55,6 +55,11 @@ def test_symbols_without_a_branch_share_a_line_as_the_text_they_are() -> None:
     ]
 
 
+def test_integers_that_are_no_bytes_are_shown_as_numbers() -> None:
+    trie = TokenCharacterTrie([(256, 97), (-1,)])
+    assert text(trie)[1::2] == ["├─ 256a  1", "└─ -1  1"]
+
+
 def test_symbols_of_other_weights_keep_their_lines() -> None:
     trie = trie_of(b"abc")
     ws = trie.weight_sum([1.0])

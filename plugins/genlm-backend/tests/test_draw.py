@@ -194,7 +194,9 @@ def test_rows_are_not_changed():
         lambda: logp_at(torch.zeros(2, 5), 0),
     ],
 )
-def test_a_wrong_row_fails_its_own_caller_alone(wrong):
+@pytest.mark.parametrize("method", DRAW_METHODS)
+def test_a_wrong_row_fails_its_own_caller_alone(wrong, method):
+    set_draw_method(method)
     row = rows(1)[0]
     found = gathered(
         lambda: draw_from(row),

@@ -111,25 +111,68 @@ def test_a_vllm_model_gives_the_unbatched_rows_by_name_and_by_object(tokenizer, 
 )
 def test_a_share_of_all_memory_is_not_asked_for_again_on_a_cpu(device, given, expected):
     """vLLM would refuse to start where other processes, or its own files, take too much."""
-    config = SimpleNamespace(
+    recipe = recipe_of(vllm_config(device, given))
+    sizes = {name for name in recipe.engine_opts if "memory" in name}
+    assert {name: recipe.engine_opts[name] for name in sizes} == expected
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("revision", "v1"),
+        ("tokenizer", "elsewhere"),
+        ("trust_remote_code", True),
+        ("quantization", "fp8"),
+        ("hf_overrides", {"rope_theta": 5.0}),
+    ],
+)
+def test_the_model_that_is_loaded_again_is_the_same(attribute, value):
+    config = vllm_config("cpu", 2**24)
+    setattr(config.model_config, attribute, value)
+    assert recipe_of(config).engine_opts[attribute] == value
+
+
+def test_settings_of_cache_and_weights_are_kept():
+    config = vllm_config("cpu", 2**24)
+    config.cache_config.cache_dtype, config.load_config.load_format = "fp8", "dummy"
+    options = recipe_of(config).engine_opts
+    assert (options["kv_cache_dtype"], options["load_format"]) == ("fp8", "dummy")
+
+
+def vllm_config(device, cache_bytes):
+    return SimpleNamespace(
         model_config=SimpleNamespace(
-            model="m", dtype=torch.float32, max_model_len=48, enforce_eager=True
+            model="m",
+            dtype=torch.float32,
+            max_model_len=48,
+            enforce_eager=True,
+            revision=None,
+            code_revision=None,
+            tokenizer="m",
+            tokenizer_revision=None,
+            tokenizer_mode="auto",
+            trust_remote_code=False,
+            quantization=None,
+            hf_overrides={},
         ),
         cache_config=SimpleNamespace(
             gpu_memory_utilization=0.05,
-            kv_cache_memory_bytes=given,
+            kv_cache_memory_bytes=cache_bytes,
             enable_prefix_caching=True,
+            cache_dtype="auto",
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         device_config=SimpleNamespace(device_type=device),
+        load_config=SimpleNamespace(load_format="auto"),
         lora_config=None,
     )
+
+
+def recipe_of(config):
     ended = SimpleNamespace(shutdown=lambda: None)
     with pytest.warns(DeprecationWarning, match=r"use AsyncVirtualLM\.from_name"):
-        recipe = recipe_of_vllm(SimpleNamespace(vllm_config=config, engine_core=ended))
-    sizes = {name for name in recipe.engine_opts if "memory" in name}
-    assert {name: recipe.engine_opts[name] for name in sizes} == expected
+        return recipe_of_vllm(SimpleNamespace(vllm_config=config, engine_core=ended))
 
 
 def test_the_capture_of_older_versions_keeps_the_last_batch():

@@ -176,6 +176,21 @@ def test_a_query_gets_the_logits_after_each_of_its_tokens(llm, model):
     assert llm.queries == []
 
 
+def test_a_model_with_another_adapter_has_a_queue_of_its_own(llm, model):
+    async def main():
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(3)]
+        llm.add_query(RED, futures[0], None)
+        bound = llm.with_lora(None)
+        bound.add_query(BLUE, futures[1], None)
+        await asyncio.wait_for(asyncio.gather(*futures[:2]), 60)
+        bound.add_query([7], futures[2], None)
+        return [each[-1] for each in await asyncio.wait_for(asyncio.gather(*futures), 60)]
+
+    for row, ids in zip(asyncio.run(main()), (RED, BLUE, [7]), strict=True):
+        assert_right(row, model, ids)
+
+
 def test_queries_can_be_let_go_at_once(llm, model):
     async def main():
         future = asyncio.get_running_loop().create_future()

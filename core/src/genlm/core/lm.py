@@ -446,7 +446,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """The adapter of requests that name none, None for the base model."""
         return self._requests.default_lora
 
-    def with_lora(self, lora_name: str | None) -> AsyncLM:
+    def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter, None for the base model.
 
         Both share the engine, the caches and the counters, and their requests can be in

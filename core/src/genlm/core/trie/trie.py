@@ -59,9 +59,9 @@ class TokenCharacterTrie(TrieMappings):
 
     Raises:
         MissingRequirementError: `compiled` is True and numba cannot be imported.
-        VocabularyError: `decode` is not a vocabulary, or is empty; an item has no symbols,
-            or occurs twice (tokens with equal bytes are the same item only if their ids are
-            equal).
+        VocabularyError: `decode` is not a vocabulary, or is empty; an item cannot be
+            iterated, or occurs twice (tokens with equal bytes are the same item only if their
+            ids are equal).
     """
 
     def __init__(self, decode: Any, *, compiled: bool | None = None) -> None:

@@ -183,12 +183,16 @@ def _edge(shown: VisibleNode) -> str:
 def _readable(symbols: Sequence[Any]) -> str:
     """Format symbols as text: bytes as UTF-8 or escaped, other objects as strings."""
     text = ""
-    for are_bytes, run in itertools.groupby(symbols, lambda symbol: isinstance(symbol, int)):
+    for are_bytes, run in itertools.groupby(symbols, _is_byte):
         if are_bytes:
             text += bytes(run).decode(errors="backslashreplace")
         else:
             text += "".join(map(str, run))
     return "".join(map(_visible, text))
+
+
+def _is_byte(symbol: Any) -> bool:
+    return isinstance(symbol, int) and 0 <= symbol < 256
 
 
 def _visible(character: str) -> str:

@@ -275,7 +275,9 @@ def _draws(batch: list[_Call]) -> list[Any]:
     totals = rows.logsumexp(-1)
     empty = totals.isneginf()
     logps = rows.sub_(totals.masked_fill(empty, 0.0).unsqueeze(-1))
-    index = torch.as_tensor(_chosen["picker"](logps), device=rows.device).reshape(len(batch))
+    # A method may refuse all rows for one that is not a distribution, which fails below.
+    possible = torch.where((totals < math.inf).unsqueeze(-1), logps, 0.0)
+    index = torch.as_tensor(_chosen["picker"](possible), device=rows.device).reshape(len(batch))
     logp = logps.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     logw = totals.clone()
     for place, call in enumerate(batch):

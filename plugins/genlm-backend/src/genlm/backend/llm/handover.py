@@ -18,9 +18,15 @@ _SGLANG_OPTIONS = (
     *("dtype", "device", "quantization", "revision", "trust_remote_code", "load_format"),
     *("context_length", "kv_cache_dtype", "mem_fraction_static", "max_total_tokens"),
     *("max_running_requests", "chunked_prefill_size", "page_size", "disable_radix_cache"),
-    *("attention_backend", "sampling_backend", "disable_cuda_graph"),
+    *("attention_backend", "sampling_backend", "disable_cuda_graph", "tokenizer_path"),
 )
 """Settings of an SGLang scheduler that its successor gets too."""
+
+_VLLM_MODEL_OPTIONS = (
+    *("revision", "code_revision", "tokenizer", "tokenizer_revision", "tokenizer_mode"),
+    *("trust_remote_code", "quantization", "hf_overrides"),
+)
+"""Attributes of vLLM's `ModelConfig` that are options of the same name."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,12 @@ def recipe_of_vllm(llm: Any) -> Recipe:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
     }
+    options |= {name: getattr(model, name) for name in _VLLM_MODEL_OPTIONS}
+    options |= {
+        "kv_cache_dtype": cache.cache_dtype,
+        "load_format": config.load_config.load_format,
+    }
+    options = {name: value for name, value in options.items() if value not in (None, {})}
     if cache.kv_cache_memory_bytes is not None:
         options["kv_cache_memory_bytes"] = cache.kv_cache_memory_bytes
     elif config.device_config.device_type != "cpu":

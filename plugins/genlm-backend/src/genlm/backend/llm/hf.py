@@ -189,8 +189,15 @@ class AsyncTransformer(ServedLM):
         super().remove_lora(lora_name)
         self._forget_kept(lora_name)
 
+    def with_lora(self, lora_name: str | None) -> Self:
+        """Return this model with another default adapter, and a queue of its own."""
+        bound = super().with_lora(lora_name)
+        bound.queries = []
+        return bound
+
     def _forget_kept(self, lora_name: str) -> None:
-        self._kept = {kept for kept in self._kept if kept[0] != lora_name}
+        # In place: `with_lora` shares it, as it shares the engine's prefixes.
+        self._kept.difference_update([kept for kept in self._kept if kept[0] == lora_name])
 
     def clear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps, if any."""

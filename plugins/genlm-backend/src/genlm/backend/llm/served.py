@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -21,7 +21,7 @@ from genlm.backend.llm.base import AsyncLM
 from genlm.backend.tokenization import Token
 from genlm.backend.tokenization.token import published_tokens
 from genlm.backend.tokenization.vocab import bytes_to_strs
-from genlm.plugin import Completion, Engine, get_backend
+from genlm.plugin import Completion, Engine, Reduced, get_backend
 
 if TYPE_CHECKING:
     from genlm.core.validation import Integers, TokenBatch, TokenIds
@@ -181,7 +181,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         _warn_of_state("clear_lora")
         super().clear_lora()
 
-    def with_lora(self, lora_name: str | None) -> genlm.AsyncLM:
+    def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
         return super().with_lora(self._known(lora_name))
 
@@ -232,11 +232,19 @@ def with_rows_on_cpu(engine: Any) -> Any:
 
     def step_to_cpu() -> Iterable[Completion]:
         for answer in step():
-            is_row = isinstance(answer.result, torch.Tensor)
-            yield answer._replace(result=answer.result.cpu()) if is_row else answer
+            result = answer.result
+            if isinstance(result, torch.Tensor):
+                result = result.cpu()
+            elif isinstance(result, Reduced):  # a row may be among the values
+                result = Reduced(tuple(map(_on_cpu, result.values)))
+            yield answer._replace(result=result)
 
     engine.step = step_to_cpu
     return engine
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def output_cache(cache_size: int, cache_opts: dict[str, Any] | None) -> OutputCache:

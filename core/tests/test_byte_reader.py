@@ -150,3 +150,14 @@ def test_a_reader_that_was_not_started_says_so(llm):
 def test_a_beam_without_room_is_refused(llm):
     with pytest.raises(ValueError, match="width=0"):
         genlm.ByteReader(llm, width=0)
+
+
+def test_text_is_refused():
+    async def main():
+        with genlm.AsyncLM(RandomEngine) as llm:
+            reader = genlm.ByteReader(llm)
+            await reader.start([1])
+            with pytest.raises(TypeError, match="expected bytes, such as b'The'; found 'ab'"):
+                await reader.read("ab")
+
+    asyncio.run(main())

@@ -173,7 +173,11 @@ def test_a_misspelt_option_is_recognised(written: str, meant: str) -> None:
     [
         ({"device_map": "auto"}, "Pass lib_opts={'device_map': 'auto'}"),
         ({"load_in_8bit": True}, "Pass bits_opts={'load_in_8bit': True}"),
-        ({"revision": "main"}, "Pass lib_opts={'revision': 'main'}"),
+        (
+            {"revision": "main"},
+            "If it is an option of the engine's library, pass lib_opts={'revision': 'main'}",
+        ),
+        ({"cache_size": 1}, "Pass output_cache=genlm.OutputCache(...)"),
         ({"devise": "cpu"}, "Did you mean 'device'?"),
         ({"tokenizer": 1}, "tokenizer= goes with a model object; a folder has its own"),
     ],

@@ -96,7 +96,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ([-1], TokenIdError, "token id -1 at position 0 of a mask"),
     ("ab", TokenTypeError, "a mask must be"),
     ([0.5], TokenTypeError, "a mask must be"),
-    ({1, 2}, TokenTypeError, "a mask must be"),
+    ({0.5}, TokenTypeError, "a mask must be booleans, one for each token, or token ids"),
     (3, TokenTypeError, "a mask must be"),
 ]
 

@@ -82,16 +82,22 @@ def test_a_difference_has_the_counts_between_and_the_sizes_of_now() -> None:
         batch_sizes={40: 24, 37: 2, 2: 1},
         pending=0,
         cache_entries=7,
-        engine={"tokens_evaluated": 1100, "tokens_computed": 300, "path": "c"},
+        engine={"tokens_evaluated": 1100, "tokens_computed": 300, "path": "c"}
+        | {"forwards": 9, "replica 1: forwards": 5, "contexts_resident": 4},
     )
-    between = later - BUSY
+    earlier = {"forwards": 2, "replica 1: forwards": 4, "contexts_resident": 3}
+    between = later - replace(BUSY, engine=BUSY.engine | earlier)
     assert (between.requests, between.answered, between.seconds) == (1000, 0, 2.0)
     assert between.requests_per_s == 500
     assert between.mean_queue_s == 0.1
     assert between.batch_sizes == {37: 1, 2: 1}
     assert between.mean_batch_size == 39 / 2
     assert (between.pending, between.cache_entries) == (0, 7)
-    assert between.engine == {"tokens_evaluated": 100, "tokens_computed": 50, "path": "c"}
+    assert between.engine == {"tokens_evaluated": 100, "tokens_computed": 50, "path": "c"} | {
+        "forwards": 7,
+        "replica 1: forwards": 1,
+        "contexts_resident": 4,
+    }
     assert between.tokens_reused_ratio == 0.5
     with pytest.raises(TypeError):
         later - 3  # type: ignore[operator]

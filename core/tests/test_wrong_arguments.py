@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +81,60 @@ def test_of_batches(llm: AsyncLM, found: Any) -> None:
     for ask in (llm.batch_next_token_logprobs, lambda prompts: llm.batch_sample(prompts, 2)):
         with pytest.raises(TypeError, match=message):
             asyncio.run(ask(found))
+
+
+def test_of_one_sequence_where_several_are_expected(llm: AsyncLM) -> None:
+    message = r"such as \[\[1, 2\], \[3\]\]; found one, \[1, 2, 3\]: pass \[ids\]"
+    with pytest.raises(genlm.TokenTypeError, match=message):
+        llm.batch_next_token_logprobs_sync([1, 2, 3])  # type: ignore[arg-type]
+    with pytest.raises(genlm.TokenTypeError, match=message):
+        llm.batch_draw_sync([1, 2, 3])  # type: ignore[arg-type]
+
+
+def test_of_results_that_have_ids(llm: AsyncLM) -> None:
+    context = llm.context([1, 2])
+    drawn = llm.draw_sync(context, seed=1)
+    for ask in (context.extend, llm.next_token_logprobs_sync, lambda one: llm.decode([one])):
+        with pytest.raises(genlm.TokenTypeError, match=r"pass its token_id$"):
+            ask(drawn)
+    with pytest.raises(genlm.TokenTypeError, match=r"pass its token_ids$"):
+        context.extend(llm.top_k_sync(context, 2))  # type: ignore[arg-type]
+
+
+def test_of_one_mask_for_several_contexts(llm: AsyncLM) -> None:
+    contexts = [[1, 2], [3]]
+    size = llm.vocabulary.size
+    for mask in (
+        genlm.Mask([1], size),
+        np.ones(size, bool),
+        torch.ones(size, dtype=torch.bool),
+    ):
+        for ask in (llm.batch_draw_sync, llm.batch_log_mass_sync):
+            with pytest.raises(
+                ValueError, match=r"one mask for 2 contexts; pass \[mask\] \* 2"
+            ):
+                ask(contexts, mask)
+
+
+def test_of_conditions_of_masks(llm: AsyncLM) -> None:
+    with pytest.raises(TypeError, match="It gets bytes: write b'e' in token, not 'e' in token"):
+        llm.vocabulary.mask(lambda text: "e" in text)  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"a function of a token's bytes, .*; found str 'abc'"):
+        llm.vocabulary.mask("abc")  # type: ignore[arg-type]
+
+
+def test_of_text_where_bytes_are_expected() -> None:
+    trie = TokenCharacterTrie([b"the", b"to"])
+    for find in (trie.node_of, trie.path):
+        with pytest.raises(TypeError, match=r"symbols of this trie are bytes: pass b'th'"):
+            find("th")
+    assert TokenCharacterTrie(["the", "to"]).node_of("th") is not None
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_of_models_that_are_copied(llm: AsyncLM, copied: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be pickled or copied; load it in each process"):
+        copied(llm)
 
 
 def test_of_adapters(llm: AsyncLM) -> None:

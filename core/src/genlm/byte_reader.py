@@ -123,10 +123,13 @@ class ByteReader:
         """Advance by these bytes.
 
         Raises:
+            TypeError: `text` is not `bytes`.
             ValueError: No hypothesis can be continued with one of the bytes; the reader has
                 read those before it. A wider beam may have one.
             RuntimeError: `start` was not awaited.
         """
+        if not isinstance(text, (bytes, bytearray)):
+            raise TypeError(f"expected bytes, such as b'The'; found {text!r}")
         for byte in text:
             probability = self.probabilities()[byte]
             beam: list[_Hypothesis] = []

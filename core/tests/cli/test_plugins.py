@@ -5,6 +5,10 @@ import os
 
 import pytest
 from programs import run_code
+from typer.testing import CliRunner
+
+from genlm.cli import app
+from genlm.core.plugins.registry import PUBLISHED
 
 PLUGINS = {
     "broken": "raise OSError('no disk')",
@@ -156,3 +160,9 @@ def test_a_plugin_whose_library_is_missing_is_described_too(environment):
 def test_an_unknown_plugin_is_answered_with_the_nearest(environment):
     done = run(environment, "plugins", "fin", status=1)
     assert "Did you mean 'fine'?" in done.stderr
+
+
+def test_published_plugins_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setitem(PUBLISHED, "absent", ("engine", "genlm-absent"))
+    done = CliRunner().invoke(app, ["plugins"])
+    assert "\nnot installed: absent; `genlm plugins NAME` says how to get one" in done.stdout

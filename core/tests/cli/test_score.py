@@ -157,3 +157,14 @@ def test_engines_without_a_tokenizer_score_what_follows_the_first_token() -> Non
     assert "line 2: 'b' has no token to score" in " ".join(wrong.output.split())
     wrong = score("-", stdin="abc\nbd\n")
     assert "line 2: no tokens of the vocabulary" in " ".join(wrong.output.split())
+
+
+@pytest.mark.parametrize("command", ["score", "bench"])
+def test_wrong_options_are_one_line(command: str) -> None:
+    asked = ["score", "-", "--backend"] if command == "score" else ["bench"]
+    asked += ["reference", "--options", '{"dtyp": "bf16"}']
+    done = CliRunner().invoke(app, asked, input="a", env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert (
+        "Invalid value for --options: backend 'reference' takes no option 'dtyp'" in done.stderr
+    )

@@ -187,6 +187,7 @@ def test_pieces_of_any_size_give_the_same(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genlm_vllm.scores._VALUES", 300 * 7)
+    monkeypatch.setattr("genlm_vllm.scores._LEAST_POSITIONS", 1)
     monkeypatch.setattr("genlm_vllm.scores._VALUES_IN_CACHE", 300 * 3)
     for text, start in texts_of(tiny):
         [found] = finish(engine, [score(engine, text, start)])

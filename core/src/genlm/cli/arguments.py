@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from genlm.core.dtypes import dtype_name
+from genlm.core.errors import GenlmError
 from genlm.core.plugins import list_backends
 from genlm.core.plugins.spec import Kind
 
-__all__ = ["EngineOption", "ModelOption", "backends", "checked_dtype", "checked_options"]
+if TYPE_CHECKING:
+    from genlm.core.lm import AsyncLM
+
+__all__ = [
+    "EngineOption",
+    "ModelOption",
+    "backends",
+    "checked_dtype",
+    "checked_options",
+    "load",
+]
 
 
 def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
@@ -56,3 +67,15 @@ def checked_options(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--options")
     return found
+
+
+def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
+    """Load a model with options that the user gave as `--options`."""
+    from genlm.core.lm import load_model  # imports torch
+
+    try:
+        return load_model(model, backend, **options)
+    except GenlmError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--options") from error

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import backends, checked_options
+from genlm.cli.arguments import backends, checked_options, load
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
 from genlm.core.errors import MissingRequirementError
 
@@ -108,13 +108,12 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
     from genlm.cli.comparison.engine_run import device_memory, peak_memory
     from genlm.cli.env import environment
     from genlm.core.cache import OutputCache
-    from genlm.core.lm import load_model
 
     terminal = Console(stderr=True)
     common = {"output_cache": OutputCache(0), "progress": terminal.is_terminal}
     began = time.perf_counter()
     with (
-        load_model(model, backend, **{**common, **options}) as llm,
+        load(model, backend, {**common, **options}) as llm,
         Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
     ):
         load_s = time.perf_counter() - began

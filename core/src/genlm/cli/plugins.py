@@ -55,6 +55,9 @@ def plugins(
         console = Console(width=_PIPE_WIDTH)
     if name is None:
         console.print(_table(backends))
+        if absent := sorted(PUBLISHED.keys() - {info.name for info in backends}):
+            names = ", ".join(absent)
+            console.print(f"\nnot installed: {names}; `genlm plugins NAME` says how to get one")
         return
     for info in backends:
         _print(info, console)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import EngineOption, ModelOption, checked_options
+from genlm.cli.arguments import EngineOption, ModelOption, checked_options, load
 from genlm.cli.text_file import LineOfText, bad_file, texts_of
 from genlm.core.errors import GenlmError
 
@@ -100,14 +100,12 @@ def score(
     ),
 ) -> None:
     """Score texts: sums of log-probabilities, perplexities, bits per byte."""
-    from genlm.core.lm import load_model
-
     chosen = checked_options(options)
     texts = texts_of(file, form)
     if output not in (None, "-"):
         _require_writable(Path(output))
     terminal = Console(stderr=True)
-    with load_model(model, backend, **{"progress": terminal.is_terminal, **chosen}) as llm:
+    with load(model, backend, {"progress": terminal.is_terminal, **chosen}) as llm:
         encoded = _encoded(llm, texts)
         found = llm.batch_score_sync(
             [each.ids for each in encoded],

@@ -134,18 +134,22 @@ class TokenTypeError(QueryError, TypeError):
     Attributes:
         found: What was found, in words.
         argument: What they were given as.
+        expected: What they must be.
     """
 
-    def __init__(self, found: str, argument: str = "token ids") -> None:
-        super().__init__(found, argument)
+    def __init__(
+        self,
+        found: str,
+        argument: str = "token ids",
+        expected: str = "a flat sequence of integers (list, tuple, numpy or torch)",
+    ) -> None:
+        super().__init__(found, argument, expected)
         self.found = found
         self.argument = argument
+        self.expected = expected
 
     def __str__(self) -> str:
-        return (
-            f"{self.argument} must be a flat sequence of integers (list, tuple, numpy or "
-            f"torch); found {self.found}"
-        )
+        return f"{self.argument} must be {self.expected}; found {self.found}"
 
 
 class UnknownAdapterError(QueryError, LookupError):

@@ -458,9 +458,10 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         if lora_name is not None:
             self._adapters.engine_name(lora_name)
-        bound = copy.copy(self)
-        bound._requests = copy.copy(self._requests)  # noqa: SLF001 - a copy of this object
-        bound._requests.default_lora = lora_name  # noqa: SLF001
+        bound = object.__new__(type(self))
+        vars(bound).update(vars(self))
+        bound._requests = copy.copy(self._requests)
+        bound._requests.default_lora = lora_name
         return bound
 
     def set_lora(self, lora_name: str = "lora_1") -> None:
@@ -544,6 +545,12 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         self._scheduler.close()
         drop_results(self._cache, self._model)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a loaded model cannot be pickled or copied; load it in each process, or share one "
+            "between processes with genlm-ray"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -174,13 +174,19 @@ def _advice(build: object, name: str, value: object, known: Sequence[str]) -> st
     """
     if name == "tokenizer":
         return ". tokenizer= goes with a model object; a folder has its own"
+    if name in {"cache_size", "cache_opts"}:  # of genlm-backend
+        return ". Pass output_cache=genlm.OutputCache(...)"
     homes: Mapping[str, str] = getattr(build, "option_homes", {})
     home = next((homes[each] for each in homes if each and name.startswith(each)), None)
     close = difflib.get_close_matches(name, known, 1) if home is None else []
     if close:
         return f". Did you mean {close[0]!r}?"
-    home = homes.get("") if home is None else home
-    if home is None:
+    if home is None and (name.endswith("_opts") or "" not in homes):
         return ""
+    if home is None:
+        home = homes[""]
+        return (
+            f". If it is an option of the engine's library, pass {home}={{{name!r}: {value!r}}}"
+        )
     passed = f"{{{name!r}: {value!r}}}" if home.endswith("opts") else repr(value)
     return f". Pass {home}={passed}"

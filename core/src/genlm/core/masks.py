@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from genlm.core.errors import TokenIdError
+from genlm.core.errors import TokenIdError, TokenTypeError
 from genlm.core.validation import checked_integers
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ __all__ = ["Mask", "unpacked"]
 
 _Words = np.ndarray[Any, np.dtype[np.uint8]]
 
+_FORMS = (
+    "booleans, one for each token, or token ids, or int32 words of packed bits "
+    "(llm.vocabulary.mask(condition) makes one)"
+)
+
 
 class Mask:
     """A set of token ids of a vocabulary: immutable, hashable, one bit for each id.
@@ -30,7 +35,8 @@ class Mask:
     Args:
         allowed: One of
             - booleans, one for each id of the vocabulary: a list, numpy or torch;
-            - ids: a list or tuple of integers, or an array of any integer type but 32 bits;
+            - ids: a list, tuple or set of integers, or an array of any integer type but 32
+              bits;
             - packed bits: an int32 array of shape `(ceil(vocab_size / 32),)`, id i in bit
               `i % 32` of word `i // 32`, as a row of xgrammar's and llguidance's bitmasks;
             - a `Mask`.
@@ -133,7 +139,12 @@ def _packed(allowed: Any, size: int) -> _Words:
         bits = np.ascontiguousarray(values).astype("<i4").view(np.uint8)
         unpacked = np.unpackbits(bits, count=size, bitorder="little")  # drops bits beyond
         return np.packbits(unpacked, bitorder="little")
-    ids = np.asarray(checked_integers(values, "a mask"), dtype=np.int64)
+    if isinstance(values, (set, frozenset)):
+        values = list(values)
+    try:
+        ids = np.asarray(checked_integers(values), dtype=np.int64)
+    except TokenTypeError as error:
+        raise TokenTypeError(error.found, "a mask", _FORMS) from None
     outside = np.flatnonzero((ids < 0) | (ids >= size))
     if len(outside):
         position = int(outside[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["ReductionMethods"]
+
+T = TypeVar("T")
 
 
 class ReductionMethods:
@@ -269,7 +271,8 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context."""
-        wanted = [LogMass(self._mask(mask)) for mask in masks]
+        contexts = list(checked_batch(contexts))
+        wanted = [LogMass(self._mask(mask)) for mask in _listed(masks, len(contexts))]
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
     def log_mass_sync(
@@ -288,7 +291,8 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context and wait."""
-        wanted = [LogMass(self._mask(mask)) for mask in masks]
+        contexts = list(checked_batch(contexts))
+        wanted = [LogMass(self._mask(mask)) for mask in _listed(masks, len(contexts))]
         return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
 
     def _mask(self, allowed: MaskLike) -> Mask:
@@ -412,8 +416,8 @@ class ReductionMethods:
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
         top_k, share = checked_top_k(top_k, self.vocabulary.size), checked_share(top_p)
-        allowed = [None] * count if masks is None else [self._allowed(mask) for mask in masks]
-        _check_count("masks", allowed, count)
+        listed = [None] * count if masks is None else _listed(masks, count)
+        allowed = [self._allowed(mask) for mask in listed]
         uniforms = _uniforms(contexts, seed)
         return [
             Draw(uniform, temperature, mask, top_k, share, is_reproducible=seed is not None)
@@ -442,6 +446,15 @@ def _uniforms(
         stream_uniform(each, len(context) if hasattr(context, "__len__") else 0)
         for each, context in zip(seeds, contexts, strict=True)
     ]
+
+
+def _listed(masks: Sequence[T], count: int) -> list[T]:
+    """Check that there is a mask for each context."""
+    if isinstance(cast("object", masks), Mask) or getattr(masks, "ndim", 2) == 1:
+        raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
+    listed = list(masks)
+    _check_count("masks", listed, count)
+    return listed
 
 
 def _check_count(what: str, found: Sequence[object], count: int) -> None:

@@ -16,7 +16,12 @@ __all__ = ["RequestCounters", "SchedulerStatistics", "Statistics"]
 _NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
 """Fields that do not add up over time: a difference of two snapshots keeps the later value."""
 
-_COUNTED_BY_ENGINES = ("tokens_evaluated", "tokens_computed", "tokens_drawn")
+_COUNTED_BY_ENGINES = {
+    *("tokens_evaluated", "tokens_computed", "tokens_drawn", "tokens_evicted"),
+    *("tokens_recomputed", "targets_scored", "forwards", "steps", "batches", "rows"),
+    *("sequences_evicted", "contexts_continued", "contexts_ended", "contexts_without_cache"),
+}
+"""Names of engines' statistics that add up over time, also after a replica's name."""
 
 
 class RequestCounters:
@@ -161,9 +166,10 @@ class Statistics(SchedulerStatistics):
             if count != before.batch_sizes.get(size, 0)
         }
         engine = dict(self.engine)
-        for name in _COUNTED_BY_ENGINES:
-            now, then = engine.get(name), before.engine.get(name)
-            if isinstance(now, (int, float)) and isinstance(then, (int, float)):
+        for name, now in self.engine.items():
+            then = before.engine.get(name)
+            is_count = name.rpartition(": ")[2] in _COUNTED_BY_ENGINES
+            if is_count and isinstance(now, (int, float)) and isinstance(then, (int, float)):
                 engine[name] = now - then
         return replace(self, **differences, batch_sizes=sizes, engine=engine)
 

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -248,11 +248,19 @@ def checked_batch(sequences: TokenBatch) -> Iterable[TokenIds]:
 
     Raises:
         TypeError: It cannot be iterated.
+        TokenTypeError: It is one sequence of token ids.
     """
     if hasattr(sequences, "input_ids"):
         raise TypeError(
             f"expected several sequences of token ids; found {type(sequences).__name__}: pass "
             f"its input_ids as lists without padding, or [llm.encode(text) for text in texts]"
+        )
+    is_list = isinstance(sequences, (list, tuple)) and len(sequences) > 1
+    if is_list and isinstance(cast("Sequence[object]", sequences)[0], int):
+        raise TokenTypeError(
+            f"one, {_shortened(sequences)}: pass [ids], or call the method without `batch`",
+            "a batch",
+            "several sequences of token ids, such as [[1, 2], [3]]",
         )
     if not isinstance(sequences, Iterable):
         raise TypeError(
@@ -362,7 +370,9 @@ def _outside(ids: tuple[int, ...], vocab_size: int, argument: str = "") -> Token
 
 
 def _no_sequence(values: object) -> str:
-    hint = "; llm.encode makes ids of text" if isinstance(values, str) else ""
+    hint = (
+        "; llm.encode makes ids of text" if isinstance(values, str) else _id_attribute(values)
+    )
     if hasattr(values, "input_ids"):
         return f"{type(values).__name__}; pass its input_ids, or llm.encode(text)"
     if hasattr(values, "ids"):
@@ -372,12 +382,24 @@ def _no_sequence(values: object) -> str:
     return f"{type(values).__name__} {_shortened(values)}{hint}"
 
 
+def _id_attribute(value: object) -> str:
+    """Say which attribute of an object, such as a draw, has the ids."""
+    for name in ("token_id", "token_ids"):
+        if hasattr(value, name):
+            return f"; pass its {name}"
+    return ""
+
+
 def _first_wrong(values: Any) -> str:
+    if hint := _id_attribute(values):
+        return f"{type(values).__name__} {_shortened(values)}{hint}"
     if not isinstance(values, Iterable):
         return f"a single {type(values).__name__}, {_shortened(values)}"
     position, value = next(pair for pair in enumerate(values) if not _is_integer(pair[1]))
     found = f"{type(value).__name__} {_shortened(value)} at position {position}"
-    if isinstance(value, (list, tuple)):
+    if hint := _id_attribute(value):
+        found += hint
+    elif isinstance(value, (list, tuple)):
         found += "; methods with `batch` in their name take several sequences"
     return found
 

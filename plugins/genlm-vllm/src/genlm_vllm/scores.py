@@ -26,11 +26,15 @@ __all__ = ["SCORES", "SCORE_BUFFER", "ScoreBuffer", "ScoreTargets", "Span", "sta
 SCORES = "genlm_scores"
 """Key in `SamplingParams.extra_args`."""
 
-_VALUES = 2**24
-"""Most logits that are computed at once: 64 MiB in float32, however long the texts are.
-With the largest vocabularies each piece reads the output embedding once for 128 positions."""
+_VALUES = 2**22
+"""Logits that are computed at once, however long the texts are: 16 MiB in float32, memory that
+the allocator keeps. The kernel gives larger blocks page by page, anew for each piece."""
 
-_VALUES_IN_CACHE = 2**20
+_LEAST_POSITIONS = 128
+"""Positions that are computed at once although they have more logits than that, because each
+piece reads the whole output embedding."""
+
+_VALUES_IN_CACHE = 2**18
 """Most logits that are normalised at once on a CPU, so that they stay in its caches."""
 
 PackedScores = tuple[bytes, bytes]
@@ -230,7 +234,7 @@ def _score(
     targets = torch.tensor(
         [request.targets[i] for request, places, _ in wanted for i in places], device=device
     )
-    size = max(1, _VALUES // ROW_BUFFER.ids.size)
+    size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
     parts = []
     pieces = zip(torch.split(rows, size), torch.split(targets, size), strict=True)
     for part, ids in pieces:

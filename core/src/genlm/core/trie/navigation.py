@@ -96,7 +96,13 @@ class Navigation:
         return children[place]
 
     def path(self, prefix: Iterable[Any]) -> list[int]:
-        """The nodes from the root along a prefix, up to the longest prefix that exists."""
+        """The nodes from the root along a prefix, up to the longest prefix that exists.
+
+        Raises:
+            TypeError: A `str` for a trie of bytes.
+        """
+        if isinstance(prefix, str) and not self.symbol_objects:
+            raise TypeError(f"the symbols of this trie are bytes: pass {prefix.encode()!r}")
         node: int | None = self.root
         nodes = [self.root]
         for symbol in prefix:
@@ -111,8 +117,11 @@ class Navigation:
 
         Args:
             prefix: Bytes or an iterable of symbols.
+
+        Raises:
+            TypeError: A `str` for a trie of bytes.
         """
-        symbols = list(prefix)
+        symbols = prefix if isinstance(prefix, (bytes, str)) else list(prefix)
         nodes = self.path(symbols)
         return nodes[-1] if len(nodes) == len(symbols) + 1 else None
 

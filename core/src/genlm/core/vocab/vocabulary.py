@@ -131,12 +131,26 @@ class Vocabulary:
         Returns:
             Bools, shape `(size,)`, on the CPU, the caller's. False for special tokens and for
             ids without a token.
+
+        Raises:
+            TypeError: `predicate` is not a function, or does not take `bytes`.
         """
         import torch
 
+        if not callable(predicate):
+            raise TypeError(
+                f"expected a function of a token's bytes, such as bytes.isdigit; found "
+                f"{type(predicate).__name__} {predicate!r}"
+            )
         found = torch.zeros(self.size, dtype=torch.bool)
-        chosen = [key for key, text in self._texts() if predicate(text)]
-        found[chosen] = True
+        for token_id, text in self._texts():
+            try:
+                found[token_id] = bool(predicate(text))
+            except TypeError as error:
+                raise TypeError(
+                    f"the predicate failed for {text!r}: {error}. It gets bytes: write "
+                    f"b'e' in token, not 'e' in token"
+                ) from error
         return found
 
     def ids_of(self, text: bytes) -> tuple[int, ...]:

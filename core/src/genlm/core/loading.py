@@ -181,7 +181,7 @@ def _advice(build: object, name: str, value: object, known: Sequence[str]) -> st
     close = difflib.get_close_matches(name, known, 1) if home is None else []
     if close:
         return f". Did you mean {close[0]!r}?"
-    if home is None and (name.endswith("_opts") or "" not in homes):
+    if home is None and (name.endswith("opts") or "" not in homes):
         return ""
     if home is None:
         home = homes[""]

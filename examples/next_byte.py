@@ -34,7 +34,8 @@ def likeliest(reader: genlm.ByteReader) -> str:
 
 async def _main() -> None:
     with genlm.load_model("demo", "hf") as llm:
-        reader, begin = genlm.ByteReader(llm, width=32), [llm.tokenizer.bos_token_id]
+        reader = genlm.ByteReader(llm, width=32)
+        begin = llm.encode("") or [llm.vocabulary.eos_token_id]  # Qwen's tokenizers add nothing
         for text in ("The followi", "The following "):
             token_ids = llm.encode(text, begin=False)
             await reader.start(begin + token_ids)

@@ -21,9 +21,14 @@ def tokens(llm: genlm.AsyncLM, text: str) -> list[int]:
     return llm.encode(text, begin=False)
 
 
+def beginning(llm: genlm.AsyncLM) -> list[int]:
+    """What begins a text; where the tokenizer names nothing (Qwen), the end of another text."""
+    return llm.encode("") or [llm.vocabulary.eos_token_id]
+
+
 async def mutual_information(llm: genlm.AsyncLM, first: str, second: str) -> float:
     """Pointwise mutual information in nats: how much likelier `second` is after `first`."""
-    start = [llm.tokenizer.bos_token_id]
+    start = beginning(llm)
     first_ids, second_ids = tokens(llm, first), tokens(llm, second)
     after, alone = await asyncio.gather(
         logprob(llm, second_ids, start + first_ids), logprob(llm, second_ids, start)
@@ -35,7 +40,7 @@ async def _main() -> None:
     with genlm.load_model("demo", "hf") as llm:
         texts = ["The function returns a list.", "A list the returns function."]
         encoded = [tokens(llm, text) for text in texts]
-        start = [llm.tokenizer.bos_token_id]
+        start = beginning(llm)
         scores = await asyncio.gather(*(logprob(llm, ids, start) for ids in encoded))
         for text, ids, score in zip(texts, encoded, scores):
             print(f"{score:8.3f}  perplexity {math.exp(-score / len(ids)):7.1f}  {text}")

@@ -111,6 +111,15 @@ def test_bytes_are_drawn_with_their_probabilities(llm):
     assert np.abs(found - row).sum() < 0.2
 
 
+@pytest.mark.parametrize(("begun", "expected"), [([1], [1]), ([], [7])])
+def test_a_text_begins_after_the_end_of_another_if_the_tokenizer_names_no_beginning(
+    begun, expected
+):
+    vocabulary = SimpleNamespace(eos_token_id=7)
+    llm = SimpleNamespace(encode=lambda text: begun, vocabulary=vocabulary)
+    assert program("score").beginning(llm) == expected
+
+
 def expert_of(seed: int) -> Any:
     """Random rows over four tokens, determined by the seed."""
 

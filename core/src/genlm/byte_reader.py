@@ -46,7 +46,7 @@ class ByteReader:
     """Next-byte probabilities of a token model after the bytes that were read.
 
         reader = genlm.ByteReader(llm)
-        await reader.start(llm.tokenizer.encode("Then"))
+        await reader.start(llm.encode("Then"))
         await reader.read(b" the followi")
         reader.probabilities()[ord("n")]
 

@@ -46,7 +46,7 @@ EngineOption = Annotated[
 ]
 """`--backend` of the commands that load a model."""
 
-ModelOption = Annotated[str, typer.Option(help="What the engine calls a model.")]
+ModelOption = Annotated[str, typer.Option(help="A hub id, a path, or `demo`.")]
 """`--model` of the same commands."""
 
 

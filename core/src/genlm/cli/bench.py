@@ -58,7 +58,7 @@ def bench(
     backend: Annotated[
         str, typer.Argument(help="An installed engine.", autocompletion=backends("engine"))
     ],
-    model: Annotated[str, typer.Argument(help="What the engine calls a model.")] = "demo",
+    model: Annotated[str, typer.Argument(help="A hub id, a path, or `demo`.")] = "demo",
     *,
     lengths: Annotated[str, typer.Option(help="Tokens of contexts.")] = "16,256,1024",
     batches: Annotated[str, typer.Option(help="Contexts asked at once.")] = "1,8,64",

@@ -52,8 +52,8 @@ def check(
 ) -> None:
     """Run the conformance suite against a backend.
 
-    Exit code 0: no check failed. 1: a check failed, or the backend cannot be used. 2: an
-    argument is invalid or names something unknown.
+    Exit code 0: no check failed. 1: a check failed, or the backend is unknown or unusable.
+    2: an option is invalid, or names an unknown check.
     """
     _require_hypothesis()
     from genlm.testing.run import Settings, prepared

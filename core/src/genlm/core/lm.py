@@ -157,7 +157,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             max_pending: Most queries accepted at a time; further requests wait.
             progress: Whether to show on standard error what happens while the model loads:
                 reading weights, decoding the vocabulary, the first row.
-            **engine_options: Passed to the engine's constructor.
+            **engine_options: Passed to the engine's constructor; `genlm plugins NAME` lists
+                them with their defaults.
 
         Returns:
             The model; close it, or use it as a context manager.

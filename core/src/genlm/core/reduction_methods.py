@@ -318,7 +318,10 @@ class ReductionMethods:
 
         The token depends on the context, the seed and the other arguments alone, on every
         engine with equal rows. The randomness is the number at position `len(context)` of the
-        seed's stream, so a program can pass one seed for all steps of a sequence.
+        seed's stream, so one seed serves all steps of one sequence. Equal contexts with equal
+        seeds draw equal tokens, and different contexts of one length share the random number.
+        Give each particle a seed of its own, and a new one after resampling, or call
+        `batch_draw(contexts, seed=...)` with a new number at each step.
 
         Args:
             context: Token ids or a `Context`.
@@ -364,7 +367,8 @@ class ReductionMethods:
             temperature: As `draw`.
             top_k: As `draw`.
             top_p: As `draw`.
-            seed: One for each context, or one number from which as many are derived.
+            seed: One for each context, or one number from which as many are derived; equal
+                contexts then draw independently. Pass a new number at each step.
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))

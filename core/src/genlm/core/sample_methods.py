@@ -102,8 +102,9 @@ class SampleMethods:
         Args:
             prompt: At least one token id.
             max_tokens: The most ids to draw.
-            eos_token_ids: Drawing one of these ends the continuation; as `prompt`, or
-                empty.
+            eos_token_ids: Drawing one of these ends the continuation. By default nothing
+                does: pass `[llm.tokenizer.eos_token_id]`, and for chat models also the token
+                that ends a turn.
             temperature: Divides the log-probabilities; 0 takes the most likely token.
             seed: Makes the continuation reproducible, also on another engine as far as its
                 rows are the same.
@@ -225,7 +226,7 @@ class SampleMethods:
     ) -> AsyncIterator[DrawnToken]:
         """Draw a continuation and yield each token as soon as it is drawn; see `sample`.
 
-            async for token in llm.stream(ids, 50, seed=1):
+            async for token in llm.stream(ids, 50, [llm.tokenizer.eos_token_id], seed=1):
                 print(llm.decode([token.token_id]), end="", flush=True)
 
         Draws what `sample` draws from this prompt with the same arguments. `token.logprob` is

@@ -139,8 +139,8 @@ class ReplicaLink:
         def replied(answers: Answers | None, error: BaseException | None) -> None:
             self._events.put(Reply(self, session, answers, error, placed))
 
-        self.calls += 1
-        queries, outputs = packed_queries(placed, number) if placed else (b"", None)
+        queries, outputs = packed_queries(placed, number) if placed else (b"", [])
+        self.calls += 1  # no sooner: what raises above is not answered
         self._send("exchange", replied, session, queries, outputs)
 
     def abort(self, query_id: int) -> None:
@@ -233,12 +233,12 @@ class ReplicaLink:
         replied: Callable[[Any, BaseException | None], None],
         session: str,
         queries: bytes = b"",
-        outputs: bytes | None = None,
+        outputs: Sequence[tuple[list[int], bytes]] = (),
     ) -> None:
         with self._sending:
             aborts, self._aborts = self._aborts, []
             forgotten, self._forgotten = self._forgotten, []
-            message = Questions(queries, outputs, aborts, forgotten)
+            message = Questions(queries, list(outputs), aborts, forgotten)
             self._messages += 1
             self._call(method, replied, session, self._messages - 1, message)
 

@@ -85,6 +85,7 @@ class Replica:
         self._sessions: dict[str, _Session] = {}
         self._began_s = time.time()
         self._answered = 0
+        self._last_statistics: dict[str, Any] = {}
         self._own_adapters: tuple[str, ...] = ()
         self._lease: asyncio.Task[None] | None = None
         self._loop = ServingLoop(self._build, _exit)
@@ -138,7 +139,7 @@ class Replica:
             "capabilities": [str(each) for each in engine.capabilities],
             "hints": {str(k): v for k, v in getattr(engine, "capability_hints", {}).items()},
             "adapters": self._own_adapters,
-            "statistics": dict(engine.statistics()),
+            "statistics": self._statistics(),
             "pid": os.getpid(),
         }
 
@@ -154,7 +155,7 @@ class Replica:
             if finished or not unanswered:
                 self._answered += len(finished)
                 size = self._loop.built.result().vocabulary.size
-                return packed_answers(finished, dict(self._loop.statistics()), size)
+                return packed_answers(finished, self._statistics(), size)
             state.finished.clear()
             await state.finished.wait()
         return None
@@ -204,7 +205,7 @@ class Replica:
     async def statistics(self, session: str) -> dict[str, Any]:
         """The engine's statistics."""
         del session
-        return dict(self._loop.statistics())
+        return self._statistics()
 
     async def describe(self) -> dict[str, Any]:
         """What is served here, once it is loaded, for `genlm serve --status`."""
@@ -220,7 +221,7 @@ class Replica:
             "seconds": time.time() - self._began_s,
             "drivers": self._loop.drivers,
             "answered": self._answered,
-            "statistics": dict(self._loop.statistics()),
+            "statistics": self._statistics(),
         }
 
     async def versions(self) -> dict[str, str]:
@@ -228,6 +229,14 @@ class Replica:
         return versions()
 
     # -- sessions ---------------------------------------------------------------------
+
+    def _statistics(self) -> dict[str, Any]:
+        """The engine's, the last ones if it raises: answers that go with them are not lost."""
+        try:
+            self._last_statistics = dict(self._loop.statistics())
+        except Exception:
+            logger.exception("the engine's statistics raised")
+        return self._last_statistics
 
     async def _engine(self) -> Engine:
         try:
@@ -261,7 +270,7 @@ class Replica:
 
     def _take(self, state: _Session, session: str, message: Questions) -> None:
         """Submit the queries of a message, then drop what it drops."""
-        queries, refused = state.sequences.queries(message)
+        queries = state.sequences.queries(message)
         renamed = [
             query
             if query.adapter is None
@@ -269,8 +278,6 @@ class Replica:
             for query in queries
         ]
         self._loop.submit(session, renamed)
-        if refused:
-            self._loop.refuse(session, refused)
         if message.aborted:
             self._loop.abort(session, message.aborted)
         for each in message.forgotten:

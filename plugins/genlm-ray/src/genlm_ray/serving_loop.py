@@ -124,13 +124,6 @@ class ServingLoop:
         if is_answered:  # else what waits for the last of them would wait for ever
             driver.on_finished()
 
-    def refuse(self, name: str, completions: Sequence[Completion]) -> None:
-        """Finish queries of a driver that never reach the engine."""
-        with self._changed:
-            driver = self._drivers[name]
-            driver.finished.extend(completions)
-        driver.on_finished()
-
     def release(self, adapter: str | None, key: bytes) -> None:
         """Tell the engine that a driver has dropped a context, if it wants to know."""
         with self._changed:

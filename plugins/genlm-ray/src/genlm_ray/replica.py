@@ -35,7 +35,9 @@ logger = logging.getLogger("genlm.ray")
 
 def versions() -> dict[str, str]:
     """Versions that a driver and its replicas must have in common."""
-    found = {name: importlib.metadata.version(name) for name in ("genlm-core", "ray")}
+    found = {
+        name: importlib.metadata.version(name) for name in ("genlm-core", "genlm-ray", "ray")
+    }
     return {**found, "python": platform.python_version().rpartition(".")[0]}
 
 
@@ -114,7 +116,7 @@ class Replica:
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
             await self._end(name)
         self._own_adapters = tuple(getattr(engine, "adapters", ()))
-        # A driver sends no signs of life before its session has begun.
+        # A driver sends no pings before its session has begun.
         state = self._sessions[session] = _Session(driver, seen_s=math.inf)
         loop = asyncio.get_running_loop()
 
@@ -174,33 +176,49 @@ class Replica:
         """End a session: drop its queries and its adapters."""
         await self._end(session)
 
-    async def add_adapter(self, session: str, name: str, path: str) -> None:
+    # These return whether the session had not ended.
+
+    async def add_adapter(self, session: str, name: str, path: str) -> bool:
         """Load an adapter for a driver; other drivers may use the same name."""
-        state = self._sessions[session]
+        state = self._sessions.get(session)
+        if state is None:
+            return False
         named = self._adapter(state, name)
         await self._call(lambda engine: engine.add_adapter(named, path))
         state.adapters.append(name)
+        if self._sessions.get(session) is state:
+            return True
+        await self._free_adapters(state)  # it ended meanwhile, without this adapter
+        return False
 
-    async def remove_adapter(self, session: str, name: str) -> None:
+    async def remove_adapter(self, session: str, name: str) -> bool:
         """Free an adapter of a driver, if it was loaded here."""
-        state = self._sessions[session]
-        if name not in state.adapters:
-            return
-        named = self._adapter(state, name)
-        state.adapters.remove(name)
-        await self._call(lambda engine: _remove_adapter(engine, named))
+        state = self._sessions.get(session)
+        if state is None:
+            return False
+        if name in state.adapters:
+            named = self._adapter(state, name)
+            state.adapters.remove(name)
+            await self._call(lambda engine: _remove_adapter(engine, named))
+        return True
 
     async def cache_prefix(
         self, session: str, token_ids: Sequence[int], adapter: str | None
-    ) -> None:
+    ) -> bool:
         """Have the engine compute and keep a prefix."""
-        named = self._adapter(self._sessions[session], adapter)
+        state = self._sessions.get(session)
+        if state is None:
+            return False
+        named = self._adapter(state, adapter)
         await self._call(lambda engine: engine.cache_prefix(token_ids, named))
+        return True
 
-    async def clear_prefix_cache(self, session: str) -> None:
+    async def clear_prefix_cache(self, session: str) -> bool:
         """Have the engine free its prefixes, those of other drivers as well."""
-        del session
+        if session not in self._sessions:
+            return False
         await self._call(lambda engine: engine.clear_prefix_cache())
+        return True
 
     async def statistics(self, session: str) -> dict[str, Any]:
         """The engine's statistics."""
@@ -294,9 +312,16 @@ class Replica:
         state.finished.set()
         for turn in state.turns.values():
             turn.set()
-        for name in state.adapters:
-            named = self._adapter(state, name)
-            await self._call(functools.partial(_remove_adapter, name=named))
+        await self._free_adapters(state)
+
+    async def _free_adapters(self, state: _Session) -> None:
+        """Free the adapters of a session that has ended; one that cannot be freed is left."""
+        while state.adapters:
+            named = self._adapter(state, state.adapters.pop())
+            try:
+                await self._call(functools.partial(_remove_adapter, name=named))
+            except Exception:
+                logger.exception("freeing the adapter %r raised", named)
 
     async def _watch_drivers(self) -> None:
         """End the sessions of drivers that have been silent for too long."""

@@ -370,7 +370,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
     try:
         return torch.from_numpy, (tensor.contiguous().numpy(),)
     except (RuntimeError, TypeError):  # numpy has no bfloat16, and no sparse arrays
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 class _Pickler(pickle.Pickler):

@@ -10,7 +10,9 @@ and stand together.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import queue
@@ -338,9 +340,7 @@ class RayEngine:
             links = {n: link for n, link in self._by_number.items() if n not in done}
             calls = {n: link.start(method, *arguments) for n, link in links.items()}
             for number, call in calls.items():
-                self._handle_until(
-                    lambda n=number, c=call: c.done() or n not in self._by_number
-                )
+                self._handle_until(functools.partial(self._is_over, number, call))
                 if number not in self._by_number:
                     continue
                 error = call.exception()
@@ -352,6 +352,9 @@ class RayEngine:
                 done.add(number)
         if errors:
             raise errors[0]
+
+    def _is_over(self, number: int, call: concurrent.futures.Future[Any]) -> bool:
+        return call.done() or number not in self._by_number
 
     def _handle_until(self, is_over: Callable[[], bool]) -> None:
         """Handle events until something is the case that they bring about.

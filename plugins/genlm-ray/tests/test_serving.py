@@ -201,6 +201,32 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
+    (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+    path = str(tmp_path)
+
+    async def main():
+        served = replica.Replica(replica.ReplicaSpec("reference", "demo", {}, "", 1, 60.0))
+        await served.attach("driver", "first", {}, [])
+        call, begun = served._call, asyncio.Event()
+
+        async def slow(function):
+            begun.set()
+            await asyncio.sleep(0.05)
+            return await call(function)
+
+        served._call = slow
+        added = asyncio.create_task(served.add_adapter("first", "poet", path))
+        await begun.wait()
+        await served.attach("driver", "second", {"poet": path}, [])  # its name is free again
+        assert await added is False
+        assert served._sessions["second"].adapters == ["poet"]
+        served._lease.cancel()
+        served._loop.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
     """However long that takes, and it ends if the adapter cannot be loaded."""
     (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")

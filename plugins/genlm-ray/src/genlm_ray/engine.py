@@ -295,7 +295,7 @@ class RayEngine:
         try:
             self._everywhere("add_adapter", name, path)
         except BaseException:
-            for link in self._by_number.values():  # it is not waited for
+            for link in self._by_number.values():  # those that loaded it free it again
                 link.start("remove_adapter", name)
             raise
         self._adapters[name] = path

@@ -170,7 +170,7 @@ class ReplicaLink:
     # -- any thread -------------------------------------------------------------------
 
     def counted(self, name: str) -> float | None:
-        """What the engine has counted, earlier incarnations too; None if it does not count."""
+        """What was counted, in earlier incarnations too; None if the engine does not count."""
         now: float | None = self._statistics.get(name)
         before = self._before.get(name)
         return before if now is None else now + (before or 0)

@@ -90,6 +90,7 @@ class Replica:
         self._last_statistics: dict[str, Any] = {}
         self._own_adapters: tuple[str, ...] = ()
         self._lease: asyncio.Task[None] | None = None
+        self._adapting = asyncio.Lock()  # a driver's next session waits until the last is freed
         self._loop = ServingLoop(self._build, _exit)
 
     def _build(self) -> Engine:
@@ -180,27 +181,26 @@ class Replica:
 
     async def add_adapter(self, session: str, name: str, path: str) -> bool:
         """Load an adapter for a driver; other drivers may use the same name."""
-        state = self._sessions.get(session)
-        if state is None:
-            return False
-        named = self._adapter(state, name)
-        await self._call(lambda engine: engine.add_adapter(named, path))
-        state.adapters.append(name)
-        if self._sessions.get(session) is state:
-            return True
-        await self._free_adapters(state)  # it ended meanwhile, without this adapter
-        return False
+        async with self._adapting:
+            state = self._sessions.get(session)
+            if state is None:
+                return False
+            named = self._adapter(state, name)
+            await self._call(lambda engine: engine.add_adapter(named, path))
+            state.adapters.append(name)
+            return session in self._sessions  # else `_end` waits to free it
 
     async def remove_adapter(self, session: str, name: str) -> bool:
         """Free an adapter of a driver, if it was loaded here."""
-        state = self._sessions.get(session)
-        if state is None:
-            return False
-        if name in state.adapters:
-            named = self._adapter(state, name)
-            state.adapters.remove(name)
-            await self._call(lambda engine: _remove_adapter(engine, named))
-        return True
+        async with self._adapting:
+            state = self._sessions.get(session)
+            if state is None:
+                return False
+            if name in state.adapters:
+                named = self._adapter(state, name)
+                state.adapters.remove(name)
+                await self._call(lambda engine: _remove_adapter(engine, named))
+            return True
 
     async def cache_prefix(
         self, session: str, token_ids: Sequence[int], adapter: str | None
@@ -312,16 +312,13 @@ class Replica:
         state.finished.set()
         for turn in state.turns.values():
             turn.set()
-        await self._free_adapters(state)
-
-    async def _free_adapters(self, state: _Session) -> None:
-        """Free the adapters of a session that has ended; one that cannot be freed is left."""
-        while state.adapters:
-            named = self._adapter(state, state.adapters.pop())
-            try:
-                await self._call(functools.partial(_remove_adapter, name=named))
-            except Exception:
-                logger.exception("freeing the adapter %r raised", named)
+        async with self._adapting:
+            for name in state.adapters:
+                named = self._adapter(state, name)
+                try:
+                    await self._call(functools.partial(_remove_adapter, name=named))
+                except Exception:  # it stays; the others are freed
+                    logger.exception("freeing the adapter %r raised", named)
 
     async def _watch_drivers(self) -> None:
         """End the sessions of drivers that have been silent for too long."""

@@ -67,8 +67,8 @@ class RayEngine:
             bytes, or resources of the cluster's own by name; by default one CPU. A list gives
             a replica several bundles, the first for its own process, for an engine that starts
             workers on Ray.
-        address: Of the cluster, as for `ray.init`; by default `RAY_ADDRESS`, else a cluster
-            that this process starts on this machine.
+        address: Of the cluster, as for `ray.init`; by default the one that this process has
+            joined, else `RAY_ADDRESS`, else one that it starts on this machine.
         max_restarts: How often each replica is started again; -1 for no limit.
         ping_timeout_s: Silence after which a replica counts as hanging; it is started again.
         step_timeout_s: Longest step of its engine before it counts as hanging.
@@ -76,11 +76,13 @@ class RayEngine:
         place_timeout_s: How long to wait for resources of the cluster that are in use.
         max_rows_per_call: Most queries that are sent to a replica at a time, at least 1. The
             rest waits here, where another replica can take it.
-        ray_opts: Further arguments of `ray.init`.
+        ray_opts: Further arguments of `ray.init`; they count for the first connection of a
+            process only.
 
     Raises:
-        ModelLoadError: No cluster, not enough resources, the model is not served or cannot be
-            loaded.
+        ValueError: `max_rows_per_call` is less than 1.
+        ModelLoadError: No cluster, or not the one that was joined before, not enough
+            resources, the model is not served or cannot be loaded.
     """
 
     option_homes: ClassVar = {"ray_": "ray_opts", "": "engine_opts"}

@@ -57,7 +57,8 @@ def serve(
         driver_timeout_s: Silence after which the requests of a program are dropped.
         load_timeout_s: How long replicas may take to load.
         place_timeout_s: How long to wait for resources of the cluster that are in use.
-        ray_opts: Further arguments of `ray.init`.
+        ray_opts: Further arguments of `ray.init`; they count for the first connection of a
+            process only.
 
     Raises:
         ModelLoadError: The name exists, the cluster has not the resources, or the model cannot

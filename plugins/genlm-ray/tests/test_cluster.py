@@ -5,6 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+import types
+
+import pytest
+import ray
+
+from genlm import ModelLoadError
+from genlm_ray import cluster
 
 PROGRAM = """
 import subprocess
@@ -68,3 +76,73 @@ def test_after_three_failures_the_error_says_so_and_no_process_is_left():
     )
     assert "alive 0 of" in found
     assert "joined False" in found
+
+
+def test_a_process_joins_one_cluster_at_a_time():
+    joined = ray.get_runtime_context().gcs_address
+    port = joined.rpartition(":")[2]
+    for same in (None, "auto", joined):
+        cluster.connect(same, {}, may_start=False)
+    for other in (f"203.0.113.1:{port}", joined.replace(port, "1"), "ray://203.0.113.1:10001"):
+        with pytest.raises(ModelLoadError, match=f"has joined the one at '{joined}'"):
+            cluster.connect(other, {}, may_start=False)
+
+
+def test_the_address_of_this_machine_may_have_another_name(monkeypatch):
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "203.0.113.5")
+    assert cluster._is_same("localhost:6379", "203.0.113.5:6379")
+    assert not cluster._is_same("localhost:6379", "203.0.113.6:6379")
+
+
+@pytest.fixture
+def head(monkeypatch):
+    """A probe of a head that answers while `answers` is set, and the time that it reads."""
+    found = types.SimpleNamespace(now_s=0.0, asked=threading.Semaphore(0))
+    found.answers = threading.Event()
+    found.answers.set()
+
+    def nodes():
+        found.asked.release()
+        assert found.answers.wait(60)
+
+    monkeypatch.setattr(cluster, "_PROBE_S", 0.01)
+    monkeypatch.setattr(cluster, "time", types.SimpleNamespace(monotonic=lambda: found.now_s))
+    monkeypatch.setattr(ray, "nodes", nodes)
+    return found
+
+
+def test_a_program_that_was_paused_does_not_take_its_cluster_for_lost(head, monkeypatch):
+    monkeypatch.setattr(cluster, "_PROBE_S", 60)
+    probe = cluster.HeadProbe()
+    assert head.asked.acquire(timeout=60)
+    while probe._asked_s is not None:
+        pass
+    head.now_s += 1000
+    assert not probe.is_lost
+    probe.close()
+    probe.thread.join(60)
+    assert not probe.thread.is_alive()
+
+
+def test_a_head_that_does_not_answer_is_lost_until_it_does(head):
+    head.answers.clear()
+    probe = cluster.HeadProbe()
+    assert head.asked.acquire(timeout=60)
+    assert not probe.is_lost
+    head.now_s += cluster.HEAD_TIMEOUT_S + 1
+    assert probe.is_lost
+    head.answers.set()
+    assert head.asked.acquire(timeout=60)
+    head.now_s += cluster.HEAD_TIMEOUT_S - 1
+    assert not probe.is_lost
+    probe.close()
+
+
+def test_an_interrupted_reservation_is_given_back(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster.PlacementGroup, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.place([{"CPU": 0.1}], 2, name="late", timeout_s=60)
+    assert cluster.reservations("late") == []

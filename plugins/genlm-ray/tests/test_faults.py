@@ -1,21 +1,30 @@
-"""Replicas that die or hang: nothing is lost or answered twice, nobody waits for ever."""
+"""Replicas that die or hang: nothing is lost or answered twice, every request ends."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pickle
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
+from dataclasses import dataclass
 
 import pytest
 import ray
 import torch
 
+import genlm
 from genlm import AdapterError, EngineDiedError
+from genlm_ray import serving
+from genlm_ray.engine import RayEngine
+from genlm_ray.link import Attached, Dead, Events, ReplicaLink
+from genlm_ray.replica import Replica
 
 PROMPTS = [[first, second, 32] for first in range(20) for second in range(15)]
 
@@ -77,6 +86,201 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
     )
 
 
+class Actor:
+    """What a link uses of an actor, around a replica in this process.
+
+    Attributes:
+        calls: Methods that were called, with their arguments.
+        held: Methods that do not answer until the actor is started again.
+    """
+
+    def __init__(self, spec) -> None:
+        self.spec, self.calls, self.held = spec, [], set()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.restart()
+
+    def restart(self) -> None:
+        self.held = set()
+        self.replica = Replica(self.spec)
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def __getattr__(self, method):
+        def remote(*arguments):
+            self.calls.append((method, arguments))
+            answer = self.run(self._answer(method, arguments))
+            return types.SimpleNamespace(future=lambda: answer)
+
+        return types.SimpleNamespace(remote=remote)
+
+    async def _answer(self, method, arguments):
+        if method in self.held:
+            await asyncio.Event().wait()
+        try:
+            return await getattr(self.replica, method)(*arguments)
+        except Exception as error:
+            raise ray.exceptions.RayTaskError(
+                method, "", error
+            ).as_instanceof_cause() from error
+
+
+@pytest.fixture
+def in_process(monkeypatch, load):
+    """Load replicas in this process; returns the model, the engine and the actors."""
+    actors = []
+
+    def started(self, spec, *_):
+        actors.extend(Actor(spec) for _ in range(spec.replicas))
+        return actors
+
+    def kill(actor, *, restart=False):
+        actor.replica._loop.close()
+        if restart:
+            actor.restart()
+        else:
+            actor.loop.call_soon_threadsafe(actor.loop.stop)
+
+    monkeypatch.setattr(RayEngine, "_load", started)
+    monkeypatch.setattr(serving, "check_versions", lambda *_: None)
+    monkeypatch.setattr(serving, "kill", kill)
+
+    def loaded(**options):
+        llm = load(**options)
+        return llm, llm._scheduler.engine, actors
+
+    return loaded
+
+
+def _ended(function, *arguments):
+    """Call a function that must return or raise: on a thread, for which one need not wait."""
+    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - returned
+            ended.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return ended.get(timeout=60)
+
+
+@pytest.fixture
+def poet(tmp_path):
+    folder = tmp_path / "poet"
+    folder.mkdir()
+    (folder / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Locked(genlm.Reduction):
+    what: object
+
+    @classmethod
+    def compute(cls, rows, requests):
+        return [0.0] * len(requests)
+
+
+def test_a_reduction_that_cannot_be_sent_costs_no_other_request(in_process):
+    llm, engine, _ = in_process(replicas=1)
+    locked = Locked(threading.Lock())
+
+    async def ask(i):
+        asked = llm.next_token_logprobs([i, 1]), llm.reduce([i, 2], locked)
+        row, error = await asyncio.gather(*asked, return_exceptions=True)
+        assert torch.is_tensor(row)
+        assert isinstance(error, genlm.EvaluationError)
+        assert "Locked" in str(error)
+        assert torch.is_tensor(await llm.next_token_logprobs([i, 1, 5]))
+
+    for i in range(4):  # more than the messages that may be unanswered
+        asyncio.run(asyncio.wait_for(ask(i), 60))
+    assert engine._links[0].calls == 0
+
+
+def test_replicas_that_end_while_nothing_is_asked_end_the_next_request(in_process):
+    llm, engine, _ = in_process(replicas=1)
+    llm.next_token_logprobs_sync([1, 2])
+    engine._events.put(Dead(engine._links[0], ConnectionError("gone")))
+    error = _ended(llm.next_token_logprobs_sync, [1, 3])
+    assert isinstance(error, EngineDiedError)
+    errors = []
+    for _ in range(2):  # an error of its own for each caller
+        with pytest.raises(EngineDiedError, match="replicas have ended") as raised:
+            engine.step()
+        errors.append(raised.value)
+    assert errors[0] is not errors[1]
+    assert isinstance(errors[1].__cause__, ConnectionError)
+
+
+@pytest.mark.parametrize("what", ["it hangs", "its session has ended"])
+def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, reference, what):
+    llm, engine, [actor] = in_process(replicas=1, ping_timeout_s=0.3)
+    if what == "it hangs":
+        actor.held = {"add_adapter", "ping"}
+    else:
+        actor.run(actor.replica._end(engine._links[0].session)).result(60)
+    assert _ended(llm.add_new_lora, poet, "poet") is None
+    reference.add_new_lora(poet, what)
+    torch.testing.assert_close(
+        llm.next_token_logprobs_sync([1, 2], lora_name="poet"),
+        reference.next_token_logprobs_sync([1, 2], lora_name=what),
+    )
+    assert engine.statistics()["replica 0: restarts"] == 1
+
+
+def test_prefixes_that_change_while_a_replica_returns_are_loaded_there(in_process):
+    llm, engine, actors = in_process(replicas=2)
+    link = engine._links[0]
+
+    def lose(engine):
+        engine._lose(link, ConnectionError("gone"))
+        engine.cache_prefix([1, 2, 3], None)  # the other one has it, and then returns as it was
+        engine._handle(Attached(link, "other", {}, {}, []))
+
+    for actor in actors:
+        actor.replica.cache_prefix = functools.partial(_cache_prefix, actor)
+    llm._scheduler.run(lose)
+    while link.session is None:
+        llm.next_token_logprobs_sync([1, 2])
+        time.sleep(0.01)
+    assert ("prefix", (1, 2, 3)) in actors[0].calls
+
+
+async def _cache_prefix(actor, session, token_ids, adapter):
+    actor.calls.append(("prefix", tuple(token_ids)))
+    return True
+
+
+def test_a_session_that_begins_is_not_told_what_was_meant_for_another():
+    sent = []
+
+    class Watched(ReplicaLink):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "session" and value is not None:
+                self.tell()  # as the monitor may at any time
+
+        def _call(self, method, replied, *arguments):
+            sent.append((method, *arguments))
+
+    link = Watched(0, None, "driver", Events())
+    link._messages = 5
+    link.abort(3)
+    link.begin("new", 1, {"statistics": {}, "pid": 1})
+    link.ask([])
+    assert [(method, number) for method, _, number, _ in sent] == [("exchange", 0)]
+    assert sent[0][3].aborted == []
+
+
+def test_messages_have_room_for_a_query():
+    with pytest.raises(ValueError, match="max_rows_per_call=0"):
+        RayEngine("demo", engine="reference", max_rows_per_call=0)
+
+
 def test_a_message_that_fails_does_not_hold_up_the_next(load, reference):
     llm = load(replicas=1)
     [link] = llm.engine._links
@@ -99,7 +303,7 @@ def test_a_replica_that_returns_while_nothing_is_asked_keeps_its_session(load, p
     while link.attached is None:
         time.sleep(0.05)
     first = link.attached
-    time.sleep(1.0)  # the monitor looks after it five times
+    time.sleep(1.0)  # the monitor checks it five times
     assert link.attached == first
     torch.testing.assert_close(
         llm.batch_next_token_logprobs_sync(PROMPTS),

@@ -96,7 +96,7 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
         atol=1e-5,
         rtol=0,
     )
-    assert llm.statistics().engine["tokens_computed"] >= computed  # earlier lives count
+    assert llm.statistics().engine["tokens_computed"] >= computed  # earlier incarnations count
     llm.clear_kv_cache()
 
 

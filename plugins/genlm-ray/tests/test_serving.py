@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import genlm
 from genlm import AdapterError, ModelLoadError
 from genlm.cli import app
-from genlm_ray import replica, serving
+from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
 from genlm_ray.wire import Questions
 
@@ -150,6 +150,81 @@ def test_a_driver_that_is_silent_is_forgotten(address):
         assert serving.stop("brief") == 1
     with pytest.raises(ModelLoadError, match="serves"):
         serving.stop("brief")
+
+
+def test_what_is_left_of_a_served_model_is_ended(address):
+    """Its replicas may have died, or never have been started."""
+    cluster.place([{"CPU": 0.1}], 2, name="left", timeout_s=60)
+    with pytest.raises(ModelLoadError, match="serve --stop --name left"):
+        serving.serve("left", "demo", "reference", resources=RESOURCES)
+    assert serving.stop("left") == 2
+    assert cluster.reservations("left") == []
+    with pytest.raises(ModelLoadError, match="serves"):
+        serving.stop("left")
+
+
+def test_the_wire_format_is_among_the_versions():
+    assert "genlm-ray" in replica.versions()
+
+
+def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
+    """Adapters that cannot be freed, and statistics that cannot be read."""
+    (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+
+    async def main():
+        spec = replica.ReplicaSpec("reference", "demo", {}, "", 1, driver_timeout_s=0.2)
+        served = replica.Replica(spec)
+        engine = await served._engine()
+
+        def refuse(*_):
+            raise RuntimeError("no")
+
+        adapters = {"poet": str(tmp_path), "bard": str(tmp_path)}
+        await served.attach("driver", "session", adapters, [])
+        engine.remove_adapter = engine.statistics = refuse
+        for driver in ("second", "third"):  # one ends, and the next one ends too
+            found = await served.attach(driver, driver, {}, [])
+            assert found["statistics"]
+            assert (await served.exchange(driver, 0, Questions())).statistics
+            while served._sessions:
+                await asyncio.sleep(0.02)
+        for ended in (
+            await served.add_adapter("third", "poet", str(tmp_path)),
+            await served.remove_adapter("third", "poet"),
+            await served.cache_prefix("third", [1], None),
+            await served.clear_prefix_cache("third"),
+        ):
+            assert ended is False
+        served._lease.cancel()
+        served._loop.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
+    (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+    path = str(tmp_path)
+
+    async def main():
+        served = replica.Replica(replica.ReplicaSpec("reference", "demo", {}, "", 1, 60.0))
+        await served.attach("driver", "first", {}, [])
+        call, begun = served._call, asyncio.Event()
+
+        async def slow(function):
+            begun.set()
+            await asyncio.sleep(0.05)
+            return await call(function)
+
+        served._call = slow
+        added = asyncio.create_task(served.add_adapter("first", "poet", path))
+        await begun.wait()
+        await served.attach("driver", "second", {"poet": path}, [])  # its name is free again
+        assert await added is False
+        assert served._sessions["second"].adapters == ["poet"]
+        served._lease.cancel()
+        served._loop.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
 
@@ -146,3 +147,22 @@ def test_an_engine_that_ends_its_thread_ends_the_process():
     loop.submit("one", [Query(0, (1,))])
     assert over.wait(TIMEOUT_S)
     assert isinstance(died[0], SystemExit)
+
+
+def test_contexts_are_released_while_nothing_is_asked_whatever_the_engine_raises():
+    loop, engine = _started()
+    released = queue.SimpleQueue()
+
+    def release_context(adapter, key):
+        released.put((adapter, key))
+        raise RuntimeError("no such context")
+
+    engine.release_context = release_context
+    for key in (b"one", b"two"):
+        loop.release("poet", key)
+        assert released.get(timeout=TIMEOUT_S) == ("poet", key)
+    finished = _attached(loop, "one")
+    engine.gate.set()
+    loop.submit("one", [Query(0, (1,))])
+    assert len(_all_of(loop, "one", finished, 1)) == 1
+    loop.close()

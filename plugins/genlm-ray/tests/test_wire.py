@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import pytest
 import torch
 
 from genlm.plugin import (
@@ -11,13 +16,49 @@ from genlm.plugin import (
     EvaluationError,
     Query,
     Reduced,
+    Reduction,
     TokenScores,
     TokenSequence,
+    reduce_rows,
 )
 from genlm_ray import wire
 from genlm_ray.router import Router
 
 SIZE = 7
+
+
+@dataclass(frozen=True)
+class Constant(Reduction):
+    """Holds anything, and returns it."""
+
+    value: object
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Constant]) -> Sequence[object]:
+        return [each.value for each in requests]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """A class in a module that can be taken away, as if it was missing in the other process."""
+    module = types.ModuleType("only_in_one_process")
+    module.Constant = Constant
+    exec("class Odd(Constant): pass\nclass Thing: pass", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def asked(*outputs):
+    """Queries for these outputs, placed on a replica."""
+    router = Router()
+    router.add(0)
+    router.assign([Query(i, (i + 1,), outputs=each) for i, each in enumerate(outputs)])
+    return router.take(0, 100)
+
+
+def values_of(queries):
+    rows = torch.zeros(len(queries), SIZE).log_softmax(1)
+    return [each.values for each in reduce_rows(rows, [query.outputs for query in queries])]
 
 
 def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were():
@@ -53,7 +94,7 @@ def test_a_query_that_waited_while_its_parent_was_dropped_arrives_whole():
 
     def arrived() -> list[tuple[int, ...]]:
         packed = wire.packed_queries(router.take(0, 10), 0)
-        return [query.token_ids for query in replica.queries(wire.Questions(*packed))[0]]
+        return [query.token_ids for query in replica.queries(wire.Questions(*packed))]
 
     router.assign([Query(0, parent)])
     assert arrived() == [(3, 1, 4)]
@@ -68,3 +109,70 @@ def test_a_query_that_waited_while_its_parent_was_dropped_arrives_whole():
     # The second one named it again, so the replica has to forget it again.
     assert dropped.is_dropped
     assert router.forget(dropped) == [0]
+
+
+def test_a_reduction_that_cannot_be_pickled_fails_alone():
+    placed = asked(
+        (None,), (Constant(threading.Lock()), None), (Constant(2),), (Constant(lambda: 3),)
+    )
+    replica = wire.Sequences()
+    queries = replica.queries(wire.Questions(*wire.packed_queries(placed, 0)))
+    assert [query.token_ids for query in queries] == [(1,), (2,), (3,), (4,)]
+    row, (refused, other), (two,), (function,) = values_of(queries)
+    assert torch.is_tensor(row[0])
+    assert torch.is_tensor(other)
+    assert two == 2
+    assert function() == 3
+    assert isinstance(refused, EvaluationError)
+    assert "Constant cannot be sent to a replica" in str(refused)
+    child = TokenSequence.of([9], queries[1].sequence)  # the replica knows what it was sent
+    router = Router()
+    router.add(0)
+    router.assign([Query(7, child)])
+    assert replica.queries(wire.Questions(*wire.packed_queries(router.take(0, 1), 0)))
+
+
+def test_a_reduction_that_the_replica_lacks_fails_alone(elsewhere, monkeypatch):
+    shared = torch.arange(3)
+    placed = asked((elsewhere.Odd(1), None), (Constant(shared),), (Constant(shared),))
+    message = wire.Questions(*wire.packed_queries(placed, 0))
+    monkeypatch.delitem(sys.modules, elsewhere.__name__)
+    (odd, row), (first,), (second,) = values_of(wire.Sequences().queries(message))
+    assert isinstance(odd, EvaluationError)
+    assert "cannot be imported at the replica" in str(odd)
+    assert torch.is_tensor(row)
+    assert torch.equal(first, shared)
+    assert first is second  # what queries share travels once
+
+
+def test_results_that_cannot_be_sent_or_read_fail_alone(elsewhere, monkeypatch):
+    row = torch.randn(SIZE).log_softmax(0)
+    half = torch.tensor([1.5, -2.0]).bfloat16()
+    unreadable = type("Unreadable", (Exception,), {"__module__": elsewhere.__name__})
+    elsewhere.Unreadable = unreadable
+    sent = [
+        Completion(0, row),
+        Completion(1, Reduced(((i for i in range(3)), 0.5))),
+        Completion(2, Reduced((elsewhere.Thing(), half))),
+        Completion(3, (i for i in range(3))),
+        Completion(4, error=unreadable("gone")),
+        Completion(5, Reduced((None, [1, half]))),
+    ]
+    answers = wire.packed_answers(sent, {}, SIZE)
+    monkeypatch.delitem(sys.modules, elsewhere.__name__)
+    found = wire.completions(answers)
+    assert [each.query_id for each in found] == list(range(6))
+    assert torch.equal(found[0].result, row)
+    generator, number = found[1].result.values
+    assert isinstance(generator, EvaluationError)
+    assert "generator" in str(generator)
+    assert number == 0.5
+    missing, half_found = found[2].result.values
+    assert isinstance(missing, EvaluationError)
+    assert half_found.dtype == torch.bfloat16
+    assert torch.equal(half_found, half)
+    assert "generator" in str(found[3].error)
+    assert found[3].result is None
+    assert isinstance(found[4].error, EvaluationError)
+    assert found[5].result.values[0] is None
+    assert torch.equal(found[5].result.values[1][1], half)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 import traceback
@@ -57,15 +58,24 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
     """Join a cluster, or start one on this machine that ends with this process.
 
     Args:
-        address: As of `ray.init`; None takes `RAY_ADDRESS`.
-        options: Further arguments of `ray.init`.
+        address: As of `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
+            it has joined one.
+        options: Further arguments of `ray.init`. They count for the first connection of a
+            process only.
         may_start: Whether a cluster is started if there is no address.
 
     Raises:
-        ModelLoadError: There is no cluster, or another version of Ray or Python runs it.
+        ModelLoadError: There is no cluster, another version of Ray or Python runs it, or this
+            process has joined another one.
     """
     with _lock:
         if ray.is_initialized():
+            joined = ray.get_runtime_context().gcs_address
+            if address not in (None, "auto", "local") and not _is_same(address, joined):
+                raise ModelLoadError(
+                    f"asked for the Ray cluster at {address!r}; this process has joined the "
+                    f"one at {joined!r}, and can join one at a time: ray.shutdown() leaves it"
+                )
             return
         if address is None and not os.environ.get("RAY_ADDRESS") and not may_start:
             address = "auto"
@@ -88,6 +98,22 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
             f"asked for a Ray cluster, {what}: {type(error).__name__}: {error}. `ray start "
             f"--head` starts one on this machine; address='host:port' joins another"
         ) from error
+
+
+def _is_same(address: str, joined: str) -> bool:
+    """Whether an address is that of the cluster of this process."""
+    if address == joined:
+        return True
+    host, _, port = address.rpartition(":")
+    joined_host, _, joined_port = joined.rpartition(":")
+    if port != joined_port:
+        return False
+    try:
+        resolved = socket.gethostbyname(host)
+    except OSError:
+        return False
+    here = {"127.0.0.1", ray.util.get_node_ip_address()}
+    return resolved == joined_host or (resolved in here and joined_host in here)
 
 
 def _init(arguments: dict[str, Any]) -> BaseException | None:
@@ -126,21 +152,30 @@ class HeadProbe:
     """Whether the head of the cluster answers; asked on a thread of its own: it may block."""
 
     def __init__(self) -> None:
-        self._answered_s = time.monotonic()
-        threading.Thread(target=self._run, name="genlm-ray-head", daemon=True).start()
+        self._asked_s: float | None = None  # the first question that was not answered
+        self._closed = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="genlm-ray-head", daemon=True)
+        self.thread.start()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the head has been silent for too long, or Ray was shut down."""
-        silent_s = time.monotonic() - self._answered_s
-        return silent_s > HEAD_TIMEOUT_S or not ray.is_initialized()
+        """Whether the head has not answered for too long, or Ray was shut down."""
+        asked_s = self._asked_s  # between questions a program may be paused for any time
+        is_silent = asked_s is not None and time.monotonic() - asked_s > HEAD_TIMEOUT_S
+        return is_silent or not ray.is_initialized()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
 
     def _run(self) -> None:
-        while not self.is_lost:
+        while not self._closed.is_set() and ray.is_initialized():
+            if self._asked_s is None:
+                self._asked_s = time.monotonic()
             with contextlib.suppress(Exception):  # it is silence that counts
                 ray.nodes()
-                self._answered_s = time.monotonic()
-            time.sleep(_PROBE_S)
+                self._asked_s = None
+            self._closed.wait(_PROBE_S)
 
 
 def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
@@ -181,23 +216,21 @@ def place(
             f"replicas, for less in resources=, or add nodes"
         )
     lifetime = "detached" if name else None
-    groups = [
-        placement_group(
-            bundles,
-            strategy="PACK",
-            lifetime=lifetime,
-            name=f"{NAMESPACE}/{name}/{i}" * bool(name),
-        )
-        for i in range(count)
-    ]
-    if not all(group.wait(timeout_s) for group in groups):
-        free = ray.available_resources()
+    groups: list[PlacementGroup] = []
+    try:
+        for i in range(count):
+            label = f"{NAMESPACE}/{name}/{i}" if name else ""
+            groups.append(placement_group(bundles, "PACK", name=label, lifetime=lifetime))
+        if not all(group.wait(timeout_s) for group in groups):
+            free = ray.available_resources()
+            raise ModelLoadError(
+                f"asked for {count} replicas of {_shown(_summed(bundles))} each; after "
+                f"{timeout_s:g} s other programs still use what they need: of "
+                f"{_shown(total, needed)}, {_shown(free, needed)} is free"
+            )
+    except BaseException:  # a user's Ctrl-C as well
         remove(groups)
-        raise ModelLoadError(
-            f"asked for {count} replicas of {_shown(_summed(bundles))} each; after "
-            f"{timeout_s:g} s other programs still use what they need: of "
-            f"{_shown(total, needed)}, {_shown(free, needed)} is free"
-        )
+        raise
     return groups
 
 

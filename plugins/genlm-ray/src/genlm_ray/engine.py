@@ -2,7 +2,7 @@
 
 The engine's thread assigns queries to replicas (`router`), sends them and waits for events:
 replies, replicas that were lost or came back, or `wake` of the scheduler, which has new
-queries. A second thread asks for signs of life and attaches replicas that were started again.
+queries. A second thread pings replicas and attaches those that were started again.
 
 Longer than other modules because all changes of the replicas' state are on the engine's thread
 and stand together.
@@ -10,7 +10,9 @@ and stand together.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import queue
@@ -21,7 +23,7 @@ from typing import Any, ClassVar
 
 import ray
 import ray.cloudpickle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from genlm import EngineDiedError, EngineError
 from genlm.plugin import (
@@ -65,20 +67,22 @@ class RayEngine:
             bytes, or resources of the cluster's own by name; by default one CPU. A list gives
             a replica several bundles, the first for its own process, for an engine that starts
             workers on Ray.
-        address: Of the cluster, as for `ray.init`; by default `RAY_ADDRESS`, else a cluster
-            that this process starts on this machine.
+        address: Of the cluster, as for `ray.init`; by default the one that this process has
+            joined, else `RAY_ADDRESS`, else one that it starts on this machine.
         max_restarts: How often each replica is started again; -1 for no limit.
         ping_timeout_s: Silence after which a replica counts as hanging; it is started again.
         step_timeout_s: Longest step of its engine before it counts as hanging.
         load_timeout_s: How long replicas may take to load.
         place_timeout_s: How long to wait for resources of the cluster that are in use.
-        max_rows_per_call: Most queries that are sent to a replica at a time. The rest waits
-            here, where another replica can take it.
-        ray_opts: Further arguments of `ray.init`.
+        max_rows_per_call: Most queries that are sent to a replica at a time, at least 1. The
+            rest waits here, where another replica can take it.
+        ray_opts: Further arguments of `ray.init`; they count for the first connection of a
+            process only.
 
     Raises:
-        ModelLoadError: No cluster, not enough resources, the model is not served or cannot be
-            loaded.
+        ValueError: `max_rows_per_call` is less than 1.
+        ModelLoadError: No cluster, or not the one that was joined before, not enough
+            resources, the model is not served or cannot be loaded.
     """
 
     option_homes: ClassVar = {"ray_": "ray_opts", "": "engine_opts"}
@@ -107,6 +111,8 @@ class RayEngine:
         max_rows_per_call: int = 256,
         ray_opts: Mapping[str, Any] | None = None,
     ) -> None:
+        if max_rows_per_call < 1:
+            raise ValueError(f"max_rows_per_call={max_rows_per_call}; it must be 1 or more")
         self._groups: list[Any] = []
         self._events: Events = Events()
         self._ping_timeout_s = ping_timeout_s
@@ -123,7 +129,7 @@ class RayEngine:
         self._numbers = itertools.count()
         self._died: EngineDiedError | None = None
         self._closed = threading.Event()
-        self._nudge = threading.Event()
+        self._wake_monitor = threading.Event()
         self._is_private = engine is not None
         cluster.connect(address, ray_opts or {}, may_start=self._is_private)
         if engine is None:
@@ -209,8 +215,7 @@ class RayEngine:
         Raises:
             EngineDiedError: No replica is left.
         """
-        if self._died is not None:
-            raise self._died
+        self._raise_if_died()
         self._submitted.append(query)
 
     def step(self) -> list[Completion]:
@@ -220,13 +225,13 @@ class RayEngine:
             EngineDiedError: No replica is left.
         """
         self._handle_all()
+        self._raise_if_died()  # what is then unanswered waits for no event
         self._send()
         if not self._ready and len(self._router):
             self._handle(self._events.get())
             self._handle_all()
+            self._raise_if_died()
             self._send()
-        if self._died is not None:
-            raise self._died
         ready, self._ready = self._ready, []
         return ready
 
@@ -244,18 +249,18 @@ class RayEngine:
         number = self._router.sent_to(query_id)
         if self._router.finished(query_id) and number is not None:
             self._by_number[number].abort(query_id)
-            self._nudge.set()
+            self._wake_monitor.set()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """Let replicas forget a context that the program has dropped."""
         self._router.release(adapter, key)
         self._forget()
-        self._nudge.set()
+        self._wake_monitor.set()
 
     def close(self) -> None:
         """End the replicas of this program; served ones go on."""
         self._closed.set()
-        self._nudge.set()
+        self._wake_monitor.set()
         if not ray.is_initialized():
             return
         for link in self._links:
@@ -289,15 +294,13 @@ class RayEngine:
         Raises:
             AdapterError: A replica cannot load it; it is then loaded in none.
         """
-        self._adapters[name] = path
         try:
             self._everywhere("add_adapter", name, path)
         except BaseException:
-            del self._adapters[name]
-            # Replicas that loaded it free it again; nobody waits for that.
-            for link in self._by_number.values():
+            for link in self._by_number.values():  # those that loaded it free it again
                 link.start("remove_adapter", name)
             raise
+        self._adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:
         """Free an adapter in every replica.
@@ -324,31 +327,51 @@ class RayEngine:
         self._everywhere("clear_prefix_cache")
 
     def _everywhere(self, method: str, *arguments: Any) -> None:
-        """Call a method of every replica, and wait; one that is lost then does it again later.
+        """Call a method of every replica, also of those that come back meanwhile, and wait.
+
+        A replica that is lost then does it when it is attached again, from what is recorded.
 
         Raises:
             Exception: What the first replica raised that did.
+            EngineDiedError: No replica is left.
         """
-        self._wait_for_one()
-        calls = [(link, link.start(method, *arguments)) for link in self._by_number.values()]
         errors: list[BaseException] = []
-        for link, call in calls:
-            try:
-                ray.get(call)
-            except RayTaskError as error:
-                errors.append(_cause(error))
-            except RayError as error:
-                self._lose(link, error)
+        done: set[int] = set()
+        while not done or self._by_number.keys() - done:
+            self._handle_until(lambda: bool(self._by_number))
+            links = {n: link for n, link in self._by_number.items() if n not in done}
+            calls = {n: link.start(method, *arguments) for n, link in links.items()}
+            for number, call in calls.items():
+                self._handle_until(functools.partial(self._is_over, number, call))
+                if number not in self._by_number:
+                    continue
+                error = call.exception()
+                if isinstance(error, RayTaskError):
+                    errors.append(_cause(error))
+                elif error is not None or call.result() is False:
+                    self._lose(links[number], error or _session_ended())
+                    continue
+                done.add(number)
         if errors:
             raise errors[0]
 
-    def _wait_for_one(self) -> None:
-        """Wait until a replica is there."""
+    def _is_over(self, number: int, call: concurrent.futures.Future[Any]) -> bool:
+        return call.done() or number not in self._by_number
+
+    def _handle_until(self, is_over: Callable[[], bool]) -> None:
+        """Handle events until something is the case that they bring about.
+
+        Raises:
+            EngineDiedError: No replica is left.
+        """
         self._handle_all()
-        while not self._by_number:
-            if self._died is not None:
-                raise self._died
+        while not is_over():
+            self._raise_if_died()
             self._handle(self._events.get())
+
+    def _raise_if_died(self) -> None:
+        if self._died is not None:  # an error of its own for each: raising adds to a traceback
+            raise EngineDiedError(*self._died.args) from self._died.__cause__
 
     # -- events -----------------------------------------------------------------------
 
@@ -366,12 +389,12 @@ class RayEngine:
         elif isinstance(event, Attached):
             self._begin(event)
         elif isinstance(event, Dead):
-            self._bury(event.link, event.error)
+            self._mark_dead(event.link, event.error)
 
     def _receive(self, reply: Reply) -> None:
         link, number = reply.link, reply.link.number
         if reply.session != link.session or number is None:
-            return  # of a life that was given up; its queries are with other replicas
+            return  # of a session that was given up; its queries are with other replicas
         link.calls -= 1
         if isinstance(reply.error, RayTaskError):  # the replica lives, this message failed
             for each in reply.placed:
@@ -382,7 +405,7 @@ class RayEngine:
         elif reply.error is not None:
             self._lose(link, reply.error)
         elif reply.answers is None:
-            self._lose(link, EngineError("the replica ended the session"))
+            self._lose(link, _session_ended())
         else:
             link.store(reply.answers.statistics)
             self._ready += [
@@ -393,12 +416,13 @@ class RayEngine:
 
     def _begin(self, event: Attached) -> None:
         link = event.link
-        if not link.is_dead and link.session is None and event.adapters == self._adapters:
+        loaded, wanted = (event.adapters, event.prefixes), (self._adapters, self._prefixes)
+        if not link.is_dead and link.session is None and loaded == wanted:
             number = next(self._numbers)
             link.begin(event.session, number, event.description)
             self._by_number[number] = link
             self._router.add(number)
-        # Else the monitor attaches it again, with the adapters that it lacks.
+        # Else the monitor attaches it again, with the adapters and prefixes of now.
         link.attached = link.attach_since_s = None
 
     def _lose(self, link: ReplicaLink, error: BaseException) -> None:
@@ -412,9 +436,9 @@ class RayEngine:
         link.end(error)
         if isinstance(error, TimeoutError):
             serving.kill(link.actor, restart=True)
-        self._nudge.set()
+        self._wake_monitor.set()
 
-    def _bury(self, link: ReplicaLink, error: BaseException) -> None:
+    def _mark_dead(self, link: ReplicaLink, error: BaseException) -> None:
         """Give up a replica that cannot return."""
         if link.is_dead:
             return
@@ -459,26 +483,31 @@ class RayEngine:
     # -- the monitor's thread ---------------------------------------------------------
 
     def _watch(self) -> None:
-        """Ask replicas for signs of life; attach those that were started again.
+        """Ping replicas; attach those that were started again.
 
         When the cluster is lost, give all of them up.
         """
         head = cluster.HeadProbe()
-        while not self._closed.is_set():
-            if head.is_lost:
-                error = ConnectionError("the head of the Ray cluster does not answer")
+        try:
+            while not self._closed.is_set():
+                if head.is_lost:
+                    error = ConnectionError("the head of the Ray cluster does not answer")
+                    for link in self._links:
+                        self._events.put(Dead(link, error))
+                    return
+                starting = any(
+                    each.session is None and not each.is_dead for each in self._links
+                )
+                self._wake_monitor.wait(_RETRY_S if starting else _PING_S)
+                self._wake_monitor.clear()
                 for link in self._links:
-                    self._events.put(Dead(link, error))
-                return
-            starting = any(each.session is None and not each.is_dead for each in self._links)
-            self._nudge.wait(_RETRY_S if starting else _PING_S)
-            self._nudge.clear()
-            for link in self._links:
-                link.tell()
-                if not link.is_dead and not self._closed.is_set():
-                    self._look_after(link)
+                    link.tell()
+                    if not link.is_dead and not self._closed.is_set():
+                        self._check_link(link)
+        finally:
+            head.close()
 
-    def _look_after(self, link: ReplicaLink) -> None:
+    def _check_link(self, link: ReplicaLink) -> None:
         now_s = time.monotonic()
         attached = link.attached  # read first: `_begin` sets the session before it clears this
         session = link.session or attached
@@ -493,8 +522,12 @@ class RayEngine:
                 link.ping(session, self._step_timeout_s)
         elif now_s - link.ping_since_s > self._ping_timeout_s:
             link.ping_since_s = None
-            late = TimeoutError(f"no sign of life for {self._ping_timeout_s:g} s")
+            late = TimeoutError(f"no answer to a ping for {self._ping_timeout_s:g} s")
             self._events.put(Lost(link, session, late))
+
+
+def _session_ended() -> EngineError:
+    return EngineError("the replica ended the session")
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 import threading
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RaySystemError
+from ray.exceptions import ActorUnavailableError
 
 from genlm_ray.replica import new_session
 from genlm_ray.router import Placed
@@ -54,6 +55,7 @@ class Attached:
     session: str
     description: dict[str, Any]
     adapters: dict[str, str]
+    prefixes: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,11 @@ class ReplicaLink:
 
     Attributes:
         index: Position among the replicas.
-        number: The router's number of this life of the replica; None while it has none.
+        number: The router's number of this incarnation of the replica; None while it has none.
         session: Names the session; None while there is none.
         calls: Messages that are not answered yet.
         is_dead: Whether it can return.
-        restarts: How many lives ended.
+        restarts: How many incarnations ended.
         pid: Of its process.
         lost_by: What ended the last one.
         attached: A session that the replica has begun and the engine's thread has not used yet.
@@ -103,23 +105,24 @@ class ReplicaLink:
         self._driver = driver
         self._events = events
         self._messages = 0
-        # Messages are numbered in the order they are sent in; it also guards these lists.
-        self._sending = threading.Lock()
+        # Messages are numbered in the order they are sent in; it also guards these lists, and
+        # the monitor's `tell` against a session that begins meanwhile.
+        self._sending = threading.RLock()
         self._aborts: list[int] = []
         self._forgotten: list[int] = []
         self._statistics: dict[str, Any] = {}
-        self._before: dict[str, float] = {}  # counted in earlier lives
+        self._before: dict[str, float] = {}  # counted in earlier incarnations
 
     # -- the engine's thread ----------------------------------------------------------
 
     def begin(self, session: str, number: int, description: dict[str, Any]) -> None:
         """Use a session that the replica has begun."""
-        self.session, self.number = session, number
-        self.calls = self._messages = 0
-        with self._sending:
-            self._aborts, self._forgotten = [], []
         self._statistics = description["statistics"]
         self.pid = description["pid"]
+        with self._sending:
+            self.calls = self._messages = 0
+            self._aborts, self._forgotten = [], []
+            self.session, self.number = session, number
 
     def end(self, error: BaseException) -> None:
         """Forget a session that was lost, and keep what was counted in it."""
@@ -139,8 +142,8 @@ class ReplicaLink:
         def replied(answers: Answers | None, error: BaseException | None) -> None:
             self._events.put(Reply(self, session, answers, error, placed))
 
-        self.calls += 1
-        queries, outputs = packed_queries(placed, number) if placed else (b"", None)
+        queries, outputs = packed_queries(placed, number) if placed else (b"", [])
+        self.calls += 1  # no sooner: what raises above is not answered
         self._send("exchange", replied, session, queries, outputs)
 
     def abort(self, query_id: int) -> None:
@@ -155,9 +158,10 @@ class ReplicaLink:
 
     def tell(self) -> None:
         """Send what needs no answer, if there is anything; on any thread."""
-        session = self.session
-        if session is not None and (self._aborts or self._forgotten):
-            self._send("tell", lambda *_: None, session)
+        with self._sending:
+            session = self.session
+            if session is not None and (self._aborts or self._forgotten):
+                self._send("tell", lambda *_: None, session)
 
     def store(self, statistics: dict[str, Any]) -> None:
         """Keep the latest statistics of the engine."""
@@ -166,7 +170,7 @@ class ReplicaLink:
     # -- any thread -------------------------------------------------------------------
 
     def counted(self, name: str) -> float | None:
-        """What the engine has counted, in earlier lives too; None if it does not count."""
+        """What was counted, in earlier incarnations too; None if the engine does not count."""
         now: float | None = self._statistics.get(name)
         before = self._before.get(name)
         return before if now is None else now + (before or 0)
@@ -178,15 +182,22 @@ class ReplicaLink:
         counts = {name: self.counted(name) for name in _COUNTED}
         return found | {name: value for name, value in counts.items() if value is not None}
 
-    def start(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the session that loads or frees something; returns its reference.
+    def start(self, method: str, *arguments: Any) -> concurrent.futures.Future[Any]:
+        """Start a call of the session that loads or frees something; its end wakes the engine.
 
-        Raises:
-            RaySystemError: Ray was shut down in this process.
+        The result is False if the session has ended.
         """
-        if not ray.is_initialized():
-            raise RaySystemError("Ray was shut down in this process")
-        return getattr(self.actor, method).remote(self.session, *arguments)
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def replied(result: Any, error: BaseException | None) -> None:
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+            self._events.put(Wake())
+
+        self._call(method, replied, self.session, *arguments)
+        return done
 
     def leave(self) -> None:
         """End the session; the replica drops what this driver has asked."""
@@ -204,7 +215,7 @@ class ReplicaLink:
             if error is None:
                 # Not asked again meanwhile: another session would end this one.
                 self.attached = session
-                self._events.put(Attached(self, session, description, adapters))
+                self._events.put(Attached(self, session, description, adapters, prefixes))
                 return
             if not isinstance(error, ActorUnavailableError):  # which is starting again
                 self._events.put(Dead(self, error))
@@ -213,7 +224,7 @@ class ReplicaLink:
         self._call("attach", replied, self._driver, session, adapters, prefixes)
 
     def ping(self, session: str, step_timeout_s: float) -> None:
-        """Ask for a sign of life; silence is noticed by `ping_since_s`."""
+        """Ping the replica; silence is noticed by `ping_since_s`."""
         self.ping_since_s = self.pinged_s = time.monotonic()
 
         def replied(step_s: Any, error: BaseException | None) -> None:
@@ -233,12 +244,12 @@ class ReplicaLink:
         replied: Callable[[Any, BaseException | None], None],
         session: str,
         queries: bytes = b"",
-        outputs: bytes | None = None,
+        outputs: Sequence[tuple[list[int], bytes]] = (),
     ) -> None:
         with self._sending:
             aborts, self._aborts = self._aborts, []
             forgotten, self._forgotten = self._forgotten, []
-            message = Questions(queries, outputs, aborts, forgotten)
+            message = Questions(queries, list(outputs), aborts, forgotten)
             self._messages += 1
             self._call(method, replied, session, self._messages - 1, message)
 

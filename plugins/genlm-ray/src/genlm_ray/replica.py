@@ -35,7 +35,9 @@ logger = logging.getLogger("genlm.ray")
 
 def versions() -> dict[str, str]:
     """Versions that a driver and its replicas must have in common."""
-    found = {name: importlib.metadata.version(name) for name in ("genlm-core", "ray")}
+    found = {
+        name: importlib.metadata.version(name) for name in ("genlm-core", "genlm-ray", "ray")
+    }
     return {**found, "python": platform.python_version().rpartition(".")[0]}
 
 
@@ -85,8 +87,10 @@ class Replica:
         self._sessions: dict[str, _Session] = {}
         self._began_s = time.time()
         self._answered = 0
+        self._last_statistics: dict[str, Any] = {}
         self._own_adapters: tuple[str, ...] = ()
         self._lease: asyncio.Task[None] | None = None
+        self._adapting = asyncio.Lock()  # a driver's next session waits until the last is freed
         self._loop = ServingLoop(self._build, _exit)
 
     def _build(self) -> Engine:
@@ -113,7 +117,7 @@ class Replica:
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
             await self._end(name)
         self._own_adapters = tuple(getattr(engine, "adapters", ()))
-        # A driver sends no signs of life before its session has begun.
+        # A driver sends no pings before its session has begun.
         state = self._sessions[session] = _Session(driver, seen_s=math.inf)
         loop = asyncio.get_running_loop()
 
@@ -138,7 +142,7 @@ class Replica:
             "capabilities": [str(each) for each in engine.capabilities],
             "hints": {str(k): v for k, v in getattr(engine, "capability_hints", {}).items()},
             "adapters": self._own_adapters,
-            "statistics": dict(engine.statistics()),
+            "statistics": self._statistics(),
             "pid": os.getpid(),
         }
 
@@ -154,7 +158,7 @@ class Replica:
             if finished or not unanswered:
                 self._answered += len(finished)
                 size = self._loop.built.result().vocabulary.size
-                return packed_answers(finished, dict(self._loop.statistics()), size)
+                return packed_answers(finished, self._statistics(), size)
             state.finished.clear()
             await state.finished.wait()
         return None
@@ -173,38 +177,53 @@ class Replica:
         """End a session: drop its queries and its adapters."""
         await self._end(session)
 
-    async def add_adapter(self, session: str, name: str, path: str) -> None:
-        """Load an adapter for a driver; other drivers may use the same name."""
-        state = self._sessions[session]
-        named = self._adapter(state, name)
-        await self._call(lambda engine: engine.add_adapter(named, path))
-        state.adapters.append(name)
+    # These return whether the session had not ended.
 
-    async def remove_adapter(self, session: str, name: str) -> None:
+    async def add_adapter(self, session: str, name: str, path: str) -> bool:
+        """Load an adapter for a driver; other drivers may use the same name."""
+        async with self._adapting:
+            state = self._sessions.get(session)
+            if state is None:
+                return False
+            named = self._adapter(state, name)
+            await self._call(lambda engine: engine.add_adapter(named, path))
+            state.adapters.append(name)
+            return session in self._sessions  # else `_end` waits to free it
+
+    async def remove_adapter(self, session: str, name: str) -> bool:
         """Free an adapter of a driver, if it was loaded here."""
-        state = self._sessions[session]
-        if name not in state.adapters:
-            return
-        named = self._adapter(state, name)
-        state.adapters.remove(name)
-        await self._call(lambda engine: _remove_adapter(engine, named))
+        async with self._adapting:
+            state = self._sessions.get(session)
+            if state is None:
+                return False
+            if name in state.adapters:
+                named = self._adapter(state, name)
+                state.adapters.remove(name)
+                await self._call(lambda engine: _remove_adapter(engine, named))
+            return True
 
     async def cache_prefix(
         self, session: str, token_ids: Sequence[int], adapter: str | None
-    ) -> None:
+    ) -> bool:
         """Have the engine compute and keep a prefix."""
-        named = self._adapter(self._sessions[session], adapter)
+        state = self._sessions.get(session)
+        if state is None:
+            return False
+        named = self._adapter(state, adapter)
         await self._call(lambda engine: engine.cache_prefix(token_ids, named))
+        return True
 
-    async def clear_prefix_cache(self, session: str) -> None:
+    async def clear_prefix_cache(self, session: str) -> bool:
         """Have the engine free its prefixes, those of other drivers as well."""
-        del session
+        if session not in self._sessions:
+            return False
         await self._call(lambda engine: engine.clear_prefix_cache())
+        return True
 
     async def statistics(self, session: str) -> dict[str, Any]:
         """The engine's statistics."""
         del session
-        return dict(self._loop.statistics())
+        return self._statistics()
 
     async def describe(self) -> dict[str, Any]:
         """What is served here, once it is loaded, for `genlm serve --status`."""
@@ -220,7 +239,7 @@ class Replica:
             "seconds": time.time() - self._began_s,
             "drivers": self._loop.drivers,
             "answered": self._answered,
-            "statistics": dict(self._loop.statistics()),
+            "statistics": self._statistics(),
         }
 
     async def versions(self) -> dict[str, str]:
@@ -228,6 +247,14 @@ class Replica:
         return versions()
 
     # -- sessions ---------------------------------------------------------------------
+
+    def _statistics(self) -> dict[str, Any]:
+        """The engine's, the last ones if it raises: answers that go with them are not lost."""
+        try:
+            self._last_statistics = dict(self._loop.statistics())
+        except Exception:
+            logger.exception("the engine's statistics raised")
+        return self._last_statistics
 
     async def _engine(self) -> Engine:
         try:
@@ -261,7 +288,7 @@ class Replica:
 
     def _take(self, state: _Session, session: str, message: Questions) -> None:
         """Submit the queries of a message, then drop what it drops."""
-        queries, refused = state.sequences.queries(message)
+        queries = state.sequences.queries(message)
         renamed = [
             query
             if query.adapter is None
@@ -269,8 +296,6 @@ class Replica:
             for query in queries
         ]
         self._loop.submit(session, renamed)
-        if refused:
-            self._loop.refuse(session, refused)
         if message.aborted:
             self._loop.abort(session, message.aborted)
         for each in message.forgotten:
@@ -287,9 +312,13 @@ class Replica:
         state.finished.set()
         for turn in state.turns.values():
             turn.set()
-        for name in state.adapters:
-            named = self._adapter(state, name)
-            await self._call(functools.partial(_remove_adapter, name=named))
+        async with self._adapting:
+            for name in state.adapters:
+                named = self._adapter(state, name)
+                try:
+                    await self._call(functools.partial(_remove_adapter, name=named))
+                except Exception:  # it stays; the others are freed
+                    logger.exception("freeing the adapter %r raised", named)
 
     async def _watch_drivers(self) -> None:
         """End the sessions of drivers that have been silent for too long."""

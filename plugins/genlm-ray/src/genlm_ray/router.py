@@ -117,7 +117,7 @@ class Router:
         self._placed: dict[int, Placed] = {}
         self._waiting: dict[int, dict[int, Placed]] = {}  # by replica, then by query
         self._sent: dict[int, dict[int, Placed]] = {}
-        self._homeless: dict[int, Placed] = {}
+        self._unassigned: dict[int, Placed] = {}
         self._work: dict[int, float] = {}
         self._least: list[tuple[float, int]] = []  # a heap, of which outdated items are left
         self._changed: set[int] = set()  # replicas whose work is not in the heap yet
@@ -147,16 +147,16 @@ class Router:
         """Assign queries to a replica, which has computed nothing. Numbers are never reused."""
         self._waiting[replica], self._sent[replica] = {}, {}
         self._set_work(replica, 0.0)
-        homeless, self._homeless = self._homeless, {}
-        self._place(list(homeless.values()))
+        unassigned, self._unassigned = self._unassigned, {}
+        self._place(list(unassigned.values()))
 
     def lost(self, replica: int) -> None:
         """Assign what a replica had to the others, in the order in which it was asked."""
-        orphans = {**self._sent.pop(replica), **self._waiting.pop(replica)}
+        requeued = {**self._sent.pop(replica), **self._waiting.pop(replica)}
         self._total -= self._work.pop(replica)
-        for each in orphans.values():
+        for each in requeued.values():
             each.is_sent, each.replica = False, -1
-        self._place(sorted(orphans.values(), key=_order))
+        self._place(sorted(requeued.values(), key=_order))
 
     # -- queries ----------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Router:
             return False
         del self._placed[query_id]
         if each.replica < 0:
-            del self._homeless[query_id]
+            del self._unassigned[query_id]
             return True
         (self._sent if each.is_sent else self._waiting)[each.replica].pop(query_id)
         self._set_work(each.replica, self._work[each.replica] - each.cost)
@@ -313,17 +313,17 @@ class Router:
 
     def _place(self, placed: list[Placed]) -> None:
         if not self._work:
-            self._homeless.update((each.query.query_id, each) for each in placed)
+            self._unassigned.update((each.query.query_id, each) for each in placed)
             return
         groups: dict[int, dict[Context | None, list[Placed]]] = {}
         for each in placed:
-            replica = self._home(each.parent)
+            replica = self._preferred_replica(each.parent)
             self._put(each, replica)
             groups.setdefault(replica, {}).setdefault(each.parent, []).append(each)
         for replica in sorted(groups, key=lambda one: (-self._work[one], one)):
             self._even_out(replica, groups[replica])
 
-    def _home(self, parent: Context | None) -> int:
+    def _preferred_replica(self, parent: Context | None) -> int:
         """The holder of a context with the least work; else the replica with the least."""
         idlest = self._idlest()
         context = parent

@@ -57,7 +57,8 @@ def serve(
         driver_timeout_s: Silence after which the requests of a program are dropped.
         load_timeout_s: How long replicas may take to load.
         place_timeout_s: How long to wait for resources of the cluster that are in use.
-        ray_opts: Further arguments of `ray.init`.
+        ray_opts: Further arguments of `ray.init`; they count for the first connection of a
+            process only.
 
     Raises:
         ModelLoadError: The name exists, the cluster has not the resources, or the model cannot
@@ -67,10 +68,10 @@ def serve(
     spec = ReplicaSpec(engine, model, dict(engine_opts or {}), name, replicas, driver_timeout_s)
     check_spec(spec)
     cluster.connect(address, ray_opts or {}, may_start=False)
-    if name in _names():
+    if name in _names() or cluster.reservations(name):
         raise ModelLoadError(
-            f"asked to serve {name!r}, which this cluster serves already; choose another name, "
-            f"or end it: genlm serve --stop --name {name}"
+            f"asked to serve {name!r}, which this cluster serves already, or whose replicas "
+            f"have died; choose another name, or end it: genlm serve --stop --name {name}"
         )
     groups = cluster.place(
         cluster.bundles_of(resources), replicas, name=name, timeout_s=place_timeout_s
@@ -103,17 +104,20 @@ def served(address: str | None = None) -> list[dict[str, Any]]:
 
 
 def stop(name: str, address: str | None = None) -> int:
-    """End a served model; returns the number of its replicas.
+    """End a served model, of which nothing is left; returns the number of its replicas.
+
+    Replicas that have died are counted too: their resources were still reserved.
 
     Raises:
         ModelLoadError: The cluster serves no such model.
     """
     cluster.connect(address, {}, may_start=False)
-    actors = actors_of(name)
+    groups = cluster.reservations(name)
+    actors = _actors(name) if groups else actors_of(name)
     for actor in actors:
         kill(actor)
-    cluster.remove(cluster.reservations(name))
-    return len(actors)
+    cluster.remove(groups)
+    return max(len(actors), len(groups))
 
 
 def actors_of(name: str) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ import torch
 from genlm.plugin import Completion, Engine, Query, Reduced, reduce_rows
 
 __all__ = ["ServingLoop"]
+
+logger = logging.getLogger("genlm.ray")
 
 _ROW_ONLY = (None,)
 
@@ -124,17 +127,11 @@ class ServingLoop:
         if is_answered:  # else what waits for the last of them would wait for ever
             driver.on_finished()
 
-    def refuse(self, name: str, completions: Sequence[Completion]) -> None:
-        """Finish queries of a driver that never reach the engine."""
-        with self._changed:
-            driver = self._drivers[name]
-            driver.finished.extend(completions)
-        driver.on_finished()
-
     def release(self, adapter: str | None, key: bytes) -> None:
         """Tell the engine that a driver has dropped a context, if it wants to know."""
         with self._changed:
             self._released.append((adapter, key))
+            self._changed.notify()
 
     def take_finished(self, name: str) -> tuple[list[Completion], int]:
         """Return a driver's completions, and how many queries it still waits for."""
@@ -181,7 +178,9 @@ class ServingLoop:
 
     def _wait(self) -> bool:
         with self._changed:
-            while not (self._closed or self._calls or self._aborts or self._owners):
+            while not (
+                self._closed or self._calls or self._aborts or self._released or self._owners
+            ):
                 if any(driver.waiting for driver in self._drivers.values()):
                     break
                 self._changed.wait()
@@ -211,7 +210,10 @@ class ServingLoop:
         release = getattr(engine, "release_context", None)
         if release is not None:
             for adapter, key in released:
-                release(adapter, key)
+                try:
+                    release(adapter, key)
+                except Exception:  # the engine then keeps what it could free
+                    logger.exception("release_context of %s raised", type(engine).__name__)
 
     def _submit(self, engine: Engine) -> list[Completion]:
         """Give the engine what its drivers wait for; returns the errors of refused queries."""

@@ -2,24 +2,33 @@
 
 A query names a sequence that the replica knows and the ids that follow it, so that a message
 does not grow with the contexts. Rows of a message are one numpy array, which Ray stores and
-maps without copying; everything else is pickled once for the whole message, tensors as arrays.
+maps without copying. Reductions and what they return are pickled by class, tensors as arrays:
+what cannot be pickled, or is of a class that the other process has not, fails alone.
 """
 
 from __future__ import annotations
 
 import copyreg
 import io
+import itertools
 import pickle
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import ray.cloudpickle
 import torch
 
-from genlm.plugin import Completion, EvaluationError, Query, Reduced, TokenSequence
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    Query,
+    Reduced,
+    Reduction,
+    TokenSequence,
+)
 from genlm_ray.router import Placed
 
 __all__ = [
@@ -36,6 +45,13 @@ _ROW_ONLY = (None,)
 
 _Rows = np.ndarray[Any, np.dtype[np.float32]]
 
+_Column = list[tuple[list[int], bytes]]
+"""Values that are not None: places, and the pickle of a list of what stands there."""
+
+_PLAIN = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
+
+_RESULT, _ERROR = -1, -2
+
 
 class _Asked(NamedTuple):
     """The queries of a message, by column: few objects are faster to pickle than many.
@@ -45,6 +61,7 @@ class _Asked(NamedTuple):
         numbers: Of the sequence of each.
         known: The number of a sequence that the replica knows, -1 for none.
         added: The packed ids that follow it.
+        counts: The number of outputs of each; empty if all ask for their rows.
         others: By place, the adapter, sampling and targets of queries that have any.
     """
 
@@ -52,6 +69,7 @@ class _Asked(NamedTuple):
     numbers: list[int]
     known: list[int]
     added: list[bytes]
+    counts: list[int]
     others: dict[int, tuple[str | None, Any, tuple[int, ...]]]
 
 
@@ -63,18 +81,29 @@ class _Finished(NamedTuple):
 
     Attributes:
         query_ids: Of each completion.
-        counts: How many of `values` are its: -1 for one that is the result itself, otherwise
-            the number of values of a `Reduced`; 0 with an error.
-        values: Of all completions; None for rows.
-        rows: The places of rows in `values`, in the order of `Answers.rows`.
-        errors: By the place of the completion.
+        counts: How many of the values are its: the number of those of a `Reduced`, `_RESULT`
+            or `_ERROR` for one that is the result or the error itself.
+        rows: The places of rows among the values, in the order of `Answers.rows`.
+        length: Number of values.
     """
 
     query_ids: list[int]
     counts: list[int]
-    values: list[Any]
     rows: list[int]
-    errors: dict[int, Exception]
+    length: int
+
+
+@dataclass(frozen=True)
+class _Refused(Reduction):
+    """Stands for a reduction that could not be sent."""
+
+    error: EvaluationError
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
+        """Return the errors."""
+        del rows
+        return [each.error for each in requests]
 
 
 @dataclass
@@ -83,13 +112,13 @@ class Questions:
 
     Attributes:
         queries: Pickled `_Asked`, as a tuple.
-        outputs: Pickled outputs of each query; None if all ask for their rows.
+        outputs: Those of the queries, one after the other.
         aborted: Ids of queries to drop.
         forgotten: Numbers of sequences that are not named again.
     """
 
     queries: bytes = b""
-    outputs: bytes | None = None
+    outputs: _Column = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
 
@@ -98,19 +127,26 @@ class Answers(NamedTuple):
     """A message from a replica.
 
     Attributes:
-        values: Pickled `_Finished`, as a tuple.
+        finished: Pickled `_Finished`, as a tuple.
+        values: Those of the completions, one after the other, without rows.
         rows: Shape `(n, vocab_size)`, float32.
         statistics: The engine's.
     """
 
-    values: bytes
+    finished: bytes
+    values: _Column
     rows: _Rows | None
     statistics: dict[str, Any]
 
 
-def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, bytes | None]:
+def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, _Column]:
     """Pack queries for a replica, which then knows their sequences by number."""
-    asked = _Asked([], [], [], [], {})
+    asked = _Asked([], [], [], [], [], {})
+    packed: _Column = []
+    outputs = [each.query.outputs for each in placed]
+    if any(each != _ROW_ONLY for each in outputs):
+        asked.counts.extend(map(len, outputs))
+        packed = _packed([output for each in outputs for output in each], _not_sent)
     for place, each in enumerate(placed):
         query, context, parent = each.query, each.context, each.parent
         known, begin = -1, 0
@@ -128,23 +164,7 @@ def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, bytes
         others = (query.adapter, query.sampling, query.targets)
         if others != _NO_OTHERS:
             asked.others[place] = others
-    outputs = [each.query.outputs for each in placed]
-    packed = None
-    if any(each != _ROW_ONLY for each in outputs):
-        packed = _dumps(outputs)
     return pickle.dumps(tuple(asked), pickle.HIGHEST_PROTOCOL), packed
-
-
-def _dumps(outputs: list[Any]) -> bytes:
-    """Pickle outputs; classes of the program's own main module by value."""
-    kinds = {type(output) for each in outputs for output in each}
-    if all(kind.__module__ != "__main__" for kind in kinds):
-        try:
-            return pickle.dumps(outputs, pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            pass  # a class inside a function, which only the other pickles
-    packed: bytes = ray.cloudpickle.dumps(outputs)
-    return packed
 
 
 class Sequences:
@@ -156,22 +176,19 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._known)
 
-    def queries(self, message: Questions) -> tuple[list[Query], list[Completion]]:
-        """Unpack the queries, and errors for those that this process cannot unpack.
+    def queries(self, message: Questions) -> list[Query]:
+        """Unpack the queries.
 
         Raises:
             KeyError: A sequence is not known here.
         """
         if not message.queries:
-            return [], []
+            return []
         asked = _Asked(*pickle.loads(message.queries))  # noqa: S301 - Ray pickles all it sends
         outputs: list[Any] = [_ROW_ONLY] * len(asked.query_ids)
-        problem: Exception | None = None
-        if message.outputs is not None:
-            try:
-                outputs = pickle.loads(message.outputs)  # noqa: S301
-            except Exception as error:  # noqa: BLE001 - a module that is not installed here
-                problem = error
+        if asked.counts:
+            flat = iter(_unpacked(message.outputs, sum(asked.counts), _not_received))
+            outputs = [tuple(itertools.islice(flat, count)) for count in asked.counts]
         queries = []
         for place, (query_id, number, known, added, wanted) in enumerate(
             zip(*asked[:4], outputs, strict=True)
@@ -181,13 +198,7 @@ class Sequences:
             queries.append(
                 Query(query_id, sequence, adapter, sampling, outputs=wanted, targets=targets)
             )
-        if problem is None:
-            return queries, []
-        refused = EvaluationError(
-            f"the reductions of this batch cannot be imported at the replica: {problem!r}; "
-            f"install their module there"
-        )
-        return [], [Completion(query.query_id, error=refused) for query in queries]
+        return queries
 
     def forget(self, number: int) -> tuple[str | None, TokenSequence] | None:
         """Drop a sequence; returns its adapter and itself."""
@@ -206,57 +217,63 @@ class Sequences:
 def packed_answers(
     finished: Sequence[Completion], statistics: dict[str, Any], vocab_size: int
 ) -> Answers:
-    """Pack completions: rows into one array, the rest into one pickle."""
+    """Pack completions: rows into one array, the rest by class."""
     rows: list[torch.Tensor] = []
-    packed = _Finished([], [], [], [], {})
+    values: list[Any] = []
+    packed_rows: list[int] = []
+    counts: list[int] = []
 
     def add(value: Any) -> None:
         # Tensors of other shapes and dtypes are what reductions returned.
         is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         if is_tensor and value.shape == (vocab_size,):
             rows.append(value)
-            packed.rows.append(len(packed.values))
+            packed_rows.append(len(values))
             value = None
         elif isinstance(value, Exception):
             value = picklable_error(value)
-        packed.values.append(value)
+        values.append(value)
 
-    for place, (query_id, result, error) in enumerate(finished):
-        packed.query_ids.append(query_id)
+    for _, result, error in finished:
         if error is not None:
-            packed.counts.append(0)
-            packed.errors[place] = picklable_error(error)
+            counts.append(_ERROR)
+            add(error)
         elif type(result) is Reduced:
-            packed.counts.append(len(result.values))
+            counts.append(len(result.values))
             for value in result.values:
                 add(value)
         else:
-            packed.counts.append(-1)
+            counts.append(_RESULT)
             add(result)
     stacked: _Rows | None = None
     if rows:
         stacked = torch.stack([row.detach() for row in rows]).cpu().numpy()
-    return Answers(_tensors_as_arrays(tuple(packed)), stacked, statistics)
+    packed = _Finished([each.query_id for each in finished], counts, packed_rows, len(values))
+    index = pickle.dumps(tuple(packed), pickle.HIGHEST_PROTOCOL)
+    return Answers(index, _packed(values, _not_returned), stacked, statistics)
 
 
 def completions(answers: Answers) -> list[Completion]:
     """Unpack completions; each row is a copy, which its receiver owns."""
-    packed = _Finished(*pickle.loads(answers.values))  # noqa: S301
-    values, begin = packed.values, 0
+    packed = _Finished(*pickle.loads(answers.finished))  # noqa: S301
+    values, begin = _unpacked(answers.values, packed.length, _not_read), 0
     for index, place in enumerate(packed.rows):
         assert answers.rows is not None  # noqa: S101 - there are rows
         values[place] = row = torch.empty(answers.rows.shape[1])
         row.numpy()[:] = answers.rows[index]
     found = []
-    for place, (query_id, count) in enumerate(
-        zip(packed.query_ids, packed.counts, strict=True)
-    ):
-        result: Any = None
-        if count < 0:
-            result, begin = values[begin], begin + 1
-        elif place not in packed.errors:
-            result, begin = Reduced(tuple(values[begin : begin + count])), begin + count
-        found.append(Completion(query_id, result, packed.errors.get(place)))
+    for query_id, count in zip(packed.query_ids, packed.counts, strict=True):
+        if count >= 0:
+            end = begin + count
+            found.append(Completion(query_id, Reduced(tuple(values[begin:end]))))
+        else:
+            end = begin + 1
+            value = values[begin]
+            if isinstance(value, Exception):
+                found.append(Completion(query_id, error=value))
+            else:
+                found.append(Completion(query_id, value))
+        begin = end
     return found
 
 
@@ -269,16 +286,107 @@ def picklable_error(error: Exception) -> Exception:
     return error
 
 
-def _array_of(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return torch.from_numpy, (tensor.detach().cpu().contiguous().numpy(),)
+def _not_sent(output: Any, error: Exception) -> _Refused:
+    return _Refused(
+        EvaluationError(
+            f"the reduction {type(output).__name__} cannot be sent to a replica: {error!r}"
+        )
+    )
+
+
+def _not_received(error: Exception) -> _Refused:
+    return _Refused(
+        EvaluationError(
+            f"the reduction cannot be imported at the replica: {error!r}; install its module "
+            f"there"
+        )
+    )
+
+
+def _not_returned(value: Any, error: Exception) -> EvaluationError:
+    return EvaluationError(
+        f"the result, of type {type(value).__name__}, cannot be sent from the replica: "
+        f"{error!r}"
+    )
+
+
+def _not_read(error: Exception) -> EvaluationError:
+    return EvaluationError(f"what the replica returned cannot be read here: {error!r}")
+
+
+def _packed(values: Sequence[Any], refused: Callable[[Any, Exception], Any]) -> _Column:
+    """Pickle the values that every process can read together, and others by class.
+
+    Args:
+        values: Those that are None are omitted.
+        refused: What to send for a value that cannot be pickled.
+    """
+    plain: tuple[list[int], list[Any]] = ([], [])
+    groups = {type(None): plain}
+    for place, value in enumerate(values):
+        if value is None:
+            continue
+        kind = type(value)
+        group = groups.get(kind)
+        if group is None:
+            is_known = kind in _PLAIN or kind.__module__.startswith("genlm.")
+            group = groups[kind] = plain if is_known else ([], [])
+        group[0].append(place)
+        group[1].append(value)
+    packed: _Column = []
+    for places, members in {id(each): each for each in groups.values() if each[0]}.values():
+        try:
+            packed.append((places, _dumps(members)))
+        except Exception:  # noqa: BLE001 - whatever an object raises when it is pickled
+            packed += [
+                ([place], _dumps_alone(value, refused))
+                for place, value in zip(places, members, strict=True)
+            ]
+    return packed
+
+
+def _unpacked(column: _Column, length: int, refused: Callable[[Exception], Any]) -> list[Any]:
+    """Unpack values; `refused` says what stands for those that cannot be read here."""
+    values: list[Any] = [None] * length
+    for places, pickled in column:
+        try:
+            members = pickle.loads(pickled)  # noqa: S301 - Ray pickles all it sends
+        except Exception as error:  # noqa: BLE001 - a module that is not installed here
+            members = [refused(error)] * len(places)
+        for place, value in zip(places, members, strict=True):
+            values[place] = value
+    return values
+
+
+def _dumps_alone(value: Any, refused: Callable[[Any, Exception], Any]) -> bytes:
+    try:
+        return _dumps([value])
+    except Exception as error:  # noqa: BLE001 - as above
+        return _dumps([refused(value, error)])
+
+
+def _array_of(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    try:
+        return torch.from_numpy, (tensor.contiguous().numpy(),)
+    except (RuntimeError, TypeError):  # numpy has no bfloat16, and no sparse arrays
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 class _Pickler(pickle.Pickler):
+    """With tensors as numpy arrays, which takes a tenth of the time."""
+
     dispatch_table = copyreg.dispatch_table | {torch.Tensor: _array_of}
 
 
-def _tensors_as_arrays(values: object) -> bytes:
-    """Pickle with tensors as numpy arrays, which takes a tenth of the time."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(values)
-    return buffer.getvalue()
+def _dumps(values: list[Any]) -> bytes:
+    """Pickle values of a kind; classes of a program's own main module by value."""
+    if type(values[0]).__module__ != "__main__":
+        buffer = io.BytesIO()
+        try:
+            _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(values)
+            return buffer.getvalue()
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pass  # perhaps a class inside a function, which only the other pickles
+    packed: bytes = ray.cloudpickle.dumps(values)
+    return packed

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and names that the shell completes."""
+"""What several commands share: arguments, names that the shell completes, the console."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from genlm.core.dtypes import dtype_name
 from genlm.core.errors import GenlmError
@@ -23,7 +24,11 @@ __all__ = [
     "checked_dtype",
     "checked_options",
     "load",
+    "output_console",
 ]
+
+_PIPE_WIDTH = 10_000
+"""Columns of a table that is not printed to a terminal: no line is wrapped."""
 
 
 def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
@@ -79,3 +84,9 @@ def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
         raise
     except (TypeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--options") from error
+
+
+def output_console() -> Console:
+    """Return a console for tables on standard output, which programs may read as well."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)

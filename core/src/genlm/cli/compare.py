@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import checked_dtype
+from genlm.cli.arguments import checked_dtype, output_console
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 
@@ -27,8 +26,6 @@ __all__ = ["compare"]
 BOUNDS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1.5e-1}
 """Largest difference of a log-probability, by the dtype that the engines compute in: the
 tolerances of `genlm check`."""
-
-_PIPE_WIDTH = 10_000
 
 
 def compare(
@@ -183,9 +180,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH)
+    console = output_console()
     family = report["family"] or "of an unknown architecture"
     console.print(
         f"{report['model']} ({family}), {report['dtype']}: {report['contexts']} contexts of up "

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from genlm.cli.arguments import backends as completed
+from genlm.cli.arguments import output_console
 from genlm.cli.documented_options import options_of
 from genlm.core.plugins import BackendInfo, find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED
@@ -21,7 +22,6 @@ from genlm.core.plugins.registry import PUBLISHED
 __all__ = ["plugins"]
 
 _COLOURS = {"ok": "green", "disabled": "bright_black"}
-_PIPE_WIDTH = 10_000  # no wrapping in a pipe
 
 _CAPABILITIES = {
     "lora": "LoRA adapters per request: llm.add_new_lora(folder, name), lora_name=name",
@@ -50,9 +50,7 @@ def plugins(
         described = [_described(info, options=name is not None) for info in backends]
         typer.echo(json.dumps(described, indent=2))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH)
+    console = output_console()
     if name is None:
         console.print(_table(backends))
         if absent := sorted(PUBLISHED.keys() - {info.name for info in backends}):

@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import EngineOption, ModelOption, checked_options, load
+from genlm.cli.arguments import (
+    EngineOption,
+    ModelOption,
+    checked_options,
+    load,
+    output_console,
+)
 from genlm.cli.text_file import LineOfText, bad_file, texts_of
 from genlm.core.errors import GenlmError
 
@@ -26,8 +32,6 @@ __all__ = ["TextScore", "score"]
 
 _SHOWN = 20
 """Most texts in the table."""
-
-_PIPE_WIDTH = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +126,7 @@ def score(
             typer.echo(lines, nl=False)
             return
         Path(output).write_text(lines, "utf-8")
-    _print(scores, f"{backend}, model {model!r}", Console())
+    _print(scores, f"{backend}, model {model!r}")
 
 
 # -- scores ---------------------------------------------------------------------------------
@@ -234,9 +238,8 @@ def _require_writable(path: Path) -> None:
         ) from error
 
 
-def _print(scores: Sequence[TextScore], title: str, console: Console) -> None:
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH)
+def _print(scores: Sequence[TextScore], title: str) -> None:
+    console = output_console()
     console.print(Text(title, "bold"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("line", "log-probability", "tokens", "perplexity", "bits per byte"):

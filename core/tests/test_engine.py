@@ -74,10 +74,20 @@ def test_halving_fails_exactly_the_queries_that_raise(count: int, data: st.DataO
 @pytest.mark.parametrize("position", range(16))
 def test_one_culprit_among_sixteen_costs_nine_evaluations(position: int) -> None:
     engine = ScriptedEngine(VOCAB_SIZE, poison=[POISON])
-    submitted(engine, [[POISON] if i == position else [1, i % 4] for i in range(16)])
+    submitted(engine, [[POISON] if i == position else [i // 4, i % 4] for i in range(16)])
     engine.step()
     assert list(map(len, engine.batches)).count(8) == 2
     assert len(engine.batches) == 1 + 2 * 4
+
+
+def test_equal_queries_are_evaluated_once_and_get_rows_of_their_own() -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    submitted(engine, [[1, 2], [3], [1, 2]])
+    rows = [row_of(each) for each in engine.step()]
+    assert engine.batches == [[(1, 2), (3,)]]
+    for row, ids in zip(rows, [(1, 2), (3,), (1, 2)], strict=True):
+        assert torch.equal(row, oracle_row(ids, None, VOCAB_SIZE))
+    assert len({row.untyped_storage().data_ptr() for row in rows}) == 3
 
 
 def test_a_batch_without_culprits_is_evaluated_once() -> None:

@@ -88,3 +88,16 @@ def test_the_demo_model_is_that_of_genlm_hf(tmp_path):
         found, expected = (each.score_sync(ids) for each in (lm, exact))
         assert [bytes(token) for token in lm.byte_vocab] == [bytes(t) for t in exact.byte_vocab]
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "threads=0; it must be 1 or more"),
+        ({"threads_batch": 0}, "threads_batch=0; it must be 1 or more"),
+        ({"tensor_split": (1.0,) * 1000}, "tensor_split has 1000 shares; llama.cpp takes"),
+    ],
+)
+def test_options_out_of_range_are_refused(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        llama.engine(**options)

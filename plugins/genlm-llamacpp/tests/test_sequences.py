@@ -239,3 +239,17 @@ def test_a_kept_prefix_gives_way_to_a_context_that_needs_the_room(llama):
         asked = [100, *range(200, 250)]
         row = lm.next_token_logprobs_sync(asked)
     torch.testing.assert_close(row.double(), llama.logprobs(asked), atol=1e-4, rtol=0)
+
+
+def test_a_context_of_a_recurrent_model_is_continued_when_it_is_asked_again(make):
+    model = make("mamba")
+    engine = model.engine()
+    ids = tuple(range(3, 43))
+    computed = []
+    for number, asked in enumerate([ids[:-1], ids, ids]):
+        before = engine.statistics()["tokens_computed"]
+        engine.submit(Query(number, asked))
+        [answer] = engine.step()
+        assert float((answer.result - model.logprobs(asked)).abs().max()) <= 1e-4
+        computed.append(engine.statistics()["tokens_computed"] - before)
+    assert computed == [39, 1, 1]

@@ -121,3 +121,13 @@ def test_the_tokenizer_outlives_the_engine_and_renders_chats(llama):
         [{"role": "user", "content": "Once"}], chat_template=template
     )
     assert tokenizer.decode(found) == "[user] Once"
+
+
+@pytest.mark.parametrize("token_id", [-1, -100, 10**6])
+def test_ids_outside_the_vocabulary_are_an_error(llama, token_id):
+    tokenizer = llama.engine().vocabulary.tokenizer
+    for ask in (tokenizer.piece, tokenizer.text, tokenizer.attributes):
+        with pytest.raises(IndexError, match=f"token id {token_id} of a vocabulary of"):
+            ask(token_id)
+    with pytest.raises(IndexError, match=f"token id {token_id}"):
+        tokenizer.decode([5, token_id])

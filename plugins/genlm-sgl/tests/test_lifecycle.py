@@ -34,6 +34,21 @@ def test_a_second_engine_is_refused_and_the_first_goes_on(build: Any, tiny: Tiny
     assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
 
 
+def test_an_engine_whose_construction_is_interrupted_is_closed(
+    build: Any, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("genlm_sgl.engine.SGLEngine._compare_scores", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build()
+    assert not torch.distributed.is_initialized()
+    monkeypatch.undo()
+    prompts = prompts_of(5, 9)
+    assert largest_error(tiny, prompts, answers(build(), prompts)) <= TOLERANCE
+
+
 def test_engines_follow_one_another_and_leave_little_behind(
     build: Any, tiny: TinyLlama
 ) -> None:

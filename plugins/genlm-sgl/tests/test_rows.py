@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -166,10 +167,34 @@ def test_a_pass_that_raises_fails_its_queries_and_no_later_ones(
     monkeypatch.setattr(type(engine.model), "forward", broken)
     engine.submit(Query(10, prompts[0]))
     engine.submit(Query(11, prompts[1], None, SamplingParams(max_tokens=3)))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.step()
+    assert list(map(str, collected(engine, [10, 11]))) == ["out of memory"] * 2
     monkeypatch.undo()
     assert engine.free_tokens == engine.statistics()["kv_tokens"]
+    assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
+
+
+def test_a_pass_that_raises_during_a_call_fails_the_queries_that_run(
+    build: Any, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    prompts = prompts_of(5, 6, 7)
+    forward = type(engine.model).forward
+    passes = itertools.count()
+
+    def breaks_once(*arguments: Any, **options: Any) -> Any:
+        if next(passes) == 0:
+            raise RuntimeError("out of memory")
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(type(engine.model), "forward", breaks_once)
+    engine.submit(Query(10, prompts[0]))
+    engine.submit(Query(11, prompts[1], None, SamplingParams(max_tokens=3)))
+    engine.clear_prefix_cache()  # which first runs what was submitted
+    assert list(map(str, collected(engine, [10, 11]))) == ["out of memory"] * 2
+    engine.submit(Query(12, prompts[0], None, SamplingParams(max_tokens=3)))
+    engine.step()
+    passes = itertools.count()
+    engine.abort(12)  # which runs until nothing is left of it
     assert largest_error(tiny, prompts, answers(engine, prompts)) <= TOLERANCE
 
 

@@ -286,11 +286,13 @@ class BatchEngine(abc.ABC):
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate and return rows, or what the queries ask of their rows."""
-        if all(query.outputs == ROW_ONLY for query in queries):
+        distinct = {(query.adapter, query.sequence.key) for query in queries}
+        if len(distinct) == len(queries) and all(q.outputs == ROW_ONLY for q in queries):
             return self._own_rows(self._evaluated(queries))
         from genlm.core.reductions import reduce_rows  # loads torch
 
-        # Queries of one sequence that ask for different things can be in one batch.
+        # Several queries of one sequence can be in one batch: those of requests that ask for
+        # different things, or that came when the first one could no longer be joined.
         wanted: dict[tuple[str | None, bytes], tuple[Query, list[Reduction | None]]] = {}
         parts = []
         for query in queries:

@@ -300,6 +300,11 @@ class LlamaContext:
         params.check_tensors = options.check_tensors
         if options.tensor_split:
             most = self._llama.llama_max_devices()
+            if len(options.tensor_split) > most:
+                raise ValueError(
+                    f"tensor_split has {len(options.tensor_split)} shares; llama.cpp takes "
+                    f"{most}"
+                )
             shares = (ctypes.c_float * most)(*options.tensor_split)
             params.tensor_split = shares
         recent_messages()

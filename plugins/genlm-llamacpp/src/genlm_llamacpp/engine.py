@@ -112,7 +112,7 @@ class LlamaCppEngine(BatchEngine):
     ) -> None:
         if kv_unified not in (None, True, False):
             raise ValueError(f"kv_unified={kv_unified!r}; expected True, False or None")
-        threads = threads or torch.get_num_threads()
+        threads = torch.get_num_threads() if threads is None else threads
         options = ContextOptions(
             n_ctx=n_ctx,
             n_batch=n_batch,
@@ -124,7 +124,7 @@ class LlamaCppEngine(BatchEngine):
             flash_attn=flash_attn,
             offload_kqv=offload_kqv,
             threads=threads,
-            threads_batch=threads_batch or threads,
+            threads_batch=threads if threads_batch is None else threads_batch,
             n_gpu_layers=n_gpu_layers,
             split_mode=split_mode,
             main_gpu=main_gpu,
@@ -146,7 +146,7 @@ class LlamaCppEngine(BatchEngine):
         self._considered: Sequence[Query] = ()
         self._evicted_before = 0
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
-        self._adapters_loaded = self._kept = 0
+        self._adapters_loaded = 0
 
     # -- queries ----------------------------------------------------------------------
 
@@ -222,15 +222,14 @@ class LlamaCppEngine(BatchEngine):
         self.evaluate([query])
         if not self._sequences.pin(adapter, query.sequence):
             raise EvaluationError(
-                f"asked to keep a prefix of {len(query)} tokens; {self._kept} are kept, and no "
-                f"sequence would remain for others. Raise n_seq_max, or call clear_kv_cache"
+                f"asked to keep a prefix of {len(query)} tokens; {self._sequences.pinned} are "
+                f"kept, and no sequence would remain for others. Raise n_seq_max, or call "
+                f"clear_kv_cache"
             )
-        self._kept += 1
 
     def clear_prefix_cache(self) -> None:
         """Free everything computed, kept prefixes included. Rows do not change."""
         self._sequences.clear(all_adapters=True)
-        self._kept = 0
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """Remove the sequence of a context without references."""
@@ -308,7 +307,6 @@ class LlamaCppEngine(BatchEngine):
 
     def _divide(self, parts: int) -> None:
         self._evicted_before += self._sequences.used + self._sequences.evicted
-        self._kept = 0
         try:
             self._context.divide(parts)
         finally:
@@ -337,7 +335,6 @@ class LlamaCppEngine(BatchEngine):
             except CacheFullError:
                 if len(requests) == 1:
                     if self._sequences.drop_pinned():
-                        self._kept = 0
                         self._compute(adapter, requests, receiver, first)
                         return
                     raise EvaluationError(

@@ -104,6 +104,11 @@ class Sequences:
         """How many requests can be claimed for at once."""
         return self._count - len(self._pinned)
 
+    @property
+    def pinned(self) -> int:
+        """Number of sequences that are kept."""
+        return len(self._pinned)
+
     def is_next(self, adapter: str | None, tokens: TokenSequence) -> bool:
         """Whether all tokens but the last are known to be held. Fast."""
         before = len(tokens) - 1
@@ -223,13 +228,12 @@ class Sequences:
     def _find(self, adapter: str | None, tokens: TokenSequence, limit: int) -> tuple[int, int]:
         """Return a sequence with the longest common beginning, and its length up to `limit`."""
         length = len(tokens)
-        number = self._places.get((adapter, tokens.key), -1)
-        if number >= 0:
-            return self._usable(number, length, limit)
-        if length > 1:
-            number = self._places.get((adapter, tokens.prefix_key(length - 1)), -1)
+        for common in range(length, max(0, length - 2), -1):
+            number = self._places.get((adapter, tokens.prefix_key(common)), -1)
             if number >= 0:
-                return self._usable(number, length - 1, limit)
+                found, start = self._usable(number, common, limit)
+                if start:  # else its state cannot be cut; that of its beginning may be held
+                    return found, start
         return self._compare(adapter, tokens, limit)
 
     def _usable(self, number: int, common: int, limit: int) -> tuple[int, int]:

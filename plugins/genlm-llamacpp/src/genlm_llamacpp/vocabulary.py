@@ -56,7 +56,7 @@ class GgufTokenizer:
         self.kind = int(self._llama.llama_vocab_type(self._vocab))
         self.bos_token_id = self._id(self._llama.llama_vocab_bos(self._vocab))
         self.eos_token_id = self._id(self._llama.llama_vocab_eos(self._vocab))
-        self.init_kwargs = _asked(self._llama, model)
+        self.init_kwargs = _add_bos_setting(self._llama, model)
         template = self._llama.llama_model_chat_template(model, None)
         self.chat_template = None if template is None else template.decode(errors="replace")
 
@@ -86,11 +86,20 @@ class GgufTokenizer:
             room = -count
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included; spaces are left as they are."""
+        """Return the text of ids, special tokens included; spaces are left as they are.
+
+        Raises:
+            IndexError: An id is outside the vocabulary.
+        """
         return b"".join(map(self.piece, token_ids)).decode(errors="replace")
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes that llama.cpp writes for a token."""
+        """Return the bytes that llama.cpp writes for a token.
+
+        Raises:
+            IndexError: The id is outside the vocabulary.
+        """
+        self._check(token_id)
         text = ctypes.create_string_buffer(_LONG_TOKEN)
         length = self._llama.llama_token_to_piece(
             self._vocab, token_id, text, len(text), 0, True
@@ -129,19 +138,25 @@ class GgufTokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def text(self, token_id: int) -> bytes:
-        """Return a token as the file spells it."""
+        """Return a token as the file spells it; raises as `piece`."""
+        self._check(token_id)
         found: bytes = self._llama.llama_vocab_get_text(self._vocab, token_id)
         return found
 
     def attributes(self, token_id: int) -> int:
-        """Return llama.cpp's flags of a token."""
+        """Return llama.cpp's flags of a token; raises as `piece`."""
+        self._check(token_id)
         return int(self._llama.llama_vocab_get_attr(self._vocab, token_id))
+
+    def _check(self, token_id: int) -> None:
+        if not 0 <= token_id < self.size:  # llama.cpp would end the process
+            raise IndexError(f"token id {token_id} of a vocabulary of {self.size} ids")
 
     def _id(self, token_id: int) -> int | None:
         return token_id if 0 <= token_id < self.size else None
 
 
-def _asked(library: Any, model: int) -> dict[str, bool]:
+def _add_bos_setting(library: Any, model: int) -> dict[str, bool]:
     text = ctypes.create_string_buffer(8)
     key = b"tokenizer.ggml.add_bos_token"
     if library.llama_model_meta_val_str(model, key, text, len(text)) < 0:

@@ -129,8 +129,12 @@ class SGLEngine:
         self._log = QuietLogger("sglang")
         try:
             self._build(model, wanted, gpu_id, unverified)
-            self._build_residents(keep_contexts)
-            self._start_scores()
+            try:
+                self._build_residents(keep_contexts)
+                self._start_scores()
+            except BaseException:
+                self._api.close()
+                raise
         except BaseException:
             self._release_process()
             raise
@@ -362,7 +366,7 @@ class SGLEngine:
             self._end_residents()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Let go of what is kept for a context alone, which nobody holds any more.
+        """End the resident of a context without references.
 
         Args:
             adapter: The adapter of the context.
@@ -378,11 +382,15 @@ class SGLEngine:
                 residents.before_iteration()
             done = self._api.run_once()
             rows = [] if residents is None else residents.after_iteration(done)
-        except Exception:
-            # All queries in SGLang fail; later ones get a clean scheduler.
-            self._requests.clear()
+            if residents is not None and not self._keeps_contexts:
+                residents.end_idle()
+        except Exception as error:
+            # All queries in SGLang fail; later ones get a clean scheduler. Not raised: this may
+            # run for a call or an abort, whose caller is not theirs.
+            logger.exception("an iteration of SGLang raised; its requests fail")
+            failed = self._requests.clear()
             self._reset()
-            raise
+            return [Completion(query_id, error=error) for query_id in failed]
         completions = rows + self._requests.completions(done.finished)
         progressed = done.progressed or done.finished
         self._idle_iterations = 0 if progressed else self._idle_iterations + 1

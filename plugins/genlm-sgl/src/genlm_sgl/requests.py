@@ -181,10 +181,12 @@ class Requests:
         """Return the ids of all requests."""
         return list(self._by_rid)
 
-    def clear(self) -> None:
-        """Remove all queries."""
+    def clear(self) -> list[int]:
+        """Remove all queries; return their ids."""
+        query_ids = list(self._rids)
         self._by_rid.clear()
         self._rids.clear()
+        return query_ids
 
     # -- SGLang's forward passes ------------------------------------------------------
 

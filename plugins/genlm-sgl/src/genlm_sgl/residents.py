@@ -236,7 +236,7 @@ class Residents:
         return wanted and not (self._adapters_limited and rid in self._ready)
 
     def _look_back(self) -> None:
-        """Notice what the iteration did not do."""
+        """Record which residents and queued requests the iteration did not run."""
         if self._running:
             self._running = {
                 rid: each for rid, each in self._running.items() if self._runs(each)
@@ -258,7 +258,7 @@ class Residents:
     # -- adapters ---------------------------------------------------------------------
 
     def limit_adapters(self, adapter_ids: Iterable[str]) -> None:
-        """Take notice of the loaded adapters, of which a batch may not serve all."""
+        """Record whether one batch can serve all loaded adapters."""
         self._adapters_limited = not self._api.adapters_fit({None, *adapter_ids})
 
     def _servable(self, ready: list[Resident]) -> list[Resident]:

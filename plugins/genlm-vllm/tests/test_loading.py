@@ -35,7 +35,7 @@ def test_unknown_options_are_refused_with_a_hint(tiny: Any) -> None:
     with pytest.raises(TypeError, match=r"'model'.*load_model's first argument"):
         VLLMEngine(tiny.path, engine_opts={"model": "other"})
     with pytest.raises(
-        TypeError, match=r"'max_num_seqs'.* Pass engine_opts=\{'max_num_seqs': 3"
+        TypeError, match=r"'max_num_seqs'.* pass engine_opts=\{'max_num_seqs': 3"
     ):
         genlm.load_model(tiny.path, "vllm", max_num_seqs=3)
 

@@ -391,6 +391,19 @@ def test_contexts_need_not_be_kept(engine: Any, tiny: Any) -> None:
     check(engine, tiny, [(*prompt, 5, 6, 7), (*prompt, 5)])
 
 
+def test_contexts_that_are_computed_when_they_are_not_kept_any_more_end(
+    engine: Any, tiny: Any
+) -> None:
+    asked = prompts(40, 30)
+    queries = [submit(engine, ids) for ids in asked]
+    engine.keeps_contexts = False
+    try:
+        assert largest_error(tiny, finish(engine, queries), asked) <= 1e-4
+        assert engine.statistics()["contexts_resident"] == 0
+    finally:
+        engine.keeps_contexts = True
+
+
 def test_rows_belong_to_the_caller(engine: Any) -> None:
     [context] = prompts(10)
     for _ in range(3):

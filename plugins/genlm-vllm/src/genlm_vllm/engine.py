@@ -231,7 +231,11 @@ class VLLMEngine:
         for each in answered:
             self._tokens_computed += each.computed
             completions.append(each.completion(results.get(each.key)))
-        return completions if residents is None else completions + residents.relieve()
+        if residents is not None:
+            completions += residents.relieve()
+            if not self._keeps_contexts:  # those that were computed when it was turned off
+                residents.end_idle()
+        return completions
 
     def _scores_again(self, request: Request, output: Any, result: Result | None) -> bool:
         """Ask again for scores of tokens of which the prefix cache served some."""

@@ -97,8 +97,12 @@ class Actor:
     def __init__(self, spec) -> None:
         self.spec, self.calls, self.held = spec, [], set()
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        threading.Thread(target=self._serve, daemon=True).start()
         self.restart()
+
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
 
     def restart(self) -> None:
         self.held = set()

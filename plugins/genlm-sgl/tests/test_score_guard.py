@@ -49,6 +49,7 @@ def change_cache(patch: pytest.MonkeyPatch) -> str:
 def test_changed_code_is_noticed_and_rows_score(
     build: Any, tiny: Any, change: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    build().close()  # imports SGLang
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "genlm_sgl"):
         problem = change(patch)
         engine = build()

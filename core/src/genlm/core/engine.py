@@ -286,11 +286,6 @@ class BatchEngine(abc.ABC):
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate and return rows, or what the queries ask of their rows."""
-        distinct = {(query.adapter, query.sequence.key) for query in queries}
-        if len(distinct) == len(queries) and all(q.outputs == ROW_ONLY for q in queries):
-            return self._own_rows(self._evaluated(queries))
-        from genlm.core.reductions import reduce_rows  # loads torch
-
         # Several queries of one sequence can be in one batch: those of requests that ask for
         # different things, or that came when the first one could no longer be joined.
         wanted: dict[tuple[str | None, bytes], tuple[Query, list[Reduction | None]]] = {}
@@ -301,6 +296,11 @@ class BatchEngine(abc.ABC):
             parts.append((key, slice(len(outputs), len(outputs) + len(query.outputs))))
             outputs.extend(query.outputs)
         rows = self._evaluated([query for query, _ in wanted.values()])
+        if all(query.outputs == ROW_ONLY for query in queries):
+            own = dict(zip(wanted, self._own_rows(rows), strict=True))
+            return [own[key].clone() if part.start else own[key] for key, part in parts]
+        from genlm.core.reductions import reduce_rows  # loads torch
+
         reduced = reduce_rows(rows, [tuple(outputs) for _, outputs in wanted.values()])
         found = dict(zip(wanted, reduced, strict=True))
         return [

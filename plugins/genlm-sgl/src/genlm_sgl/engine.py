@@ -387,8 +387,9 @@ class SGLEngine:
         except Exception as error:
             # All queries in SGLang fail; later ones get a clean scheduler. Not raised: this may
             # run for a call or an abort, whose caller is not theirs.
-            logger.exception("an iteration of SGLang raised; its requests fail")
             failed = self._requests.clear()
+            if not failed:  # that could report it
+                logger.exception("an iteration of SGLang raised while it had no query")
             self._reset()
             return [Completion(query_id, error=error) for query_id in failed]
         completions = rows + self._requests.completions(done.finished)

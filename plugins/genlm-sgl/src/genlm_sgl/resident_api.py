@@ -1,7 +1,7 @@
-"""SGLang's requests that stay after their rows: held, given tokens, shared and ended.
+"""SGLang's requests that stay after their rows: paused, resumed with a token, shared, ended.
 
 The calls into SGLang that `residents` needs. A request that stays is in one of SGLang's
-batches, or held: in none, with its slots of the KV cache, its row of the table of slots
+batches, or paused: in none, with its slots of the KV cache, its row of the table of slots
 (`req_to_token_pool`) and its lock on the radix cache. It has drawn one token that is not
 computed yet, the last of its `output_ids`. `put_token` replaces that token, and the next decode
 computes it.
@@ -96,7 +96,7 @@ class ResidentApi:
         return True
 
     def end(self, req: Any) -> None:
-        """End a request that is held: the radix cache takes its tokens, and its row is free."""
+        """End a paused request: the radix cache takes its tokens, and its row is free."""
         from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
         scheduler = self._scheduler
@@ -107,7 +107,7 @@ class ResidentApi:
 
     # -- batches ----------------------------------------------------------------------
 
-    def hold(self, stays: Callable[[str], bool]) -> list[Any]:
+    def pause(self, stays: Callable[[str], bool]) -> list[Any]:
         """Take requests out of SGLang's batches.
 
         Args:
@@ -121,7 +121,7 @@ class ResidentApi:
         batches = [scheduler.running_batch]
         if scheduler.last_batch is not None and scheduler.last_batch is not batches[0]:
             batches.append(scheduler.last_batch)
-        held: list[Any] = []
+        paused: list[Any] = []
         for batch in batches:
             kept = [
                 j
@@ -130,15 +130,15 @@ class ResidentApi:
             ]
             if len(kept) < len(batch.reqs):
                 indices = set(kept)
-                held += [req for j, req in enumerate(batch.reqs) if j not in indices]
+                paused += [req for j, req in enumerate(batch.reqs) if j not in indices]
                 with self._compute_context():
                     batch.filter_batch(keep_indices=kept)
-        if held:
+        if paused:
             scheduler.running_batch.batch_is_full = False
-        return held
+        return paused
 
-    def tell_tokens(self, reqs: Sequence[Any]) -> None:
-        """Tell SGLang the new last tokens of requests in the running batch."""
+    def pass_tokens(self, reqs: Sequence[Any]) -> None:
+        """Pass to SGLang the new last tokens of requests in the running batch."""
         if not reqs:
             return
         from sglang.srt.managers.overlap_utils import RelayPayload
@@ -151,8 +151,8 @@ class ResidentApi:
         with self._compute_context():
             scheduler.future_map.stash(rows, RelayPayload(bonus_tokens=ids))
 
-    def wake(self, reqs: Sequence[Any]) -> None:
-        """Put held requests, with their new tokens, into the running batch."""
+    def resume(self, reqs: Sequence[Any]) -> None:
+        """Put paused requests, with their new tokens, into the running batch."""
         if not reqs:
             return
         scheduler = self._scheduler
@@ -195,14 +195,14 @@ class ResidentApi:
         free = self._scheduler.req_to_token_pool.available_size()
         return self.queued - int(free)
 
-    def missing_tokens(self, woken: Sequence[Any]) -> int:
+    def missing_tokens(self, resumed: Sequence[Any]) -> int:
         """Return how many slots of the KV cache the next decode lacks.
 
         Args:
-            woken: The held requests that it will compute besides those in the batches.
+            resumed: The paused requests that it will compute besides those in the batches.
         """
         scheduler = self._scheduler
-        reqs = [*scheduler.running_batch.reqs, *woken]
+        reqs = [*scheduler.running_batch.reqs, *resumed]
         last = scheduler.last_batch
         if last is not None and last is not scheduler.running_batch:
             reqs += last.reqs
@@ -216,7 +216,7 @@ class ResidentApi:
         """Return how many slots of the KV cache nothing holds, while no request runs.
 
         Args:
-            reqs: The held requests.
+            reqs: The paused requests.
         """
         scheduler, cache = self._scheduler, self._scheduler.tree_cache
         page = int(scheduler.page_size)

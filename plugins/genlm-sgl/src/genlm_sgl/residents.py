@@ -8,9 +8,9 @@ with it through the radix cache.
 A resident is in one of these states:
 
 - waiting: SGLang has yet to compute its context, at first or after it took its memory away;
-- ready: its next token is in place, but SGLang was not told;
+- ready: its next token is in place, but was not passed to SGLang;
 - running: in SGLang's decode batch, with that token;
-- idle: its row was returned. It is held out of SGLang's batches.
+- idle: its row was returned, and it is paused: in none of SGLang's batches.
 
 Idle residents end, the least recently used first, where other requests need their room. Nothing
 here depends on SGLang's code, which `resident_api` calls. Longer than other modules because
@@ -51,14 +51,14 @@ class Resident:
         req: SGLang's request.
         keys: The contexts that its slots of the KV cache hold, the newest last: the one whose
             row was returned, or is being computed.
-        held: Whether it is in none of SGLang's batches.
+        paused: Whether it is in none of SGLang's batches.
         leaving: Whether it ends after the next iteration, unless it is continued.
     """
 
     rid: str
     req: Any
     keys: deque[Key]
-    held: bool = False
+    paused: bool = False
     leaving: bool = False
 
 
@@ -184,16 +184,16 @@ class Residents:
         self._deferred, self._queued = False, 0
         if not self._by_rid:
             return
-        self._hold()
+        self._pause()
         self._end_oldest(self._api.missing_rows)
         chosen = list(self._ready.values())
         if self._adapters_limited:
             chosen = self._servable(chosen)
         self._free_memory(chosen)
-        self._api.tell_tokens([each.req for each in chosen if not each.held])
-        self._api.wake([each.req for each in chosen if each.held])
+        self._api.pass_tokens([each.req for each in chosen if not each.paused])
+        self._api.resume([each.req for each in chosen if each.paused])
         for each in chosen:
-            each.held = False
+            each.paused = False
             self._running[each.rid] = self._ready.pop(each.rid)
         # SGLang prefers prefills. Residents that the last one passed over go first.
         self._deferred = self._passed_over and bool(self._running) and self._api.defer_prefill()
@@ -222,9 +222,9 @@ class Residents:
             self._make_room()
         return answers
 
-    def _hold(self) -> None:
-        for req in self._api.hold(self._stays):
-            self._by_rid[req.rid].held = True
+    def _pause(self) -> None:
+        for req in self._api.pause(self._stays):
+            self._by_rid[req.rid].paused = True
 
     def _stays(self, rid: str) -> bool:
         """Whether a request stays in SGLang's batches."""
@@ -288,17 +288,17 @@ class Residents:
 
     def _free_memory(self, chosen: list[Resident]) -> None:
         """Free slots of the KV cache for the next decode, or SGLang would abort requests."""
-        woken = [each.req for each in chosen if each.held]
-        missing = self._api.missing_tokens(woken)
+        resumed = [each.req for each in chosen if each.paused]
+        missing = self._api.missing_tokens(resumed)
         while self._idle and missing > 0:
             self._end_oldest(1)
-            missing = self._api.missing_tokens(woken)
+            missing = self._api.missing_tokens(resumed)
         # Others may wait for their adapters' turn. The newest of them start over.
         picked = {each.rid for each in chosen} if missing > 0 else set()
         others = [each for rid, each in self._ready.items() if rid not in picked]
         while others and missing > 0:
             self._start_over(others.pop())
-            missing = self._api.missing_tokens(woken)
+            missing = self._api.missing_tokens(resumed)
 
     def _make_room(self) -> None:
         """End residents for the requests that wait; those just answered are idle, too."""
@@ -323,15 +323,15 @@ class Residents:
             self._end(list(itertools.islice(self._idle.values(), count)))
 
     def _end(self, residents: list[Resident]) -> None:
-        if any(not each.held for each in residents):
-            self._hold()
+        if any(not each.paused for each in residents):
+            self._pause()
         for each in residents:
             self._api.end(each.req)
             self._forget(each)
         self.ended += len(residents)
 
     def _start_over(self, resident: Resident) -> None:
-        """Make a resident that is held a new request, with the same query."""
+        """Make a new request of a paused resident, with the same query."""
         request = self._requests.get(resident.rid)
         assert request is not None  # noqa: S101 - ready residents have a query
         self._requests.drop(request.query.query_id)

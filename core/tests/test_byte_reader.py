@@ -41,8 +41,10 @@ class RandomEngine(BatchEngine):
 
 
 def mass_after(token_ids: tuple[int, ...], text: bytes) -> np.ndarray:
-    """Probability of the text followed by each byte or the end, without other specials."""
+    """Probability of the text followed by each byte or the end, by a model without `PAD`."""
     mass, probabilities = np.zeros(257), row(token_ids)
+    probabilities[PAD] = 0
+    probabilities /= probabilities.sum()
     for token, written in enumerate(TEXTS):
         if token == EOS:
             mass[STOP] += probabilities[token] * (text == b"")
@@ -150,6 +152,14 @@ def test_a_reader_that_was_not_started_says_so(llm):
 def test_a_beam_without_room_is_refused(llm):
     with pytest.raises(ValueError, match="width=0"):
         genlm.ByteReader(llm, width=0)
+    with pytest.raises(TypeError, match=r"width=2\.5; expected an integer"):
+        genlm.ByteReader(llm, width=2.5)
+
+
+@pytest.mark.parametrize("token_id", [-1, len(TEXTS)])
+def test_an_end_outside_the_vocabulary_is_refused(llm, token_id):
+    with pytest.raises(genlm.TokenIdError, match=f"{token_id} at position 1 of eos_token_ids"):
+        genlm.ByteReader(llm, eos_token_ids=[EOS, token_id])
 
 
 def test_text_is_refused():

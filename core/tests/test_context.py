@@ -112,6 +112,10 @@ def test_wrong_contexts_are_refused(make_model: MakeModel) -> None:
         llm.context([VOCAB_SIZE])
     with pytest.raises(ContextLengthError):
         llm.context([1] * 4)
+    long = make_model(ScriptedEngine(VOCAB_SIZE, max_context=80))
+    long.next_token_logprobs_sync([1] * 80)
+    with pytest.raises(ContextLengthError):
+        long.context([1] * 81)
     full = llm.context([1] * 3)
     full.next_token_logprobs_sync()
     longer = full.extend(1)  # the last token of a text, which nobody asks

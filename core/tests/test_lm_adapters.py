@@ -345,6 +345,35 @@ def test_a_name_that_is_given_again_is_another_adapter_of_the_engine(removing: A
     assert removing.lora_names == ("b", "a")
 
 
+def test_an_adapter_that_is_removed_while_it_is_replaced_is_freed_once(
+    make_model: MakeModel,
+) -> None:
+    removed = []
+
+    class Slow(RemovingEngine):
+        def add_adapter(self, name: str, path: str) -> None:
+            super().add_adapter(name, path)
+            if name == "a@2":
+                llm.remove_lora("a")
+
+        def remove_adapter(self, name: str) -> None:
+            removed.append(name)
+            super().remove_adapter(name)
+
+    llm = make_model(Slow(VOCAB_SIZE))
+    llm.add_new_lora("folder/a", "a")
+    llm.add_new_lora("folder/new", "a", replace=True)
+    assert engine_adapters(llm) == {"a@2": "folder/new"}
+    assert removed == ["a"]
+
+
+def test_a_context_of_a_replaced_adapter_says_so(removing: AsyncLM) -> None:
+    context = removing.context([1], lora_name="a")
+    removing.add_new_lora("folder/new", "a", replace=True)
+    with pytest.raises(UnknownAdapterError, match="'a' of this context was replaced"):
+        context.next_token_logprobs_sync()
+
+
 def test_an_adapter_is_replaced_if_that_is_asked_for(removing: AsyncLM) -> None:
     removing.add_new_lora("folder/new", "a", replace=True)
     assert engine_adapters(removing) == {"b": "folder/b", "a@2": "folder/new"}

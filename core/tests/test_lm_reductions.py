@@ -400,6 +400,16 @@ def test_a_text_may_have_one_token_more_than_the_context(make_model: MakeModel) 
             llm.score_sync([1] * 6)
 
 
+def test_scores_by_rows_use_the_output_cache(make_model: MakeModel) -> None:
+    llm = make_model(ScriptedEngine(SIZE))
+    text = [1, 2, 3, 4]
+    llm.next_token_logprobs_sync(text[:2])
+    expected = loop_over_rows(text, 1)
+    for evaluations in (3, 3):
+        assert llm.score_sync(text).tolist() == expected
+        assert llm.statistics().answered == evaluations
+
+
 def test_scores_are_shared_cached_and_of_their_adapter(make_model: MakeModel) -> None:
     engine = ScoringEngine()
     llm = make_model(engine)

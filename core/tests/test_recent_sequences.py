@@ -77,6 +77,15 @@ def test_what_needs_another_check_is_left_to_it(known: Any, last: Any) -> None:
     assert recent.find([*ids, 5], VOCAB_SIZE) == TokenSequence.of([*ids, 5])
 
 
+@pytest.mark.parametrize("kind", [bool, float])
+def test_lists_of_another_type_that_equals_integers_are_left_to_another_check(
+    kind: type,
+) -> None:
+    recent, ids = RecentSequences(), [1] * (SHORTEST + 5)
+    recent.add(list(ids), TokenSequence.of(ids))
+    assert recent.find(list(map(kind, ids)), VOCAB_SIZE) is None
+
+
 def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_sequences, "_MOST_IDS", 2000)
     recent, used = RecentSequences(), ids_of(100, seed=-1)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from genlm.core.context import Context
 from genlm.core.lm import AsyncLM
 from genlm.core.plugins import get_trie
+from genlm.core.validation import checked_ids, checked_integer
 
 __all__ = ["ByteReader"]
 
@@ -63,6 +64,11 @@ class ByteReader:
 
     Attributes:
         logprob: Natural-log probability of all bytes read since `start`.
+
+    Raises:
+        TypeError: `width` is not an integer, or `eos_token_ids` are not integers.
+        ValueError: `width` is below 1.
+        TokenIdError: One of `eos_token_ids` is outside the vocabulary.
     """
 
     STOP: Final = 256
@@ -71,17 +77,18 @@ class ByteReader:
     def __init__(
         self, llm: AsyncLM, width: int = 32, eos_token_ids: Sequence[int] | None = None
     ) -> None:
-        if width < 1:
-            raise ValueError(f"width={width!r}: expected at least one hypothesis")
+        width = checked_integer("width", width, 1)
         if eos_token_ids is None:
             eos = getattr(llm.tokenizer, "eos_token_id", None)
             eos_token_ids = () if eos is None else (eos,)
+        ends = checked_ids(eos_token_ids, llm.vocab_size, "eos_token_ids")
         symbols: list[Any] = list(llm.byte_vocab)
         # A symbol instead of the bytes of their names; the id tells them apart.
         for token_id in llm.vocabulary.special_ids:
             symbols[token_id] = (_APART, token_id)
-        for token_id in eos_token_ids:
+        for token_id in ends:
             symbols[token_id] = (self.STOP, token_id)
+        self._left_out = [i for i in llm.vocabulary.special_ids if i not in ends]
         self.llm, self.width, self.logprob = llm, width, -math.inf
         self._trie = get_trie()(symbols)
         self._beam: tuple[_Hypothesis, ...] = ()
@@ -167,6 +174,8 @@ class ByteReader:
         if row is None:
             logprobs = await hypothesis.context.next_token_logprobs()
             row = logprobs.cpu().double().exp().numpy()
+            row[self._left_out] = 0
+            row /= row.sum() or 1
         return replace(
             hypothesis, row=row, weight=hypothesis.weight / total, mass=hypothesis.mass / total
         )

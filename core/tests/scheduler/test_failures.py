@@ -44,6 +44,43 @@ def test_a_request_that_makes_evaluate_raise_fails_alone(start):
     assert llm.statistics().answered == 15
 
 
+def test_an_error_that_cannot_be_raised_fails_its_request_alone(start):
+    class Wordy(ScriptedEngine):
+        def step(self):
+            return [
+                Completion(each.query_id, error="out of memory") if not each.query_id else each
+                for each in super().step()
+            ]
+
+    llm, _ = start(Wordy())
+    answers = asyncio.run(ask_all(llm, [[4], [5]]))
+    assert isinstance(answers[0], EvaluationError)
+    assert "as an error 'out of memory'" in str(answers[0])
+    torch.testing.assert_close(answers[1], oracle_row([5], None, 16))
+
+
+def test_an_engine_that_cannot_be_woken_ends_all_requests_with_it(start, caplog):
+    class Gone(ScriptedEngine):
+        gone = False
+
+        def wake(self):
+            if self.gone:
+                raise ConnectionError("the cluster is gone")
+
+        def step(self):
+            self.gone = True
+            raise SystemExit
+
+    llm, engine = start(Gone())
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(llm.next_token_logprobs_sync, [1])
+        with pytest.raises(EngineDiedError, match="SystemExit"):
+            asked.result(TIMEOUT_S)
+    llm.close()
+    assert engine.closed
+    assert "waking the engine raised" in caplog.text
+
+
 def test_a_request_refused_by_submit_fails_alone(start):
     class Picky(ScriptedEngine):
         def submit(self, query):

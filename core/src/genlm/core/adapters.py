@@ -93,6 +93,7 @@ class Adapters:
             engine_name = self._unused_engine_name(name)
             cast("LoraEngine", engine).add_adapter(engine_name, path)
             self._engine_names.add(engine_name)
+            known = self._by_name.get(name)  # it may have been removed meanwhile
             self._by_name[name] = _Adapter(engine_name, folder)
             if known is not None:
                 self._free(known)
@@ -107,7 +108,10 @@ class Adapters:
             raise UnsupportedCapabilityError(
                 "remove_lora", self._backend, "its engine lacks the method remove_adapter"
             )
-        self._free(self._by_name.pop(name))
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:  # another thread removed it
+            raise UnknownAdapterError(name, self._by_name)
+        self._free(adapter)
 
     def _require_adapters(self) -> None:
         require_capability(self._scheduler.engine, Capability.LORA, self._backend)

@@ -153,7 +153,7 @@ class TokenTypeError(QueryError, TypeError):
 
 
 class UnknownAdapterError(QueryError, LookupError):
-    """A request for an adapter that was not loaded.
+    """A request for an adapter that is not loaded, or a context of one that was replaced.
 
     Attributes:
         name: The adapter asked for.
@@ -166,6 +166,11 @@ class UnknownAdapterError(QueryError, LookupError):
         super().__init__(name, self.loaded)
 
     def __str__(self) -> str:
+        if self.name in self.loaded:
+            return (
+                f"the adapter {self.name!r} of this context was replaced by another one; make "
+                "the context again"
+            )
         loaded = ", ".join(self.loaded) or "none"
         return (
             f"no adapter named {self.name!r}. Loaded: {loaded}. "

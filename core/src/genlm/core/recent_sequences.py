@@ -27,6 +27,9 @@ _FINGERPRINT = 8
 """Lists with equal ids at so many places over their length, and as many at their end, are
 mistaken for each other, so that only the last one of them is found."""
 
+_NO_IDS = (bool, float)
+"""Types that are refused as ids, although their objects equal integers."""
+
 _Fingerprint = tuple[int, ...]
 
 
@@ -65,6 +68,8 @@ class RecentSequences:
             ids: At least `SHORTEST`; not changed, and not kept.
             vocab_size: The last id must be below it, otherwise the result is None.
         """
+        if type(ids[0]) in _NO_IDS or type(ids[-1]) in _NO_IDS:
+            return None
         if not self._lock.acquire(blocking=False):
             return None
         try:

@@ -18,7 +18,7 @@ from genlm.core.engine import Capability, Engine
 from genlm.core.errors import ContextLengthError, UnknownAdapterError
 from genlm.core.query import Query, TokenScores
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
-from genlm.core.reductions import Reduction, TargetScore, reduce_rows
+from genlm.core.reductions import Reduction, ScoredToken, TargetScore, reduce_rows
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
 
@@ -66,20 +66,24 @@ class ScoreRequest:
 
     Attributes:
         asked: What the scheduler is asked: one request for `TokenScores`, or one for a
-            `ScoredToken` of each position.
+            `ScoredToken` of each position that the output cache does not have.
         scores: The scores, once they are known.
+        values: What the output cache has of each position; None elsewhere.
     """
 
     asked: Sequence[Any]
     scores: TokenScores | None = None
+    values: Sequence[ScoredToken | None] = ()
 
     def answer(self, answers: Sequence[Any]) -> None:
         """Put the answers together."""
         if len(answers) == 1 and isinstance(answers[0], TokenScores):
             self.scores = answers[0]
             return
-        logprobs = torch.tensor([each.logprob for each in answers], dtype=torch.float32)
-        is_top = torch.tensor([each.is_top for each in answers], dtype=torch.bool)
+        remaining = iter(answers)
+        tokens = [next(remaining) if value is None else value for value in self.values]
+        logprobs = torch.tensor([each.logprob for each in tokens], dtype=torch.float32)
+        is_top = torch.tensor([each.is_top for each in tokens], dtype=torch.bool)
         self.scores = TokenScores(logprobs, is_top)
 
 
@@ -161,7 +165,10 @@ class Requests:
     ) -> tuple[TokenSequence, str | None, str | None]:
         """Return what a `Context` consists of: sequence, adapter, the engine's name of it."""
         name, adapter = self._adapter(lora_name)
-        return self._sequence(token_ids), name, adapter
+        sequence = self._sequence(token_ids)
+        if self.max_context is not None and len(sequence) > self.max_context:
+            raise ContextLengthError(len(sequence), self.max_context)
+        return sequence, name, adapter
 
     def _adapter(self, lora_name: str | None) -> tuple[str | None, str | None]:
         name = self.default_lora if lora_name is None else lora_name
@@ -301,10 +308,10 @@ class Requests:
         for place in range(start, len(ids)):
             if place > start:
                 sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
-            query, key = self.of_sequence(sequence, adapter)
-            self.counters.count(len(query), hit=False)
-            asked.append((query, key, TargetScore(ids[place])))
-        return ScoreRequest(asked)
+            asked.append((*self.of_sequence(sequence, adapter), TargetScore(ids[place])))
+        values = [self.cached_reduction(*each) for each in asked]
+        asked = [each for each, value in zip(asked, values, strict=True) if value is None]
+        return ScoreRequest(asked, values=values)
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:

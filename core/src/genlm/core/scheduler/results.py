@@ -7,7 +7,7 @@ Everything here runs on the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from genlm.core.errors import EvaluationError
 from genlm.core.query import Completion, Reduced
@@ -61,7 +61,11 @@ class ResultHandler:
 def checked(
     handler: ResultHandler, engine: Any, completions: list[Completion]
 ) -> list[Completion]:
-    """Replace invalid results by their errors."""
+    """Replace invalid results by their errors, and errors that cannot be raised."""
+    for i, (query_id, _, error) in enumerate(completions):
+        if not isinstance(cast("object", error), Exception | None):
+            refused = EvaluationError(f"the engine returned as an error {error!r}")
+            completions[i] = Completion(query_id, error=refused)
     places = [i for i, each in enumerate(completions) if each.result is not None]
     try:
         invalid = handler.find_invalid(engine, [completions[i].result for i in places])

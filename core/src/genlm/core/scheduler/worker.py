@@ -232,7 +232,10 @@ class Worker:
         """Wake the engine's thread, also from a step that waits for other processes."""
         self._changed.notify()
         if self._wake_engine is not None:
-            self._wake_engine()
+            try:
+                self._wake_engine()
+            except Exception:  # no request must depend on it
+                logger.exception("waking the engine raised")
 
     def _raise_if_stopped(self) -> None:
         if self._stopped is not None:

@@ -122,6 +122,18 @@ def test_adapters_share_nothing() -> None:
     assert used(rows, "kv_tokens") == 9
 
 
+def test_what_was_computed_with_an_adapter_is_dropped_with_it() -> None:
+    rows, _ = serve(20)
+    for _ in range(4):
+        rows.keep("red", (1, 2, 3, 4, 5, 6))
+        assert_right(rows, "red", [(1, 2, 3, 0), (2, 3)])
+        assert_right(rows, None, [(1, 2)])
+        rows.drop("red")
+        assert used(rows, "kv_tokens") == 2
+    rows.drop("blue")
+    assert_right(rows, None, [(i % SIZE,) * 6 for i in range(9)])
+
+
 def test_a_context_longer_than_a_pass_is_computed_in_pieces() -> None:
     rows, model = serve(500, max_tokens=10)
     assert_right(rows, None, [tuple(i % SIZE for i in range(95)), (1, 2)])

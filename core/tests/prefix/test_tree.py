@@ -218,6 +218,16 @@ def test_a_growing_leaf_keeps_its_node() -> None:
     assert node.slots.tolist() == [1, 2, 3]
 
 
+def test_removed_nodes_hold_no_tokens() -> None:
+    tree = PrefixTree(50)
+    for i in range(20):
+        tree.insert(None, TokenSequence.of([i] * 40))
+        tree.commit()
+    nodes = [place.node for place in tree._places.values()]
+    assert len(nodes) == 20
+    assert sum(len(node.tokens) for node in nodes) <= 50
+
+
 def test_a_long_use_leaves_nothing_behind() -> None:
     tree = PrefixTree(50)
     for i in range(3000):

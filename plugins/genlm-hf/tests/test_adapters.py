@@ -136,6 +136,18 @@ def test_removed_adapters_leave_the_others_and_can_be_loaded_again(
     assert largest_error(engine, saved, None, "red") <= 1e-4
 
 
+def test_an_adapter_is_replaced_again_and_again(engine: Any, base: Any, saved: Any) -> None:
+    for version in range(4):
+        kind = ("red", "green")[version % 2]
+        engine.add_adapter(f"policy@{version}", saved[kind][0])
+        if version:
+            engine.remove_adapter(f"policy@{version - 1}")
+        requests = [([1, 2, 3], f"policy@{version}"), ([1, 2, 3], None)]
+        of_adapter, of_base = answers(engine, requests)
+        assert (of_adapter - expected_row(saved[kind][1], (1, 2, 3))).abs().max() <= 1e-4
+        assert (of_base - expected_row(saved[None][1], (1, 2, 3))).abs().max() <= 1e-4
+
+
 def test_adapters_change_rows_by_far_more_than_rounding(base: Any, saved: Any) -> None:
     rows = torch.stack([alone(model, SEQUENCES[0]) for _, model in saved.values()])
     assert torch.pdist(rows).min() > 0.1

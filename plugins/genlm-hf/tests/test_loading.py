@@ -50,6 +50,8 @@ def test_a_half_precision_checkpoint_becomes_float32_on_the_cpu_unless_told_othe
         ("float16", "float16"),
         (torch.bfloat16, "bfloat16"),
     ]:
+        engine = HFEngine(path, hf_opts={"device_map": "cpu"}, dtype=dtype)
+        assert engine.statistics()["dtype"] == expected
         engine = HFEngine(path, device="cpu", dtype=dtype)
         assert engine.statistics()["dtype"] == expected
         assert is_right(engine, rounded, 1e-4 if dtype is None else 1e-1)
@@ -196,9 +198,10 @@ def test_code_of_a_model_runs_only_when_trusted(
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
     assert "trust_remote_code=True" in refusal(folder_with_code)
     assert not cache.exists()
-    engine = HFEngine(folder_with_code, trust_remote_code=True)
-    assert engine.statistics()["model"] == "TinyForCausalLM"
-    assert is_right(engine, llama)
+    for options in ({"trust_remote_code": True}, {"hf_opts": {"trust_remote_code": True}}):
+        engine = HFEngine(folder_with_code, **options)
+        assert engine.statistics()["model"] == "TinyForCausalLM"
+        assert is_right(engine, llama)
 
 
 def test_a_device_map_without_accelerate_says_how_to_install_it(
@@ -234,6 +237,7 @@ def test_quantisation_options_reach_transformers(
         ({"device": "abacus"}, "no device 'abacus'"),
         ({"device": "cpu", "hf_opts": {"device_map": "auto"}}, "either device or"),
         ({"dtype": "float32", "hf_opts": {"dtype": "float32"}}, "given twice"),
+        ({"hf_opts": {"dtype": "float32", "torch_dtype": "bf16"}}, "old name 'torch_dtype'"),
         ({"hf_opts": {"no_such_option": 1}}, "no_such_option"),
     ],
 )

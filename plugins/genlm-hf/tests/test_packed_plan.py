@@ -54,6 +54,14 @@ def test_particles_share_their_prompt_as_one_prefix() -> None:
     assert group.suffixes.shape == (50, 1)
 
 
+def test_groups_bound_the_scores_of_their_prefix() -> None:
+    prompt = range(2**14)
+    _, queries = grown(*((*prompt, i) for i in range(600)))
+    groups = list(group_tokens(queries))
+    check(groups, queries)
+    assert [len(group.tokens) for group in groups] == [256, 256, 88]
+
+
 def test_a_token_that_all_prompts_begin_with_does_not_join_them() -> None:
     prompts = [(0, first, *range(100)) for first in (1, 2)]
     _, queries = grown(*((*prompt, i) for prompt in prompts for i in range(20)))

@@ -149,8 +149,10 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     change_settings(full, fine_tune_type="full")
     (broken / "adapter_config.json").write_text("{")
     dora, other, elsewhere = tmp_path / "peft", tmp_path / "other", tmp_path / "elsewhere"
-    for copy in (dora, other, elsewhere):
+    cut = tmp_path / "cut"
+    for copy in (dora, other, elsewhere, cut):
         shutil.copytree(llama.adapters["red"], copy)
+    (cut / "adapter_model.safetensors").write_bytes(b"x" * 20)
     change_settings(dora, use_dora=True)
     change_settings(other, peft_type="IA3")
     peft_weights = mx.load(str(elsewhere / "adapter_model.safetensors"))
@@ -163,6 +165,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
         (dora, "use_dora=True"),
         (other, "of type IA3"),
         (elsewhere, "has no such layer"),
+        (cut, "MLX cannot read"),
         (tmp_path, "not a folder with adapter_config.json"),
     ):
         with pytest.raises(AdapterError, match=message):

@@ -72,6 +72,27 @@ def test_keys_and_values_come_back_for_whole_sequences() -> None:
                     assert np.array_equal(np.array(states[row, :, column]), expected)
 
 
+def test_what_fails_to_grow_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = KVStorage([LAYER], 10**6)
+    of_mlx, calls = mx.eval, []
+
+    def failing(*arrays: object) -> None:
+        calls.append(arrays)
+        if len(calls) == 2:
+            raise RuntimeError("[malloc] Unable to allocate")
+        of_mlx(*arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", failing)
+        with pytest.raises(RuntimeError, match="allocate"):
+            storage.make_room(3000)
+    assert storage.lost
+    storage.reset()
+    assert not storage.lost
+    storage.make_room(3000)
+    assert not storage.lost
+
+
 @pytest.mark.parametrize("most", [3, 5000, 10**6])
 def test_growing_keeps_what_was_written(most: int) -> None:
     storage = KVStorage([LAYER], most)

@@ -180,7 +180,7 @@ class PrefixEngine(BatchEngine):
             cache.keep(adapter, tuple(token_ids))
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Evict a context, which nobody refers to any more, before others."""
+        """Evict a context without references before others."""
         if isinstance(self._choice.path, PrefixRows):
             self._choice.path.release(adapter, key)
 
@@ -201,7 +201,7 @@ class PrefixEngine(BatchEngine):
         self._adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter that `add_adapter` loaded.
+        """Remove an adapter that `add_adapter` loaded, with all that was computed with it.
 
         Raises:
             UnknownAdapterError: None of that name is loaded.
@@ -209,6 +209,8 @@ class PrefixEngine(BatchEngine):
         if name not in self._adapters.names:
             raise UnknownAdapterError(name, self._adapters.names)
         self._adapters.remove(name)
+        if isinstance(self._choice.path, PrefixRows):
+            self._choice.path.drop(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work, the execution path and facts about the model.
@@ -218,17 +220,20 @@ class PrefixEngine(BatchEngine):
         `self_test_error` is its largest error in the self-test. After `close`, the last
         statistics.
         """
-        if self._final_statistics is not None:
+        try:
+            return EngineStatistics(
+                {
+                    **self._choice.path.statistics(),
+                    **self._choice.statistics(),
+                    "tokens_evaluated": self._tokens_evaluated,
+                    "adapters": len(self._adapters.names),
+                    **self.model_statistics(),
+                }
+            )
+        except AttributeError:  # closed, perhaps meanwhile by another thread
+            if self._final_statistics is None:
+                raise
             return self._final_statistics
-        return EngineStatistics(
-            {
-                **self._choice.path.statistics(),
-                **self._choice.statistics(),
-                "tokens_evaluated": self._tokens_evaluated,
-                "adapters": len(self._adapters.names),
-                **self.model_statistics(),
-            }
-        )
 
     def model_statistics(self) -> Mapping[str, int | float | str]:
         """Return statistics of the subclass, such as the model's class and device."""

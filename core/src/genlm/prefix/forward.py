@@ -74,7 +74,9 @@ class TreeBatch:
         }
         return [
             TokenRun(self.tree.find(self.adapter, sequence), len(sequence) - 1, len(sequence))
-            for sequence, slot in zip(self.sequences, self.last_slots, strict=True)
+            for slot, sequence in dict(
+                zip(self.last_slots, self.sequences, strict=True)
+            ).items()
             if slot not in uncached
         ]
 

@@ -123,6 +123,8 @@ class Node:
             assert self.parent is not None  # noqa: S101 - our own mistake
             del self.parent.children[self.tokens[0]]
             self.parent = None
+            # Remembered places refer to removed nodes for a while.
+            self.tokens, self.slots = (), self.slots[:0].copy()
         return freed
 
     def path_slots(self, first: int, end: int) -> Slots:

@@ -73,12 +73,6 @@ class PrefixRows:
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
         self._score_without_cache = score_without_cache
-        self._scorer = TextScorer(
-            self._tree,
-            self._score_pass,
-            without_cache=self._scored_alone,
-            vocabulary=vocabulary,
-        )
 
     def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
         """Compute the next-token row of each sequence, in one pass or in several.
@@ -173,7 +167,7 @@ class PrefixRows:
         limit = self._max_tokens
         if not self.forward.scores_in_pieces():
             limit = min(limit, self._max_rows)
-        return self._scorer.scores(adapter, texts, limit)
+        return self._scorer().scores(adapter, texts, limit)
 
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
@@ -187,7 +181,16 @@ class PrefixRows:
         Returns:
             Their indices, in order, 0 among them.
         """
-        return self._scorer.next_pass(adapter, texts, self._max_tokens)
+        return self._scorer().next_pass(adapter, texts, self._max_tokens)
+
+    def _scorer(self) -> TextScorer:
+        # Not kept: it refers to this object, which would then live until a garbage collection.
+        return TextScorer(
+            self._tree,
+            self._score_pass,
+            without_cache=self._scored_alone,
+            vocabulary=self._vocabulary,
+        )
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.
@@ -208,6 +211,10 @@ class PrefixRows:
     def release(self, adapter: str | None, key: bytes) -> None:
         """Evict a context before others; see `PrefixTree.release`."""
         self._tree.release(adapter, key)
+
+    def drop(self, adapter: str) -> None:
+        """Remove everything computed with an adapter, kept prefixes included."""
+        self._tree.drop(adapter)
 
     def clear(self) -> None:
         """Remove everything computed from the tree, kept prefixes included."""

@@ -3,7 +3,8 @@
 A text is divided into parts that fit into a pass; parts of several texts share a pass. What
 the tree has of a text before its first target is not computed again, and positions that several
 texts of a pass have in common are computed once. What a text adds after its first target is
-evicted before everything else: few programs ask for it again, and contexts would go for it.
+evicted before everything else: few programs ask for it again, and keeping it would evict
+contexts.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class End(NamedTuple):
     Attributes:
         adapter: Adapter of the sequence.
         tokens: The sequence, which is in the tree.
-        length: How many of its tokens are not meant.
+        length: Number of its tokens before the end.
     """
 
     adapter: str | None
@@ -233,6 +233,17 @@ class PrefixTree:
         node = place.node
         if node in self._idle and node.end == place.length and not node.children:
             self._idle.move_to_end(node, last=False)
+
+    def drop(self, adapter: str | None) -> None:
+        """Remove all tokens of an adapter, pinned ones included. Call this between batches."""
+        assert not self._in_use  # noqa: S101 - our own mistake
+        root = self._roots.pop(adapter, None)
+        nodes = [] if root is None else list(root.below())
+        for node in reversed(nodes):  # children before parents
+            if node in self._idle:
+                del self._idle[node]
+                self._idle_slots -= len(node.slots)
+            self._free.give(node.cut(0))
 
     def clear(self) -> None:
         """Remove all tokens, pinned ones included. Call this between batches only."""

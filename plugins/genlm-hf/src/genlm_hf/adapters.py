@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import AdapterError, ModelLoadError, read_lora_config
+from genlm.plugin import (
+    AdapterError,
+    ModelLoadError,
+    UnknownAdapterError,
+    read_lora_config,
+)
 from genlm_hf.peft_layers import AdapterState, adapter_layers, adapter_state, put_beside_base
 from genlm_hf.weight_sharing import share_weights
 
@@ -98,7 +103,14 @@ class Adapters:
         self._states.clear()
 
     def remove(self, name: str) -> None:
-        """Delete the weights of an adapter that `load` added."""
+        """Delete the weights of an adapter that `load` added.
+
+        Raises:
+            UnknownAdapterError: The model came with it.
+        """
+        own = {name for name, inner in self._inner_names.items() if name == inner}
+        if name in own:
+            raise UnknownAdapterError(name, set(self._inner_names) - own)
         self._delete(self._inner_names.pop(name))
         self._states.clear()
         if self._original is not None:
@@ -163,6 +175,8 @@ class Adapters:
         delete_adapter(self.model, inner, "lora_")
         if self._peft_model is not None:
             self._peft_model.peft_config.pop(inner, None)
+            # peft reads the settings of the tuner's active adapters when it adds another one.
+            self._peft_model.base_model.active_adapter = list(self._peft_model.peft_config)[:1]
 
 
 class _Snapshot:

@@ -73,7 +73,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     source = _demo() if model == "demo" else model_source(model)
     arguments, device = _model_arguments(options)
     where = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
-    where["trust_remote_code"] = options.trust_remote_code
+    where["trust_remote_code"] = arguments.get("trust_remote_code", options.trust_remote_code)
     config = _read(transformers.AutoConfig, source, where)
     refuse_encoder_decoder(config, source)
     tokenizer = _read(transformers.AutoTokenizer, source, where)
@@ -115,7 +115,9 @@ def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device
             raise TypeError(f"{name}={given!r}; expected a mapping from names to values")
     arguments = dict(options.hf_opts or {})
     if "torch_dtype" in arguments:
-        arguments.setdefault("dtype", arguments.pop("torch_dtype"))
+        if "dtype" in arguments:
+            raise ValueError("'dtype' and its old name 'torch_dtype' are both in hf_opts")
+        arguments["dtype"] = arguments.pop("torch_dtype")
     for name in ("dtype", "trust_remote_code"):
         if name in arguments and getattr(options, name):
             raise ValueError(f"{name!r} is given twice, as an argument and in hf_opts")
@@ -131,7 +133,9 @@ def _model_arguments(options: LoadOptions) -> tuple[dict[str, Any], torch.device
     if isinstance(arguments.get("dtype"), str):
         arguments["dtype"] = _dtype(arguments["dtype"], "auto")
     if "dtype" not in arguments:
-        on_cpu = device is not None and device.type == "cpu"
+        on_cpu = (
+            arguments.get("device_map") == "cpu" if device is None else device.type == "cpu"
+        )
         arguments["dtype"] = _dtype(options.dtype, "float32" if on_cpu else "auto")
     return arguments, device
 

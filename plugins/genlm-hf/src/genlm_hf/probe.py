@@ -42,7 +42,8 @@ def first_pass(count: int) -> Iterator[None]:
     except Exception as error:
         raise ModelLoadError(
             f"a first forward pass over {count} tokens raised {type(error).__name__}: "
-            f"{error}; the model must run on token ids alone and have room to"
+            f"{error}; the model must accept token ids as its only input, and the device needs "
+            f"memory for the pass"
         ) from error
 
 

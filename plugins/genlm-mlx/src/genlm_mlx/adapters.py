@@ -148,7 +148,13 @@ def _scale(config: Mapping[str, Any], down: mx.array) -> float:
 
 def _factors(name: str, folder: Path) -> dict[str, tuple[mx.array, mx.array]]:
     """Return the two matrices, (rank, in) and (out, rank), of each layer."""
-    weights: Any = mx.load(str(folder / "adapter_model.safetensors"))
+    file = folder / "adapter_model.safetensors"
+    try:
+        weights: Any = mx.load(str(file))
+    except (RuntimeError, OSError) as error:
+        raise AdapterError(
+            f"adapter {name!r}: MLX cannot read {str(file)!r}: {error}"
+        ) from error
     found: dict[str, dict[str, Any]] = {}
     for key, array in weights.items():
         path, _, which = key.removeprefix("base_model.model.").rpartition(".lora_")

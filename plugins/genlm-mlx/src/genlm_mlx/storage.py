@@ -94,6 +94,7 @@ class KVStorage:
         slots = self.slots_with(slot)
         if slots == self.slots:
             return
+        self.lost = True  # until all arrays have grown
         for layer, pair in zip(self.layers, self._arrays, strict=True):
             for place, old in enumerate(pair):
                 by_head = old.reshape(layer.heads, self.slots, -1)
@@ -102,7 +103,7 @@ class KVStorage:
                 pair[place] = grown.reshape(layer.heads * slots, -1)
                 del old, by_head
                 mx.eval(pair[place])
-        self.slots = slots
+        self.slots, self.lost = slots, False
 
     def write(self, layer: int, rows: mx.array, new: Sequence[mx.array]) -> None:
         """Store new keys and values of a layer.

@@ -42,6 +42,9 @@ _GATHER_COST = 3
 # Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.
 _GATHERED_AT_ONCE = 2**16
 
+# Most scores of a head between the tokens of a group and the prefix that they share.
+_SCORES_AT_ONCE = 2**22
+
 # Nodes of up to this many uncached tokens run faster as query tokens than as a chunk.
 _LONGEST_UNGROUPED = 8
 
@@ -209,8 +212,9 @@ def _is_worth_a_group(node: Node, members: int, prefix: int) -> bool:
 
 
 def _cut_to_size(members: Sequence[QueryToken], prefix: int) -> Iterator[QueryGroup]:
-    """Group similar lengths and bound the number of slots gathered at once."""
-    limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=len(members) or 1)
+    """Group similar lengths and bound the slots gathered and the scores computed at once."""
+    most = max(1, min(len(members), _SCORES_AT_ONCE // max(1, prefix)))
+    limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=most)
     for chosen in plan_batches([query.position + 1 - prefix for query in members], limits):
         yield _group([members[i] for i in chosen], prefix)
 

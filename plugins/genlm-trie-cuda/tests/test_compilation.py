@@ -6,20 +6,15 @@ on NVIDIA's GPUs a thread of every float32 kernel keeps its values in registers.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from programs import run_program
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton_compiler import NVIDIA_AND_AMD, compiled, stack_bytes
 
-from genlm_trie_cuda import kernels  # noqa: E402
-from genlm_trie_cuda.plan import BLOCK  # noqa: E402
+from genlm_trie_cuda import kernels
+from genlm_trie_cuda.plan import BLOCK
 
-TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
 INDICES = {"place", "piece", "piece_offset", "piece_count", "source"}
 CONSTANTS = {
     "GROUP": 8,
@@ -32,7 +27,7 @@ CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", NVIDIA_AND_AMD.values(), ids=NVIDIA_AND_AMD)
 @pytest.mark.parametrize(
     ("name", "constants", "weights", "values"),
     [
@@ -52,27 +47,9 @@ def test_a_kernel_compiles(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
-    fixed = {key: value for key, value in CONSTANTS.items() if key in kernel.arg_names}
-    fixed |= constants
     pointers = {"weights": weights} | dict.fromkeys(("slots", "sums", "out"), values)
     pointers |= dict.fromkeys(INDICES, "i32")
-    signature = {
-        argument: "constexpr" if argument in fixed else "i32" for argument in kernel.arg_names
-    } | {key: f"*{kind}" for key, kind in pointers.items() if key in kernel.arg_names}
-    places = {(kernel.arg_names.index(key),): value for key, value in fixed.items()}
-    compiled = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=places),
-        target=GPUTarget(*target),
-        options={"enable_fp_fusion": True},
-    )
-    assert compiled.asm["cubin" if target[0] == "cuda" else "hsaco"]
+    kinds = {key: f"*{kind}" for key, kind in pointers.items()}
+    found = compiled(kernel, target, kinds, CONSTANTS | constants)
     if target[0] == "cuda" and values == "fp32":
-        assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
-
-
-def stack_bytes(binary: bytes, folder: Path) -> int:
-    """Memory of a thread for what does not fit into its registers."""
-    (folder / "kernel.cubin").write_bytes(binary)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    usage = run_program(*command).stdout
-    return int(usage.split("STACK:")[1].split()[0])
+        assert stack_bytes(found.asm["cubin"], tmp_path) == 0

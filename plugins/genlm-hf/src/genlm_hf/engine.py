@@ -13,9 +13,10 @@ import torch
 from genlm.plugin import Capability, Vocabulary
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_hf.adapters import Adapters
-from genlm_hf.execution_paths import PATHS, choose_execution_path
+from genlm_hf.execution_paths import PATHS, capture_steps, choose_execution_path
 from genlm_hf.forward import current_device
 from genlm_hf.loading import LoadOptions, load_checkpoint, refuse_encoder_decoder
+from genlm_hf.packed.graphs import CapturedSteps
 from genlm_hf.prepacked import PrepackedWeights
 from genlm_hf.quantised import packed_weights_kept
 from genlm_hf.served_model import (
@@ -67,6 +68,10 @@ class HFEngine(PrefixEngine):
         prepack: Whether linear layers on a CPU may keep a second copy of their weights in
             oneDNN's fastest layout. It is made if it fits into a quarter of the free
             memory.
+        cuda_graphs: Whether steps of up to 1,024 tokens are replayed from CUDA graphs. Each
+            size of step is captured when it comes for the second time and compared once
+            with the step without a graph. Hooks of the model do not run in replayed steps.
+            Needs Triton and the execution path `"packed"` on one CUDA device.
         tier: Older name of `execution_path`, with a `DeprecationWarning` until genlm 1.1.
 
     Raises:
@@ -104,6 +109,7 @@ class HFEngine(PrefixEngine):
         execution_path: str | None = None,
         self_test: bool = True,
         prepack: bool = True,
+        cuda_graphs: bool = False,
         tier: str | None = None,
     ) -> None:
         serving = ServeOptions(
@@ -116,7 +122,14 @@ class HFEngine(PrefixEngine):
         )
         options = LoadOptions(device, dtype, hf_opts, bitsandbytes_opts, trust_remote_code)
         loaded, tokenizer = load_checkpoint(model, options)
-        self._serve(loaded, tokenizer, serving, prepack=prepack, in_place=True)
+        self._serve(
+            loaded,
+            tokenizer,
+            serving,
+            prepack=prepack,
+            cuda_graphs=cuda_graphs,
+            in_place=True,
+        )
 
     @classmethod
     def from_model(
@@ -129,6 +142,7 @@ class HFEngine(PrefixEngine):
         execution_path: str | None = None,
         self_test: bool = True,
         prepack: bool = False,
+        cuda_graphs: bool = False,
         tier: str | None = None,
     ) -> Self:
         """Serve a model and tokenizer that the caller has made.
@@ -160,7 +174,14 @@ class HFEngine(PrefixEngine):
             tier=tier,
         )
         engine = cls.__new__(cls)
-        engine._serve(model, tokenizer, serving, prepack=prepack, in_place=False)  # noqa: SLF001 - its own class
+        engine._serve(  # noqa: SLF001 - its own class
+            model,
+            tokenizer,
+            serving,
+            prepack=prepack,
+            cuda_graphs=cuda_graphs,
+            in_place=False,
+        )
         return engine
 
     def _serve(
@@ -170,6 +191,7 @@ class HFEngine(PrefixEngine):
         options: ServeOptions,
         *,
         prepack: bool,
+        cuda_graphs: bool,
         in_place: bool,
     ) -> None:
         adapters = Adapters(model, in_place=in_place)
@@ -194,6 +216,8 @@ class HFEngine(PrefixEngine):
         self._prepacked = PrepackedWeights(model.modules() if prepack else ())
         with current_device(device):
             choice = choose_execution_path(self._served, options)
+            if cuda_graphs:
+                capture_steps(self._served, choice)
         self.serve(choice, adapters, embedding_rows=rows, hints=_hints(model))
 
     @contextmanager
@@ -216,6 +240,7 @@ class HFEngine(PrefixEngine):
         """
         with packed_weights_kept(self._served.model):
             super().add_adapter(name, path)
+        self._clear_graphs()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
@@ -225,15 +250,27 @@ class HFEngine(PrefixEngine):
         """
         with packed_weights_kept(self._served.model):
             super().remove_adapter(name)
+        self._clear_graphs()
 
     def model_statistics(self) -> Mapping[str, int | float | str]:
-        """Return the model's class, device and dtype, and the size of prepacked weights."""
+        """Return the model's class, device and dtype, the size of prepacked weights, graphs."""
+        graphs = self._graphs()
         return {
+            **({} if graphs is None else graphs.statistics()),
             "prepacked_bytes": self._prepacked.nbytes,
             "model": type(self._served.model).__name__,
             "device": str(self._served.device),
             "dtype": str(self._served.model.dtype).removeprefix("torch."),
         }
+
+    def _graphs(self) -> CapturedSteps | None:
+        forward = getattr(self._choice.path, "forward", None)
+        return getattr(forward, "graphs", None)
+
+    def _clear_graphs(self) -> None:
+        graphs = self._graphs()
+        if graphs is not None:
+            graphs.clear()
 
     def close(self) -> None:
         """Remove the engine's adapters from the model and free everything computed.

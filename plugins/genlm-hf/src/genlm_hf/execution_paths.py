@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-
 from genlm.plugin import ModelFacts, ModelLoadError, free_memory_bytes
 from genlm.prefix import (
     ForwardFn,
@@ -31,13 +29,12 @@ from genlm_hf.packed.attention import PackedForward, takes_positions
 from genlm_hf.packed.layout import AttentionLayout, UnsupportedMaskError, read_layout
 from genlm_hf.padded import PaddedPath
 from genlm_hf.probe import sample_ids
-from genlm_hf.quantised import is_quantised
 from genlm_hf.rope import depends_on_longest
 from genlm_hf.served_model import ServedModel
 from genlm_hf.slot_cache import SlotCacheForward, read_cache
 from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
 
-__all__ = ["PATHS", "KnownPaths", "choose_execution_path"]
+__all__ = ["PATHS", "KnownPaths", "capture_steps", "choose_execution_path"]
 
 _logger = logging.getLogger("genlm_hf")
 
@@ -46,10 +43,6 @@ PATHS = ("packed", "slot_cache", "padded")
 
 # Kinds of layers that see their whole past, or the end of it.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
-
-# Largest errors in log-probability; other dtypes and few bits round more.
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 3e-2}
-_COARSE_TOLERANCE = 0.3
 
 
 def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathChoice:
@@ -61,11 +54,10 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     """
     padded = PaddedPath(served)
     known_ids = min(served.embedding_rows, served.vocabulary.size)
-    tolerances = {} if is_quantised(served.model) else _TOLERANCE
     self_test = SelfTest(
         sample_ids(served.vocabulary.tokenizer, known_ids, served.max_context),
         padded,
-        tolerance=tolerances.get(served.model.dtype, _COARSE_TOLERANCE),
+        tolerance=served.row_tolerance,
         max_context=served.max_context,
         scale_tolerance=True,
     )
@@ -83,6 +75,27 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     if options.execution_path is None:
         _warn_if_slow(served.model, choice)
     return choice
+
+
+def capture_steps(served: ServedModel, choice: PathChoice) -> None:
+    """Answer steps of the chosen execution path from CUDA graphs.
+
+    Raises:
+        ModelLoadError: Its steps cannot be captured.
+    """
+    forward = choice.path.forward if isinstance(choice.path, PrefixRows) else None
+    try:
+        if not isinstance(forward, PackedForward):
+            raise UnsupportedModelError(
+                f"it is served by the execution path {choice.name!r} ({choice.reason}), and "
+                f"only 'packed' has graphs"
+            )
+        forward.capture_steps()
+    except UnsupportedModelError as error:
+        raise ModelLoadError(
+            f"asked for cuda_graphs=True with {type(served.model).__name__}, but {error}. "
+            f"Load it without cuda_graphs"
+        ) from error
 
 
 def _warn_if_slow(model: Any, choice: PathChoice) -> None:

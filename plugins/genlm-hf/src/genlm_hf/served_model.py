@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from genlm.plugin import Vocabulary, rope_settings
+from genlm_hf.quantised import is_quantised
 
 __all__ = [
     "ServedModel",
@@ -20,6 +21,10 @@ __all__ = [
     "is_offloaded",
     "padding_id",
 ]
+
+# Largest errors in log-probability; other dtypes and few bits round more.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 3e-2}
+_COARSE_TOLERANCE = 0.3
 
 # Names of the number of positions in configs; transformers maps most to the first.
 _WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -49,6 +54,12 @@ class ServedModel:
     max_context: int | None
     max_tokens: int
     max_rows: int
+
+    @property
+    def row_tolerance(self) -> float:
+        """Largest error in log-probability that rounding explains."""
+        tolerances = {} if is_quantised(self.model) else _TOLERANCE
+        return tolerances.get(self.model.dtype, _COARSE_TOLERANCE)
 
 
 def context_window(config: Any) -> int | None:

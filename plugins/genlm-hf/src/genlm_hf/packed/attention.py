@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from genlm.prefix import ForwardCounts, ForwardResult, Receive, TreeBatch
 from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
+from genlm_hf.packed.graphs import CapturedSteps
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward
 from genlm_hf.pieces import OutputPieces, Take
@@ -82,21 +83,38 @@ class PackedForward:
 
     Attributes:
         storage: As above.
+        graphs: CUDA graphs of its steps, None without.
     """
 
     def __init__(
         self, served: ServedModel, layout: AttentionLayout, storage: KVStorage
     ) -> None:
         self.storage, self._layout = storage, layout
-        self._model, self._device = served.model, served.device
+        self._served, self._model, self._device = served, served.model, served.device
         self._pieces = OutputPieces(served)
+        self.graphs: CapturedSteps | None = None
+
+    def capture_steps(self) -> None:
+        """Answer steps from CUDA graphs from now on.
+
+        Raises:
+            UnsupportedModelError: Steps of this model cannot be captured.
+        """
+        self.graphs = CapturedSteps(self._served, self._layout, self.storage)
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run one pass with explicit positions and without a mask."""
         plan = plan_forward(batch)
+        if self.graphs is None:
+            logits = self._logits(plan)
+        else:
+            logits = self.graphs(plan, batch.adapter, self._logits)
+        return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
+
+    def _logits(self, plan: PackedPlan) -> torch.Tensor:
         with self._planned(plan) as (inputs, take):
             logits = taken_logits(self._model, inputs, (1, len(plan.tokens)), take)[0]
-        return ForwardResult(logits.to(self._device), tokens=len(plan.tokens), forwards=1)
+        return logits.to(self._device)
 
     def scores_in_pieces(self) -> bool:
         """Whether `score` never has the logits of a whole pass in memory."""

@@ -69,6 +69,7 @@ class AttentionLayer:
         index: Index in the order in which layers run.
         window: Number of tokens that a token sees, itself included; None for all.
         shape: Shape of the keys and values of a token.
+        queries_per_head: Heads of queries for each head of keys.
         softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
         sinks: Whether the heads have attention sinks.
     """
@@ -76,6 +77,7 @@ class AttentionLayer:
     index: int
     window: int | None
     shape: LayerShape
+    queries_per_head: int
     softcap: float | None
     sinks: bool
 
@@ -181,6 +183,7 @@ class _Recorder:
             index=len(self.layers),
             window=self._window(mask, arguments),
             shape=LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device),
+            queries_per_head=query.shape[1] // key.shape[1],
             softcap=arguments.get("softcap") if self._eager else None,
             sinks=sinks is not None,
         )

@@ -1,0 +1,193 @@
+"""The attention of captured steps: it reads all that differs between steps from a device.
+
+As `packed.attention` it is a function that transformers calls, for passes of query tokens
+alone. Each layer takes three launches: `kernels.attend` over shared prefixes and over
+suffixes, and `kernels.combine`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
+from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.packed.work_items import (
+    Sections,
+    StepSize,
+    WorkItems,
+    flattened,
+    power_of_two,
+    sections,
+)
+from genlm_hf.storage import KVStorage
+
+__all__ = ["StepInputs", "keys_at_once", "register", "step_attention", "tile_of"]
+
+_ATTENTION = "genlm_step"
+
+# Rows of a tile of scores, and most query tokens of one.
+_TILE_ROWS, _TILE_TOKENS = 64, 16
+
+# The smallest side of a matrix product in Triton.
+_LEAST = 16
+
+# Explicit because Triton warns that the default will change.
+_OPTIONS = {"enable_fp_fusion": True}
+
+# Bytes of keys that a program reads at once.
+_KEY_BYTES = 2**13
+
+
+class StepInputs:
+    """The numbers of a step in device memory.
+
+    Args:
+        size: What fits.
+        tile: Most query tokens of an item of a shared prefix.
+        device: The device.
+
+    Attributes:
+        size, tile: As above.
+        found: The parts of the memory.
+    """
+
+    def __init__(self, size: StepSize, tile: int, device: torch.device) -> None:
+        self.size, self.tile = size, tile
+        where = sections(size, tile)
+        self._numbers = torch.zeros(where.slots.stop, dtype=torch.int64, device=device)
+        self.found = Sections(*(self._numbers[part] for part in where))
+
+    def fill(self, plan: PackedPlan, items: WorkItems) -> None:
+        """Write the numbers of a pass, in one transfer."""
+        numbers = torch.from_numpy(flattened(plan, items, self.size))
+        self._numbers[: len(numbers)].copy_(numbers)
+
+
+class _Step(threading.local):
+    """State of the step that runs on this thread."""
+
+    layout: AttentionLayout
+    storage: KVStorage
+    inputs: StepInputs
+
+
+_step = _Step()
+
+
+def register() -> None:
+    """Register the function with transformers, which makes no mask for it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attention)
+
+
+@contextmanager
+def step_attention(
+    layout: AttentionLayout, storage: KVStorage, inputs: StepInputs
+) -> Iterator[None]:
+    """Let forward passes within this context attend as `inputs` say."""
+    _step.layout, _step.storage, _step.inputs = layout, storage, inputs
+    try:
+        with layout.runs(_ATTENTION):
+            yield
+    finally:
+        del _step.layout, _step.storage, _step.inputs
+
+
+def tile_of(layout: AttentionLayout) -> int:
+    """Return how many query tokens the work items of shared prefixes have at most."""
+    heads = max(power_of_two(layer.queries_per_head) for layer in layout.layers)
+    return max(1, min(_TILE_TOKENS, _TILE_ROWS // heads))
+
+
+def keys_at_once(columns: int, itemsize: int) -> int:
+    """Return how many keys of that width a program reads at once."""
+    return min(64, max(_LEAST, _KEY_BYTES // (columns * itemsize)))
+
+
+def _attention(  # noqa: PLR0917 - as transformers calls it
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from `(1, heads, tokens, width)`; return `(1, tokens, heads, width)`."""
+    assert attention_mask is None  # noqa: S101 - our own mistake
+    layer, found = _step.layout.layer(module), _step.inputs.found
+    keys, values = _step.storage.write(layer.index, found.writes, key[0], value[0])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs, logsums = _attend(query[0], keys, values, layer=layer, scale=scale)
+    sinks = s_aux if layer.sinks else None
+    return _combine(outputs, logsums, sinks, query)[None], None
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    layer: AttentionLayer,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each work item's outputs, (rows, heads, width), and logarithms of sums."""
+    from genlm_hf.packed import kernels  # Triton is there where steps are captured
+
+    inputs = _step.inputs
+    size, tile, found = inputs.size, inputs.tile, inputs.found
+    n_heads, _, width = query.shape
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    rows = size.shared * tile + size.own
+    outputs = query.new_empty((rows, n_heads, values.shape[2]), dtype=torch.float32)
+    logsums = query.new_empty((rows, n_heads), dtype=torch.float32)
+    per_head = layer.queries_per_head
+    columns = max(_LEAST, power_of_two(width))
+    for items, count, queries, first_row in (
+        (found.shared, size.shared, tile, 0),
+        (found.own, size.own, 1, size.shared * tile),
+    ):
+        if count:
+            kernels.attend[(count, len(keys))](
+                query, keys, values, found.slots, found.positions, items, outputs, logsums,
+                query.stride(0), query.stride(1), keys.stride(0), values.stride(0),
+                n_heads, first_row, scale, layer.softcap or 0.0, layer.window or 0,
+                PER_HEAD=per_head, KEY_WIDTH=width, VALUE_WIDTH=values.shape[2],
+                QUERIES=queries, HEADS=power_of_two(per_head),
+                ROWS=max(_LEAST, queries * power_of_two(per_head)),
+                KEYS=keys_at_once(columns, keys.itemsize),
+                KEY_COLUMNS=columns,
+                VALUE_COLUMNS=max(_LEAST, power_of_two(values.shape[2])),
+                SOFTCAP=layer.softcap is not None, WINDOW=layer.window is not None,
+                **_OPTIONS,
+            )  # fmt: skip
+    return outputs, logsums
+
+
+def _combine(
+    outputs: torch.Tensor,
+    logsums: torch.Tensor,
+    sinks: torch.Tensor | None,
+    query: torch.Tensor,
+) -> torch.Tensor:
+    """Return the output of each query token, `(tokens, heads, width)`."""
+    from genlm_hf.packed import kernels
+
+    found = _step.inputs.found
+    _, n_heads, width = outputs.shape
+    n_tokens = query.shape[2]
+    out = query.new_empty((n_tokens, n_heads, width))
+    kernels.combine[(n_tokens, n_heads)](
+        outputs, logsums, found.offsets, found.rows, out if sinks is None else sinks, out,
+        n_heads, VALUE_WIDTH=width, VALUE_COLUMNS=max(_LEAST, power_of_two(width)),
+        SINKS=sinks is not None, **_OPTIONS,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,198 @@
+"""Steps that are replayed from CUDA graphs give the rows of the unbatched forward pass.
+
+With `TRITON_INTERPRET=1` the kernels run on the CPU and steps are not captured, but run over
+the same padded numbers (`test_interpreter.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genlm_hf.engine import HFEngine
+from genlm_hf.packed import graphs
+
+from .families import FAMILIES
+from .population import Oracle, particles, unique, used
+from .test_adapters import make_adapter
+from .tiny import answers, build_model, ids_of_lengths, llama_settings
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
+    ),
+]
+
+SETTINGS = {
+    name: FAMILIES[name]
+    for name in ("llama", "mistral with a short window", "gpt_oss", "gemma2")
+}
+SETTINGS["three heads, one of keys"] = (
+    "llama",
+    llama_settings(hidden_size=36, num_attention_heads=3, num_key_value_heads=1),
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def captured(model: Any, tokenizer: Any, **options: Any) -> HFEngine:
+    return HFEngine.from_model(model.to(DEVICE), tokenizer, cuda_graphs=True, **options)
+
+
+def grown(contexts: list[list[int]]) -> list[list[int]]:
+    """One more token each."""
+    return [[*ids, random.randrange(3, 9)] for ids in contexts]
+
+
+def rows(engine: HFEngine, asked: Any) -> list[torch.Tensor]:
+    return [row.cpu() for row in answers(engine, asked)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) -> None:
+    random.seed(3)
+    model = build_model(SETTINGS[name][0], **SETTINGS[name][1])
+    oracle = Oracle(model)
+    engine = captured(model, tokenizer)
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    for _ in range(6):
+        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+        contexts = grown(contexts)
+    assert engine.statistics()["graphs_refused"] == ""
+    assert used(engine, "graphs_captured") >= 1
+    assert used(engine, "graphs_replayed") >= 2
+
+
+def test_populations_that_fork_share_one_graph_for_several_shapes(
+    llama: Any, tokenizer: Any
+) -> None:
+    random.seed(11)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    for step in particles(12, 5, ids_of_lengths(20)[0]):
+        asked = unique(step)
+        assert oracle.largest_error(asked, rows(engine, asked)) <= 1e-4
+    assert used(engine, "graphs_replayed") > used(engine, "graphs_captured") >= 1
+
+
+def test_several_prompts_are_several_shared_prefixes(tokenizer: Any) -> None:
+    random.seed(5)
+    model = build_model("llama", **llama_settings(max_position_embeddings=256))
+    oracle, engine = Oracle(model), captured(model, tokenizer)
+    prompts = ids_of_lengths(150, 170)
+    contexts = [[*prompt, 3 + number] for prompt in prompts for number in range(6)]
+    for _ in range(5):
+        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+        contexts = grown(contexts)
+    assert used(engine, "graphs_replayed") >= 2
+
+
+def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
+    random.seed(11)
+    oracle = Oracle(llama)
+    size = HFEngine.from_model(llama, tokenizer)._choice.path.forward.storage.bytes_per_token
+    engine = captured(llama, tokenizer, kv_budget_bytes=55 * size)
+    populations = [
+        [[*prompt, 3 + number] for number in range(3)] for prompt in ids_of_lengths(20, 22)
+    ]
+    for turn in range(4):
+        contexts = populations[turn % 2]
+        for _ in range(4):
+            assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+            contexts = grown(contexts)
+        populations[turn % 2] = contexts
+    assert used(engine, "tokens_evicted") > 0
+    assert used(engine, "graphs_replayed") > 0
+
+
+def test_each_adapter_has_graphs_and_a_replaced_one_has_new_ones(
+    llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    random.seed(5)
+    oracles = {None: Oracle(llama)}
+    for seed, name in enumerate(("red", "blue"), start=1):
+        oracles[name] = Oracle(make_adapter(llama, tmp_path / name, seed))
+    engine = captured(llama, tokenizer)
+    engine.add_adapter("red", str(tmp_path / "red"))
+    contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(3)]
+
+    def check(oracle: Oracle, adapter: str | None) -> None:
+        nonlocal contexts
+        before = used(engine, "graphs_replayed")
+        for _ in range(4):
+            asked = [(ids, adapter) for ids in contexts]
+            assert oracle.largest_error(contexts, rows(engine, asked)) <= 1e-4
+            contexts = grown(contexts)
+        assert used(engine, "graphs_replayed") > before
+
+    for name in (None, "red", None):
+        check(oracles[name], name)
+    engine.remove_adapter("red")
+    engine.add_adapter("red", str(tmp_path / "blue"))
+    check(oracles["blue"], "red")
+
+
+def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
+    llama: Any, tokenizer: Any
+) -> None:
+    random.seed(2)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    prompt = ids_of_lengths(9)[0]
+    for count in (2, 12, 2):
+        contexts = [[*prompt, 3 + number] for number in range(count)]
+        for _ in range(4):
+            contexts = grown(contexts)
+            assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+    assert used(engine, "graphs_captured") >= 3
+
+
+def test_a_graph_with_wrong_rows_never_answers(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    right = graphs.work_items
+
+    def wrong(plan: Any, tile: int) -> Any:
+        items = right(plan, tile)
+        items.slots[:] = items.slots[::-1].copy()
+        return items
+
+    monkeypatch.setattr(graphs, "work_items", wrong)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    for _ in range(5):
+        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+        contexts = grown(contexts)
+    assert used(engine, "graphs_replayed") == 0
+    assert "differed by" in str(engine.statistics()["graphs_refused"])
+    assert "runs without CUDA graphs" in caplog.text
+
+
+def test_what_capturing_raises_is_logged_and_the_engine_goes_on(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "step_attention", broken)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    for _ in range(4):
+        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+        contexts = grown(contexts)
+    assert used(engine, "graphs_captured") == 0
+    assert "not permitted" in caplog.text

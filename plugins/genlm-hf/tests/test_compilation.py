@@ -1,0 +1,67 @@
+"""Triton's compiler takes the kernels of captured steps, for NVIDIA and AMD, without a GPU.
+
+The interpreter takes programs that the compiler refuses, so this is not the same test. On
+NVIDIA's GPUs a thread keeps the values of half-precision models in registers.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton_compiler import NVIDIA_AND_AMD, compiled, stack_bytes
+
+from genlm_hf.packed import kernels
+from genlm_hf.packed.step_attention import keys_at_once
+
+KINDS = dict.fromkeys(("slots", "positions", "items", "offsets", "rows"), "*i64")
+KINDS |= dict.fromkeys(("outputs", "logsums"), "*fp32")
+KINDS |= dict.fromkeys(("scale", "softcap"), "fp32")
+SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
+SHARED = {"PER_HEAD": 4, "QUERIES": 16, "HEADS": 4, "ROWS": 64}
+OWN = {"PER_HEAD": 4, "QUERIES": 1, "HEADS": 4, "ROWS": 16}
+
+
+@pytest.mark.parametrize("target", NVIDIA_AND_AMD.values(), ids=NVIDIA_AND_AMD)
+@pytest.mark.parametrize(
+    ("dtype", "width", "rows", "features"),
+    [
+        ("bf16", 64, SHARED, {}),
+        ("bf16", 64, OWN, {}),
+        ("bf16", 128, SHARED, {"WINDOW": True}),
+        ("fp16", 256, SHARED, {"SOFTCAP": True, "WINDOW": True}),
+        ("fp32", 64, OWN, {}),
+        ("fp32", 96, SHARED, {}),
+    ],
+)
+def test_attention_compiles(
+    monkeypatch, tmp_path, dtype, width, rows, features, target
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    columns = 1 << (width - 1).bit_length()
+    constants = {
+        "SOFTCAP": False,
+        "WINDOW": False,
+        "KEY_WIDTH": width,
+        "VALUE_WIDTH": width,
+        "KEY_COLUMNS": columns,
+        "VALUE_COLUMNS": columns,
+        "KEYS": keys_at_once(columns, SIZES[dtype]),
+    }
+    kinds = KINDS | dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    found = compiled(kernels.attend, target, kinds, constants | rows | features)
+    if target[0] == "cuda" and dtype != "fp32":
+        assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+        assert found.metadata.shared <= 2**16  # all GPUs of these architectures have more
+
+
+@pytest.mark.parametrize("target", NVIDIA_AND_AMD.values(), ids=NVIDIA_AND_AMD)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_joining_compiles(monkeypatch, tmp_path, sinks, target) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"VALUE_WIDTH": 80, "VALUE_COLUMNS": 128, "SINKS": sinks}
+    kinds = KINDS | {"sinks": "*bf16", "out": "*bf16"}
+    found = compiled(kernels.combine, target, kinds, constants)
+    if target[0] == "cuda":
+        assert stack_bytes(found.asm["cubin"], tmp_path) == 0

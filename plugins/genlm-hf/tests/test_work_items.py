@@ -1,0 +1,133 @@
+"""Work items of a pass: together they hold each query token's whole past, each slot once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from genlm.plugin import TokenSequence
+from genlm.prefix import SCRATCH_SLOT, TreeBatch
+from genlm_hf.packed.plan import PackedPlan, plan_forward
+from genlm_hf.packed.work_items import FIELDS, WorkItems, flattened, sections, work_items
+
+from .test_packed_plan import Sequence, grown
+
+
+def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
+    """The plan of a pass over the last tokens of sequences, and the slots that each sees."""
+    tree, _ = grown(*sequences)
+    packed = [TokenSequence.of(ids) for ids in sequences]
+    last = [tree.insert(None, sequence) for sequence in packed]
+    plan = plan_forward(TreeBatch(tree, None, packed, last))
+    pasts = [tree.find(None, ids).path_slots(0, len(ids)) for ids in sequences]
+    return plan, [pasts[number] for number in np.argsort(plan.results)]
+
+
+def check(items: WorkItems, plan: PackedPlan, pasts: list[np.ndarray]) -> None:
+    found: list[dict[int, int]] = [{} for _ in plan.tokens]
+    for first, count, begin, length, position in np.concatenate([items.shared, items.own]):
+        assert 1 <= count <= items.tile
+        assert length >= 1
+        for query in range(first, first + count):
+            for offset in range(length):
+                assert position + offset not in found[query]
+                found[query][position + offset] = items.slots[begin + offset]
+    for seen, past in zip(found, pasts, strict=True):
+        assert [seen[position] for position in range(len(seen))] == past.tolist()
+
+
+def partial_results(items: WorkItems) -> list[int]:
+    """The query token of each row of partial results, -1 for none."""
+    owners = [-1] * (len(items.shared) * items.tile + len(items.own))
+    for number, (first, count, *_) in enumerate(items.shared):
+        owners[number * items.tile : number * items.tile + count] = range(first, first + count)
+    for number, (first, *_) in enumerate(items.own):
+        owners[len(items.shared) * items.tile + number] = first
+    return owners
+
+
+@pytest.mark.parametrize("tile", [1, 4, 16])
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), min_size=1))
+def test_items_hold_the_past_of_each_token_once(tile: int, sequences: set[Sequence]) -> None:
+    # Each digit stands for 70 tokens, so that sharing pays and items are cut.
+    plan, pasts = planned(*[tuple(np.repeat(ids, 70).tolist()) for ids in sequences])
+    check(work_items(plan, tile), plan, pasts)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 40, 100])
+def test_particles_after_one_prompt_share_its_items(count: int) -> None:
+    prompt = tuple(range(300))
+    plan, pasts = planned(*[(*prompt, 1000 + i, 2000 + i) for i in range(count)])
+    items = work_items(plan, 16)
+    check(items, plan, pasts)
+    if count > 1:
+        assert len(items.own) == count
+        tiles = -(-count // 16)
+        assert len(items.shared) == tiles * min(5, 64 // tiles)
+    else:
+        assert len(items.shared) == 0
+        assert len(items.own) == 5
+
+
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None:
+    prompt = tuple(range(200))
+    plan, _ = planned(*[(*prompt, 1000 + i) for i in range(count)])
+    items = work_items(plan, 16)
+    size = items.size(len(plan.tokens))
+    where, numbers = sections(size, items.tile), flattened(plan, items, size)
+
+    def part(section: slice, used: int) -> tuple[list[int], list[int]]:
+        values = numbers[section].tolist()
+        return values[:used], values[used:]
+
+    for section, expected, padding in (
+        (where.tokens, plan.tokens, 0),
+        (where.positions, plan.positions, 0),
+        (where.writes, plan.writes, SCRATCH_SLOT),
+        (where.results, plan.results, 0),
+        (where.shared, items.shared.reshape(-1), 0),
+        (where.own, items.own.reshape(-1), 0),
+        (where.slots, items.slots, 0),
+    ):
+        values, rest = part(section, len(expected))
+        assert values == expected.tolist()
+        assert set(rest) <= {padding}
+    padded = WorkItems(
+        items.tile,
+        numbers[where.shared].reshape(-1, FIELDS),
+        numbers[where.own].reshape(-1, FIELDS),
+        items.slots,
+    )
+    own = (padded.own[:, 1] > 0).tolist()
+    owners = partial_results(padded)
+    offsets, rows = numbers[where.offsets].tolist(), numbers[where.rows].tolist()
+    expected_rows = len(items.shared) and int(items.shared[:, 1].sum())
+    assert offsets[-1] == expected_rows + sum(own)
+    for token in range(size.tokens):
+        mine = rows[offsets[token] : offsets[token + 1]]
+        assert len(set(mine)) == len(mine)
+        assert all(owners[row] == token for row in mine)
+        assert bool(mine) == (token < count)
+
+
+def test_sections_begin_at_multiples_of_16_numbers_and_do_not_overlap() -> None:
+    plan, _ = planned(*[(*range(200), 1000 + i) for i in range(5)])
+    items = work_items(plan, 16)
+    parts = list(sections(items.size(len(plan.tokens)), items.tile))
+    assert all(part.start % 16 == 0 for part in parts)
+    assert all(a.stop <= b.start for a, b in pairwise(parts))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padded"),
+    [(1, 8), (9, 16), (50, 64), (65, 72), (200, 208), (513, 576), (1000, 1024)],
+)
+def test_tokens_are_padded_little(tokens: int, padded: int) -> None:
+    empty = np.empty((0, FIELDS), np.int64)
+    assert WorkItems(16, empty, empty, empty.reshape(-1)).size(tokens).tokens == padded

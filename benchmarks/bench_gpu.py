@@ -5,7 +5,8 @@ Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000
 
 - particles: the loop of `bench_hf_particles.py`. lockstep decodes `[N, 1]` with transformers'
   DynamicCache; static does so with a StaticCache whose step is replayed as one CUDA graph, so
-  that it pays for no launches; compiled lets `torch.compile` make that graph. All contestants
+  that it pays for no launches; compiled lets `torch.compile` make that graph. genlm runs
+  with `cuda_graphs=True` (graphs) and without. All contestants
   give float32 log-probabilities of the whole vocabulary for every particle, and the rows after
   the last step are compared;
 - outside: the share of a step that is not the model's forward pass, by CUDA events around it;
@@ -208,10 +209,14 @@ def particles(line: Line, shape: str, way: str, cases: slice = slice(None)) -> N
     model = random_llama(line.shape(shape), line.device)
     vocabulary = tokenizer(model.config.vocab_size)
     line.notes["bytes of weights"] = sum(p.nbytes for p in model.parameters())
-    with AsyncLM(
-        lambda: HFEngine.from_model(model, vocabulary, kv_budget_bytes=budget(line)),
-        output_cache=OutputCache(0),
-    ) as lm:
+
+    def served(*, cuda_graphs: bool) -> AsyncLM:
+        load = functools.partial(
+            HFEngine.from_model, kv_budget_bytes=budget(line), cuda_graphs=cuda_graphs
+        )
+        return AsyncLM(lambda: load(model, vocabulary), output_cache=OutputCache(0))
+
+    with served(cuda_graphs=False) as lm, served(cuda_graphs=line.on_gpu) as graphed:
         line.notes["execution path"] = lm.statistics().engine["execution_path"]
         for case in line.cases()[cases]:
             label = f"{shape} {case}"
@@ -233,16 +238,34 @@ def particles(line: Line, shape: str, way: str, cases: slice = slice(None)) -> N
                 f"static {way}": functools.partial(static, way),
                 "genlm": functools.partial(genlm, lm, case, clock),
                 "genlm batch": functools.partial(in_one_call, lm, case, clock, found),
+                "genlm graphs": functools.partial(genlm, graphed, case, clock),
+                "genlm graphs batch": functools.partial(in_one_call, graphed, case, clock, {}),
             }
+            if not line.on_gpu:
+                del contestants["genlm graphs"], contestants["genlm graphs batch"]
             line.measure(contestants, label)
             for peer in (f"static {way}", "lockstep"):
-                line.ratio(f"{label} {peer}", f"{label} {peer}", f"{label} genlm")
-                batch = f"{label} genlm batch"
-                line.ratio(f"{label} batch {peer}", f"{label} {peer}", batch)
+                for kind in ("", " batch", " graphs", " graphs batch"):
+                    line.ratio(
+                        f"{label}{kind} {peer}", f"{label} {peer}", f"{label} genlm{kind}"
+                    )
+            line.ratio(f"{label} graphs", f"{label} genlm", f"{label} genlm graphs")
+            if why := why_without_graphs(graphed):
+                for goal in ("graphs", f"graphs static {way}", "graphs lockstep"):
+                    line.values.pop(f"{label} {goal}", None)
+                    line.notes[f"{label} {goal}"] = why
             if len(found) == 2:
                 difference = (found["genlm"] - found["static"]).abs().max()
                 line.notes[f"{label} largest difference from static"] = float(difference)
             print(label, {k: round(v, 3) for k, v in line.values.items() if label in k})
+
+
+def why_without_graphs(lm: AsyncLM) -> str:
+    """Return why an engine with `cuda_graphs` replays no steps; empty if it does."""
+    statistics = lm.statistics().engine
+    if statistics.get("graphs_replayed"):
+        return ""
+    return str(statistics.get("graphs_refused") or "needs a CUDA device")
 
 
 def in_one_call(

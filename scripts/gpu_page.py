@@ -105,11 +105,20 @@ def _particles() -> Iterator[Goal]:
     }
     for shape in ("1b", "8b"):
         for case in ("50/64", "50/512", "200/512", "1000/512"):
-            for way, name in ways.items():
-                what = f"hf, {shape.upper()}, particles/prompt {case}: times as fast as {name}"
-                yield Goal(f"particles-{shape}", f"{shape} {case} {way}", what, 1.0)
-    compiled = "hf, 1B, particles/prompt 50/64: times as fast as StaticCache, `torch.compile`"
-    yield Goal("compile", "1b 50/64 static compile", compiled, 1.0)
+            for option, graphs in (("", ""), (" graphs", ", `cuda_graphs`")):
+                for way, name in ways.items():
+                    what = f"hf, {shape.upper()}{graphs}, particles/prompt {case}: "
+                    value = f"{shape} {case}{option} {way}"
+                    what += f"times as fast as {name}"
+                    yield Goal(f"particles-{shape}", value, what, 1.0)
+            what = f"hf, {shape.upper()}, particles/prompt {case}: `cuda_graphs`, times as fast"
+            yield Goal(
+                f"particles-{shape}", f"{shape} {case} graphs", f"{what} as without", 1.0
+            )
+    for option, graphs in (("", ""), (" graphs", ", `cuda_graphs`")):
+        what = f"hf, 1B{graphs}, particles/prompt 50/64: times as fast as StaticCache, "
+        value = f"1b 50/64{option} static compile"
+        yield Goal("compile", value, f"{what}`torch.compile`", 1.0)
 
 
 def _others() -> Iterator[Goal]:

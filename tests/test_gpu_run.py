@@ -162,7 +162,10 @@ def test_every_line_measures_what_its_goals_ask_for(name):
             value = goal.value.replace("trie 32", "trie 2").replace("trie 512", "trie 4")
             for case in bench_gpu.CASES:
                 value = value.replace("/".join(map(str, case)), "3/8")
-            assert line.values[value] > 0
+            if " graphs" in value:
+                assert line.notes[value] == "needs a CUDA device"
+            else:
+                assert line.values[value] > 0
     for what, note in line.notes.items():
         assert "Error" not in str(note), what
         if "largest difference" in what:

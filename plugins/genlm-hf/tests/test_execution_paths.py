@@ -245,3 +245,19 @@ def test_chunks_blocks_and_later_tokens_are_no_windows() -> None:
     ):
         with pytest.raises(UnknownMaskError):
             window_of(mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama", "it is on the device cpu, which has no CUDA graphs"),
+        ("mamba", "it is served by the execution path 'padded'"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused_when_the_model_is_loaded(
+    name: str, reason: str, tokenizer: Any
+) -> None:
+    model = build_model(FAMILIES[name][0], **FAMILIES[name][1])
+    with pytest.raises(ModelLoadError, match=reason) as caught:
+        HFEngine.from_model(model, tokenizer, cuda_graphs=True)
+    assert "Load it without cuda_graphs" in str(caught.value)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from genlm import AsyncLM, Capability, OutputCache, Query, UnsupportedCapabilityError
+from genlm import AsyncLM, Capability, Mask, OutputCache, Query, UnsupportedCapabilityError
+from genlm.core.masks import unpacked
 from genlm.core.reductions import Draw
 from genlm_hf import storage
 from genlm_hf.engine import HFEngine
@@ -225,3 +226,20 @@ def test_draws_of_a_batch_are_read_from_an_accelerator_once() -> None:
         found = Draw.compute(there, requests)
         assert pretence.reads == 1
     assert found == Draw.compute(rows, requests)
+
+
+@pytest.mark.parametrize("distinct", [1, 3, 7])
+def test_masks_are_the_same_on_an_accelerator(distinct: int) -> None:
+    generator = random.Random(3)
+    masks: list[Mask | None] = [
+        Mask(sorted(generator.sample(range(19), 5)), 19) for _ in range(distinct - 1)
+    ]
+    asked = (
+        [[*masks, None][number % distinct] for number in range(7)]
+        if masks
+        else [Mask([3], 19)] * 7
+    )
+    with Pretence() as pretence:
+        found = unpacked(asked, FIRST)
+        assert pretence.copies == [FIRST] * (2 if 1 < distinct < 7 else 1)
+    assert found.tolist() == unpacked(asked, torch.device("cpu")).tolist()

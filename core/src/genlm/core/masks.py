@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -112,13 +112,20 @@ def unpacked(masks: Sequence[Mask | None], device: torch.device) -> torch.Tensor
     """
     distinct = {id(mask): mask for mask in masks}
     size = next(mask.vocab_size for mask in distinct.values() if mask is not None)
-    shown = masks if len(distinct) > 1 else masks[:1]
-    full = np.full(-(-size // 8), 255, np.uint8)
-    packed = np.stack([full if mask is None else mask.packed for mask in shown])
+    full = b"\xff" * -(-size // 8)
+
+    def packed(shown: Iterable[Mask | None]) -> _Words:
+        joined = bytearray().join([full if each is None else each.packed for each in shown])
+        return np.frombuffer(joined, np.uint8).reshape(-1, len(full))
+
     if device.type == "cpu":
-        bits = np.unpackbits(packed, axis=1, count=size, bitorder="little")
+        shown = masks if len(distinct) > 1 else masks[:1]
+        bits = np.unpackbits(packed(shown), axis=1, count=size, bitorder="little")
         return torch.from_numpy(bits).view(torch.bool)
-    words = torch.from_numpy(packed).to(device)
+    words = torch.from_numpy(packed(distinct.values())).to(device)  # each mask once
+    if 1 < len(distinct) < len(masks):
+        places = {key: place for place, key in enumerate(distinct)}
+        words = words[torch.tensor([places[id(mask)] for mask in masks]).to(device)]
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     return ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :size]
 

@@ -112,11 +112,10 @@ def unpacked(masks: Sequence[Mask | None], device: torch.device) -> torch.Tensor
     """
     distinct = {id(mask): mask for mask in masks}
     size = next(mask.vocab_size for mask in distinct.values() if mask is not None)
-    full = b"\xff" * -(-size // 8)
+    full: _Words = np.full(-(-size // 8), 255, np.uint8)
 
     def packed(shown: Iterable[Mask | None]) -> _Words:
-        joined = bytearray().join([full if each is None else each.packed for each in shown])
-        return np.frombuffer(joined, np.uint8).reshape(-1, len(full))
+        return np.stack([full if each is None else each.packed for each in shown])
 
     if device.type == "cpu":
         shown = masks if len(distinct) > 1 else masks[:1]

@@ -218,6 +218,7 @@ def particles(line: Line, shape: str, way: str, cases: slice = slice(None)) -> N
 
     with served(cuda_graphs=False) as lm, served(cuda_graphs=line.on_gpu) as graphed:
         line.notes["execution path"] = lm.statistics().engine["execution_path"]
+        gc.freeze()  # as the guide recommends once models are loaded; for all contestants
         for case in line.cases()[cases]:
             label = f"{shape} {case}"
             found: dict[str, torch.Tensor] = {}
@@ -368,6 +369,7 @@ def outside(line: Line) -> None:
             output_cache=OutputCache(0),
         ) as lm,
     ):
+        gc.freeze()  # as the guide recommends
         for name, one_call in (("a coroutine each", False), ("one call", True)):
             shares = []
             for number in range(line.rounds + 1):

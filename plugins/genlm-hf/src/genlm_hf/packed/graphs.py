@@ -144,8 +144,9 @@ class CapturedSteps:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            logits = self._output(self._run(inputs))  # compiles kernels
+            first = self._run(inputs)  # compiles kernels
         torch.cuda.current_stream().wait_stream(stream)
+        logits = self._output(first)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile, for example to draw tokens.
         mode = "thread_local"

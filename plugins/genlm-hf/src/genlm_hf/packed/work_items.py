@@ -77,10 +77,11 @@ class WorkItems:
 
     def size(self, tokens: int) -> StepSize:
         """Return the size that a pass with these items is padded to."""
+        padded, own = _padded_tokens(tokens), len(self.own)
         return StepSize(
-            _padded_tokens(tokens),
+            padded,
             power_of_two(len(self.shared)),
-            max(_padded_tokens(tokens), power_of_two(len(self.own))),
+            padded if own <= padded else power_of_two(own),
             max(1024, power_of_two(len(self.slots))),
         )
 

@@ -453,6 +453,72 @@ def test_removing_an_unknown_adapter_is_an_error(removing: AsyncLM) -> None:
         removing.remove_lora(3)
 
 
+def test_an_adapter_that_another_thread_removes_first_is_unknown(
+    removing: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = removing._adapters
+    known = adapters.engine_name
+
+    def then_removed(name: str) -> str:
+        found = known(name)
+        adapters._by_name.pop(name)
+        return found
+
+    monkeypatch.setattr(adapters, "engine_name", then_removed)
+    with pytest.raises(UnknownAdapterError):
+        removing.remove_lora("a")
+
+
+def test_an_adapter_is_removed_after_its_cancelled_request_was_aborted(
+    make_model: MakeModel,
+) -> None:
+    events: list[str] = []
+    submitted = threading.Event()
+
+    class Endless(RemovingEngine):
+        def submit(self, query: Query) -> None:
+            super().submit(query)
+            submitted.set()
+
+        def step(self) -> list[Any]:
+            return []
+
+        def abort(self, query_id: int) -> None:
+            events.append("aborted")
+            super().abort(query_id)
+
+        def remove_adapter(self, name: str) -> None:
+            events.append("removed")
+            super().remove_adapter(name)
+
+    llm = make_model(Endless(VOCAB_SIZE))
+    llm.add_new_lora("folder/a", "a")
+    worker = llm._scheduler._worker
+
+    def held() -> tuple[threading.Event, threading.Event]:
+        """Occupy the engine's thread from the first event until the second."""
+        entered, left = threading.Event(), threading.Event()
+        worker.call(lambda _: (entered.set(), left.wait(TIMEOUT_S)))
+        return entered, left
+
+    async def main() -> None:
+        request = asyncio.ensure_future(llm.next_token_logprobs([1], lora_name="a"))
+        await asyncio.to_thread(submitted.wait, TIMEOUT_S)
+        entered, left = held()
+        await asyncio.to_thread(entered.wait, TIMEOUT_S)
+        next_entered, next_left = held()
+        llm.remove_lora("a")  # runs in the same turn as the call before it, unless blocked
+        left.set()
+        await asyncio.to_thread(next_entered.wait, TIMEOUT_S)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        next_left.set()
+
+    asyncio.run(main())
+    assert engine_adapters(llm) == {}
+    assert events == ["aborted", "removed"]
+
+
 def test_an_engine_that_fails_to_remove_is_logged(make_model: MakeModel, caplog: Any) -> None:
     class Failing(RemovingEngine):
         def remove_adapter(self, name: str) -> None:

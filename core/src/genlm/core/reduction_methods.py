@@ -82,9 +82,10 @@ class ReductionMethods:
         requests = self._requests
         query, key = requests.of_reduction(context, reduction, lora_name)
         value = requests.cached_reduction(query, key, reduction)
-        if value is None:
+        is_known = value is not None
+        if not is_known:
             value = await self._scheduler.answer(query, key, reduction)
-            requests.hold(context, query)
+        requests.hold(context, query, computed=not is_known)
         return value
 
     def reduce_sync(

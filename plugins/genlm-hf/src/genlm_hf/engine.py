@@ -16,7 +16,6 @@ from genlm_hf.adapters import Adapters
 from genlm_hf.execution_paths import PATHS, capture_steps, choose_execution_path
 from genlm_hf.forward import current_device
 from genlm_hf.loading import LoadOptions, load_checkpoint, refuse_encoder_decoder
-from genlm_hf.packed.graphs import CapturedSteps
 from genlm_hf.prepacked import PrepackedWeights
 from genlm_hf.quantised import packed_weights_kept
 from genlm_hf.served_model import (
@@ -216,8 +215,7 @@ class HFEngine(PrefixEngine):
         self._prepacked = PrepackedWeights(model.modules() if prepack else ())
         with current_device(device):
             choice = choose_execution_path(self._served, options)
-            if cuda_graphs:
-                capture_steps(self._served, choice)
+            self._graphs = capture_steps(self._served, choice) if cuda_graphs else None
         self.serve(choice, adapters, embedding_rows=rows, hints=_hints(model))
 
     @contextmanager
@@ -240,7 +238,8 @@ class HFEngine(PrefixEngine):
         """
         with packed_weights_kept(self._served.model):
             super().add_adapter(name, path)
-        self._clear_graphs()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
@@ -250,27 +249,18 @@ class HFEngine(PrefixEngine):
         """
         with packed_weights_kept(self._served.model):
             super().remove_adapter(name)
-        self._clear_graphs()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def model_statistics(self) -> Mapping[str, int | float | str]:
         """Return the model's class, device and dtype, the size of prepacked weights, graphs."""
-        graphs = self._graphs()
         return {
-            **({} if graphs is None else graphs.statistics()),
+            **({} if self._graphs is None else self._graphs.statistics()),
             "prepacked_bytes": self._prepacked.nbytes,
             "model": type(self._served.model).__name__,
             "device": str(self._served.device),
             "dtype": str(self._served.model.dtype).removeprefix("torch."),
         }
-
-    def _graphs(self) -> CapturedSteps | None:
-        forward = getattr(self._choice.path, "forward", None)
-        return getattr(forward, "graphs", None)
-
-    def _clear_graphs(self) -> None:
-        graphs = self._graphs()
-        if graphs is not None:
-            graphs.clear()
 
     def close(self) -> None:
         """Remove the engine's adapters from the model and free everything computed.
@@ -280,7 +270,7 @@ class HFEngine(PrefixEngine):
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
         super().close()
         adapters.unload()
-        del adapters, self._prepacked, self._served
+        del adapters, self._prepacked, self._served, self._graphs
         if on_cuda:
             torch.cuda.empty_cache()
 

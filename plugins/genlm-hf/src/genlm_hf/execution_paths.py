@@ -26,6 +26,7 @@ from genlm.prefix import (
     choose_path,
 )
 from genlm_hf.packed.attention import PackedForward, takes_positions
+from genlm_hf.packed.graphs import CapturedSteps
 from genlm_hf.packed.layout import AttentionLayout, UnsupportedMaskError, read_layout
 from genlm_hf.padded import PaddedPath
 from genlm_hf.probe import sample_ids
@@ -77,8 +78,8 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     return choice
 
 
-def capture_steps(served: ServedModel, choice: PathChoice) -> None:
-    """Answer steps of the chosen execution path from CUDA graphs.
+def capture_steps(served: ServedModel, choice: PathChoice) -> CapturedSteps:
+    """Answer steps of the chosen execution path from CUDA graphs, which are returned.
 
     Raises:
         ModelLoadError: Its steps cannot be captured.
@@ -90,7 +91,7 @@ def capture_steps(served: ServedModel, choice: PathChoice) -> None:
                 f"it is served by the execution path {choice.name!r} ({choice.reason}), and "
                 f"only 'packed' has graphs"
             )
-        forward.capture_steps()
+        return forward.capture_steps()
     except UnsupportedModelError as error:
         raise ModelLoadError(
             f"asked for cuda_graphs=True with {type(served.model).__name__}, but {error}. "

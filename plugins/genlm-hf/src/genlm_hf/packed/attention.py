@@ -83,7 +83,6 @@ class PackedForward:
 
     Attributes:
         storage: As above.
-        graphs: CUDA graphs of its steps, None without.
     """
 
     def __init__(
@@ -92,23 +91,24 @@ class PackedForward:
         self.storage, self._layout = storage, layout
         self._served, self._model, self._device = served, served.model, served.device
         self._pieces = OutputPieces(served)
-        self.graphs: CapturedSteps | None = None
+        self._graphs: CapturedSteps | None = None
 
-    def capture_steps(self) -> None:
-        """Answer steps from CUDA graphs from now on.
+    def capture_steps(self) -> CapturedSteps:
+        """Answer steps from CUDA graphs from now on, which are returned.
 
         Raises:
             UnsupportedModelError: Steps of this model cannot be captured.
         """
-        self.graphs = CapturedSteps(self._served, self._layout, self.storage)
+        self._graphs = CapturedSteps(self._served, self._layout, self.storage)
+        return self._graphs
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run one pass with explicit positions and without a mask."""
         plan = plan_forward(batch)
-        if self.graphs is None:
+        if self._graphs is None:
             logits = self._logits(plan)
         else:
-            logits = self.graphs(plan, batch.adapter, self._logits)
+            logits = self._graphs(plan, batch.adapter, self._logits)
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:

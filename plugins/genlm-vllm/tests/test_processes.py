@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from programs import run_program
 
 import genlm
 from genlm.core.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.processes import VARIABLE
 from genlm_vllm.worker import call_workers
 
 from .traffic import expected_draws, finish, largest_error, prompts, rows, submit
@@ -171,3 +174,22 @@ def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Pa
         client.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
+
+
+def test_a_process_that_imports_this_package_before_vllm_is_checked_and_recorded(
+    tmp_path: Path,
+) -> None:
+    """As processes do that are spawned by a program whose first lines import the engine."""
+    log = tmp_path / "failures.log"
+    log.touch()
+    code = (
+        "import logging, genlm_vllm.worker, vllm.logger\n"
+        "vllm.logger._configure_vllm_root_logger()\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: logging.getLogger('vllm.v1').exception('failed')\n"
+        "print('checked:', hasattr(ALL_ATTENTION_FUNCTIONS['vllm'], '__wrapped__'))"
+    )
+    done = run_program(sys.executable, "-c", code, env=os.environ | {VARIABLE: str(log)})
+    assert "checked: True" in done.stdout
+    assert log.read_text() == "ZeroDivisionError: division by zero\n"

@@ -58,27 +58,38 @@ class FailureLog:
         self.path.unlink(missing_ok=True)
 
 
-class _Recorder(logging.Handler):
-    """Appends logged exceptions to a file, one line each."""
+class _Recorder:
+    """A factory of log records that appends vLLM's logged exceptions to a file, a line each.
+
+    Not a handler: vLLM configures logging when its processes have started, which removes
+    handlers.
+    """
 
     def __init__(self, path: str) -> None:
-        super().__init__(logging.ERROR)
+        self._make_record = logging.getLogRecordFactory()
         self._path = Path(path)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
+        record = self._make_record(*arguments, **options)
         error = record.exc_info[1] if record.exc_info else None
-        if error is None:
-            return
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+        if error is not None and record.name.startswith("vllm"):
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+        return record
 
 
-def record_failures() -> None:
-    """Record the exceptions that vLLM logs in this process, if `VARIABLE` names a file."""
+def record_failures() -> bool:
+    """Record the exceptions that vLLM logs in this process, if `VARIABLE` names a file.
+
+    Returns:
+        Whether it does: this is a process of vLLM's on the machine that loaded the model.
+    """
     path = os.environ.get(VARIABLE)
-    if path is not None and Path(path).exists():
-        logging.getLogger("vllm").addHandler(_Recorder(path))
+    if path is None or not Path(path).exists():
+        return False
+    logging.setLogRecordFactory(_Recorder(path))
+    return True
 
 
 class ProcessMonitor:

@@ -25,9 +25,9 @@ from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
 
-# vLLM's processes import this module before they build a worker.
-record_failures()
-if "vllm" in sys.modules:  # else this is the client's process, see `lifecycle`
+# vLLM's processes import this module before they build a worker: through vLLM, or before it
+# if the client's main program imports it, which spawned processes import first.
+if record_failures() or "vllm" in sys.modules:  # the client's process: see `lifecycle`
     check_fallback_attention()
 
 

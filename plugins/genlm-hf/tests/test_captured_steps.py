@@ -161,6 +161,19 @@ def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
     assert used(engine, "graphs_captured") >= 3
 
 
+def test_sequences_that_are_asked_several_times_get_their_rows(
+    llama: Any, tokenizer: Any
+) -> None:
+    random.seed(4)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(3)]
+    for _ in range(5):
+        contexts = grown(contexts)
+        asked = contexts * 4
+        found = engine._choice.path.rows(None, list(map(tuple, asked)))
+        assert oracle.largest_error(asked, list(found.cpu())) <= 1e-4
+
+
 def test_a_graph_with_wrong_rows_never_answers(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
 import pickle
@@ -19,7 +18,6 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
-from genlm.core.context import Hold, Holds
 from genlm.core.errors import TokenIdError, TokenTypeError
 
 VOCAB_SIZE = 16
@@ -199,82 +197,6 @@ def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
     wait_for(lambda: set(engine.released) == keys)
     assert len(engine.released) == len(keys)
     assert len(llm._requests._holds._by_key) == 0
-
-
-def test_a_drop_that_is_handled_at_once_finds_the_hold_gone() -> None:
-    holds, engine, key = Holds(), KeepingEngine(VOCAB_SIZE), (None, b"1")
-    holds.on_drop = lambda dropped: holds.release(engine, [dropped])
-    hold: Hold | None = holds.of(key)
-    assert holds.of(key) is hold is holds.known(key)
-    holds.release(engine, [key])
-    assert engine.released == []
-    del hold
-    assert engine.released == [key]
-    assert holds.known(key) is None
-
-
-def test_a_context_that_is_held_again_is_not_released_for_the_old_hold() -> None:
-    holds, engine, key = Holds(), KeepingEngine(VOCAB_SIZE), (None, b"1")
-    dropped: list[Any] = []
-    holds.on_drop = dropped.append
-    holds.of(key)  # dropped at once
-    again = holds.of(key)
-    assert dropped == [key]
-    holds.release(engine, dropped)
-    assert engine.released == []
-    del again
-    holds.release(engine, dropped)
-    assert engine.released == [key, key]
-
-
-def test_holds_that_threads_make_and_drop_are_all_released() -> None:
-    holds, engine = Holds(), KeepingEngine(VOCAB_SIZE)
-    dropped: list[Any] = []
-    holds.on_drop = dropped.append
-    keys = [(None, bytes([i])) for i in range(4)]
-
-    def work() -> None:
-        for number in range(2000):
-            hold = holds.of(keys[number % 4])
-            del hold
-            if number % 7 == 0:
-                with contextlib.suppress(IndexError):  # another thread took it
-                    holds.release(engine, [dropped.pop()])
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    holds.release(engine, dropped)
-    assert all(holds.known(key) is None for key in keys)
-    assert len(holds._by_key) == 0
-
-
-@pytest.mark.parametrize("how", ["row", "rows", "reduction", "reductions"])
-def test_an_equal_context_that_the_output_cache_answers_keeps_what_the_engine_has(
-    make_model: MakeModel, how: str
-) -> None:
-    engine = KeepingEngine(VOCAB_SIZE)
-    llm = make_model(engine, output_cache=OutputCache(10))
-    ask: Callable[[Any], Any] = {
-        "row": lambda context: context.next_token_logprobs_sync(),
-        "rows": lambda context: llm.batch_next_token_logprobs_sync([context]),
-        "reduction": lambda context: asyncio.run(context.top_k(2)),
-        "reductions": lambda context: llm.batch_top_k_sync([context], 2),
-    }[how]
-    first, equal, other = (llm.context(ids) for ids in ([1, 2], [1, 2], [3]))
-    ask(first)
-    evaluated = len(engine.batches)
-    ask(equal)
-    assert len(engine.batches) == evaluated
-    del first
-    ask(other)
-    wait_for(lambda: not llm._scheduler._worker._released)
-    assert engine.released == []
-    key = (None, equal.sequence.key)
-    del equal
-    wait_for(lambda: engine.released == [key])
 
 
 def test_an_engine_that_fails_to_release_goes_on(keeping: Any, caplog: Any) -> None:

@@ -103,14 +103,13 @@ class Adapters:
     def remove(self, name: str) -> None:
         """Take away an adapter; see `AsyncLM.remove_lora`."""
         self.engine_name(name)
-        adapter = self._by_name.get(name)  # another thread may have removed it
-        own = adapter is not None and adapter.folder == _MODEL_ITSELF
+        own = self._by_name[name].folder == _MODEL_ITSELF
         if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(
                 "remove_lora", self._backend, "its engine lacks the method remove_adapter"
             )
         adapter = self._by_name.pop(name, None)
-        if adapter is None:
+        if adapter is None:  # another thread removed it
             raise UnknownAdapterError(name, self._by_name)
         self._free(adapter)
 

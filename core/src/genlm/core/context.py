@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Coroutine
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
-from weakref import ref
+from weakref import WeakValueDictionary
 
 from genlm.core.errors import TokenIdError
-from genlm.core.forking import renew_in_forks
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_integers, checked_token_ids
 
@@ -31,49 +29,40 @@ ContextKey = tuple[str | None, bytes]
 class Hold:
     """Keeps what the engine has for one context while some `Context` refers to it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_on_drop", "key")
+
+    def __init__(self, key: ContextKey, on_drop: Callable[[ContextKey], object]) -> None:
+        self.key = key
+        self._on_drop = on_drop
+
+    def __del__(self) -> None:
+        self._on_drop(self.key)
 
 
 class Holds:
     """The holds of one model; equal contexts share one.
 
     Attributes:
-        on_drop: Called with the key of a context when the last reference to its hold has gone;
+        on_drop: Called with the key of a context when the last reference to its hold goes;
             on any thread, also during garbage collection.
     """
 
     def __init__(self) -> None:
         self.on_drop: Callable[[ContextKey], object] = lambda _key: None
-        self._lock = threading.Lock()
-        self._by_key: dict[ContextKey, ref[Hold]] = {}
-        renew_in_forks(self)
+        self._by_key: WeakValueDictionary[ContextKey, Hold] = WeakValueDictionary()
 
     def of(self, key: ContextKey) -> Hold:
         """Return the hold of a context."""
-        with self._lock:
-            hold = self.known(key)
-            if hold is None:
-                hold, on_drop = Hold(), self.on_drop
-                # Called when the reference is dead already, so `release` cannot find it alive.
-                self._by_key[key] = ref(hold, lambda _dead: on_drop(key))
-            return hold
-
-    def known(self, key: ContextKey) -> Hold | None:
-        """Return the hold of a context, None if the context is not held."""
-        found = self._by_key.get(key)
-        return None if found is None else found()
+        hold = self._by_key.get(key)
+        if hold is None:
+            hold = self._by_key[key] = Hold(key, self.on_drop)
+        return hold
 
     def release(self, engine: Any, keys: list[ContextKey]) -> None:
         """Have the engine let go of what it has for contexts that are not held again."""
         for key in keys:
-            with self._lock:
-                if self.known(key) is not None:
-                    continue
-                self._by_key.pop(key, None)
-            engine.release_context(*key)
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
+            if key not in self._by_key:
+                engine.release_context(*key)
 
 
 class Context:

@@ -299,10 +299,9 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         requests = self._requests
         query, key = requests.of(token_ids, lora_name)
         row = requests.cached(query, key)
-        is_known = row is not None
         if row is None:
             row = await self._scheduler.answer(query, key)
-        requests.hold(token_ids, query, computed=not is_known)
+            requests.hold(token_ids, query)
         return row
 
     async def next_token_logprobs_uncached(

@@ -82,10 +82,9 @@ class ReductionMethods:
         requests = self._requests
         query, key = requests.of_reduction(context, reduction, lora_name)
         value = requests.cached_reduction(query, key, reduction)
-        is_known = value is not None
-        if not is_known:
+        if value is None:
             value = await self._scheduler.answer(query, key, reduction)
-        requests.hold(context, query, computed=not is_known)
+            requests.hold(context, query)
         return value
 
     def reduce_sync(

@@ -44,9 +44,6 @@ __all__ = [
     "reduce_rows",
 ]
 
-_ID_BYTES = 40
-"""Memory of a Python integer and a reference to it."""
-
 _VALUES_ON_CPU = 2**20
 """Most entries of the rows that one call of `compute` gets on a CPU: 4 MiB in float32, so that
 what it makes of them stays in the CPU's caches and memory does not grow with the batch."""
@@ -80,8 +77,6 @@ class Reduction(abc.ABC):
 
         Returns:
             A result for each request, in main memory; an exception fails this request alone.
-            Results are cached, except None, which is computed anew for each request. A view of
-            `rows` is copied.
         """
 
 
@@ -90,11 +85,6 @@ class TokenLogprobs(Reduction):
     """The log-probabilities of given tokens: shape `(len(token_ids),)`, float32, on the CPU."""
 
     token_ids: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the ids, which the output cache counts."""
-        return _ID_BYTES * len(self.token_ids)
 
     @classmethod
     def compute(
@@ -360,14 +350,6 @@ def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
     return rows[torch.tensor(indices, device=rows.device)]
 
 
-def _without(rows: torch.Tensor, value: Any) -> Any:
-    """Return a result that is not a part of the rows, which others read and which are large."""
-    if not isinstance(value, torch.Tensor) or value.device != rows.device:
-        return value
-    is_part = value.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-    return value.clone() if is_part else value
-
-
 def _computed(
     compute: Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]],
     rows: torch.Tensor,
@@ -376,7 +358,7 @@ def _computed(
     try:
         values = compute(rows, requests)
         if len(values) == len(requests):
-            return [_without(rows, value) for value in values]
+            return values
         problem: Exception = EvaluationError(
             f"{type(requests[0]).__name__}.compute returned {len(values)} results for "
             f"{len(requests)} requests; return one for each"

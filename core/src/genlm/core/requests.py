@@ -66,8 +66,7 @@ class ScoreRequest:
 
     Attributes:
         asked: What the scheduler is asked: one request for `TokenScores`, or one for a
-            `ScoredToken` of each position. After `Requests.look_up` without those that the
-            output cache has.
+            `ScoredToken` of each position that the output cache does not have.
         scores: The scores, once they are known.
         values: What the output cache has of each position; None elsewhere.
     """
@@ -211,21 +210,10 @@ class Requests:
             raise UnknownAdapterError(context.lora_name, self._adapters.names)
         return adapter
 
-    def hold(self, token_ids: object, query: Query, *, computed: bool = True) -> None:
-        """Keep what the engine has for a context while the context is referred to.
-
-        Args:
-            token_ids: What the caller passed.
-            query: Its query.
-            computed: Whether the engine has computed it, or the output cache had the answer:
-                then the engine may have nothing, unless an equal context keeps it.
-        """
-        if self._holds is None or not isinstance(token_ids, Context):
-            return
-        key = (query.adapter, query.sequence.key)
-        hold = self._holds.of(key) if computed else self._holds.known(key)
-        if hold is not None:
-            token_ids.hold(hold)
+    def hold(self, token_ids: object, query: Query) -> None:
+        """Keep what the engine has for a context while the context is referred to."""
+        if self._holds is not None and isinstance(token_ids, Context):
+            token_ids.hold(self._holds.of((query.adapter, query.sequence.key)))
 
     # -- the output cache -------------------------------------------------------------
 
@@ -253,7 +241,8 @@ class Requests:
         sequences = list(checked_batch(token_ids_list))
         made = [self.of(token_ids, lora_name) for token_ids in sequences]
         rows = [self.cached(*each) for each in made]
-        return self._batch(sequences, made, rows)
+        asked = [each for each, row in zip(made, rows, strict=True) if row is None]
+        return BatchRequest(asked, rows, sequences, self)
 
     def reductions(
         self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
@@ -269,23 +258,12 @@ class Requests:
             raise ValueError(
                 f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        made = [
+        asked = [
             (*self.of_reduction(token_ids, reduction, lora_name), reduction)
             for token_ids, reduction in zip(sequences, reductions, strict=True)
         ]
-        values = [self.cached_reduction(*each) for each in made]
-        return self._batch(sequences, made, values)
-
-    def _batch(
-        self, sequences: list[TokenIds], made: Sequence[Any], values: list[Any]
-    ) -> BatchRequest:
-        """Return what must be asked; contexts that need not share the holds of equal ones."""
-        asked = []
-        for token_ids, each, value in zip(sequences, made, values, strict=True):
-            if value is None:
-                asked.append(each)
-            else:
-                self.hold(token_ids, each[0], computed=False)
+        values = [self.cached_reduction(*each) for each in asked]
+        asked = [each for each, value in zip(asked, values, strict=True) if value is None]
         return BatchRequest(asked, values, sequences, self)
 
     # -- texts ------------------------------------------------------------------------
@@ -318,7 +296,9 @@ class Requests:
             next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
         )
         key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
-        return ScoreRequest([(query, key)])
+        scores = self._cache.get(key)
+        self.counters.count(len(query), hit=scores is not None)
+        return ScoreRequest([] if scores is not None else [(query, key)], scores)
 
     def _scores_by_position(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
@@ -329,20 +309,9 @@ class Requests:
             if place > start:
                 sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
             asked.append((*self.of_sequence(sequence, adapter), TargetScore(ids[place])))
-        return ScoreRequest(asked)
-
-    def look_up(self, request: ScoreRequest) -> None:
-        """Take from the output cache what it has of a text's scores, and count the requests."""
-        if Capability.SCORE not in self.capabilities:
-            request.values = [self.cached_reduction(*each) for each in request.asked]
-            pairs = zip(request.asked, request.values, strict=True)
-            request.asked = [each for each, value in pairs if value is None]
-        elif request.asked:
-            [(query, key)] = request.asked
-            request.scores = self._cache.get(key)
-            self.counters.count(len(query), hit=request.scores is not None)
-            if request.scores is not None:
-                request.asked = []
+        values = [self.cached_reduction(*each) for each in asked]
+        asked = [each for each, value in zip(asked, values, strict=True) if value is None]
+        return ScoreRequest(asked, values=values)
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:

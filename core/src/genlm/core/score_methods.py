@@ -154,7 +154,7 @@ class ScoreMethods:
             The scores of text i in place i.
         """
         requests = self._score_requests(texts, start, lora_name)
-        for part in self._score_parts(requests, progress=progress):
+        for part in _parts(requests, progress=progress):
             part.answer(await self._scheduler.answer_all(part.asked))
         return _results(requests, with_top=with_top)
 
@@ -245,7 +245,7 @@ class ScoreMethods:
     ) -> list[torch.Tensor] | list[TokenScores]:
         """Score several texts and wait; see `batch_score`."""
         requests = self._score_requests(texts, start, lora_name)
-        for part in self._score_parts(requests, progress=progress):
+        for part in _parts(requests, progress=progress):
             part.answer(self._scheduler.answer_sync(part.asked))
         return _results(requests, with_top=with_top)
 
@@ -253,7 +253,7 @@ class ScoreMethods:
         self, texts: TokenBatch, start: int | Integers, lora_name: str | None
     ) -> list[ScoreRequest]:
         listed = list(checked_batch(texts))
-        has_several = hasattr(start, "__len__") and getattr(start, "ndim", 1) > 0
+        has_several = hasattr(start, "__len__")
         starts: list[Any] = list(start) if has_several else [start] * len(listed)  # type: ignore[arg-type]
         if len(starts) != len(listed):
             raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
@@ -261,25 +261,6 @@ class ScoreMethods:
             self._requests.scores(text, first, lora_name)
             for text, first in zip(listed, starts, strict=True)
         ]
-
-    def _score_parts(self, requests: list[ScoreRequest], *, progress: bool) -> Iterator[_Part]:
-        """Yield the parts of a list of texts, each to be answered before the next one."""
-        limited = progress or any(len(request.asked) > 1 for request in requests)
-        with tqdm(
-            total=len(requests), desc="scoring", unit="text", disable=not progress
-        ) as bar:
-            part, count = _Part(), 0
-            for request in requests:
-                if part.texts and limited and count + len(request.asked) > _REQUESTS_AT_ONCE:
-                    yield part
-                    bar.update(len(part.texts))
-                    part, count = _Part(), 0
-                self._requests.look_up(request)
-                part.texts.append(request)
-                count += len(request.asked)
-            if part.texts:
-                yield part
-                bar.update(len(part.texts))
 
 
 @dataclass(slots=True)
@@ -297,6 +278,27 @@ class _Part:
         for text in self.texts:
             if text.scores is None:
                 text.answer([next(remaining) for _ in text.asked])
+
+
+def _parts(requests: list[ScoreRequest], *, progress: bool) -> Iterator[_Part]:
+    """Yield the parts of a list of texts, each to be answered before the next one."""
+    with tqdm(total=len(requests), desc="scoring", unit="text", disable=not progress) as bar:
+        for part in _divided(requests, limited=progress):
+            yield part
+            bar.update(len(part.texts))
+
+
+def _divided(requests: list[ScoreRequest], *, limited: bool) -> Iterator[_Part]:
+    limited = limited or any(len(request.asked) > 1 for request in requests)
+    part, count = _Part(), 0
+    for request in requests:
+        if part.texts and limited and count + len(request.asked) > _REQUESTS_AT_ONCE:
+            yield part
+            part, count = _Part(), 0
+        part.texts.append(request)
+        count += len(request.asked)
+    if part.texts:
+        yield part
 
 
 def _results(

@@ -328,10 +328,7 @@ class Worker:
                 call.run(engine)
 
     def _is_blocked(self, call: Call) -> bool:
-        if call.blocks is None:
-            return False
-        # The engine still has the queries that are to be aborted.
-        return bool(self._aborts) or self._table.has_query(call.blocks)
+        return call.blocks is not None and self._table.has_query(call.blocks)
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False once the worker is stopped."""

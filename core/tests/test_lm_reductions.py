@@ -226,14 +226,15 @@ def test_reductions_of_a_removed_adapter_are_forgotten(make_model: MakeModel) ->
     assert llm.statistics().cache_entries == 2
 
 
-def test_the_cache_counts_the_bytes_of_results_and_masks(make_model: MakeModel) -> None:
+def test_the_cache_counts_the_bytes_of_results_masks_and_ids(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(SIZE))
     llm.token_logprobs_sync([1], list(range(10)))
-    before = llm.statistics().cache_bytes
-    assert 40 <= before <= 200
+    context, tensor, ids = 4, 10 * 4, 10 * 40
+    before = context + tensor + ids
+    assert llm.statistics().cache_bytes == before
     llm.log_mass_sync([1], [3])
-    number, token_id, mask = 64, 4, SIZE // 8
-    assert llm.statistics().cache_bytes == before + number + token_id + mask
+    number, mask = 64, SIZE // 8
+    assert llm.statistics().cache_bytes == before + context + number + mask
 
 
 # -- the four forms -------------------------------------------------------------------

@@ -51,6 +51,9 @@ what it makes of them stays in the CPU's caches and memory does not grow with th
 _VALUES_ON_DEVICE = 2**27
 """The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
+_ID_BYTES = 40
+"""Memory of a Python integer and of its place in a tuple."""
+
 
 class Reduction(abc.ABC):
     """What a request wants of its row; equal instances share one result.
@@ -85,6 +88,11 @@ class TokenLogprobs(Reduction):
     """The log-probabilities of given tokens: shape `(len(token_ids),)`, float32, on the CPU."""
 
     token_ids: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the ids."""
+        return _ID_BYTES * len(self.token_ids)
 
     @classmethod
     def compute(

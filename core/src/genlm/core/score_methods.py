@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from genlm.core.query import TokenScores
-from genlm.core.validation import checked_batch
+from genlm.core.validation import checked_batch, is_several
 
 if TYPE_CHECKING:
     from genlm.core.engine import Engine
@@ -253,8 +253,7 @@ class ScoreMethods:
         self, texts: TokenBatch, start: int | Integers, lora_name: str | None
     ) -> list[ScoreRequest]:
         listed = list(checked_batch(texts))
-        has_several = hasattr(start, "__len__")
-        starts: list[Any] = list(start) if has_several else [start] * len(listed)  # type: ignore[arg-type]
+        starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
         if len(starts) != len(listed):
             raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
         return [

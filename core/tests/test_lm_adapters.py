@@ -462,7 +462,7 @@ def test_an_adapter_that_another_thread_removes_meanwhile_is_unknown(
 
     adapters = removing._adapters
     adapters._by_name = RemovedOnceFound(adapters._by_name)
-    with pytest.raises(UnknownAdapterError, match="'a'. Loaded: b"):
+    with pytest.raises(UnknownAdapterError, match="named 'a'"):
         removing.remove_lora("a")
     assert engine_adapters(removing) == {"a": "folder/a", "b": "folder/b"}
 

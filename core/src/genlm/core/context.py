@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
-from weakref import WeakValueDictionary
+from weakref import KeyedRef
 
 from genlm.core.errors import TokenIdError
 from genlm.core.sequence import TokenSequence
@@ -29,40 +30,49 @@ ContextKey = tuple[str | None, bytes]
 class Hold:
     """Keeps what the engine has for one context while some `Context` refers to it."""
 
-    __slots__ = ("__weakref__", "_on_drop", "key")
-
-    def __init__(self, key: ContextKey, on_drop: Callable[[ContextKey], object]) -> None:
-        self.key = key
-        self._on_drop = on_drop
-
-    def __del__(self) -> None:
-        self._on_drop(self.key)
+    __slots__ = ("__weakref__",)
 
 
 class Holds:
     """The holds of one model; equal contexts share one.
 
     Attributes:
-        on_drop: Called with the key of a context when the last reference to its hold goes;
-            on any thread, also during garbage collection.
+        on_drop: Called once for each hold, with the key of its context, when the last
+            reference to the hold has gone; on any thread, also during garbage collection.
     """
 
     def __init__(self) -> None:
         self.on_drop: Callable[[ContextKey], object] = lambda _key: None
-        self._by_key: WeakValueDictionary[ContextKey, Hold] = WeakValueDictionary()
+        # A reference stays here, dead, until the key is released or held again: `_dropped`
+        # may run on a thread that has the lock, so it removes nothing.
+        self._by_key: dict[ContextKey, KeyedRef[ContextKey, Hold]] = {}
+        self._lock = threading.Lock()
 
     def of(self, key: ContextKey) -> Hold:
         """Return the hold of a context."""
-        hold = self._by_key.get(key)
-        if hold is None:
-            hold = self._by_key[key] = Hold(key, self.on_drop)
+        with self._lock:
+            hold = self._found(key)
+            if hold is None:
+                hold = Hold()
+                self._by_key[key] = KeyedRef(hold, self._dropped, key)
         return hold
 
     def release(self, engine: Any, keys: list[ContextKey]) -> None:
         """Have the engine let go of what it has for contexts that are not held again."""
         for key in keys:
-            if key not in self._by_key:
+            with self._lock:
+                is_held = self._found(key) is not None
+                if not is_held:
+                    self._by_key.pop(key, None)
+            if not is_held:
                 engine.release_context(*key)
+
+    def _found(self, key: ContextKey) -> Hold | None:
+        reference = self._by_key.get(key)
+        return None if reference is None else reference()
+
+    def _dropped(self, reference: KeyedRef[ContextKey, Hold]) -> None:
+        self.on_drop(reference.key)
 
 
 class Context:

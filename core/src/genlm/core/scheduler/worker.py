@@ -161,7 +161,7 @@ class Worker:
     def call_after(
         self, blocks: Callable[[Any], bool], function: Callable[[Any], object]
     ) -> None:
-        """Run `function(engine)` as `call` does, once neither a query nor an abort blocks it."""
+        """Run `function(engine)` as `call` does, once no query and no abort blocks it."""
         self._add_call(Call(function, blocks)).add_done_callback(_log_failure)
 
     def _add_call(self, call: Call) -> concurrent.futures.Future[Any]:

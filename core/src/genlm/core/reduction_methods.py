@@ -82,7 +82,7 @@ class ReductionMethods:
         """
         requests = self._requests
         query, key = requests.of_reduction(context, reduction, lora_name)
-        value = requests.cached_reduction(query, key, reduction)
+        value = requests.cached(query, key, reduction)
         if value is None:
             value = await self._scheduler.answer(query, key, reduction)
             requests.hold(context, query)

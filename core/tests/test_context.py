@@ -56,6 +56,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+def released_by_now(llm: AsyncLM, engine: KeepingEngine) -> list[tuple[str | None, bytes]]:
+    """What the engine let go of, once it was told of all contexts that were dropped before."""
+    marker = llm.context([1, 1, 1])
+    llm.next_token_logprobs_uncached_sync(marker)
+    holds, key = llm._requests._holds, (None, marker.sequence.key)
+    assert holds is not None
+    del marker
+    wait_for(lambda: key not in holds._by_key)
+    return [each for each in engine.released.copy() if each != key]
+
+
 def test_the_public_example(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
     ctx = llm.context([1, 2])
@@ -149,6 +160,36 @@ def test_the_engine_is_told_when_the_last_reference_goes(keeping: Any) -> None:
     del equal
     wait_for(lambda: engine.released == [(None, key)])  # although nobody asks anything
     assert engine.threads == {f"genlm-{llm.name}"}
+
+
+ASK: dict[str, Callable[[AsyncLM, Any], Any]] = {
+    "row": lambda llm, ctx: asyncio.run(llm.next_token_logprobs(ctx)),
+    "row and wait": lambda llm, ctx: llm.next_token_logprobs_sync(ctx),
+    "rows": lambda llm, ctx: asyncio.run(llm.batch_next_token_logprobs([[7], ctx])),
+    "reduction": lambda llm, ctx: asyncio.run(llm.top_k(ctx, 1)),
+    "reduction and wait": lambda llm, ctx: llm.top_k_sync(ctx, 1),
+    "reductions": lambda llm, ctx: llm.batch_top_k_sync([[7], ctx], 1),
+}
+
+
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+def test_a_context_that_the_output_cache_answers_shares_what_the_engine_keeps(
+    make_model: MakeModel, ask: Callable[[AsyncLM, Any], Any]
+) -> None:
+    engine = KeepingEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    ctx, equal, after = (llm.context([1, 2]) for _ in range(3))
+    key = ctx.sequence.key
+    ctx.next_token_logprobs_sync()
+    ask(llm, equal)
+    assert sum((1, 2) in batch for batch in engine.batches) == 1
+    del ctx
+    assert released_by_now(llm, engine) == []
+    del equal
+    assert released_by_now(llm, engine) == [(None, key)]
+    ask(llm, after)  # nothing is kept for it any more
+    del after
+    assert released_by_now(llm, engine) == [(None, key)]
 
 
 def test_what_was_never_asked_and_lists_are_not_released(keeping: Any) -> None:

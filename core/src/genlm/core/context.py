@@ -48,10 +48,15 @@ class Holds:
         self._by_key: dict[ContextKey, KeyedRef[ContextKey, Hold]] = {}
         self._lock = threading.Lock()
 
+    def find(self, key: ContextKey) -> Hold | None:
+        """Return the hold of a context if there is one."""
+        reference = self._by_key.get(key)
+        return None if reference is None else reference()
+
     def of(self, key: ContextKey) -> Hold:
-        """Return the hold of a context."""
+        """Return the hold of a context, which is made if there is none."""
         with self._lock:
-            hold = self._found(key)
+            hold = self.find(key)
             if hold is None:
                 hold = Hold()
                 self._by_key[key] = KeyedRef(hold, self._dropped, key)
@@ -61,15 +66,11 @@ class Holds:
         """Have the engine let go of what it has for contexts that are not held again."""
         for key in keys:
             with self._lock:
-                is_held = self._found(key) is not None
+                is_held = self.find(key) is not None
                 if not is_held:
                     self._by_key.pop(key, None)
             if not is_held:
                 engine.release_context(*key)
-
-    def _found(self, key: ContextKey) -> Hold | None:
-        reference = self._by_key.get(key)
-        return None if reference is None else reference()
 
     def _dropped(self, reference: KeyedRef[ContextKey, Hold]) -> None:
         self.on_drop(reference.key)

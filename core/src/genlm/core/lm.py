@@ -302,6 +302,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         if row is None:
             row = await self._scheduler.answer(query, key)
             requests.hold(token_ids, query)
+        else:
+            requests.share(token_ids, query)
         return row
 
     async def next_token_logprobs_uncached(

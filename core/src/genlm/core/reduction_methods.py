@@ -86,6 +86,8 @@ class ReductionMethods:
         if value is None:
             value = await self._scheduler.answer(query, key, reduction)
             requests.hold(context, query)
+        else:
+            requests.share(context, query)
         return value
 
     def reduce_sync(

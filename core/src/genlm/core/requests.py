@@ -187,6 +187,13 @@ class Requests:
         if self._holds is not None and isinstance(token_ids, Context):
             token_ids.hold(self._holds.of((query.adapter, query.sequence.key)))
 
+    def share(self, token_ids: object, query: Query) -> None:
+        """Keep what the engine has, if anything, for a context with a cached answer."""
+        if self._holds is not None and isinstance(token_ids, Context):
+            hold = self._holds.find((query.adapter, query.sequence.key))
+            if hold is not None:
+                token_ids.hold(hold)
+
     # -- the output cache -------------------------------------------------------------
 
     def cached(self, query: Query, key: Any, reduction: Reduction | None = None) -> Any:
@@ -219,6 +226,9 @@ class Requests:
         values = [self._found(*each[1:]) for each in made]
         for (query, *_), value in zip(made, values, strict=True):
             self.counters.count(len(query), hit=value is not None)
+        for token_ids, (query, *_), value in zip(sequences, made, values, strict=False):
+            if value is not None:
+                self.share(token_ids, query)
         asked = [each for each, value in zip(made, values, strict=True) if value is None]
         return BatchRequest(asked, values, sequences, self)
 

@@ -34,6 +34,15 @@ class Entropy(Reduction):
 
 
 @dataclass(frozen=True)
+class Nothing(Reduction):
+    """A reduction without a result."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Nothing]) -> Sequence[None]:
+        return [None] * len(requests)
+
+
+@dataclass(frozen=True)
 class Failing(Reduction):
     """A reduction that fails for every row."""
 
@@ -213,6 +222,15 @@ def test_reductions_are_cached_and_cached_rows_answer_them(make_model: MakeModel
     llm.clear_cache()
     llm.token_logprobs_sync([1], [2, 3])
     assert len(engine.batches) == 3
+
+
+def test_a_result_that_is_none_is_evaluated_each_time(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    assert [llm.reduce_sync([1], Nothing()) for _ in range(2)] == [None, None]
+    assert engine.batches == [[(1,)], [(1,)]]
+    assert llm.batch_reduce_sync([[1], [2]], [Nothing(), Entropy()])[0] is None
+    assert llm.statistics().cache_hits == 0
 
 
 def test_draws_without_a_seed_are_not_cached(make_model: MakeModel) -> None:

@@ -73,7 +73,8 @@ class ReductionMethods:
             lora_name: A loaded adapter; by default the one set with `set_lora`.
 
         Returns:
-            What its `compute` returned for this request; the caller's.
+            What its `compute` returned for this request; the caller's. A result None is not
+            cached.
 
         Raises:
             TypeError: `reduction` is not a `Reduction`.

@@ -67,7 +67,8 @@ class Reduction(abc.ABC):
     """
 
     is_reproducible: bool = True
-    """Whether equal instances have equal results for equal rows, which are then cached."""
+    """Whether equal instances have equal results for equal rows, which are then cached; of
+    results only None is not, and is evaluated again each time."""
 
     @classmethod
     @abc.abstractmethod

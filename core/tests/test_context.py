@@ -6,9 +6,12 @@ import asyncio
 import copy
 import gc
 import pickle
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
+from genlm.core import context as context_module
+from genlm.core.context import ContextKey, Hold, Holds
 from genlm.core.errors import TokenIdError, TokenTypeError
 
 VOCAB_SIZE = 16
@@ -49,6 +54,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(1e-3)
+
+
+def released_by_now(llm: AsyncLM, engine: KeepingEngine) -> list[tuple[str | None, bytes]]:
+    """What the engine let go of, once it was told of all contexts that were dropped before."""
+    marker = llm.context([1, 1, 1])
+    llm.next_token_logprobs_uncached_sync(marker)
+    holds, key = llm._requests._holds, (None, marker.sequence.key)
+    assert holds is not None
+    del marker
+    wait_for(lambda: key not in holds._by_key)
+    return [each for each in engine.released.copy() if each != key]
 
 
 def test_the_public_example(make_model: MakeModel) -> None:
@@ -146,6 +162,36 @@ def test_the_engine_is_told_when_the_last_reference_goes(keeping: Any) -> None:
     assert engine.threads == {f"genlm-{llm.name}"}
 
 
+ASK: dict[str, Callable[[AsyncLM, Any], Any]] = {
+    "row": lambda llm, ctx: asyncio.run(llm.next_token_logprobs(ctx)),
+    "row and wait": lambda llm, ctx: llm.next_token_logprobs_sync(ctx),
+    "rows": lambda llm, ctx: asyncio.run(llm.batch_next_token_logprobs([[7], ctx])),
+    "reduction": lambda llm, ctx: asyncio.run(llm.top_k(ctx, 1)),
+    "reduction and wait": lambda llm, ctx: llm.top_k_sync(ctx, 1),
+    "reductions": lambda llm, ctx: llm.batch_top_k_sync([[7], ctx], 1),
+}
+
+
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+def test_a_context_that_the_output_cache_answers_shares_what_the_engine_keeps(
+    make_model: MakeModel, ask: Callable[[AsyncLM, Any], Any]
+) -> None:
+    engine = KeepingEngine(VOCAB_SIZE)
+    llm = make_model(engine)
+    ctx, equal, after = (llm.context([1, 2]) for _ in range(3))
+    key = ctx.sequence.key
+    ctx.next_token_logprobs_sync()
+    ask(llm, equal)
+    assert sum((1, 2) in batch for batch in engine.batches) == 1
+    del ctx
+    assert released_by_now(llm, engine) == []
+    del equal
+    assert released_by_now(llm, engine) == [(None, key)]
+    ask(llm, after)  # nothing is kept for it any more
+    del after
+    assert released_by_now(llm, engine) == [(None, key)]
+
+
 def test_what_was_never_asked_and_lists_are_not_released(keeping: Any) -> None:
     llm, engine = keeping
     llm.context([1, 2]).extend(3)
@@ -227,6 +273,117 @@ def test_a_context_keeps_its_model_alive() -> None:
     ctx = genlm.load_model("demo", backend="reference").context([1, 2])
     gc.collect()
     assert ctx.next_token_logprobs_sync().shape == (257,)
+
+
+KEY = (None, b"1234")
+
+
+class Drops:
+    """Holds, the keys of those that died, and an engine that records what it lets go of."""
+
+    def __init__(self) -> None:
+        self.holds, self.engine = Holds(), KeepingEngine(VOCAB_SIZE)
+        self.keys: list[ContextKey] = []
+        self.holds.on_drop = self.keys.append
+
+    def released(self) -> list[ContextKey]:
+        """What the engine lets go of when it handles the drops up to now."""
+        keys, self.keys[:] = self.keys.copy(), []
+        self.holds.release(self.engine, keys)
+        released, self.engine.released = self.engine.released, []
+        return released
+
+
+def test_a_drop_that_is_handled_at_once_is_not_lost() -> None:
+    drops = Drops()
+    found: list[list[ContextKey]] = []
+
+    def handled(key: ContextKey) -> None:  # as by the engine's thread
+        drops.keys.append(key)
+        found.append(drops.released())
+
+    drops.holds.on_drop = handled
+    drops.holds.of(KEY)
+    assert found == [[KEY]]
+
+
+def test_a_hold_that_dies_while_its_context_is_held_again_is_not_handed_out() -> None:
+    drops = Drops()
+    others: list[Hold] = []
+
+    def held_again(key: ContextKey) -> None:  # as by another thread
+        drops.holds.on_drop = drops.keys.append
+        drops.keys.append(key)
+        others.append(drops.holds.of(key))
+
+    drops.holds.on_drop = held_again
+    drops.holds.of(KEY)
+    assert drops.keys == [KEY]
+    assert drops.released() == []
+    assert drops.holds.of(KEY) is others[0]
+    others.clear()
+    assert drops.keys == [KEY]
+    assert drops.released() == [KEY]
+
+
+def test_the_drop_of_an_earlier_hold_leaves_a_later_one_alone() -> None:
+    drops = Drops()
+    drops.holds.of(KEY)
+    hold = drops.holds.of(KEY)
+    assert drops.keys == [KEY]
+    assert drops.released() == []
+    assert drops.holds.of(KEY) is hold
+    del hold
+    assert drops.keys == [KEY]
+    assert drops.released() == [KEY]
+    assert drops.holds._by_key == {}
+
+
+def test_holds_are_made_and_released_under_the_lock_alone() -> None:
+    class LockedKey(tuple[Any, ...]):
+        def __hash__(self) -> int:
+            assert drops.holds._lock.locked()
+            return super().__hash__()
+
+    drops, key = Drops(), LockedKey(KEY)
+    drops.holds.of(key)  # type: ignore[arg-type]
+    assert drops.released() == [KEY]
+
+
+def test_threads_share_the_holds_that_live_and_each_that_died_is_dropped_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[None] = []
+
+    class Counted(Hold):
+        def __init__(self) -> None:
+            made.append(None)
+
+    monkeypatch.setattr(context_module, "Hold", Counted)
+    drops, keys = Drops(), [(None, bytes([i])) for i in range(3)]
+    start = threading.Barrier(4)
+
+    def work(thread: int) -> None:
+        start.wait(TIMEOUT_S)
+        kept: deque[tuple[ContextKey, Hold]] = deque(maxlen=2)
+        for turn in range(3000):
+            key = keys[(turn * 7 + thread) % 3]
+            kept.append((key, drops.holds.of(key)))
+            for key, hold in kept:
+                assert drops.holds.of(key) is hold
+            if turn % 5 == thread:
+                kept.clear()
+
+    switching_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(switching_s)
+    assert len(drops.keys) == len(made)
+    assert set(drops.released()) == set(keys)
+    assert drops.holds._by_key == {}
 
 
 # -- keys, lists ----------------------------------------------------------------------

@@ -453,6 +453,20 @@ def test_removing_an_unknown_adapter_is_an_error(removing: AsyncLM) -> None:
         removing.remove_lora(3)
 
 
+def test_an_adapter_that_another_thread_removes_meanwhile_is_unknown(
+    removing: AsyncLM,
+) -> None:
+    class RemovedOnceFound(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            return self.pop(name, default)
+
+    adapters = removing._adapters
+    adapters._by_name = RemovedOnceFound(adapters._by_name)
+    with pytest.raises(UnknownAdapterError, match="named 'a'"):
+        removing.remove_lora("a")
+    assert engine_adapters(removing) == {"a": "folder/a", "b": "folder/b"}
+
+
 def test_an_engine_that_fails_to_remove_is_logged(make_model: MakeModel, caplog: Any) -> None:
     class Failing(RemovingEngine):
         def remove_adapter(self, name: str) -> None:

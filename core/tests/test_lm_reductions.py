@@ -13,6 +13,7 @@ import pytest
 import torch
 from scripted import ScriptedEngine, oracle_row
 
+import genlm
 from genlm import AsyncLM, Capability, EvaluationError, OutputCache, Reduction, TokenScores
 from genlm.core.query import Completion, Query, Reduced
 from genlm.core.reductions import reduce_rows
@@ -30,6 +31,24 @@ class Entropy(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Entropy]) -> Sequence[float]:
         return torch.special.entr(rows.exp()).sum(-1).tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Nothing(Reduction):
+    """A reduction without a result."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Nothing]) -> Sequence[None]:
+        return [None] * len(requests)
+
+
+@dataclass(frozen=True)
+class Failing(Reduction):
+    """A reduction that fails for every row."""
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Failing]) -> Sequence[float]:
+        raise ArithmeticError("no result")
 
 
 def row_of(token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
@@ -205,6 +224,15 @@ def test_reductions_are_cached_and_cached_rows_answer_them(make_model: MakeModel
     assert len(engine.batches) == 3
 
 
+def test_a_result_that_is_none_is_evaluated_each_time(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    assert [llm.reduce_sync([1], Nothing()) for _ in range(2)] == [None, None]
+    assert engine.batches == [[(1,)], [(1,)]]
+    assert llm.batch_reduce_sync([[1], [2]], [Nothing(), Entropy()])[0] is None
+    assert llm.statistics().cache_hits == 0
+
+
 def test_draws_without_a_seed_are_not_cached(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(SIZE))
     drawn = {llm.draw_sync([1], temperature=5.0).token_id for _ in range(40)}
@@ -226,14 +254,15 @@ def test_reductions_of_a_removed_adapter_are_forgotten(make_model: MakeModel) ->
     assert llm.statistics().cache_entries == 2
 
 
-def test_the_cache_counts_the_bytes_of_results_and_masks(make_model: MakeModel) -> None:
+def test_the_cache_counts_the_bytes_of_results_masks_and_ids(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(SIZE))
     llm.token_logprobs_sync([1], list(range(10)))
-    before = llm.statistics().cache_bytes
-    assert 40 <= before <= 200
+    context, tensor, ids = 4, 10 * 4, 10 * 40
+    before = context + tensor + ids
+    assert llm.statistics().cache_bytes == before
     llm.log_mass_sync([1], [3])
-    number, token_id, mask = 64, 4, SIZE // 8
-    assert llm.statistics().cache_bytes == before + number + token_id + mask
+    number, mask = 64, SIZE // 8
+    assert llm.statistics().cache_bytes == before + context + number + mask
 
 
 # -- the four forms -------------------------------------------------------------------
@@ -408,6 +437,62 @@ def test_scores_by_rows_use_the_output_cache(make_model: MakeModel) -> None:
     for evaluations in (3, 3):
         assert llm.score_sync(text).tolist() == expected
         assert llm.statistics().answered == evaluations
+
+
+def test_texts_are_looked_up_and_counted_part_by_part(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    generator = np.random.default_rng(0)
+    text, other, last = (generator.integers(0, SIZE, 200).tolist() for _ in range(3))
+    found = llm.batch_score_sync([text, text])  # the second when the first has been scored
+    assert [each.tolist() for each in found] == [loop_over_rows(text, 1)] * 2
+    counted = llm.statistics()
+    assert (counted.requests, counted.cache_hits, counted.answered) == (398, 199, 199)
+
+    async def cancelled() -> None:
+        engine.hold()
+        scoring = asyncio.ensure_future(llm.batch_score([other, last]))
+        await asyncio.to_thread(engine.wait_until_entered)
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        engine.release()
+
+    asyncio.run(cancelled())
+    assert (llm.statistics() - counted).requests == 199
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine])
+@pytest.mark.parametrize("wrong", [[1, SIZE], [], "ab"])
+def test_nothing_of_a_batch_with_a_wrong_text_is_counted_or_looked_up(
+    engine: type, wrong: Any, make_model: MakeModel
+) -> None:
+    llm = make_model(engine(), output_cache=OutputCache(2))
+    llm.batch_score_sync([[1, 2], [3, 4]])
+    kept = list(llm.output_cache._entries)  # the least recently used first
+    before = llm.statistics()
+    with pytest.raises(genlm.QueryError):
+        llm.batch_score_sync([[1, 2], wrong])
+    with pytest.raises(genlm.QueryError):
+        asyncio.run(llm.batch_score([[1, 2], wrong]))
+    after = llm.statistics()
+    assert (after - before).requests == (after - before).cache_hits == 0
+    assert list(llm.output_cache._entries) == kept
+
+
+def test_nothing_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
+    make_model: MakeModel,
+) -> None:
+    engine = ScriptedEngine(SIZE)
+    llm = make_model(engine)
+    llm.batch_next_token_logprobs_sync([[1], [2]])
+    before = llm.statistics()
+    contexts, reductions = [[1], [3], [2]], [Entropy(), Entropy(), Failing()]
+    with pytest.raises(EvaluationError, match="no result"):
+        llm.batch_reduce_sync(contexts, reductions)
+    with pytest.raises(EvaluationError, match="no result"):
+        asyncio.run(llm.batch_reduce(contexts, reductions))
+    assert (llm.statistics() - before).requests == 0
+    assert engine.batches == [[(1,), (2,)]]
 
 
 def test_scores_are_shared_cached_and_of_their_adapter(make_model: MakeModel) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -211,6 +211,63 @@ def test_a_reduction_that_fails_does_so_alone(problem: str, message: str) -> Non
     assert message in str(found[1])
     assert [found[0], found[3]] == pytest.approx([1.0, 1.0])
     assert torch.equal(found[2], rows[2])
+
+
+@dataclass(frozen=True)
+class Views(Reduction):
+    """Whatever `view` makes of the rows, whose results may share memory."""
+
+    view: Any
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Views]) -> Sequence[Any]:
+        return requests[0].view(rows)  # type: ignore[no-any-return]
+
+
+class Pair(NamedTuple):
+    """A result with a tensor and a number."""
+
+    row: torch.Tensor
+    number: float
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+VIEWS: dict[str, tuple[Any, Any]] = {
+    "rows": (list, itself),
+    "slices": (lambda rows: [row[::2] for row in rows], itself),
+    "of another tensor": (lambda rows: (rows + 0.0).unbind(), itself),
+    "one tensor": (lambda rows: rows + 0.0, itself),
+    "of one row": (lambda rows: [rows.flatten()] * len(rows), itself),
+    "named": (lambda rows: [Pair(row, 1.0) for row in rows], lambda value: value.row),
+    "nested": (lambda rows: [{"a": [1, (r,)]} for r in rows], lambda value: value["a"][1][0]),
+    "arrays": (lambda rows: list(rows.numpy()), torch.from_numpy),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_are_views_are_copied(name: str, count: int) -> None:
+    view, tensor_of = VIEWS[name]
+    rows, wanted = some_rows(count), Views(view)
+    expected = [tensor_of(value).clone() for value in view(rows)]
+    before = rows.clone()
+    values = reduced(rows, *[wanted] * count)
+    found = [tensor_of(value) for value in values]
+    assert [type(value) for value in values] == [type(value) for value in view(rows)]
+    for index, tensor in enumerate(found):
+        assert torch.equal(tensor, expected[index])
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.zero_()
+    assert torch.equal(rows, before)
+
+
+def test_results_that_own_their_memory_are_not_copied() -> None:
+    made = [torch.zeros(2), (1.0, torch.zeros(3)), np.zeros(3), [], None, "text"]
+    found = reduced(some_rows(6), *[Views(lambda _: made)] * 6)
+    assert all(here is there for here, there in zip(found, made, strict=True))
 
 
 def test_rows_that_are_no_distributions_are_errors() -> None:

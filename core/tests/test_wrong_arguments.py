@@ -65,6 +65,38 @@ def test_numbers_of_other_libraries_are_numbers(llm: AsyncLM) -> None:
         assert asyncio.run(llm.sample([1], *asked)) == plain
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.array, torch.tensor])
+def test_integers_of_other_libraries_are_integers_also_where_several_may_be(
+    llm: AsyncLM, kind: Any
+) -> None:
+    texts: Any = [[1, 2, 3], [4, 5, 6, 7]]
+    for start, plain in [(kind(2), 2), ([kind(1), kind(3)], [1, 3])]:
+        found = llm.batch_score_sync(texts, start)
+        assert list(map(len, found)) == list(map(len, llm.batch_score_sync(texts, plain)))
+    assert len(asyncio.run(llm.score(texts[0], kind(2)))) == 1
+    assert llm.batch_draw_sync(texts, seed=kind(5)) == llm.batch_draw_sync(texts, seed=5)
+    mask = genlm.Mask([3], 16)
+    assert (kind(3) in mask, kind(4) in mask, kind(16) in mask) == (True, False, False)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_arrays_are_several_integers(llm: AsyncLM, kind: Any) -> None:
+    texts: Any = [[1, 2, 3], [4, 5, 6, 7]]
+    assert list(map(len, llm.batch_score_sync(texts, kind([1, 3])))) == [2, 1]
+    with pytest.raises(ValueError, match="1 starts for 2 texts"):
+        llm.batch_score_sync(texts, kind([1]))
+    drawn = llm.batch_draw_sync(texts, seed=kind([3, 4]))
+    assert drawn == llm.batch_draw_sync(texts, seed=[3, 4])
+    with pytest.raises(ValueError, match="1 seeds for 2 contexts"):
+        llm.batch_draw_sync(texts, seed=kind([3]))
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_a_number_is_no_context(llm: AsyncLM, kind: Any) -> None:
+    with pytest.raises(genlm.TokenTypeError, match="found a single int, 3"):
+        llm.draw_sync(kind(3), seed=1)
+
+
 def test_of_encodings(llm: AsyncLM) -> None:
     encoding: Any = BatchEncoding({"input_ids": [[1, 2], [3, 0]], "attention_mask": []})
     with pytest.raises(TypeError, match="found BatchEncoding: pass its input_ids as"):

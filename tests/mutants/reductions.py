@@ -138,10 +138,10 @@ def all_reductions_fail_together(computed):
     return broken
 
 
-@core_mutant(Requests, "cached_reduction", killed_by="reductions-share-evaluations")
-def output_cache_unread(_cached_reduction):
+@core_mutant(Requests, "_found", killed_by="reductions-share-evaluations")
+def output_cache_unread(found):
     """Asks the engine for every reduction, whatever the output cache has."""
-    return lambda self, query, _key, _reduction: self.counters.count(len(query), hit=False)
+    return lambda self, key, reduction=None: None if reduction else found(self, key)
 
 
 @engine_mutant(killed_by="reductions-use-the-adapter")

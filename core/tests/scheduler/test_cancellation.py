@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import signal
 import threading
 from functools import partial
 
 import pytest
 import torch
-from scripted import oracle_row
+from scripted import TIMEOUT_S, oracle_row
+
+from genlm import Query, Scheduler
 
 
 def run_strictly(main) -> None:
@@ -165,3 +168,53 @@ def test_ctrl_c_drops_the_request_and_the_model_works_on(start, request):
     assert llm.statistics().pending == 0
     engine.release()
     torch.testing.assert_close(llm.next_token_logprobs_sync([2]), oracle_row([2], None, 16))
+
+
+class Unfinished:
+    """Never answers; while query 0 is aborted, something happens."""
+
+    def __init__(self):
+        self.calls = []
+        self.during_abort = lambda: None
+
+    def submit(self, query):
+        self.calls.append(("submit", query.query_id))
+
+    def step(self):
+        return []
+
+    def abort(self, query_id):
+        if query_id == 0:
+            self.during_abort()
+        self.calls.append(("abort", query_id))
+
+    def close(self): ...
+
+
+def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_them():
+    engine = Unfinished()
+    scheduler = Scheduler(lambda: engine)
+    worker = scheduler._worker
+    removed = threading.Event()
+    waiters = [concurrent.futures.Future() for _ in range(2)]
+    asked = [worker.enqueue(Query(i, (i,)), None, each) for i, each in enumerate(waiters)]
+
+    def remove(_):
+        engine.calls.append("remove")
+        removed.set()
+
+    def leave_the_other():  # when the aborts of this round are known already
+        worker.leave(asked[1], waiters[1])
+        scheduler.run_after(lambda query: query.query_id == 1, remove)
+
+    engine.during_abort = leave_the_other
+    worker.flush()
+    scheduler.run(lambda _: None)  # both are submitted after it
+    scheduler.run(lambda _: None)
+    worker.leave(asked[0], waiters[0])
+    assert removed.wait(TIMEOUT_S)
+    scheduler.close()
+    assert engine.calls == [
+        *(("submit", 0), ("submit", 1)),
+        *(("abort", 0), ("abort", 1), "remove"),
+    ]

@@ -67,12 +67,7 @@ class Adapters:
             UnsupportedCapabilityError: The engine serves no adapters.
             TypeError: `name` is not a string.
         """
-        _check_name(name)
-        adapter = self._by_name.get(name)
-        if adapter is None:
-            self._require_adapters()
-            raise UnknownAdapterError(name, self._by_name)
-        return adapter.engine_name
+        return self._loaded(name).engine_name
 
     def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
         """Load an adapter; see `AsyncLM.add_new_lora`."""
@@ -102,8 +97,7 @@ class Adapters:
 
     def remove(self, name: str) -> None:
         """Take away an adapter; see `AsyncLM.remove_lora`."""
-        self.engine_name(name)
-        own = self._by_name[name].folder == _MODEL_ITSELF
+        own = self._loaded(name).folder == _MODEL_ITSELF
         if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(
                 "remove_lora", self._backend, "its engine lacks the method remove_adapter"
@@ -112,6 +106,14 @@ class Adapters:
         if adapter is None:  # another thread removed it
             raise UnknownAdapterError(name, self._by_name)
         self._free(adapter)
+
+    def _loaded(self, name: str) -> _Adapter:
+        _check_name(name)
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            self._require_adapters()
+            raise UnknownAdapterError(name, self._by_name)
+        return adapter
 
     def _require_adapters(self) -> None:
         require_capability(self._scheduler.engine, Capability.LORA, self._backend)

@@ -26,7 +26,7 @@ class OutputCache:
     """Keeps the most recently used rows, bounded by entries and by bytes.
 
     The bytes of the rows count, and those of the token ids in their keys, 4 for each id.
-    Results of reductions are kept as rows are.
+    Results of reductions are kept as rows are; the `nbytes` of a reduction counts as well.
 
     Rows go in and come out as copies, so what a caller does to a row never reaches
     the cache. Safe to use from several threads.
@@ -139,7 +139,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _key_nbytes(key: Hashable) -> int:
-    """Memory of the packed token ids and the masks in a key."""
+    """Memory of the packed token ids and the reductions in a key."""
     total = 0
     for part in key if isinstance(key, tuple) else (key,):
         if type(part) is bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from genlm.core.errors import TokenIdError
+from genlm.core.forking import renew_in_forks
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_integers, checked_token_ids
 
@@ -29,40 +31,51 @@ ContextKey = tuple[str | None, bytes]
 class Hold:
     """Keeps what the engine has for one context while some `Context` refers to it."""
 
-    __slots__ = ("__weakref__", "_on_drop", "key")
-
-    def __init__(self, key: ContextKey, on_drop: Callable[[ContextKey], object]) -> None:
-        self.key = key
-        self._on_drop = on_drop
-
-    def __del__(self) -> None:
-        self._on_drop(self.key)
+    __slots__ = ("__weakref__",)
 
 
 class Holds:
     """The holds of one model; equal contexts share one.
 
     Attributes:
-        on_drop: Called with the key of a context when the last reference to its hold goes;
-            on any thread, also during garbage collection.
+        on_drop: Called once for each hold, with the key of its context, when the last
+            reference to the hold has gone; on any thread, also during garbage collection.
     """
 
     def __init__(self) -> None:
         self.on_drop: Callable[[ContextKey], object] = lambda _key: None
-        self._by_key: WeakValueDictionary[ContextKey, Hold] = WeakValueDictionary()
+        # A reference stays here, dead, until the key is released or held again: its callback
+        # may run on a thread that has the lock, so it removes nothing.
+        self._by_key: dict[ContextKey, ref[Hold]] = {}
+        self._lock = threading.Lock()
+        renew_in_forks(self)
+
+    def find(self, key: ContextKey) -> Hold | None:
+        """Return the hold of a context if there is one."""
+        reference = self._by_key.get(key)
+        return None if reference is None else reference()
 
     def of(self, key: ContextKey) -> Hold:
-        """Return the hold of a context."""
-        hold = self._by_key.get(key)
-        if hold is None:
-            hold = self._by_key[key] = Hold(key, self.on_drop)
+        """Return the hold of a context, which is made if there is none."""
+        with self._lock:
+            hold = self.find(key)
+            if hold is None:
+                hold, on_drop = Hold(), self.on_drop
+                self._by_key[key] = ref(hold, lambda _dead: on_drop(key))
         return hold
 
     def release(self, engine: Any, keys: list[ContextKey]) -> None:
         """Have the engine let go of what it has for contexts that are not held again."""
         for key in keys:
-            if key not in self._by_key:
+            with self._lock:
+                is_held = self.find(key) is not None
+                if not is_held:
+                    self._by_key.pop(key, None)
+            if not is_held:
                 engine.release_context(*key)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
 
 
 class Context:

@@ -298,10 +298,12 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         requests = self._requests
         query, key = requests.of(token_ids, lora_name)
-        row = requests.cached(query, key)
+        row: torch.Tensor | None = requests.cached(query, key)
         if row is None:
             row = await self._scheduler.answer(query, key)
             requests.hold(token_ids, query)
+        else:
+            requests.share(token_ids, query)
         return row
 
     async def next_token_logprobs_uncached(

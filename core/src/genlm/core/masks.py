@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -76,9 +77,13 @@ class Mask:
         return iter(np.flatnonzero(bits).tolist())
 
     def __contains__(self, token_id: object) -> bool:
-        if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+        try:
+            number = index(token_id)  # type: ignore[arg-type]
+        except TypeError:
             return False
-        return bool(self._bytes[token_id >> 3] >> (token_id & 7) & 1)
+        return 0 <= number < self.vocab_size and bool(
+            self._bytes[number >> 3] >> (number & 7) & 1
+        )
 
     def __eq__(self, other: object) -> bool:
         if self is other:

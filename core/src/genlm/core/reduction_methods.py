@@ -32,6 +32,7 @@ from genlm.core.validation import (
     checked_number,
     checked_share,
     checked_top_k,
+    is_several,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class ReductionMethods:
             lora_name: A loaded adapter; by default the one set with `set_lora`.
 
         Returns:
-            What its `compute` returned for this request; the caller's.
+            What its `compute` returned for this request; the caller's. A result None is not
+            cached.
 
         Raises:
             TypeError: `reduction` is not a `Reduction`.
@@ -81,10 +83,12 @@ class ReductionMethods:
         """
         requests = self._requests
         query, key = requests.of_reduction(context, reduction, lora_name)
-        value = requests.cached_reduction(query, key, reduction)
+        value = requests.cached(query, key, reduction)
         if value is None:
             value = await self._scheduler.answer(query, key, reduction)
             requests.hold(context, query)
+        else:
+            requests.share(context, query)
         return value
 
     def reduce_sync(
@@ -440,14 +444,14 @@ def _uniforms(
 ) -> Sequence[float]:
     if seed is None:
         return [secrets.randbits(53) / 2**53 for _ in contexts]
-    if isinstance(seed, Sequence):
-        seeds = [checked_integer("seed", each, 0) for each in seed]
+    if is_several(seed):
+        seeds = [checked_integer("seed", each, 0) for each in cast("Sequence[int]", seed)]
         _check_count("seeds", seeds, len(contexts))
     else:
         seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
     # An object without a length is refused later, by the check of the request.
     return [
-        stream_uniform(each, len(context) if hasattr(context, "__len__") else 0)
+        stream_uniform(each, len(context) if is_several(context) else 0)
         for each, context in zip(seeds, contexts, strict=True)
     ]
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from genlm.core.errors import EvaluationError, described
@@ -51,6 +53,11 @@ what it makes of them stays in the CPU's caches and memory does not grow with th
 _VALUES_ON_DEVICE = 2**27
 """The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
+_NUMBERS = frozenset({int, float, bool})
+
+_ID_BYTES = 40
+"""Memory of a Python integer and of its place in a tuple."""
+
 
 class Reduction(abc.ABC):
     """What a request wants of its row; equal instances share one result.
@@ -60,7 +67,8 @@ class Reduction(abc.ABC):
     """
 
     is_reproducible: bool = True
-    """Whether equal instances have equal results for equal rows, which are then cached."""
+    """Whether equal instances have equal results for equal rows, which are then cached; of
+    results only None is not, and is evaluated again each time."""
 
     @classmethod
     @abc.abstractmethod
@@ -77,6 +85,8 @@ class Reduction(abc.ABC):
 
         Returns:
             A result for each request, in main memory; an exception fails this request alone.
+            Tensors and arrays that are views of the rows or of other memory, also those in
+            tuples, lists and dictionaries, are copied for their callers.
         """
 
 
@@ -85,6 +95,11 @@ class TokenLogprobs(Reduction):
     """The log-probabilities of given tokens: shape `(len(token_ids),)`, float32, on the CPU."""
 
     token_ids: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the ids."""
+        return _ID_BYTES * len(self.token_ids)
 
     @classmethod
     def compute(
@@ -350,6 +365,29 @@ def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
     return rows[torch.tensor(indices, device=rows.device)]
 
 
+def _owned(value: Any, rows: torch.Tensor) -> Any:
+    """Copy what shares memory with the rows, or is a part of a larger tensor or array."""
+    if type(value) in _NUMBERS:  # most frequent, as are tuples of them
+        return value
+    if isinstance(value, (tuple, list)) and not _NUMBERS.issuperset(map(type, value)):
+        parts = [_owned(part, rows) for part in value]
+        if not all(map(operator.is_, parts, value)):
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif isinstance(value, dict):
+        return {key: _owned(part, rows) for key, part in value.items()}
+    elif isinstance(value, torch.Tensor) and _is_view(value, rows):
+        return value.clone()
+    elif isinstance(value, np.ndarray) and value.base is not None:
+        return value.copy()
+    return value
+
+
+def _is_view(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    is_part = storage.nbytes() > tensor.nbytes
+    return is_part or storage.data_ptr() == rows.untyped_storage().data_ptr()
+
+
 def _computed(
     compute: Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]],
     rows: torch.Tensor,
@@ -358,7 +396,7 @@ def _computed(
     try:
         values = compute(rows, requests)
         if len(values) == len(requests):
-            return values
+            return [_owned(value, rows) for value in values]
         problem: Exception = EvaluationError(
             f"{type(requests[0]).__name__}.compute returned {len(values)} results for "
             f"{len(requests)} requests; return one for each"

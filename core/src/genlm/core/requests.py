@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from genlm.core.context import Context, Holds
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import ContextLengthError, UnknownAdapterError
-from genlm.core.query import Query, TokenScores
+from genlm.core.query import Query
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
-from genlm.core.reductions import Reduction, ScoredToken, TargetScore, reduce_rows
+from genlm.core.reductions import Reduction, TargetScore, reduce_rows
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from genlm.core.statistics import RequestCounters
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
-__all__ = ["BatchRequest", "Requests", "RowKey", "ScoreRequest", "drop_results"]
+__all__ = ["BatchRequest", "Requests", "RowKey", "drop_results"]
 
 RowKey = tuple[object, str | None, bytes]
 """Identifies a request: model, adapter, and the key of the token sequence."""
@@ -36,18 +34,18 @@ RowKey = tuple[object, str | None, bytes]
 
 @dataclass(slots=True)
 class BatchRequest:
-    """Requests for rows or reductions of several sequences.
+    """Several requests that were looked up in the output cache and counted.
 
     Attributes:
-        asked: What the scheduler is asked.
-        values: What the output cache answered, in the order of the sequences; None elsewhere.
-        sequences: What the caller passed.
+        asked: Those that it does not have, which the scheduler is asked.
+        values: What it has, in the order of all requests; None elsewhere.
+        sequences: What the caller passed for each, or nothing for parts of texts.
         requests: Keeps what the engine has for contexts among them.
     """
 
     asked: list[Any]
     values: list[Any]
-    sequences: list[TokenIds]
+    sequences: Sequence[TokenIds]
     requests: Requests
 
     def results(self, answers: Sequence[Any]) -> list[Any]:
@@ -56,35 +54,9 @@ class BatchRequest:
         for place, value in enumerate(self.values):
             if value is None:
                 (query, *_), self.values[place] = next(remaining)
-                self.requests.hold(self.sequences[place], query)
+                if self.sequences:
+                    self.requests.hold(self.sequences[place], query)
         return self.values
-
-
-@dataclass(slots=True)
-class ScoreRequest:
-    """The requests that score one text.
-
-    Attributes:
-        asked: What the scheduler is asked: one request for `TokenScores`, or one for a
-            `ScoredToken` of each position that the output cache does not have.
-        scores: The scores, once they are known.
-        values: What the output cache has of each position; None elsewhere.
-    """
-
-    asked: Sequence[Any]
-    scores: TokenScores | None = None
-    values: Sequence[ScoredToken | None] = ()
-
-    def answer(self, answers: Sequence[Any]) -> None:
-        """Put the answers together."""
-        if len(answers) == 1 and isinstance(answers[0], TokenScores):
-            self.scores = answers[0]
-            return
-        remaining = iter(answers)
-        tokens = [next(remaining) if value is None else value for value in self.values]
-        logprobs = torch.tensor([each.logprob for each in tokens], dtype=torch.float32)
-        is_top = torch.tensor([each.is_top for each in tokens], dtype=torch.bool)
-        self.scores = TokenScores(logprobs, is_top)
 
 
 class Requests:
@@ -215,39 +187,61 @@ class Requests:
         if self._holds is not None and isinstance(token_ids, Context):
             token_ids.hold(self._holds.of((query.adapter, query.sequence.key)))
 
+    def share(self, token_ids: object, query: Query) -> None:
+        """Keep what the engine has, if anything, for a context with a cached answer."""
+        if self._holds is not None and isinstance(token_ids, Context):
+            hold = self._holds.find((query.adapter, query.sequence.key))
+            if hold is not None:
+                token_ids.hold(hold)
+
     # -- the output cache -------------------------------------------------------------
 
-    def cached(self, query: Query, key: RowKey) -> torch.Tensor | None:
-        """Return a copy of the row if the output cache has it, and count the request."""
-        row: torch.Tensor | None = self._cache.get(key)
-        self.counters.count(len(query), hit=row is not None)
-        return row
+    def cached(self, query: Query, key: Any, reduction: Reduction | None = None) -> Any:
+        """Return a copy of what the output cache has, or None, and count the request."""
+        value = self._found(key, reduction)
+        self.counters.count(len(query), hit=value is not None)
+        return value
 
-    def cached_reduction(self, query: Query, key: RowKey, reduction: Reduction) -> Any:
-        """Return a reduction if the output cache has it or the row, and count the request."""
+    def _found(self, key: Any, reduction: Reduction | None = None) -> Any:
+        """Look up a row, or a reduction, which the row answers as well."""
+        if reduction is None:
+            return self._cache.get(key)
         value = self._cache.get((key, reduction)) if reduction.is_reproducible else None
         if value is None and (row := self._cache.get(key)) is not None:
             [reduced] = reduce_rows(row[None], [(reduction,)])
             value = reduced if isinstance(reduced, Exception) else reduced.values[0]
             if isinstance(value, Exception):
                 raise value
-        self.counters.count(len(query), hit=value is not None)
         return value
 
     # -- several sequences ------------------------------------------------------------
 
+    def batch(self, made: Sequence[Any], sequences: Sequence[TokenIds] = ()) -> BatchRequest:
+        """Look up requests that were checked; all are counted, or none if one raises.
+
+        Args:
+            made: A query and its key, and the reduction that is wanted if one is.
+            sequences: What the caller passed for each, if contexts may be among them.
+        """
+        values = [self._found(*each[1:]) for each in made]
+        for (query, *_), value in zip(made, values, strict=True):
+            self.counters.count(len(query), hit=value is not None)
+        for token_ids, (query, *_), value in zip(sequences, made, values, strict=False):
+            if value is not None:
+                self.share(token_ids, query)
+        asked = [each for each, value in zip(made, values, strict=True) if value is None]
+        return BatchRequest(asked, values, sequences, self)
+
     def rows(self, token_ids_list: TokenBatch, lora_name: str | None) -> BatchRequest:
-        """Check several sequences, and return what must be asked for their rows."""
+        """Check several sequences, and look up their rows."""
         sequences = list(checked_batch(token_ids_list))
         made = [self.of(token_ids, lora_name) for token_ids in sequences]
-        rows = [self.cached(*each) for each in made]
-        asked = [each for each, row in zip(made, rows, strict=True) if row is None]
-        return BatchRequest(asked, rows, sequences, self)
+        return self.batch(made, sequences)
 
     def reductions(
         self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
     ) -> BatchRequest:
-        """Check contexts and reductions, and return what must be asked for.
+        """Check contexts and reductions, and look up their results.
 
         Raises:
             TypeError: One of them is not a `Reduction`.
@@ -258,18 +252,19 @@ class Requests:
             raise ValueError(
                 f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        asked = [
+        made = [
             (*self.of_reduction(token_ids, reduction, lora_name), reduction)
             for token_ids, reduction in zip(sequences, reductions, strict=True)
         ]
-        values = [self.cached_reduction(*each) for each in asked]
-        asked = [each for each, value in zip(asked, values, strict=True) if value is None]
-        return BatchRequest(asked, values, sequences, self)
+        return self.batch(made, sequences)
 
     # -- texts ------------------------------------------------------------------------
 
-    def scores(self, token_ids: TokenIds, start: int, lora_name: str | None) -> ScoreRequest:
-        """Check a text, and return what must be asked to score it from a position on.
+    def scores(self, token_ids: TokenIds, start: int, lora_name: str | None) -> list[Any]:
+        """Check a text, and make the requests that score it from a position on, for `batch`.
+
+        Returns:
+            One request for `TokenScores`, or one for the `ScoredToken` of each position.
 
         Raises:
             TypeError: `start` is not an integer.
@@ -286,32 +281,23 @@ class Requests:
             token_ids, vocab_size=self.vocab_size, max_context=longest
         )
         start = _checked_start(start, len(ids))
-        if start == len(ids):
-            return ScoreRequest(
-                [], TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
-            )
-        if Capability.SCORE not in self.capabilities:
+        if Capability.SCORE not in self.capabilities or start == len(ids):
             return self._scores_by_position(ids, packed, start, adapter)
         query = Query(
             next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
         )
-        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
-        scores = self._cache.get(key)
-        self.counters.count(len(query), hit=scores is not None)
-        return ScoreRequest([] if scores is not None else [(query, key)], scores)
+        return [(query, (self._model, adapter, query.sequence.key, ("score", start, ids[-1])))]
 
     def _scores_by_position(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
-    ) -> ScoreRequest:
+    ) -> list[Any]:
         sequence = TokenSequence(packed[: 4 * start])
-        asked = []
+        made = []
         for place in range(start, len(ids)):
             if place > start:
                 sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
-            asked.append((*self.of_sequence(sequence, adapter), TargetScore(ids[place])))
-        values = [self.cached_reduction(*each) for each in asked]
-        asked = [each for each, value in zip(asked, values, strict=True) if value is None]
-        return ScoreRequest(asked, values=values)
+            made.append((*self.of_sequence(sequence, adapter), TargetScore(ids[place])))
+        return made
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:

@@ -300,7 +300,7 @@ class SampleMethods:
         self, sequence: TokenSequence, adapter: str | None, draw: Draw
     ) -> DrawnToken:
         query, key = self._requests.of_sequence(sequence, adapter)
-        drawn: DrawnToken | None = self._requests.cached_reduction(query, key, draw)
+        drawn: DrawnToken | None = self._requests.cached(query, key, draw)
         if drawn is None:
             drawn = await self._scheduler.answer(query, key, draw)
         return drawn

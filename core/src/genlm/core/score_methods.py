@@ -7,19 +7,19 @@ of the overloads, which tell type checkers what `with_top` returns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from tqdm.auto import tqdm
 
 from genlm.core.query import TokenScores
-from genlm.core.validation import checked_batch
+from genlm.core.validation import checked_batch, is_several
 
 if TYPE_CHECKING:
     from genlm.core.engine import Engine
-    from genlm.core.requests import Requests, ScoreRequest
+    from genlm.core.requests import Requests
     from genlm.core.scheduler import Scheduler
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
@@ -153,10 +153,13 @@ class ScoreMethods:
         Returns:
             The scores of text i in place i.
         """
-        requests = self._score_requests(texts, start, lora_name)
-        for part in _parts(requests, progress=progress):
-            part.answer(await self._scheduler.answer_all(part.asked))
-        return _results(requests, with_top=with_top)
+        made = self._score_requests(texts, start, lora_name)
+        scores: list[TokenScores] = []
+        for part in _parts(made, progress=progress):
+            batch = self._requests.batch(list(itertools.chain(*part)))
+            answers = await self._scheduler.answer_all(batch.asked)
+            scores += _scores(part, batch.results(answers))
+        return scores if with_top else [each.logprobs for each in scores]
 
     @overload
     def score_sync(
@@ -244,17 +247,20 @@ class ScoreMethods:
         lora_name: str | None = None,
     ) -> list[torch.Tensor] | list[TokenScores]:
         """Score several texts and wait; see `batch_score`."""
-        requests = self._score_requests(texts, start, lora_name)
-        for part in _parts(requests, progress=progress):
-            part.answer(self._scheduler.answer_sync(part.asked))
-        return _results(requests, with_top=with_top)
+        made = self._score_requests(texts, start, lora_name)
+        scores: list[TokenScores] = []
+        for part in _parts(made, progress=progress):
+            batch = self._requests.batch(list(itertools.chain(*part)))
+            answers = self._scheduler.answer_sync(batch.asked)
+            scores += _scores(part, batch.results(answers))
+        return scores if with_top else [each.logprobs for each in scores]
 
     def _score_requests(
         self, texts: TokenBatch, start: int | Integers, lora_name: str | None
-    ) -> list[ScoreRequest]:
+    ) -> list[list[Any]]:
+        """Check all texts, and make the requests that score each of them."""
         listed = list(checked_batch(texts))
-        has_several = hasattr(start, "__len__")
-        starts: list[Any] = list(start) if has_several else [start] * len(listed)  # type: ignore[arg-type]
+        starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
         if len(starts) != len(listed):
             raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
         return [
@@ -263,46 +269,36 @@ class ScoreMethods:
         ]
 
 
-@dataclass(slots=True)
-class _Part:
-    """Texts that are asked together."""
-
-    texts: list[ScoreRequest] = field(default_factory=list)
-
-    @property
-    def asked(self) -> list[Any]:
-        return [each for text in self.texts for each in text.asked]
-
-    def answer(self, answers: list[Any]) -> None:
-        remaining = iter(answers)
-        for text in self.texts:
-            if text.scores is None:
-                text.answer([next(remaining) for _ in text.asked])
-
-
-def _parts(requests: list[ScoreRequest], *, progress: bool) -> Iterator[_Part]:
+def _parts(made: list[list[Any]], *, progress: bool) -> Iterator[list[list[Any]]]:
     """Yield the parts of a list of texts, each to be answered before the next one."""
-    with tqdm(total=len(requests), desc="scoring", unit="text", disable=not progress) as bar:
-        for part in _divided(requests, limited=progress):
+    with tqdm(total=len(made), desc="scoring", unit="text", disable=not progress) as bar:
+        for part in _divided(made, limited=progress):
             yield part
-            bar.update(len(part.texts))
+            bar.update(len(part))
 
 
-def _divided(requests: list[ScoreRequest], *, limited: bool) -> Iterator[_Part]:
-    limited = limited or any(len(request.asked) > 1 for request in requests)
-    part, count = _Part(), 0
-    for request in requests:
-        if part.texts and limited and count + len(request.asked) > _REQUESTS_AT_ONCE:
+def _divided(made: list[list[Any]], *, limited: bool) -> Iterator[list[list[Any]]]:
+    limited = limited or any(len(text) > 1 for text in made)
+    part: list[list[Any]] = []
+    count = 0
+    for text in made:
+        if part and limited and count + len(text) > _REQUESTS_AT_ONCE:
             yield part
-            part, count = _Part(), 0
-        part.texts.append(request)
-        count += len(request.asked)
-    if part.texts:
+            part, count = [], 0
+        part.append(text)
+        count += len(text)
+    if part:
         yield part
 
 
-def _results(
-    requests: list[ScoreRequest], *, with_top: bool
-) -> list[torch.Tensor] | list[TokenScores]:
-    scores = [request.scores for request in requests if request.scores is not None]
-    return scores if with_top else [each.logprobs for each in scores]
+def _scores(part: list[list[Any]], values: list[Any]) -> Iterator[TokenScores]:
+    """Put the results of the texts of a part together."""
+    remaining = iter(values)
+    for text in part:
+        found = list(itertools.islice(remaining, len(text)))
+        if found and isinstance(found[0], TokenScores):
+            yield found[0]
+        else:
+            logprobs = torch.tensor([each.logprob for each in found], dtype=torch.float32)
+            is_top = torch.tensor([each.is_top for each in found], dtype=torch.bool)
+            yield TokenScores(logprobs, is_top)

@@ -50,6 +50,7 @@ __all__ = [
     "checked_token_ids",
     "checked_top_k",
     "is_model_object",
+    "is_several",
 ]
 
 
@@ -288,6 +289,11 @@ def checked_builder(build_engine: Callable[[], T]) -> Callable[[], T]:
             f"that makes the engine. genlm.load_model loads a model by its name"
         )
     return build_engine
+
+
+def is_several(value: object) -> bool:
+    """Whether an argument is a sequence or an array of values, not an array that is one."""
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
 def is_model_object(value: object) -> bool:

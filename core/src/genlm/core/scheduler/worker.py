@@ -45,7 +45,8 @@ RELEASE_DELAY_S = 0.01
 class Call:
     """A function to run on the engine's thread and the future of its result.
 
-    It waits until no unfinished query is one that `blocks` it.
+    If it has `blocks`, it waits until no unfinished query is one that blocks it, and until
+    the engine was told of all aborts.
     """
 
     function: Callable[[Any], Any]
@@ -160,7 +161,7 @@ class Worker:
     def call_after(
         self, blocks: Callable[[Any], bool], function: Callable[[Any], object]
     ) -> None:
-        """Run `function(engine)` as `call` does, once no unfinished query `blocks` it."""
+        """Run `function(engine)` as `call` does, once no query and no abort blocks it."""
         self._add_call(Call(function, blocks)).add_done_callback(_log_failure)
 
     def _add_call(self, call: Call) -> concurrent.futures.Future[Any]:
@@ -328,7 +329,10 @@ class Worker:
                 call.run(engine)
 
     def _is_blocked(self, call: Call) -> bool:
-        return call.blocks is not None and self._table.has_query(call.blocks)
+        # The table no longer has the queries that the engine is yet to be told to abort.
+        return call.blocks is not None and (
+            bool(self._aborts) or self._table.has_query(call.blocks)
+        )
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False once the worker is stopped."""

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from genlm.core.sequence import TokenSequence
 from genlm.prefix import (
     SCRATCH_SLOT,
     BatchLimits,
@@ -138,12 +137,11 @@ def test_a_stage_needs_only_what_earlier_ones_wrote(
     known: set[int] = set()
     for step in steps:
         sequences = sorted(step)
-        last_slots = [tree.insert(None, ids) for ids in sequences]
-        asked = dict(zip(last_slots, sequences, strict=True))
+        nodes = [tree.insert(None, ids) for ids in sequences]
+        batch = TreeBatch(tree, None, sequences, nodes)
+        asked = dict(zip(batch.last_slots, sequences, strict=True))
         uncached = tree.uncached_tokens
-        for stage in prefill_stages(
-            TreeBatch(tree, None, [*map(TokenSequence.of, sequences)], last_slots)
-        ):
+        for stage in prefill_stages(batch):
             written = set()
             for member in stage:
                 assert set(member.slots[: member.past].tolist()) <= known

@@ -58,7 +58,7 @@ class Model:
                         raise RuntimeError("no memory")
                 tokens += len(segment.tokens)
         self.passes += 1
-        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.sequences))
+        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(batch.ends))
         logits = torch.stack([row_after(states[slot]) for slot in batch.last_slots])
         return ForwardResult(logits, tokens, forwards=len(stages))
 

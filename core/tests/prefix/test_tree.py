@@ -84,7 +84,8 @@ def test_a_tree_is_a_dictionary_of_prefixes_with_slots(
                     [t for t in range(len(tokens)) if (adapter, tokens[: t + 1]) not in known]
                 )
                 assert tree.missing(adapter, made(tokens)) == missing
-                inserted[adapter, tokens] = tree.insert(adapter, made(tokens))
+                node = tree.insert(adapter, made(tokens))
+                inserted[adapter, tokens] = int(node.slots[len(tokens) - 1 - node.start])
                 SEEN["inserted"] = SEEN.get("inserted", 0) + 1
             during = check(tree)
             uncached |= during.keys() - known
@@ -134,6 +135,30 @@ def test_a_released_end_is_evicted_first_unless_it_is_continued() -> None:
     tree.insert(None, (10, 11))
     tree.commit()
     assert tree.missing(None, (*third, 9)) == 0
+
+
+def test_no_more_tokens_are_added_than_allowed() -> None:
+    tree = PrefixTree(10)
+    tree.insert(None, (1, 2, 3))
+    tree.commit()
+    before = check(tree)
+    with pytest.raises(OutOfSlotsError, match="3 tokens to add, more than 2"):
+        tree.insert(None, (1, 2, 4, 5, 6), at_most=2)
+    assert check(tree) == before
+    assert tree.uncached_tokens == 0
+    tree.insert(None, (1, 2, 3), at_most=0)
+    tree.insert(None, (1, 2, 4, 5), at_most=2)
+    assert tree.uncached_tokens == 2
+
+
+def test_a_place_is_remembered_when_others_split_the_node() -> None:
+    tree = PrefixTree(20)
+    first = TokenSequence.of([1, 2, 3])
+    tree.insert(None, first)
+    tree.insert(None, (1, 2, 3, 4, 5, 6))
+    tree.insert(None, (1, 2, 3, 4, 7))
+    tree.commit()
+    assert tree._end_of((None, first.key)) is tree.find(None, (1, 2, 3))
 
 
 def test_places_are_forgotten_with_what_was_there() -> None:
@@ -223,7 +248,7 @@ def test_removed_nodes_hold_no_tokens() -> None:
     for i in range(20):
         tree.insert(None, TokenSequence.of([i] * 40))
         tree.commit()
-    nodes = [place.node for place in tree._places.values()]
+    nodes = [node for node, _, _ in tree._places.values()]
     assert len(nodes) == 20
     assert sum(len(node.tokens) for node in nodes) <= 50
 

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from genlm.plugin import TokenSequence
-from genlm.prefix import PrefixTree, TreeBatch
-from genlm_hf.packed.plan import QueryGroup, QueryToken, group_tokens, plan_forward
+from genlm.prefix import Node, PrefixTree, TreeBatch
+from genlm_hf.packed.plan import QueryGroup, group_tokens, plan_forward
 
 Sequence = tuple[int, ...]
 
 
-def grown(*sequences: Sequence) -> tuple[PrefixTree, list[QueryToken]]:
-    """A tree of sequences, and the query token at the end of each."""
+class Queries(NamedTuple):
+    """The query tokens that `group_tokens` divides."""
+
+    nodes: list[Node]
+    positions: np.ndarray[Any, Any]
+
+
+def grown(*sequences: Sequence) -> Queries:
+    """The query tokens at the ends of sequences, which are all in one tree."""
     tree = PrefixTree(100_000)
     for ids in sequences:
         tree.insert(None, ids)
     tree.commit()
-    queries = [QueryToken(ids[-1], len(ids) - 1, 0, tree.find(None, ids)) for ids in sequences]
-    return tree, queries
+    nodes = [tree.find(None, ids) for ids in sequences]
+    return Queries(nodes, np.array([len(ids) - 1 for ids in sequences]))
 
 
-def check(groups: list[QueryGroup], queries: list[QueryToken]) -> None:
-    assert sorted(map(id, queries)) == sorted(
-        id(query) for group in groups for query in group.tokens
-    )
+def check(groups: list[QueryGroup], queries: Queries) -> None:
+    members = np.concatenate([group.members for group in groups])
+    assert sorted(members) == list(range(len(queries.nodes)))
     for group in groups:
-        for query, suffix in zip(group.tokens, group.suffixes, strict=True):
-            past = query.node.path_slots(0, query.position + 1)
-            assert len(group.prefix) <= query.position  # the query's own slot is in its suffix
+        for query, suffix in zip(group.members, group.suffixes, strict=True):
+            position = queries.positions[query]
+            past = queries.nodes[query].path_slots(0, position + 1)
+            assert len(group.prefix) <= position  # the query's own slot is in its suffix
             seen = np.concatenate((group.prefix, suffix))
             assert np.array_equal(seen[: len(past)], past)
             assert (seen[len(past) :] == past[-1]).all()
@@ -43,41 +49,41 @@ def check(groups: list[QueryGroup], queries: list[QueryToken]) -> None:
 def test_prefix_and_suffix_of_a_token_are_its_past(sequences: set[Sequence]) -> None:
     # Each digit stands for 60 tokens, so that sharing pays.
     long = [tuple(np.repeat(ids, 60).tolist()) for ids in sequences]
-    _, queries = grown(*long)
-    check(list(group_tokens(queries)), queries)
+    queries = grown(*long)
+    check(list(group_tokens(*queries)), queries)
 
 
 def test_particles_share_their_prompt_as_one_prefix() -> None:
-    _, queries = grown(*((*range(64), 1, i) for i in range(50)))
-    [group] = group_tokens(queries)
+    queries = grown(*((*range(64), 1, i) for i in range(50)))
+    [group] = group_tokens(*queries)
     assert len(group.prefix) == 65
     assert group.suffixes.shape == (50, 1)
 
 
 def test_groups_bound_the_scores_of_their_prefix() -> None:
     prompt = range(2**14)
-    _, queries = grown(*((*prompt, i) for i in range(600)))
-    groups = list(group_tokens(queries))
+    queries = grown(*((*prompt, i) for i in range(600)))
+    groups = list(group_tokens(*queries))
     check(groups, queries)
-    assert [len(group.tokens) for group in groups] == [256, 256, 88]
+    assert [len(group.members) for group in groups] == [256, 256, 88]
 
 
 def test_a_token_that_all_prompts_begin_with_does_not_join_them() -> None:
     prompts = [(0, first, *range(100)) for first in (1, 2)]
-    _, queries = grown(*((*prompt, i) for prompt in prompts for i in range(20)))
-    groups = list(group_tokens(queries))
+    queries = grown(*((*prompt, i) for prompt in prompts for i in range(20)))
+    groups = list(group_tokens(*queries))
     check(groups, queries)
     assert [len(group.prefix) for group in groups] == [102, 102]
 
 
 def test_short_contexts_of_different_prompts_share_a_group() -> None:
-    _, queries = grown(*((i, i + 1, i + 2) for i in range(0, 60, 3)))
-    assert len(list(group_tokens(queries))) == 1
+    queries = grown(*((i, i + 1, i + 2) for i in range(0, 60, 3)))
+    assert len(list(group_tokens(*queries))) == 1
 
 
 def test_contexts_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
-    _, queries = grown(*((i, *range(120)) for i in range(5)), *((i, 7) for i in range(10, 20)))
-    groups = list(group_tokens(queries))
+    queries = grown(*((i, *range(120)) for i in range(5)), *((i, 7) for i in range(10, 20)))
+    groups = list(group_tokens(*queries))
     check(groups, queries)
     assert sum(group.suffixes.size for group in groups) <= 5 * 121 + 10 * 2
 
@@ -87,12 +93,22 @@ def test_a_plan_runs_uncached_tokens_once_and_known_ends_again() -> None:
     tree.insert(None, (1, 2, 3))
     tree.commit()
     sequences: list[Any] = [(1, 2, 3, 4), (1, 2), tuple(range(20, 40)), (1, 2, 3, 4, 5)]
-    slots = [tree.insert(None, ids) for ids in sequences]
-    packed = [TokenSequence.of(each) for each in sequences]
-    plan = plan_forward(TreeBatch(tree, None, packed, slots))
+    nodes = [tree.insert(None, ids) for ids in sequences]
+    plan = plan_forward(TreeBatch(tree, None, sequences, nodes))
     assert sorted(plan.tokens.tolist()) == [2, 4, 5, *range(20, 40)]
     assert plan.tokens[plan.results].tolist() == [4, 2, 39, 5]
     assert plan.positions[plan.results].tolist() == [3, 1, 19, 4]
     # The token that is known already writes to the scratch slot.
     assert (plan.writes == 0).tolist() == (plan.tokens == 2).tolist()
     assert [(chunk.past, chunk.length) for chunk in plan.chunks] == [(0, 20)]
+
+
+def test_a_plan_keeps_the_order_of_the_sequences() -> None:
+    tree = PrefixTree(1000)
+    sequences = [(*range(64), i) for i in range(50)]
+    tree.insert(None, tuple(range(64)))
+    tree.commit()
+    nodes = [tree.insert(None, ids) for ids in sequences]
+    plan = plan_forward(TreeBatch(tree, None, sequences, nodes))
+    assert plan.tokens.tolist() == list(range(50))
+    assert plan.results.tolist() == list(range(50))

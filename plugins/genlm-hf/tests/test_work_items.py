@@ -10,16 +10,19 @@ import pytest
 from hypothesis import given, settings
 
 from genlm.plugin import TokenSequence
-from genlm.prefix import SCRATCH_SLOT, TreeBatch
+from genlm.prefix import SCRATCH_SLOT, PrefixTree, TreeBatch
 from genlm_hf.packed.plan import PackedPlan, plan_forward
 from genlm_hf.packed.work_items import FIELDS, WorkItems, flattened, sections, work_items
 
-from .test_packed_plan import Sequence, grown
+from .test_packed_plan import Sequence
 
 
 def planned(*sequences: Sequence) -> tuple[PackedPlan, list[np.ndarray]]:
     """The plan of a pass over the last tokens of sequences, and the slots that each sees."""
-    tree, _ = grown(*sequences)
+    tree = PrefixTree(100_000)
+    for ids in sequences:
+        tree.insert(None, ids)
+    tree.commit()
     packed = [TokenSequence.of(ids) for ids in sequences]
     last = [tree.insert(None, sequence) for sequence in packed]
     plan = plan_forward(TreeBatch(tree, None, packed, last))

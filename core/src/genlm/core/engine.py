@@ -288,24 +288,33 @@ class BatchEngine(abc.ABC):
         """Evaluate and return rows, or what the queries ask of their rows."""
         # Several queries of one sequence can be in one batch: those of requests that ask for
         # different things, or that came when the first one could no longer be joined.
-        wanted: dict[tuple[str | None, bytes], tuple[Query, list[Reduction | None]]] = {}
-        parts = []
-        for query in queries:
-            key = (query.adapter, query.sequence.key)
-            _, outputs = wanted.setdefault(key, (query, []))
-            parts.append((key, slice(len(outputs), len(outputs) + len(query.outputs))))
-            outputs.extend(query.outputs)
-        rows = self._evaluated([query for query, _ in wanted.values()])
+        known: dict[tuple[str | None, bytes], int] = {}
+        places = [
+            known.setdefault((query.adapter, query.sequence.key), len(known))
+            for query in queries
+        ]
+        first: dict[int, Query] = {}
+        for query, place in zip(queries, places, strict=True):
+            first.setdefault(place, query)
+        rows = self._evaluated(list(first.values()))
         if all(query.outputs == ROW_ONLY for query in queries):
-            own = dict(zip(wanted, self._own_rows(rows), strict=True))
-            return [own[key].clone() if part.start else own[key] for key, part in parts]
+            own = self._own_rows(rows)
+            return [
+                own[place] if first[place] is query else own[place].clone()
+                for query, place in zip(queries, places, strict=True)
+            ]
         from genlm.core.reductions import reduce_rows  # loads torch
 
-        reduced = reduce_rows(rows, [tuple(outputs) for _, outputs in wanted.values()])
-        found = dict(zip(wanted, reduced, strict=True))
+        outputs: list[tuple[Reduction | None, ...]] = [()] * len(first)
+        parts = []
+        for query, place in zip(queries, places, strict=True):
+            begin = len(outputs[place])
+            outputs[place] += query.outputs
+            parts.append(slice(begin, len(outputs[place])))
+        reduced = reduce_rows(rows, outputs)
         return [
-            _own_part(found[key], part, query)
-            for query, (key, part) in zip(queries, parts, strict=True)
+            _own_part(reduced[place], part, query)
+            for query, place, part in zip(queries, places, parts, strict=True)
         ]
 
     def _evaluated(self, queries: list[Query]) -> torch.Tensor:

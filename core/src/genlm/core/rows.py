@@ -92,9 +92,10 @@ def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _copied_at_once(rows: torch.Tensor) -> list[torch.Tensor]:
-    copies = [torch.empty_like(row) for row in rows[:, None].unbind()]
-    torch.split_with_sizes_copy(rows, [1] * len(rows), out=copies)
-    return [copy[0] for copy in copies]
+    count, size = rows.shape
+    copies = [rows.new_empty(size) for _ in range(count)]
+    torch.split_with_sizes_copy(rows.reshape(-1), [size] * count, out=copies)
+    return copies
 
 
 def invalid_rows(

@@ -112,14 +112,16 @@ class TokenSequence:
 
     def ids_from(self, start: int) -> tuple[int, ...]:
         """Return the ids from a position on, in time proportional to their number."""
-        parts, block = [self._tail], self._block
-        first = self._length - len(self._tail) // 4
-        while first > start and block is not None:
-            parts.append(block.data)
+        parts, block, data = [], self._block, self._tail
+        first = self._length - len(data) // 4
+        while first > start:
+            assert block is not None  # noqa: S101 - our own mistake
+            parts.append(data)
+            data, block = block.data, block.before
             first -= BLOCK_TOKENS
-            block = block.before
-        ids = array("I", b"".join(reversed(parts)))
-        return tuple(ids[start - first :])
+        parts.append(data[4 * (start - first) :])
+        parts.reverse()
+        return tuple(array("I", b"".join(parts)))
 
     def prefix_key(self, length: int) -> bytes:
         """Return the key of the first `length` ids; fast if few ids follow them.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm.core.sequence import TokenSequence
 from genlm.prefix.node import Node, Slots
 from genlm.prefix.tree import PrefixTree
 
@@ -32,24 +31,44 @@ Receive = Callable[[Slots, "torch.Tensor"], None]
 """Takes slots and the logits after their tokens, shape `(slots, width)`."""
 
 
-@dataclass(frozen=True, slots=True)
 class TreeBatch:
     """Sequences in the current batch of a tree.
 
-    Attributes:
+    Args:
         tree: Holds all of them; its uncached tokens are to be computed.
         adapter: Adapter under which they were inserted.
         sequences: Sequences whose next tokens are wanted.
-        last_slots: What `insert` returned for each.
+        nodes: What `insert` returned for each.
         first_positions: For each sequence the first position whose logits are wanted, and
             those of all later ones with it; empty if only those of the last are.
+
+    Attributes:
+        tree, adapter, first_positions: As above.
+        ends: The last token of each sequence.
     """
 
-    tree: PrefixTree
-    adapter: str | None
-    sequences: Sequence[TokenSequence]
-    last_slots: Sequence[int]
-    first_positions: Sequence[int] = ()
+    __slots__ = ("adapter", "ends", "first_positions", "tree")
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        adapter: str | None,
+        sequences: Sequence[Sized],
+        nodes: Sequence[Node],
+        first_positions: Sequence[int] = (),
+    ) -> None:
+        self.tree, self.adapter = tree, adapter
+        self.first_positions = first_positions
+        lengths = map(len, sequences)
+        self.ends = [
+            TokenRun(node.at(length - 1), length - 1, length)
+            for node, length in zip(nodes, lengths, strict=True)
+        ]
+
+    @property
+    def last_slots(self) -> list[int]:
+        """The slot of the last token of each sequence."""
+        return [int(node.slots[first - node.start]) for node, first, _ in self.ends]
 
     def wanted_slots(self) -> Sequence[int]:
         """Return the slots of the tokens whose logits are wanted, each once."""
@@ -67,25 +86,15 @@ class TreeBatch:
                 for node, mask in self._wanted().items()
                 for first, end in _runs(mask[: node.computed])
             ]
-        uncached = {
-            slot
-            for node in self.tree.uncached()
-            for slot in node.slots[node.computed :].tolist()
-        }
-        return [
-            TokenRun(self.tree.find(self.adapter, sequence), len(sequence) - 1, len(sequence))
-            for slot, sequence in dict(
-                zip(self.last_slots, self.sequences, strict=True)
-            ).items()
-            if slot not in uncached
-        ]
+        cached = [end for end in self.ends if end.first < end.node.start + end.node.computed]
+        return list(dict.fromkeys(cached))
 
     def _wanted(self) -> dict[Node, _Flags]:
         """Return which tokens of each node have wanted logits."""
         found: dict[Node, _Flags] = {}
-        for sequence, first in zip(self.sequences, self.first_positions, strict=True):
-            end = len(sequence)
-            node: Node | None = self.tree.find(self.adapter, sequence)
+        for last, first in zip(self.ends, self.first_positions, strict=True):
+            node: Node | None = last.node
+            end = last.end
             while node is not None and node.parent is not None and node.end > first:
                 if node not in found:
                     found[node] = np.zeros(len(node.tokens), bool)
@@ -95,8 +104,7 @@ class TreeBatch:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRun:
+class TokenRun(NamedTuple):
     """Consecutive tokens of a node.
 
     Attributes:
@@ -110,7 +118,7 @@ class TokenRun:
     end: int
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> Sequence[int]:
         """Their ids."""
         start = self.node.start
         return self.node.tokens[self.first - start : self.end - start]

@@ -7,7 +7,6 @@ numbers only; it does not depend on torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,8 @@ Slots = NDArray[np.int64]
 
 SCRATCH_SLOT = 0
 """Never allocated: tokens that are computed again write here, not over the old values."""
+
+_NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 def slots_within(budget_bytes: int, bytes_per_token: int) -> int:
@@ -33,34 +34,34 @@ class FreeSlots:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._stack: NDArray[Any] = np.arange(capacity, 0, -1, dtype=np.int64)
-        self._count = capacity
+        self._slots: Slots = np.arange(1, capacity + 1)
+        self._first = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._slots) - self._first
 
     def take(self, count: int) -> Slots:
         """Allocate `count` slots; at least as many must be free."""
-        assert count <= self._count  # noqa: S101 - our own mistake
-        taken = self._stack[self._count - count : self._count][::-1].copy()
-        self._count -= count
-        return taken
+        first, self._first = self._first, self._first + count
+        assert self._first <= len(self._slots)  # noqa: S101 - our own mistake
+        return self._slots[first : self._first].copy()
 
     def give(self, slots: Slots) -> None:
         """Free slots that were allocated."""
-        self._stack[self._count : self._count + len(slots)] = slots[::-1]
-        self._count += len(slots)
+        end, self._first = self._first, self._first - len(slots)
+        self._slots[self._first : end] = slots
 
     def numbers(self) -> set[int]:
         """Return the free slots, for tests and statistics."""
-        return set(self._stack[: self._count].tolist())
+        return set(self._slots[self._first :].tolist())
 
 
 class Node:
     """The edge from its parent: tokens `start ... end - 1` of every sequence through it.
 
     Attributes:
-        tokens: At least one, except in a root.
+        tokens: At least one, except in a root. Extended in place, in time that does not depend
+            on how many there are.
         slots: One for each token; a token keeps its slot for as long as it is cached.
         start: Position of the first token in its sequences.
         parent: None in a root and in nodes removed from the tree.
@@ -75,7 +76,7 @@ class Node:
     )
 
     def __init__(
-        self, tokens: tuple[int, ...], slots: Slots, start: int, parent: Node | None
+        self, tokens: list[int], slots: Slots, start: int, parent: Node | None
     ) -> None:
         self.tokens = tokens
         self.slots = slots
@@ -124,27 +125,35 @@ class Node:
             del self.parent.children[self.tokens[0]]
             self.parent = None
             # Remembered places refer to removed nodes for a while.
-            self.tokens, self.slots = (), self.slots[:0].copy()
+            self.tokens, self.slots = [], _NO_SLOTS
         return freed
+
+    def at(self, position: int) -> Node:
+        """Return the node that holds a token of the path to this node's end."""
+        node = self
+        while node.start > position:
+            assert node.parent is not None  # noqa: S101 - our own mistake
+            node = node.parent
+        return node
 
     def path_slots(self, first: int, end: int) -> Slots:
         """Return the slots of the tokens `first ... end - 1` on the path to this node's end."""
-        found = np.empty(end - first, np.int64)
-        self.write_path_slots(found, first, end)
-        return found
+        return np.concatenate((_NO_SLOTS, *self.path_parts(first, end)))
 
-    def write_path_slots(self, into: Slots, first: int, end: int) -> None:
-        """Put the slots of the tokens `first ... end - 1` at the beginning of `into`."""
+    def path_parts(self, first: int, end: int) -> list[Slots]:
+        """Return the slots of the tokens `first ... end - 1`, those of each node as a view."""
+        parts = []
         node: Node | None = self
         while end > first:
             assert node is not None  # noqa: S101 - our own mistake
-            if node.start < end:
-                begin = max(first, node.start)
-                into[begin - first : end - first] = node.slots[
-                    begin - node.start : end - node.start
-                ]
+            start = node.start
+            if start < end:
+                begin = max(first, start)
+                parts.append(node.slots[begin - start : end - start])
                 end = begin
             node = node.parent
+        parts.reverse()
+        return parts
 
     def below(self) -> Iterator[Node]:
         """Yield every node under this one, parents before children."""

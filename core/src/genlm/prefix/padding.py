@@ -54,36 +54,34 @@ class BatchLimits:
     max_rows: int
     equal_lengths: bool = False
 
-    def admits(self, rows: int, longest: int, length: int) -> bool:
-        """Whether `length` may join `rows` sequences of at most `longest` tokens."""
-        padding = longest - length
-        if self.equal_lengths and padding:
-            return False
-        return (
-            rows < self.max_rows
-            and (rows + 1) * longest <= self.max_tokens
-            and padding <= max(length, _CHEAP_PADDING_TOKENS)
-        )
+    def rows(self, longest: int) -> int:
+        """Return how many sequences of at most `longest` tokens a batch may have."""
+        return max(1, min(self.max_rows, self.max_tokens // max(1, longest)))
+
+    def shortest(self, longest: int) -> int:
+        """Return the least length that may be padded to `longest` tokens."""
+        if self.equal_lengths:
+            return longest
+        return min((longest + 1) // 2, longest - _CHEAP_PADDING_TOKENS)
 
 
-def plan_batches(lengths: Sequence[int], limits: BatchLimits) -> Iterator[list[int]]:
+def plan_batches(lengths: Sequence[int] | Integers, limits: BatchLimits) -> Iterator[list[int]]:
     """Group the indices of `lengths` into batches, each index in exactly one.
 
     The longest come first, so that each batch is padded to its first member and a batch
     that exceeds the memory fails at once. No sequence is padded beyond twice its length,
     except by a few tokens.
     """
-    batch: list[int] = []
-    longest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and not limits.admits(len(batch), longest, lengths[index]):
-            yield batch
-            batch = []
-        if not batch:
-            longest = lengths[index]
-        batch.append(index)
-    if batch:
-        yield batch
+    negative = -np.asarray(lengths, np.int64)
+    order = np.argsort(negative, kind="stable")
+    negative = negative[order]
+    first = 0
+    while first < len(order):
+        longest = -int(negative[first])
+        end = int(np.searchsorted(negative, -limits.shortest(longest), side="right"))
+        end = min(end, first + limits.rows(longest))
+        yield order[first:end].tolist()
+        first = end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +95,7 @@ class Segment:
             scratch slot if they are cached.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     slots: Slots
     writes: Slots
 

@@ -14,7 +14,7 @@ from genlm.core.rows import rows_from_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TreeBatch
-from genlm.prefix.node import slots_within
+from genlm.prefix.node import Node, slots_within
 from genlm.prefix.scoring import ScoredText, TextScorer
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixRows"]
 
-_Batch = list[tuple[int, int]]
-"""Index of a sequence and the slot of its last token."""
+_Batch = list[tuple[int, Node]]
+"""Index of a sequence and what the tree's `insert` returned for it."""
 
 # `next_pass` looks at each pending sequence for microseconds; this bounds the total.
 _MOST_PASSED_OVER = 256
@@ -239,51 +239,52 @@ class PrefixRows:
         """Yield places of sequences, oldest first, and their rows."""
         batch: _Batch = []
         for index, sequence in enumerate(sequences):
-            if batch and self._is_full(adapter, sequence, len(batch)):
+            node = self._insert(adapter, sequence, len(batch))
+            if node is None and batch:
                 yield self._run(adapter, sequences, batch)
                 batch = []
-            slot = self._insert(adapter, sequence)
-            if slot is None and batch:
-                yield self._run(adapter, sequences, batch)
-                batch = []
-                slot = self._insert(adapter, sequence)
-            if slot is not None and self._tree.uncached_tokens > self._max_tokens:
-                slot = self._insert_in_pieces(adapter, sequence)
-            if slot is None:
+                node = self._insert(adapter, sequence, 0)
+            if node is not None and self._tree.uncached_tokens > self._max_tokens:
+                node = self._insert_in_pieces(adapter, sequence)
+            if node is None:
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
                 self._contexts_without_cache += 1
                 yield [index], self._without_cache(sequence.token_ids)
             else:
-                batch.append((index, slot))
+                batch.append((index, node))
         if batch:
             yield self._run(adapter, sequences, batch)
 
-    def _is_full(self, adapter: str | None, sequence: TokenSequence, members: int) -> bool:
-        """Whether a sequence would make the current batch larger than one pass may be."""
-        if members >= self._max_rows:
-            return True
-        room = self._max_tokens - self._tree.uncached_tokens - members
-        return len(sequence) > room and self._tree.missing(adapter, sequence) > room
+    def _insert(
+        self, adapter: str | None, sequence: TokenSequence, members: int
+    ) -> Node | None:
+        """Insert a sequence unless it makes the batch larger than a pass, or slots are few.
 
-    def _insert(self, adapter: str | None, sequence: TokenSequence) -> int | None:
+        The first of a batch's members may be of any length.
+        """
+        room = None
+        if members:
+            room = self._max_tokens - self._tree.uncached_tokens - members
+            if members >= self._max_rows or room < 0:
+                return None
         try:
-            return self._tree.insert(adapter, sequence)
+            return self._tree.insert(adapter, sequence, at_most=room)
         except OutOfSlotsError:
             return None
 
-    def _insert_in_pieces(self, adapter: str | None, sequence: TokenSequence) -> int:
+    def _insert_in_pieces(self, adapter: str | None, sequence: TokenSequence) -> Node:
         """Compute the beginning of a batch's only sequence in passes of the largest size.
 
         Returns:
-            The slot of the last token of the whole sequence, inserted again.
+            What the tree returns for the whole sequence, inserted again.
         """
         self._tree.roll_back()  # frees its slots, which suffice for every piece
         limit, ids = self._max_tokens, sequence.token_ids
         while (missing := self._tree.missing(adapter, sequence)) > limit:
             piece = TokenSequence.of(ids[: len(ids) - missing + limit])
-            slot = self._tree.insert(adapter, piece)
-            self._compute(TreeBatch(self._tree, adapter, [piece], [slot]))
+            node = self._tree.insert(adapter, piece)
+            self._compute(TreeBatch(self._tree, adapter, [piece], [node]))
         return self._tree.insert(adapter, sequence)
 
     def _run(
@@ -292,7 +293,7 @@ class PrefixRows:
         """Compute the rows of a batch and end it."""
         chosen = [index for index, _ in batch]
         wanted = TreeBatch(
-            self._tree, adapter, [sequences[i] for i in chosen], [slot for _, slot in batch]
+            self._tree, adapter, [sequences[i] for i in chosen], [node for _, node in batch]
         )
         return chosen, rows_from_logits(self._compute(wanted), self._vocabulary)
 

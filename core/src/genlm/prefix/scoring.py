@@ -27,7 +27,7 @@ from genlm.prefix.forward import Receive, TreeBatch
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 
 if TYPE_CHECKING:
-    from genlm.prefix.node import Slots
+    from genlm.prefix.node import Node, Slots
 
 __all__ = ["PieceScores", "ScoredText", "TextScorer", "divided_scores"]
 
@@ -152,7 +152,7 @@ class _Batch:
     """Parts of texts in the current batch of the tree.
 
     Attributes:
-        sequences, last_slots, first_positions: As in `TreeBatch`.
+        sequences, nodes, first_positions: As in `TreeBatch`.
         keys: Slots of the positions that targets follow.
         members: Which of all targets these are.
         ends: What is evicted before all others.
@@ -161,7 +161,7 @@ class _Batch:
     """
 
     sequences: list[TokenSequence] = field(default_factory=list)
-    last_slots: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
     first_positions: list[int] = field(default_factory=list)
     keys: list[Slots] = field(default_factory=list)
     members: list[_Integers] = field(default_factory=list)
@@ -315,15 +315,15 @@ class TextScorer:
         """
         cached = len(sequence) - self._tree.missing(adapter, sequence)
         try:
-            slot = self._tree.insert(adapter, sequence)
+            node = self._tree.insert(adapter, sequence)
         except OutOfSlotsError:
             return False
-        end, node = len(sequence), self._tree.find(adapter, sequence)
+        end = len(sequence)
         again = node.path_slots(min(first, cached), cached)
         batch.again.update(set(again.tolist()) - batch.new)
         batch.new.update(node.path_slots(cached, end).tolist())
         batch.sequences.append(sequence)
-        batch.last_slots.append(slot)
+        batch.nodes.append(node)
         batch.first_positions.append(min(first, end - 1))
         batch.keys.append(node.path_slots(first, end))
         batch.members.append(members)
@@ -337,7 +337,7 @@ class TextScorer:
         members = np.concatenate(batch.members)
         scores = PieceScores(np.concatenate(batch.keys), targets[members], self._vocabulary)
         wanted = TreeBatch(
-            self._tree, adapter, batch.sequences, batch.last_slots, batch.first_positions
+            self._tree, adapter, batch.sequences, batch.nodes, batch.first_positions
         )
         self._run(wanted, batch.ends, scores.add)
         return members, scores.results()

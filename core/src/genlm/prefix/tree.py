@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +28,14 @@ _MOST_PLACES = 2**14
 # A leaf is evicted by quarters at least, so that trimming costs O(1) a slot.
 _SMALLEST_SHARE = 4
 
+_START = attrgetter("start")
 
-class _Place(NamedTuple):
-    """Where the last token of a sequence was, as long as nothing was cut from the node."""
 
-    node: Node
-    cuts: int
-    length: int
+_Place = tuple[Node, int, int]
+"""A node on whose path a sequence ends, its `cuts` then, and the length of the sequence.
 
-    @property
-    def is_valid(self) -> bool:
-        node = self.node
-        return node.cuts == self.cuts and node.start < self.length <= node.end
+The path has the sequence as long as nothing is cut from the node: others may only split it.
+"""
 
 
 class End(NamedTuple):
@@ -76,6 +73,7 @@ class PrefixTree:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.tokens_evicted = 0
+        self._most_places = min(_MOST_PLACES, capacity)
         self._reset()
 
     def _reset(self) -> None:
@@ -86,7 +84,8 @@ class PrefixTree:
         self._idle: OrderedDict[Node, None] = OrderedDict()
         self._idle_slots = 0
         self._in_use: set[Node] = set()
-        self._uncached: set[Node] = set()
+        # In the order of `insert`, so that equal batches are computed in equal order.
+        self._uncached: dict[Node, None] = {}
         self._uncached_tokens = 0
         self._places: OrderedDict[tuple[str | None, bytes], _Place] = OrderedDict()
 
@@ -102,18 +101,26 @@ class PrefixTree:
 
     # -- a batch ----------------------------------------------------------------------
 
-    def insert(self, adapter: str | None, tokens: Tokens) -> int:
+    def insert(
+        self, adapter: str | None, tokens: Tokens, *, at_most: int | None = None
+    ) -> Node:
         """Add a sequence to the tree and to the current batch.
 
         Tokens after a `TokenSequence` that was inserted before are added without a look at the
         tokens before them.
 
+        Args:
+            adapter: Adapter of the sequence.
+            tokens: The sequence.
+            at_most: How many tokens may be added; None for no limit.
+
         Returns:
-            The slot of its last token.
+            A node with its last token on the path to it: the node that holds it, until others
+            split that node.
 
         Raises:
-            OutOfSlotsError: All other slots are pinned or in use. No token of the
-                sequence is added to the tree.
+            OutOfSlotsError: More than `at_most` tokens are missing, or all other slots are
+                pinned or in use. No token of the sequence is added to the tree.
         """
         node, position = self._beginning(adapter, tokens)
         self._use_path(node)
@@ -131,7 +138,7 @@ class PrefixTree:
         while position < len(rest):
             child = node.children.get(rest[position])
             if child is None:
-                node = self._extend(node, rest[position:])
+                node = self._extend(node, rest[position:], at_most)
                 break
             edge = child.tokens
             if rest[position : position + len(edge)] != edge:
@@ -149,8 +156,10 @@ class PrefixTree:
     def missing(self, adapter: str | None, tokens: Tokens) -> int:
         """Return how many tokens at the end of a sequence are not in the tree."""
         node, position = self._beginning(adapter, tokens)
+        missing = len(tokens) - position
+        if position == node.end and not node.children:
+            return missing
         rest = _ids_from(tokens, position)
-        missing = len(rest)
         edge = node.tokens[position - node.start :]
         while missing:
             begin = len(rest) - missing
@@ -158,7 +167,7 @@ class PrefixTree:
                 if rest[begin : begin + len(edge)] != edge:
                     return missing - _common_length(edge, rest[begin:])
                 missing -= len(edge)
-                edge = ()
+                edge = []
                 continue
             child = node.children.get(rest[begin])
             if child is None:
@@ -177,7 +186,7 @@ class PrefixTree:
 
     def uncached(self) -> Sequence[Node]:
         """Return the nodes with tokens to compute, ancestors before descendants."""
-        return sorted(self._uncached, key=_start)
+        return sorted(self._uncached, key=_START)
 
     def commit(self, ends: Iterable[End] = ()) -> None:
         """End the batch: its uncached tokens are computed; all its tokens may be evicted.
@@ -196,7 +205,7 @@ class PrefixTree:
 
     def roll_back(self) -> None:
         """End the batch without its results: remove its uncached tokens from the tree."""
-        for node in sorted(self._uncached, key=_start, reverse=True):
+        for node in sorted(self._uncached, key=_START, reverse=True):
             kept = node.computed
             self._free.give(node.cut(kept))
             if not kept:
@@ -228,10 +237,11 @@ class PrefixTree:
             key: Key of the `TokenSequence` that was inserted.
         """
         place = self._places.pop((adapter, key), None)
-        if place is None or not place.is_valid:
+        if place is None:
             return
-        node = place.node
-        if node in self._idle and node.end == place.length and not node.children:
+        node, cuts, length = place
+        is_end = node.cuts == cuts and node.end == length and not node.children
+        if is_end and node in self._idle:
             self._idle.move_to_end(node, last=False)
 
     def drop(self, adapter: str | None) -> None:
@@ -260,24 +270,31 @@ class PrefixTree:
         """
         if isinstance(tokens, TokenSequence):
             length = len(tokens)
-            place = self._places.get((adapter, tokens.key))
-            if (place is None or not place.is_valid) and length > 1:
+            node = self._end_of((adapter, tokens.key))
+            if node is None and length > 1:
                 length -= 1
-                place = self._places.get((adapter, tokens.prefix_key(length)))
-            if place is not None and place.is_valid:
-                return place.node, length
+                node = self._end_of((adapter, tokens.prefix_key(length)))
+            if node is not None:
+                return node, length
         return self._root(adapter), 0
 
-    def _found(self, adapter: str | None, tokens: Tokens, node: Node) -> int:
-        """Remember the node that holds the last token; return the token's slot."""
-        length = len(tokens)
+    def _end_of(self, key: tuple[str | None, bytes]) -> Node | None:
+        """Return the node that holds the last token of a sequence, if that is remembered."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        node, cuts, length = place
+        return node.at(length - 1) if node.cuts == cuts else None
+
+    def _found(self, adapter: str | None, tokens: Tokens, node: Node) -> Node:
+        """Remember and return the node that holds the last token."""
         if isinstance(tokens, TokenSequence):
             key = (adapter, tokens.key)
-            self._places[key] = _Place(node, node.cuts, length)
+            self._places[key] = (node, node.cuts, len(tokens))
             self._places.move_to_end(key)
-            if len(self._places) > min(_MOST_PLACES, self.capacity):
+            if len(self._places) > self._most_places:
                 self._places.popitem(last=False)
-        return int(node.slots[length - 1 - node.start])
+        return node
 
     def _use_path(self, node: Node | None) -> None:
         """Keep a node and its ancestors; those of a node in use are in use already."""
@@ -288,7 +305,7 @@ class PrefixTree:
     def _root(self, adapter: str | None) -> Node:
         root = self._roots.get(adapter)
         if root is None:
-            root = self._roots[adapter] = Node((), np.empty(0, np.int64), 0, None)
+            root = self._roots[adapter] = Node([], np.empty(0, np.int64), 0, None)
         return root
 
     def _use(self, node: Node) -> None:
@@ -300,7 +317,7 @@ class PrefixTree:
             self._idle_slots -= len(node.slots)
 
     def _release(self) -> None:
-        for node in sorted(self._in_use, key=_start, reverse=True):
+        for node in sorted(self._in_use, key=_START, reverse=True):
             if not node.pinned:
                 self._idle[node] = None
                 self._idle_slots += len(node.slots)
@@ -325,13 +342,15 @@ class PrefixTree:
     def _evict_first(self, nodes: set[Node]) -> None:
         """Evict nodes before all others, those without other nodes below them."""
         moved: set[Node] = set()
-        for node in sorted(nodes, key=_start, reverse=True):
+        for node in sorted(nodes, key=_START, reverse=True):
             if node in self._idle and moved.issuperset(node.children.values()):
                 moved.add(node)
-        for node in sorted(moved, key=_start):  # descendants get before their ancestors
+        for node in sorted(moved, key=_START):  # descendants get before their ancestors
             self._idle.move_to_end(node, last=False)
 
-    def _extend(self, node: Node, tokens: tuple[int, ...]) -> Node:
+    def _extend(self, node: Node, tokens: list[int], at_most: int | None) -> Node:
+        if at_most is not None and len(tokens) > at_most:
+            raise OutOfSlotsError(f"{len(tokens)} tokens to add, more than {at_most}")
         slots = self._allocate(len(tokens))
         if node.children or node.pinned or node.parent is None:
             child = Node(tokens, slots, node.end, node)
@@ -341,7 +360,7 @@ class PrefixTree:
         else:
             node.tokens += tokens
             node.slots = np.concatenate((node.slots, slots))
-        self._uncached.add(node)
+        self._uncached[node] = None
         self._uncached_tokens += len(tokens)
         return node
 
@@ -353,23 +372,24 @@ class PrefixTree:
             self._idle_slots -= length
         if node in self._uncached:
             if upper.computed < length:
-                self._uncached.add(upper)
+                self._uncached[upper] = None
             if node.computed == len(node.tokens):
-                self._uncached.discard(node)
+                self._uncached.pop(node, None)
         return upper
 
     def _allocate(self, count: int) -> Slots:
-        if count > len(self._free) + self._idle_slots:
+        lacking = count - len(self._free)
+        if lacking > self._idle_slots:
             raise OutOfSlotsError(
                 f"{count} slots requested; {len(self._free)} of {self.capacity} are free and "
                 f"{self._idle_slots} can be evicted"
             )
-        while len(self._free) < count:
-            self._evict(count - len(self._free))
+        while lacking > 0:
+            lacking -= self._evict(lacking)
         return self._free.take(count)
 
-    def _evict(self, wanted: int) -> None:
-        """Free `wanted` slots, or all slots of one leaf if it has fewer."""
+    def _evict(self, wanted: int) -> int:
+        """Free `wanted` slots or more, or all of one leaf if it has fewer; return how many."""
         leaf = next(iter(self._idle))
         length = len(leaf.slots)
         kept = max(0, length - max(wanted, length // _SMALLEST_SHARE))
@@ -379,17 +399,15 @@ class PrefixTree:
         self._free.give(freed)
         self._idle_slots -= len(freed)
         self.tokens_evicted += len(freed)
+        return len(freed)
 
 
-def _start(node: Node) -> int:
-    return node.start
+def _ids_from(tokens: Tokens, start: int) -> list[int]:
+    ids = tokens.ids_from(start) if isinstance(tokens, TokenSequence) else tokens[start:]
+    return list(ids)
 
 
-def _ids_from(tokens: Tokens, start: int) -> tuple[int, ...]:
-    return tokens.ids_from(start) if isinstance(tokens, TokenSequence) else tokens[start:]
-
-
-def _common_length(edge: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+def _common_length(edge: list[int], tokens: list[int]) -> int:
     """Return how many tokens both begin with."""
     longest = min(len(edge), len(tokens))
     return next((i for i in range(longest) if edge[i] != tokens[i]), longest)

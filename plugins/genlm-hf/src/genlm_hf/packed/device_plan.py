@@ -32,13 +32,15 @@ class DevicePlan:
     def __init__(self, plan: PackedPlan, device: torch.device) -> None:
         arrays = [plan.tokens, plan.positions, plan.writes, plan.results]
         for group in plan.groups:
-            arrays += [_positions(group), group.suffixes, group.prefix]
+            arrays += [group.suffixes, group.prefix]
         arrays += [chunk.slots for chunk in plan.chunks]
         moved = iter(_moved(arrays, device))
         self.tokens, self.positions, self.writes, self.results = (next(moved) for _ in range(4))
-        self.groups = [
-            DeviceGroup(group, next(moved), next(moved), next(moved)) for group in plan.groups
-        ]
+        self.groups, end = [], 0
+        for group in plan.groups:
+            own = slice(end, end := end + len(group.members))
+            known, positions = plan.positions[own], self.positions[own]
+            self.groups.append(DeviceGroup(group, known, positions, next(moved), next(moved)))
         self.chunks = [DeviceChunk(chunk, next(moved)) for chunk in plan.chunks]
 
 
@@ -49,16 +51,13 @@ def _moved(arrays: Sequence[Slots], device: torch.device) -> list[torch.Tensor]:
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def _positions(group: QueryGroup) -> Slots:
-    return np.array([query.position for query in group.tokens], np.int64)
-
-
 class DeviceGroup:
     """Query tokens with a shared prefix, on one device.
 
     Args:
         group: The query tokens.
-        positions: Their positions in their sequences, on the device.
+        known: Their positions in their sequences.
+        positions: The same on the device.
         suffixes: Slots of the suffixes, on the device.
         prefix: Slots of the shared prefix, on the device.
     """
@@ -66,17 +65,17 @@ class DeviceGroup:
     def __init__(
         self,
         group: QueryGroup,
+        known: Slots,
         positions: torch.Tensor,
         suffixes: torch.Tensor,
         prefix: torch.Tensor,
     ) -> None:
-        known = [query.position for query in group.tokens]
         self.count, self._suffix = group.suffixes.shape
         self.prefix_length = len(group.prefix)
         self._suffixes = suffixes.reshape(-1)
         self._prefix = _Slots(group.prefix, prefix)
-        self._ragged = min(known) + 1 < self.prefix_length + self._suffix
-        self._longest = max(known) + 1
+        self._longest = self.prefix_length + self._suffix
+        self._ragged = bool(known.min() + 1 < self._longest)
         self._positions = positions
         self._hidden: dict[int | None, torch.Tensor | None] = {}
 

@@ -9,7 +9,7 @@ prefix once, as one matrix, and gathers the suffix of each. The plan holds numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,6 @@ __all__ = [
     "PackedPlan",
     "PrefillChunk",
     "QueryGroup",
-    "QueryToken",
     "group_tokens",
     "plan_forward",
 ]
@@ -51,35 +50,18 @@ _LONGEST_UNGROUPED = 8
 Integers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QueryToken:
-    """One token to run.
-
-    Attributes:
-        token: Its id.
-        position: Its position in its sequence, from 0.
-        write: The slot for its keys and values; the scratch slot if it is cached.
-        node: The node of the tree that holds it.
-    """
-
-    token: int
-    position: int
-    write: int
-    node: Node
-
-
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
     """Query tokens with a shared prefix.
 
     Attributes:
-        tokens: At least one.
+        members: Which of all query tokens these are, at least one.
         prefix: Slots of the first tokens of every sequence, without the query tokens' own.
-        suffixes: The slots after the prefix up to the query token's own, shape (tokens,
+        suffixes: The slots after the prefix up to the query token's own, shape (members,
             longest suffix); shorter suffixes are padded with the query token's own slot.
     """
 
-    tokens: Sequence[QueryToken]
+    members: Integers
     prefix: Slots
     suffixes: Slots
 
@@ -125,79 +107,69 @@ class PackedPlan:
 
 def plan_forward(batch: TreeBatch) -> PackedPlan:
     """Plan the pass that computes the uncached tokens of a tree, and all results."""
-    queries, runs = _divided(batch.tree.uncached(), batch.cached_runs())
-    groups = list(group_tokens([query for query, _ in queries]))
-    slots = dict(queries)
-    ordered = [query for group in groups for query in group.tokens]
-    tokens = [query.token for query in ordered]
-    positions = [query.position for query in ordered]
-    writes = [query.write for query in ordered]
-    places = {slots[query]: place for place, query in enumerate(ordered)}
-    for run in runs:
-        own = run.own_slots.tolist()
-        places.update(zip(own, range(len(tokens), len(tokens) + len(own)), strict=True))
-        tokens.extend(run.tokens)
-        positions.extend(range(run.first, run.end))
-        is_cached = run.first < run.node.start + run.node.computed
-        writes.extend([SCRATCH_SLOT] * len(own) if is_cached else own)
+    uncached = batch.tree.uncached()
+    runs = [TokenRun(node, node.start + node.computed, node.end) for node in uncached]
+    runs += batch.cached_runs()
+    tokens = np.array([token for run in runs for token in run.tokens], np.int64)
+    positions = np.array([i for _, first, end in runs for i in range(first, end)], np.int64)
+    slots = np.concatenate([run.own_slots for run in runs])
+    writes = slots.copy()
+    writes[batch.tree.uncached_tokens :] = SCRATCH_SLOT
+    lengths = np.array([end - first for _, first, end in runs])
+    is_query = np.repeat(lengths <= _LONGEST_UNGROUPED, lengths)
+    queries = np.flatnonzero(is_query)
+    short = [run for run in runs if run.end - run.first <= _LONGEST_UNGROUPED]
+    long = [run for run in runs if run.end - run.first > _LONGEST_UNGROUPED]
+    nodes = [node for node, first, end in short for _ in range(first, end)]
+    groups = list(group_tokens(nodes, positions[queries]))
+    parts = [queries[group.members] for group in groups]
+    order = np.concatenate([*parts, np.flatnonzero(~is_query)])
+    by_slot = np.argsort(slots[order])
+    wanted = np.searchsorted(slots[order], batch.wanted_slots(), sorter=by_slot)
     return PackedPlan(
-        tokens=np.array(tokens, np.int64),
-        positions=np.array(positions, np.int64),
-        writes=np.array(writes, np.int64),
+        tokens=tokens[order],
+        positions=positions[order],
+        writes=writes[order],
         groups=groups,
-        chunks=[PrefillChunk(run.first, run.node.path_slots(0, run.end)) for run in runs],
-        results=np.array([places[slot] for slot in batch.wanted_slots()], np.int64),
+        chunks=[PrefillChunk(run.first, run.node.path_slots(0, run.end)) for run in long],
+        results=by_slot[wanted],
     )
 
 
-def _divided(
-    uncached: Sequence[Node], cached: Sequence[TokenRun]
-) -> tuple[list[tuple[QueryToken, int]], list[TokenRun]]:
-    """Divide tokens into query tokens with their slots, and runs that are prefill chunks."""
-    queries: list[tuple[QueryToken, int]] = []
-    long: list[TokenRun] = []
-    new = [TokenRun(node, node.start + node.computed, node.end) for node in uncached]
-    for runs, is_cached in ((new, False), (cached, True)):
-        for run in runs:
-            if run.end - run.first > _LONGEST_UNGROUPED:
-                long.append(run)
-                continue
-            for place, (token, slot) in enumerate(
-                zip(run.tokens, run.own_slots.tolist(), strict=True), run.first
-            ):
-                write = SCRATCH_SLOT if is_cached else slot
-                queries.append((QueryToken(token, place, write, run.node), slot))
-    return queries, long
-
-
-def group_tokens(queries: Sequence[QueryToken]) -> Iterator[QueryGroup]:
+def group_tokens(nodes: Sequence[Node], positions: Integers) -> Iterator[QueryGroup]:
     """Divide query tokens into groups, each token into exactly one.
 
     From the leaves upwards, query tokens move to the parent node until a group of their
     own, with a longer shared prefix, saves more gathering than it costs.
+
+    Args:
+        nodes: The node of the tree that holds each query token.
+        positions: Position of each in its sequence.
     """
-    waiting: dict[Node, list[QueryToken]] = {}
-    shortest: dict[Node, int] = {}
-    for query in queries:
-        waiting.setdefault(query.node, []).append(query)
-        known = shortest.get(query.node, query.position)
-        shortest[query.node] = min(known, query.position)
+    waiting: dict[Node, list[int]] = {}
+    places = positions.tolist()
+    for index in np.argsort(positions, kind="stable").tolist():
+        waiting.setdefault(nodes[index], []).append(index)
     # Descendants end after their ancestors; a root has length 0.
     for node in sorted(_nodes_above(waiting), key=lambda node: node.end, reverse=True):
         members = waiting.pop(node, [])
-        prefix = shortest.get(node, node.end)
+        if not members:
+            continue
+        # Tokens of the node itself precede those of its descendants, the shortest first.
+        prefix = min(node.end, places[members[0]])
         if node.parent is None or _is_worth_a_group(node, len(members), prefix):
-            yield from _cut_to_size(members, prefix)
+            yield from _cut_to_size(nodes, positions, np.array(members), prefix)
         else:
             waiting.setdefault(node.parent, []).extend(members)
 
 
-def _nodes_above(nodes: dict[Node, list[QueryToken]]) -> set[Node]:
-    found: set[Node] = set()
+def _nodes_above(nodes: Iterable[Node]) -> Iterable[Node]:
+    """Return nodes and all their ancestors, in an order that depends on these nodes only."""
+    found: dict[Node, None] = {}
     for start in nodes:
         node: Node | None = start
         while node is not None and node not in found:
-            found.add(node)
+            found[node] = None
             node = node.parent
     return found
 
@@ -211,20 +183,29 @@ def _is_worth_a_group(node: Node, members: int, prefix: int) -> bool:
     return saved > _GROUP_COST + (1 if is_contiguous else _GATHER_COST) * prefix
 
 
-def _cut_to_size(members: Sequence[QueryToken], prefix: int) -> Iterator[QueryGroup]:
+def _cut_to_size(
+    nodes: Sequence[Node], positions: Integers, members: Integers, prefix: int
+) -> Iterator[QueryGroup]:
     """Group similar lengths and bound the slots gathered and the scores computed at once."""
     most = max(1, min(len(members), _SCORES_AT_ONCE // max(1, prefix)))
     limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=most)
-    for chosen in plan_batches([query.position + 1 - prefix for query in members], limits):
-        yield _group([members[i] for i in chosen], prefix)
+    lengths = positions[members] + 1 - prefix
+    for chosen in plan_batches(lengths, limits):
+        own = members[chosen]
+        paths = [nodes[i] for i in own.tolist()]
+        suffixes = _suffixes(paths, prefix, lengths[chosen])
+        yield QueryGroup(own, paths[0].path_slots(0, prefix), suffixes)
 
 
-def _group(queries: Sequence[QueryToken], prefix: int) -> QueryGroup:
-    longest = max(query.position for query in queries) + 1 - prefix
-    suffixes = np.empty((len(queries), longest), np.int64)
-    for suffix, query in zip(suffixes, queries, strict=True):
-        end = query.position + 1
-        query.node.write_path_slots(suffix, prefix, end)
-        if end - prefix < longest:
-            suffix[end - prefix :] = suffix[end - prefix - 1]
-    return QueryGroup(queries, queries[0].node.path_slots(0, prefix), suffixes)
+def _suffixes(nodes: Sequence[Node], prefix: int, lengths: Integers) -> Slots:
+    """Return the slots after a prefix, padded with the last of each; see `QueryGroup`."""
+    parts = [
+        part
+        for node, end in zip(nodes, (prefix + lengths).tolist(), strict=True)
+        for part in node.path_parts(prefix, end)
+    ]
+    slots = np.concatenate(parts)
+    own = slots[np.cumsum(lengths) - 1]
+    suffixes = np.repeat(own[:, None], lengths.max(), axis=1)
+    suffixes[np.arange(suffixes.shape[1]) < lengths[:, None]] = slots
+    return suffixes

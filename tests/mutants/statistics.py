@@ -12,13 +12,27 @@ from .mutant import core_mutant
 
 @core_mutant(Requests, "cached", killed_by="statistics-add-up")
 def hits_not_counted(_cached):
-    """Counts no request that the output cache answered."""
+    """Counts no single request that the output cache answered."""
 
     def broken(self, query, key):
         row = self._cache.get(key)
         if row is None:
             self.counters.count(len(query.token_ids), hit=False)
         return row
+
+    return broken
+
+
+@core_mutant(Requests, "batch", killed_by="statistics-add-up")
+def hits_of_a_batch_counted_twice(batch):
+    """Counts requests of a batch that the output cache answered twice."""
+
+    def broken(self, made, sequences=()):
+        request = batch(self, made, sequences)
+        for (query, *_), value in zip(made, request.values, strict=True):
+            if value is not None:
+                self.counters.count(len(query), hit=True)
+        return request
 
     return broken
 

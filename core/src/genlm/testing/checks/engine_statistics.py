@@ -24,6 +24,7 @@ def statistics_add_up(fixture: EngineFixture) -> None:
     async def traffic() -> None:
         requests = [*distinct, *distinct[:DUPLICATES]]
         await asyncio.gather(*map(lm.next_token_logprobs, requests))
+        await asyncio.gather(*map(lm.next_token_logprobs, distinct[:REPEATED]))
         await lm.batch_next_token_logprobs(distinct[:REPEATED])
         await asyncio.gather(lm.next_token_logprobs(poisoned), return_exceptions=True)
         await _request_and_cancel(lm, left)
@@ -31,7 +32,8 @@ def statistics_add_up(fixture: EngineFixture) -> None:
     fixture.run(traffic())
     fixture.expect_error(EmptySequenceError, lambda: lm.next_token_logprobs([]))
     found = lm.statistics()
-    lengths = sum(map(len, [*asked, *distinct[:DUPLICATES], *distinct[:REPEATED]]))
+    again = [*distinct[:DUPLICATES], *2 * distinct[:REPEATED]]
+    lengths = sum(map(len, [*asked, *again]))
     cached = 4 * (DISTINCT * lm.vocab_size + sum(map(len, distinct)))  # rows and their ids
     _check_counts(found, lengths, cached)
     for case, count in {
@@ -52,10 +54,10 @@ async def _request_and_cancel(lm: AsyncLM, token_ids: TokenTuple) -> None:
 
 def _check_counts(found: Statistics, lengths: int, cached: int) -> None:
     expected = {
-        "requests": DISTINCT + DUPLICATES + REPEATED + 2,
+        "requests": DISTINCT + DUPLICATES + 2 * REPEATED + 2,
         "tokens_asked": lengths,
         "joined": DUPLICATES,
-        "cache_hits": REPEATED,
+        "cache_hits": 2 * REPEATED,
         "answered": DISTINCT,
         "failed": 1,
         "abandoned": 1,

@@ -105,11 +105,14 @@ def _git(*arguments: str) -> str:
 
 
 def _cpu_model() -> str:
+    """Return the processor's name, with family and model: virtual machines hide the rest."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        first = cpuinfo.read_text().split("\n\n", 1)[0].splitlines()
+        found = {key.strip(): value.strip() for key, _, value in (l.partition(":") for l in first)}
+        if "model name" in found:
+            family, model = found.get("cpu family", "?"), found.get("model", "?")
+            return f"{found['model name']} (family {family}, model {model})"
     return platform.processor() or platform.machine()
 
 

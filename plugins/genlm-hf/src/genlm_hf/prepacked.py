@@ -32,7 +32,7 @@ _TOKENS = 16
 
 # It compiles and caches code for each number of tokens, 0.5 ms and 0.7 MB a shape of weights.
 # So other numbers are padded to one of these, or divided by the last.
-_SIZES = (1, 2, *range(4, 32, 4), *range(32, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+_SIZES = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16))
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -108,8 +109,8 @@ def _cpu_model() -> str:
     """Return the processor's name, with family and model: virtual machines hide the rest."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        first = cpuinfo.read_text().split("\n\n", 1)[0].splitlines()
-        found = {key.strip(): value.strip() for key, _, value in (l.partition(":") for l in first)}
+        pairs = re.findall(r"^(.*?)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
+        found = dict(pairs)  # of the last processor; all are alike
         if "model name" in found:
             family, model = found.get("cpu family", "?"), found.get("model", "?")
             return f"{found['model name']} (family {family}, model {model})"

@@ -199,6 +199,15 @@ def test_aborted_requests_leave_nothing_and_do_not_affect_others(
     assert engine.step() == []
 
 
+def test_rows_of_aborted_requests_go_although_none_is_answered(engine: Any) -> None:
+    for seed in range(5):
+        query = submit(engine, prompts(250, seed=seed)[0])
+        assert engine.step() == []  # a chunk, whose row is stored
+        engine.abort(query.query_id)
+        assert len(ROW_BUFFER) == 1
+    assert len(engine._rows._abandoned) == 1
+
+
 def test_rows_belong_to_the_caller(engine: Any) -> None:
     for row in rows(engine, prompts(3, 4, 5)):
         assert row.shape == (TINY_VOCABULARY,)
@@ -228,22 +237,48 @@ def test_the_longest_context_is_served(engine: Any, tiny: Any) -> None:
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
 
-def test_a_step_that_raises_is_survived(
+def broken(*arguments: Any, **options: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+def model_class(engine: Any) -> Any:
+    return type(engine._vllm.model_executor.driver_worker.worker.model_runner.model)
+
+
+@pytest.mark.parametrize("place", ["forward", "processor"])
+def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """VLLM has counted tokens as computed, and cached their blocks, before it computes."""
+    asked = prompts(100, 5, 30)
+    rows(engine, [asked[0][:33]])  # stays
+    queries = [submit(engine, ids) for ids in asked]
+    queries += [submit(engine, asked[1], None, SamplingParams(30))]
+    engine.step()
+    with monkeypatch.context() as patch:
+        if place == "forward":
+            patch.setattr(model_class(engine), "forward", broken)
+        else:
+            patch.setattr("genlm_vllm.capture.Capture.apply", broken)
+        found = finish(engine, queries)
+    assert "out of memory" in {str(each) for each in found if isinstance(each, Exception)}
+    for _ in range(2):  # computed, then from the prefix cache
+        assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
+    assert drawn(engine, asked[0], 8, seed=5) == expected_draws(tiny, asked[0], 8, 5)
+    assert len(ROW_BUFFER) == 0
+
+
+def test_a_prefix_that_fails_leaves_nobody_waiting(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = prompts(100, 5, 30)
-    queries = [submit(engine, ids) for ids in asked]
-    engine.step()
-
-    def broken(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("out of memory")
-
+    asked = prompts(100, 250, seed=7)
+    waiting = submit(engine, asked[1])
     with monkeypatch.context() as patch:
-        patch.setattr("genlm_vllm.capture.Capture.apply", broken)
+        patch.setattr(model_class(engine), "forward", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
-            finish(engine, queries)
-    for query in queries:  # as the scheduler does
-        engine.abort(query.query_id)
+            engine.cache_prefix(asked[0], None)
+    [error] = finish(engine, [waiting])
+    assert str(error) == "out of memory"
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from programs import run_program
 
-from genlm import ModelLoadError, VocabularyError
+from genlm import EngineDiedError, ModelLoadError, VocabularyError
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.engine import VLLMEngine
 from genlm_vllm.process_state import Accelerator
 
-from .traffic import largest_error, prompts, rows
+from .traffic import finish, largest_error, prompts, rows, submit
 
 
 @pytest.fixture
@@ -138,6 +138,24 @@ def test_an_engine_that_is_dropped_frees_the_process(serve: Any, tiny: Any) -> N
     gc.collect()
     asked = prompts(5)
     assert largest_error(tiny, rows(serve(), asked), asked) <= 1e-4
+
+
+def test_an_engine_that_cannot_forget_a_failed_step_refuses_all_queries(
+    serve: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve()
+    waiting = submit(engine, prompts(9)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._vllm, "reset_prefix_cache", lambda: False)
+        patch.setattr("genlm_vllm.capture.Capture.apply", lambda *_: 1 / 0)
+        with pytest.raises(EngineDiedError, match=r"ZeroDivisionError.*Load the model again"):
+            finish(engine, [waiting])
+    for asked in (engine.step, lambda: submit(engine, (3, 4)), engine.clear_prefix_cache):
+        with pytest.raises(EngineDiedError, match="ZeroDivisionError"):
+            asked()
+    engine.close()
+    asked_again = prompts(5)
+    assert largest_error(tiny, rows(serve(), asked_again), asked_again) <= 1e-4
 
 
 LOAD = """

@@ -53,6 +53,14 @@ def test_two_ranks_draw_the_same_tokens(engine: Any, tiny: Any) -> None:
     assert largest_error(tiny, found[3:], asked) <= 1e-4
 
 
+def test_rows_of_aborted_requests_do_not_gather(engine: Any) -> None:
+    for seed in range(5):
+        query = submit(engine, prompts(250, seed=seed)[0])
+        engine.step()
+        engine.abort(query.query_id)
+    assert sum(call_workers(engine._vllm, "genlm_count_rows")) <= 1
+
+
 def test_two_ranks_reduce_and_score_as_one(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

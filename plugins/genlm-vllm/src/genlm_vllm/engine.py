@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from genlm import EngineDiedError
 from genlm.plugin import (
     AdapterError,
     Capability,
@@ -77,6 +78,7 @@ class VLLMEngine:
 
     capability_hints: Mapping[Capability, str] = {Capability.LORA: _LORA_HINT}
     _final_statistics: Mapping[str, int | float | str] | None = None
+    _death: EngineDiedError | None = None
 
     option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
 
@@ -209,13 +211,21 @@ class VLLMEngine:
 
     def _guarding(self) -> contextlib.AbstractContextManager[None]:
         """Raise `EngineDiedError` for errors that follow from the end of a process."""
+        if self._death is not None:
+            raise EngineDiedError(*self._death.args)
         return contextlib.nullcontext() if self._monitor is None else self._monitor.guarding()
 
     def _advance_vllm(self) -> list[Completion]:
         residents = self._residents
         if not self._requests.unanswered and not (residents and residents.unanswered):
             return []
-        finished = self._requests.finished(self._vllm.step())
+        try:
+            outputs = self._vllm.step()
+        except Exception as error:
+            if self._multiprocess:  # vLLM's process has ended or was not disturbed
+                raise
+            return self._fail_all(error)
+        finished = self._requests.finished(outputs)
         answered = [] if residents is None else residents.collect()
         self._steps += 1
         for request, output in finished:
@@ -236,6 +246,29 @@ class VLLMEngine:
             if not self._keeps_contexts:  # those that were computed when it was turned off
                 residents.end_idle()
         return completions
+
+    def _fail_all(self, error: Exception) -> list[Completion]:
+        """Fail every query after a step of this process that raised.
+
+        vLLM counts the tokens of that step as computed, in its prefix cache too.
+
+        Raises:
+            EngineDiedError: vLLM cannot forget them.
+        """
+        queries = [request.query for request in self._requests.unanswered.values()]
+        if self._residents is not None:
+            queries += self._residents.queries()
+        for query in queries:
+            self.abort(query.query_id)
+        if self._residents is not None:
+            self._residents.end_idle()
+        if not self._vllm.reset_prefix_cache():
+            self._death = EngineDiedError(
+                f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot be brought "
+                f"back to where it was before. Load the model again"
+            )
+            raise self._death from error
+        return [Completion(query.query_id, error=error) for query in queries]
 
     def _scores_again(self, request: Request, output: Any, result: Result | None) -> bool:
         """Ask again for scores of tokens of which the prefix cache served some."""

@@ -177,7 +177,7 @@ class LocalRows:
         Returns:
             The stored results by key; rows in memory of their own.
         """
-        if not keys:
+        if not keys and not self._abandoned:
             return {}
         abandoned, self._abandoned = self._abandoned, []
         return self._taken(list(keys), abandoned)
@@ -213,7 +213,7 @@ class RemoteRows(LocalRows):
     def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:
         count = max(1, _BYTES_PER_CALL // (4 * self._size))
         results: dict[int, Result] = {}
-        for begin in range(0, len(keys), count):
+        for begin in range(0, max(1, len(keys)), count):
             part = keys[begin : begin + count]
             replies = call_workers(self._engine, "genlm_take_bytes", part, abandoned)
             for found, data, packed, scores, copied in replies:

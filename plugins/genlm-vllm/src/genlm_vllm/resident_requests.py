@@ -118,6 +118,10 @@ class ResidentRequests:
         """Number of unanswered queries."""
         return len(self._pending) + self._table.busy
 
+    def queries(self) -> list[Query]:
+        """Return the unanswered queries."""
+        return [query for query, _ in self._pending.values()] + list(self._table.unanswered())
+
     def accept(self, query: Query) -> bool:
         """Accept a query for the next `send` if only its last tokens need a check.
 

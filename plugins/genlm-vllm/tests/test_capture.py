@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from genlm.plugin import stream_uniform
+from genlm.plugin import EvaluationError, stream_uniform
 from genlm_vllm.capture import ARGUMENT, Capture, CaptureRow, DrawToken
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
 
@@ -92,7 +92,7 @@ def test_a_step_beyond_the_wanted_one_changes_nothing(capture: Capture) -> None:
 
 def test_a_drawn_token_is_the_only_possible_one(capture: Capture) -> None:
     outputs: list[int] = []
-    capture.update_state(update(added=[(0, None, []), (1, DrawToken(3, 1.0, 4), outputs)]))
+    capture.update_state(update(added=[(0, None, []), (1, DrawToken(7, 3, 1.0, 4), outputs)]))
     for place in range(20):
         logits = torch.randn(2, WIDTH)
         found = capture.apply(logits.clone())
@@ -102,6 +102,25 @@ def test_a_drawn_token_is_the_only_possible_one(capture: Capture) -> None:
         assert found[1].argmax() == token
         assert int(found[1].isfinite().sum()) == 1
         outputs.append(token)
+
+
+def test_a_draw_from_nan_is_the_first_id_and_an_error(capture: Capture) -> None:
+    plans = [DrawToken(key, 3, 1.0, 4) for key in (7, 8, 9)]
+    outputs: list[list[int]] = [[], [], []]
+    capture.update_state(update(added=list(zip(range(3), plans, outputs, strict=True))))
+    for place in range(150):
+        logits = torch.randn(3, WIDTH)
+        if place == 40:
+            logits[[1, 2], 2] = torch.nan
+        found = capture.apply(logits).argmax(-1).tolist()
+        if place == 40:
+            assert found[1:] == [0, 0]
+        for tokens, token in zip(outputs, found, strict=True):
+            tokens.append(token)
+    [(key, error)] = ROW_BUFFER.take([7, 8], [9]).items()
+    assert key == 8
+    assert isinstance(error, EvaluationError)
+    assert len(ROW_BUFFER) == 0
 
 
 def test_a_slot_is_used_again(capture: Capture) -> None:
@@ -158,7 +177,9 @@ def test_abandoned_rows_are_dropped() -> None:
 
 def test_only_one_rank_stores_rows(capture: Capture) -> None:
     ROW_BUFFER.reset(VocabularyIds(SIZE), active=False)
-    capture.update_state(update(added=[(0, CaptureRow(1), []), (1, DrawToken(0, 0.0, 1), [])]))
+    capture.update_state(
+        update(added=[(0, CaptureRow(1), []), (1, DrawToken(2, 0, 0.0, 1), [])])
+    )
     logits = torch.randn(2, WIDTH)
     found = capture.apply(logits.clone())
     assert len(ROW_BUFFER) == 0
@@ -167,7 +188,9 @@ def test_only_one_rank_stores_rows(capture: Capture) -> None:
 
 def test_missing_ids_have_no_probability_and_are_not_drawn(capture: Capture) -> None:
     ROW_BUFFER.reset(VocabularyIds(SIZE, (0, 3)), active=True)
-    capture.update_state(update(added=[(0, CaptureRow(1), []), (1, DrawToken(0, 0.0, 1), [])]))
+    capture.update_state(
+        update(added=[(0, CaptureRow(1), []), (1, DrawToken(2, 0, 0.0, 1), [])])
+    )
     logits = torch.zeros(2, WIDTH)
     logits[:, [0, 3, 6]] = 10.0
     logits[:, 2] = 1.0
@@ -231,7 +254,7 @@ def test_the_second_runner_maps_rows_to_slots(capture: Capture) -> None:
 
 @pytest.mark.newer
 def test_the_second_runner_draws_by_the_length_of_the_sequence(capture: Capture) -> None:
-    capture.add_request(3, params(DrawToken(11, 1.0, 6)))
+    capture.add_request(3, params(DrawToken(5, 11, 1.0, 6)))
     for place in range(10):
         logits = torch.randn(1, WIDTH)
         found = capture.apply(logits.clone(), context([3], [6 + place]))

@@ -157,6 +157,8 @@ def test_rows_that_are_no_distributions_fail_only_their_own_requests(
             for ids in bad:
                 with pytest.raises(genlm.EvaluationError, match="NaN"):
                     lm.next_token_logprobs_sync(ids)
+                with pytest.raises(genlm.EvaluationError, match="NaN"):
+                    lm.sample_sync(ids, max_tokens=3, temperature=0.0)
             rows = lm.batch_next_token_logprobs_sync(good)
             assert largest_error(broken, rows, good) <= 1e-4
 

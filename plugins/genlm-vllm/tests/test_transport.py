@@ -47,6 +47,21 @@ def test_tensors_take_few_more_bytes_than_their_values() -> None:
     assert torch.equal(found.logprobs, tokens.logprobs)
 
 
+class PickledAsText(TopK):
+    """A reduction that arrives as something else."""
+
+    def __reduce__(self) -> Any:
+        return str, ("text",)
+
+
+def test_what_arrives_as_no_reduction_fails_alone() -> None:
+    broken, sound = unpack_outputs(pack_outputs((PickledAsText(2), TopK(2))))
+    assert sound == TopK(2)
+    assert broken is not None
+    [error] = type(broken).compute(torch.zeros(1, 5), [broken])
+    assert "pickled as str" in str(error)
+
+
 def test_results_and_errors_arrive() -> None:
     drawn = DrawnToken(5, -1.0, 0.0, -1.0)
     assert returned(Reduced((drawn, 0.5, None))) == Reduced((drawn, 0.5, None))

@@ -59,11 +59,13 @@ class DrawToken(NamedTuple):
     """Draw the next token of the request from its row.
 
     Attributes:
+        key: Key under which it is noted whether the row is a distribution.
         seed: Seed of the continuation.
         temperature: Divides the log-probabilities; 0 takes the most likely token.
         prompt_length: Number of tokens that were not drawn.
     """
 
+    key: int
     seed: int
     temperature: float
     prompt_length: int
@@ -119,7 +121,7 @@ class Capture(_Runner1, _Runner2):  # type: ignore[misc]
         if request is None:
             return False
         # In another process a named tuple arrives as a list.
-        kind = DrawToken if len(request) == 3 else CaptureRow
+        kind = DrawToken if len(request) == 4 else CaptureRow
         self._requests[req_idx] = kind(*request)
         return True
 
@@ -206,5 +208,10 @@ def _draw(logits: torch.Tensor, indices: list[int], draws: list[tuple[DrawToken,
     rows = rows_from_logits(logits[index], cast("Vocabulary", ROW_BUFFER.ids))
     temperatures = [draw.temperature for draw, _ in draws]
     tokens = draw_tokens(rows, temperatures, [stream_uniform(d.seed, k) for d, k in draws])
+    # A row that is not a distribution is NaN everywhere; its draw may be any id.
+    invalid = rows[:, 0].isnan()
+    tokens.masked_fill_(invalid, 0)
+    if ROW_BUFFER.active:
+        ROW_BUFFER.put_draws([draw.key for draw, _ in draws], invalid)
     logits.index_fill_(0, index, float("-inf"))
     logits[index, tokens] = 0.0

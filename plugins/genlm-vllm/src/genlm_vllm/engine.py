@@ -230,9 +230,12 @@ class VLLMEngine:
         self._steps += 1
         for request, output in finished:
             self._count(request, output)
-        keys = [each.key for each in answered if each.error is None]
-        keys += [r.number for r, out in finished if not r.is_drawn and r.error(out) is None]
-        results = self._rows.take(keys)
+        ended = [(each.key, each.error) for each in answered]
+        ended += [(request.number, request.error(output)) for request, output in finished]
+        for key, problem in ended:
+            if problem is not None:
+                self._rows.abandon(key)
+        results = self._rows.take([key for key, problem in ended if problem is None])
         completions = []
         for request, output in finished:
             result = results.get(request.number)
@@ -264,8 +267,8 @@ class VLLMEngine:
             self._residents.end_idle()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
-                f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot be brought "
-                f"back to where it was before. Load the model again"
+                f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot forget "
+                f"its tokens. Load the model again"
             )
             raise self._death from error
         return [Completion(query.query_id, error=error) for query in queries]

@@ -70,7 +70,7 @@ class Request:
         error = self.error(output)
         if error is not None:
             return Completion(query_id, error=error)
-        if self.query.sampling is None:
+        if self.query.sampling is None or isinstance(result, Exception):
             return completion(self.query, result)
         return Completion(query_id, _until_stop(output.outputs[0], self.query.sampling))
 
@@ -112,7 +112,8 @@ def params_of(request: Request, rows: LocalRows, fork: Fork | None = None) -> An
     arguments: dict[str, Any]
     if sampling is not None:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64
-        arguments = {ARGUMENT: DrawToken(seed, float(sampling.temperature), len(query))}
+        temperature = float(sampling.temperature)
+        arguments = {ARGUMENT: DrawToken(request.number, seed, temperature, len(query))}
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
     elif query.targets:
         first = len(query) - len(query.targets)

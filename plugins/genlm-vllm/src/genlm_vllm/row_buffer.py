@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from genlm.plugin import Reduced, Reduction, reduce_logits, reduce_rows
+from genlm.plugin import EvaluationError, Reduced, Reduction, reduce_logits, reduce_rows
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
 
 __all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds"]
+
+_MOST_FLAGS = 64
+"""After so many tokens of a continuation what was noted for each becomes one tensor."""
 
 Outputs = tuple[Reduction | None, ...]
 """What is asked of a row, see `genlm.plugin.Query`."""
@@ -81,10 +84,12 @@ class RowBuffer:
         self.active = False
         self.tokens_copied = 0
         self._rows: dict[int, _BufferedRow | Reduced | Exception] = {}
+        self._invalid: dict[int, list[torch.Tensor]] = {}  # whether each draw was
 
     def reset(self, ids: VocabularyIds, *, active: bool) -> None:
         """Drop all rows and set the attributes."""
         self._rows.clear()
+        self._invalid.clear()
         self.ids = ids
         self.active = active
         self.tokens_copied = 0
@@ -122,6 +127,14 @@ class RowBuffer:
             results = [error] * len(keys)
         self._rows.update(zip(keys, results, strict=True))
 
+    def put_draws(self, keys: list[int], invalid: torch.Tensor) -> None:
+        """Note for a token of each continuation whether its row was no distribution, `(n,)`."""
+        for key, flag in zip(keys, invalid.unbind(), strict=True):
+            flags = self._invalid.setdefault(key, [])
+            flags.append(flag)
+            if len(flags) == _MOST_FLAGS:
+                flags[:] = [torch.stack(flags).any()]
+
     def take(
         self, keys: list[int], abandoned: list[int]
     ) -> dict[int, torch.Tensor | Reduced | Exception]:
@@ -133,11 +146,13 @@ class RowBuffer:
 
         Returns:
             For each stored key the row, or a `Reduced`, or the error of a row that is not a
-            distribution and of which something else is asked.
+            distribution and of which something else is asked, or of a continuation with one.
         """
         taken = {key: self._rows.pop(key) for key in keys if key in self._rows}
+        invalid = [self._invalid.pop(key, []) for key in keys]
         for key in abandoned:
             self._rows.pop(key, None)
+            self._invalid.pop(key, None)
         batches: dict[int, list[tuple[int, _BufferedRow]]] = {}
         results: dict[int, torch.Tensor | Reduced | Exception] = {}
         for key, each in taken.items():
@@ -150,10 +165,17 @@ class RowBuffer:
         for members in batches.values():
             reduced = _reduced([row for _, row in members])
             results |= zip([key for key, _ in members], reduced, strict=True)
-        return {key: results[key] for key in taken}
+        found = {key: results[key] for key in taken}
+        for key, flags in zip(keys, invalid, strict=True):
+            if flags and bool(torch.stack(flags).any()):
+                found[key] = EvaluationError(
+                    "vLLM computed a row that is not a distribution in a continuation: NaN or "
+                    "infinite logits. Try dtype='float32'"
+                )
+        return found
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._invalid)
 
 
 def _event() -> Any:

@@ -58,12 +58,13 @@ def unpack_outputs(packed: Sequence[bytes | None]) -> tuple[Reduction | None, ..
 def _unpacked_reduction(data: bytes) -> Reduction:
     try:
         reduction = pickle.loads(data)  # noqa: S301 - of the process that started this one
+        if not isinstance(reduction, Reduction):
+            raise TypeError(f"it was pickled as {type(reduction).__name__}")
     except Exception as error:  # noqa: BLE001 - it fails this reduction alone
         return _Undeliverable(
             f"a reduction cannot be loaded in vLLM's process, where its class must be "
             f"importable: {type(error).__name__}: {error}"
         )
-    assert isinstance(reduction, Reduction)  # noqa: S101 - `pack_outputs` made it
     return reduction
 
 

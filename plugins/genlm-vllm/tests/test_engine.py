@@ -268,6 +268,18 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     assert len(ROW_BUFFER) == 0
 
 
+def test_the_prefix_cache_is_cleared_after_the_queries_that_run(engine: Any, tiny: Any) -> None:
+    kept, asked = prompts(64, 250, seed=9)
+    engine.cache_prefix(kept, None)
+    query = submit(engine, asked)
+    assert engine.step() == []
+    engine.clear_prefix_cache()
+    assert largest_error(tiny, finish(engine, [query]), [asked]) <= 1e-4
+    before = engine.statistics()["tokens_computed"]
+    assert largest_error(tiny, rows(engine, [(*kept, 5)]), [(*kept, 5)]) <= 1e-4
+    assert engine.statistics()["tokens_computed"] - before == 65
+
+
 def test_a_prefix_that_fails_leaves_nobody_waiting(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

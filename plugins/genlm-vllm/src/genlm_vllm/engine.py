@@ -209,6 +209,10 @@ class VLLMEngine:
             refused = [] if self._residents is None else self._residents.send()
             return refused + (self._requests.fail_lost() or self._advance_vllm())
 
+    def _is_busy(self) -> bool:
+        residents = self._residents
+        return bool(self._requests.unanswered or (residents and residents.unanswered))
+
     def _guarding(self) -> contextlib.AbstractContextManager[None]:
         """Raise `EngineDiedError` for errors that follow from the end of a process."""
         if self._death is not None:
@@ -217,7 +221,7 @@ class VLLMEngine:
 
     def _advance_vllm(self) -> list[Completion]:
         residents = self._residents
-        if not self._requests.unanswered and not (residents and residents.unanswered):
+        if not self._is_busy():
             return []
         try:
             outputs = self._vllm.step()
@@ -340,12 +344,14 @@ class VLLMEngine:
             raise own[0].error
 
     def clear_prefix_cache(self) -> None:
-        """Free all cached prefixes. Answers do not change."""
+        """Free all cached prefixes, after all running queries. Answers do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
+        while self._is_busy():  # vLLM clears nothing while requests hold blocks
+            self._ready += self._advance()
         with self._guarding():
             if self._residents is not None:
-                self._residents.end_idle()  # vLLM clears nothing while requests hold blocks
+                self._residents.end_idle()
             self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:

@@ -25,6 +25,7 @@ from genlm import (
 )
 from genlm_hf.engine import HFEngine
 
+from .population import Oracle
 from .tiny import VOCAB_SIZE, alone, answers, build_model, ids_of_lengths, llama_settings
 
 SEQUENCES = ids_of_lengths(9, 1, 23, 4)
@@ -47,6 +48,14 @@ def make_adapter(base: Any, path: Path, seed: int, **settings: Any) -> Any:
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
         model.save_pretrained(path)
     return model
+
+
+def oracles_of(base: Any, folder: Path) -> dict[str | None, Oracle]:
+    """Oracles of a model, and of two adapters of it, which are saved by their names."""
+    oracles: dict[str | None, Oracle] = {None: Oracle(base)}
+    for seed, name in enumerate(("red", "blue"), start=1):
+        oracles[name] = Oracle(make_adapter(base, folder / name, seed))
+    return oracles
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from genlm_hf.packed import graphs
 
 from .families import FAMILIES
 from .population import Oracle, particles, unique, used
-from .test_adapters import make_adapter
+from .test_adapters import oracles_of
 from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,6 +64,21 @@ def rows(engine: HFEngine, asked: Any) -> list[torch.Tensor]:
     return [row.cpu() for row in answers(engine, asked)]
 
 
+def follow(
+    engine: HFEngine,
+    oracle: Oracle,
+    contexts: list[list[int]],
+    steps: int,
+    adapter: str | None = None,
+) -> list[list[int]]:
+    """Check the rows of contexts that grow by a token a step; return them after the last."""
+    for _ in range(steps):
+        found = rows(engine, [(ids, adapter) for ids in contexts])
+        assert oracle.largest_error(contexts, found) <= 1e-4
+        contexts = grown(contexts)
+    return contexts
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) -> None:
     random.seed(3)
@@ -71,9 +86,7 @@ def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) 
     oracle = Oracle(model)
     engine = captured(model, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
-    for _ in range(6):
-        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
-        contexts = grown(contexts)
+    follow(engine, oracle, contexts, 6)
     assert engine.statistics()["graphs_refused"] == ""
     assert used(engine, "graphs_captured") >= 1
     assert used(engine, "graphs_replayed") >= 2
@@ -96,9 +109,7 @@ def test_several_prompts_are_several_shared_prefixes(tokenizer: Any) -> None:
     oracle, engine = Oracle(model), captured(model, tokenizer)
     prompts = ids_of_lengths(150, 170)
     contexts = [[*prompt, 3 + number] for prompt in prompts for number in range(6)]
-    for _ in range(5):
-        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
-        contexts = grown(contexts)
+    follow(engine, oracle, contexts, 5)
     assert used(engine, "graphs_replayed") >= 2
 
 
@@ -111,11 +122,7 @@ def test_evicted_tokens_are_computed_again(llama: Any, tokenizer: Any) -> None:
         [[*prompt, 3 + number] for number in range(3)] for prompt in ids_of_lengths(20, 22)
     ]
     for turn in range(4):
-        contexts = populations[turn % 2]
-        for _ in range(4):
-            assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
-            contexts = grown(contexts)
-        populations[turn % 2] = contexts
+        populations[turn % 2] = follow(engine, oracle, populations[turn % 2], 4)
     assert used(engine, "tokens_evicted") > 0
     assert used(engine, "graphs_replayed") > 0
 
@@ -124,9 +131,7 @@ def test_each_adapter_has_graphs_and_a_replaced_one_has_new_ones(
     llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     random.seed(5)
-    oracles = {None: Oracle(llama)}
-    for seed, name in enumerate(("red", "blue"), start=1):
-        oracles[name] = Oracle(make_adapter(llama, tmp_path / name, seed))
+    oracles = oracles_of(llama, tmp_path)
     engine = captured(llama, tokenizer)
     engine.add_adapter("red", str(tmp_path / "red"))
     contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(3)]
@@ -134,10 +139,7 @@ def test_each_adapter_has_graphs_and_a_replaced_one_has_new_ones(
     def check(oracle: Oracle, adapter: str | None) -> None:
         nonlocal contexts
         before = used(engine, "graphs_replayed")
-        for _ in range(4):
-            asked = [(ids, adapter) for ids in contexts]
-            assert oracle.largest_error(contexts, rows(engine, asked)) <= 1e-4
-            contexts = grown(contexts)
+        contexts = follow(engine, oracle, contexts, 4, adapter)
         assert used(engine, "graphs_replayed") > before
 
     for name in (None, "red", None):
@@ -154,10 +156,7 @@ def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     prompt = ids_of_lengths(9)[0]
     for count in (2, 12, 2):
-        contexts = [[*prompt, 3 + number] for number in range(count)]
-        for _ in range(4):
-            contexts = grown(contexts)
-            assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
+        follow(engine, oracle, [[*prompt, 3 + number] for number in range(count)], 4)
     assert used(engine, "graphs_captured") >= 3
 
 
@@ -187,9 +186,7 @@ def test_a_graph_with_wrong_rows_never_answers(
     monkeypatch.setattr(graphs, "work_items", wrong)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
-    for _ in range(5):
-        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
-        contexts = grown(contexts)
+    follow(engine, oracle, contexts, 5)
     assert used(engine, "graphs_replayed") == 0
     assert "differed by" in str(engine.statistics()["graphs_refused"])
     assert "runs without CUDA graphs" in caplog.text
@@ -204,8 +201,6 @@ def test_what_capturing_raises_is_logged_and_the_engine_goes_on(
     monkeypatch.setattr(graphs, "step_attention", broken)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
-    for _ in range(4):
-        assert oracle.largest_error(contexts, rows(engine, contexts)) <= 1e-4
-        contexts = grown(contexts)
+    follow(engine, oracle, contexts, 4)
     assert used(engine, "graphs_captured") == 0
     assert "not permitted" in caplog.text

@@ -250,7 +250,7 @@ def test_chunks_blocks_and_later_tokens_are_no_windows() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("llama", "it is on the device cpu, which has no CUDA graphs"),
+        ("llama", "CUDA graphs need a CUDA device, and it is on cpu"),
         ("mamba", "it is served by the execution path 'padded'"),
     ],
 )

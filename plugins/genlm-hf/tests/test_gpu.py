@@ -20,7 +20,7 @@ from genlm_hf.engine import HFEngine
 
 from .families import FAMILIES
 from .population import Oracle, particles, unique, used
-from .test_adapters import make_adapter
+from .test_adapters import make_adapter, oracles_of
 from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 DEVICE = os.environ.get("GENLM_TEST_DEVICE", "cuda")
@@ -93,9 +93,7 @@ def test_several_adapters_in_one_batch_give_each_its_rows_while_prefixes_fork(
     llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     random.seed(5)
-    oracles = {None: Oracle(llama)}
-    for seed, name in enumerate(("red", "blue"), start=1):
-        oracles[name] = Oracle(make_adapter(llama, tmp_path / name, seed))
+    oracles = oracles_of(llama, tmp_path)
     engine = HFEngine.from_model(llama.to(DEVICE), tokenizer)
     for name in ("red", "blue"):
         engine.add_adapter(name, str(tmp_path / name))

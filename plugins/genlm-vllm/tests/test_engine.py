@@ -280,7 +280,7 @@ def test_the_prefix_cache_is_cleared_after_the_queries_that_run(engine: Any, tin
     assert engine.statistics()["tokens_computed"] - before == 65
 
 
-def test_a_prefix_that_fails_leaves_nobody_waiting(
+def test_a_prefix_that_fails_fails_the_queries_beside_it(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = prompts(100, 250, seed=7)

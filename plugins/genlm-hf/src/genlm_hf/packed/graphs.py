@@ -211,7 +211,7 @@ def _refuse(device: torch.device, layout: AttentionLayout) -> None:
     """Raise `UnsupportedModelError` if steps cannot be captured."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
-        raise UnsupportedModelError(f"it is on the device {device}, which has no CUDA graphs")
+        raise UnsupportedModelError(f"CUDA graphs need a CUDA device, and it is on {device}")
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedModelError("Triton is not installed (pip install triton)")
     for layer in layout.layers:

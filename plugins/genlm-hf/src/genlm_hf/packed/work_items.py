@@ -147,8 +147,9 @@ def sections(size: StepSize, tile: int) -> Sections[slice]:
 def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:
     """Return the numbers of a pass, padded; `sections` tells where each is.
 
-    Padding is query tokens that write to the scratch slot and have no work item, and work
-    items without query tokens and slots. Slots, the last section, are not padded.
+    Query tokens that are added write to the scratch slot and belong to no work item; work
+    items that are added have neither query tokens nor slots. Slots, the last section, are not
+    padded.
     """
     where = sections(size, items.tile)
     numbers = np.zeros(where.slots.start + len(items.slots), np.int64)

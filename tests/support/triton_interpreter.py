@@ -1,0 +1,33 @@
+"""Triton's interpreter, which runs kernels on machines without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from programs import run_program
+
+__all__ = ["passed_in_the_interpreter"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def passed_in_the_interpreter(tests: Path) -> int:
+    """Run the tests of a file that are marked `gpu`; return how many passed, if all did.
+
+    Triton decides at its import whether it interprets, so that needs a process of its own.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    # numpy stands in for the GPU there, and warns of infinities and nan.
+    numpy_warns = ["-W", "ignore::RuntimeWarning:triton.runtime.interpreter"]
+    done = run_program(
+        *(*command, *numpy_warns, tests),
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert "skipped" not in done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    return int(passed[1])

@@ -88,6 +88,7 @@ gpu:  ## tests, checks and benchmarks on a GPU, with what PYTHON has installed; 
 
 docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and from runs
 	$(BIN)/python scripts/generate_plugin_docs.py --run
+	$(BIN)/python scripts/commands_page.py
 	for backend in hf mlx vllm; do $(BIN)/python scripts/architectures.py --backend $$backend || exit 1; done
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_figures.py

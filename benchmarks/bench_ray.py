@@ -40,7 +40,7 @@ from report import print_report
 import genlm
 from genlm.plugin import refresh
 from genlm_ray.engine import RayEngine
-from genlm_ray.router import Placed, Router
+from genlm_ray.router import RoutedQuery, Router
 
 POPULATION, PROMPT, STEPS, EVERY = 64, 256, 32, 4
 CONCURRENT = 1000
@@ -70,8 +70,8 @@ def genlm_backends():
 class RoundRobin(Router):
     """Deals queries out in turn, wherever their parents are."""
 
-    def _place(self, placed: list[Placed]) -> None:
-        for each in placed:
+    def _place(self, routed: list[RoutedQuery]) -> None:
+        for each in routed:
             replicas = self.replicas
             self._put(each, replicas[each.order % len(replicas)])
 

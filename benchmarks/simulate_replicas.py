@@ -170,12 +170,12 @@ class Simulation:
             replica = self.replicas[number]
             while replica.calls < MOST_CALLS:
                 began = time.thread_time()
-                placed = self.router.take(number, MOST_ROWS)
+                routed = self.router.take(number, MOST_ROWS)
                 self._spend(time.thread_time() - began, 0)
-                if not placed:
+                if not routed:
                     break
                 replica.calls += 1
-                queries = [each.query.query_id for each in placed]
+                queries = [each.query.query_id for each in routed]
                 self._at(
                     self.driver_free_s + self.times.message_s, "arrived", (number, queries)
                 )

@@ -31,7 +31,7 @@ async def constrained(
     mask = xgrammar.allocate_token_bitmask(1, llm.vocab_size)
     while not matcher.is_terminated():
         matcher.fill_next_token_bitmask(mask)
-        drawn = await context.draw(mask[0], seed=seed)
+        drawn = await context.draw(mask, seed=seed)
         log_weight += drawn.log_mass
         matcher.accept_token(drawn.token_id)
         context = context.extend(drawn.token_id)

@@ -10,14 +10,20 @@ sources.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import logging
 import posixpath
 import re
+import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import griffe
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
@@ -26,14 +32,30 @@ PAGES = (
     *("*.md", "core/README.md", "docs/**/*.md", "examples/genlm-toy/README.md"),
     *("plugins/*/README.md", "plugins/genlm-hf/src/genlm_hf/demo/MODEL.md"),
 )
-IMAGES = "docs/**/*.svg"
+ASSETS = "docs/**/*.svg", "docs/assets/site.css"
 EXAMPLES = "examples/*.py"
 NOTEBOOKS = ("docs/tutorials/first-steps.ipynb", "docs/tutorials/steering.ipynb")
 """In the order in which they are to be read."""
 
 REFERENCE = {
-    "models": ("Models and contexts", ["genlm.AsyncLM", "genlm.Context"]),
-    "caches": ("Caches and statistics", ["genlm.OutputCache", "genlm.Statistics"]),
+    "models": (
+        "Models and contexts",
+        ["genlm.load_model", "genlm.AsyncLM", "genlm.Context", "genlm.Capability"],
+    ),
+    "results": (
+        "Masks, reductions and results",
+        [
+            *("genlm.Mask", "genlm.DrawnToken", "genlm.TopTokens", "genlm.TokenScores"),
+            "genlm.Reduction",
+        ],
+    ),
+    "caches": (
+        "Caches and statistics",
+        [
+            *("genlm.OutputCache", "genlm.Statistics"),
+            "genlm.core.statistics.SchedulerStatistics",  # whose fields those have, too
+        ],
+    ),
     "vocabulary": (
         "Vocabularies and bytes",
         ["genlm.Token", "genlm.plugin.Vocabulary", "genlm.decode_vocab", "genlm.ByteReader"],
@@ -43,6 +65,7 @@ REFERENCE = {
         "Token tries",
         ["genlm.get_trie", "genlm.TokenCharacterTrie", "genlm.AsyncTokenCharacterTrie"],
     ),
+    "more": ("Other names", []),
     "hf": ("Options of hf", ["genlm_hf.engine.HFEngine"]),
     "vllm": ("Options of vllm", ["genlm_vllm.engine.VLLMEngine"]),
     "sgl": ("Options of sgl", ["genlm_sgl.engine.SGLEngine"]),
@@ -52,19 +75,15 @@ REFERENCE = {
     "reference": ("Options of reference", ["genlm.core.reference.engine.ReferenceEngine"]),
     "cuda": ("Options of cuda", ["genlm_trie_cuda.trie.DeviceTrie"]),
     "choosing": ("Choosing a backend", ["genlm.use_backend", "genlm.list_backends"]),
-    "errors": ("Errors", ["genlm.core.errors"]),
+    "errors": ("Errors", ["genlm.core.errors", "genlm.UnverifiedModelWarning"]),
     "plugin": (
         "For plugin authors",
         [
-            *("genlm.plugin.BackendSpec", "genlm.plugin.BatchEngine", "genlm.plugin.Engine"),
-            *("genlm.plugin.LoraEngine", "genlm.plugin.PrefixCacheEngine"),
-            *("genlm.plugin.Capability", "genlm.plugin.Query", "genlm.plugin.TokenSequence"),
-            *("genlm.plugin.SamplingParams", "genlm.plugin.Completion"),
-            *("genlm.plugin.rows_from_logits", "genlm.plugin.draw_tokens"),
-            *("genlm.plugin.stream_uniform", "genlm.plugin.check_query"),
-            *("genlm.plugin.model_source", "genlm.plugin.ModelFacts"),
-            *("genlm.plugin.cache_budget_bytes", "genlm.plugin.free_memory_bytes"),
-            *("genlm.plugin.preserve_process_state", "genlm.plugin.claim_process"),
+            *("genlm.plugin.BackendSpec", "genlm.plugin.hookimpl", "genlm.plugin.BatchEngine"),
+            *("genlm.plugin.Engine", "genlm.plugin.LoraEngine"),
+            *("genlm.plugin.PrefixCacheEngine", "genlm.plugin.Query"),
+            *("genlm.plugin.TokenSequence", "genlm.plugin.SamplingParams"),
+            *("genlm.plugin.Completion", "genlm.plugin.rows_from_logits"),
         ],
     ),
     "prefix": ("Shared prefixes", ["genlm.prefix"]),
@@ -77,10 +96,34 @@ REFERENCE = {
         ],
     ),
 }
-"""Pages of the API reference: file name, title, and what each documents."""
+"""Pages of the API reference: file name, title, and what each documents first."""
 
-NOTES = {"models": "`genlm.load_model` is `AsyncLM.from_name`."}
+EXPORTS = {
+    "genlm": "more",
+    "genlm.plugin": "plugin",
+    "genlm.prefix": "prefix",
+    "genlm.testing": "testing",
+}
+"""Modules whose `__all__` is documented: public names that REFERENCE does not place come to the
+end of this page, so that a new name is documented as soon as it is exported."""
+
+NOTES = {
+    "models": "A method whose name ends in `_sync` does what the method without that ending "
+    "does, and waits for the result; it needs no event loop.",
+}
 """What a page of the API reference says before the objects."""
+
+_UNDESCRIBED = {"show_if_no_docstring": True}
+
+OPTIONS = {
+    # Its attributes are set in `__init__`, and its bases are private.
+    "genlm.AsyncLM": _UNDESCRIBED | {"show_bases": False, "summary": True},
+    "genlm.Context": _UNDESCRIBED | {"summary": True},
+    "genlm.Mask": _UNDESCRIBED,
+    "genlm.TokenCharacterTrie": _UNDESCRIBED,
+    "genlm.plugin.BackendInfo": _UNDESCRIBED,  # it inherits fields of BackendSpec
+}
+"""Options of mkdocstrings for one object."""
 
 _log = logging.getLogger("mkdocs.hooks.site_pages")  # strict builds fail on its warnings
 
@@ -93,21 +136,35 @@ def on_config(config: Any) -> Any:
     """Fill in the parts of the navigation that follow from files."""
     lists = {
         "TUTORIALS": [_page_of(place) for place in (*NOTEBOOKS, *_under(EXAMPLES))],
-        "REFERENCE": [f"reference/{name}.md" for name in REFERENCE],
+        "REFERENCE": ["docs/commands.md", *(f"reference/{name}.md" for name in _reference())],
         "DECISIONS": ["docs/decisions/README.md", *_under("docs/decisions/0*.md")],
     }
     for entry in config["nav"]:
         [(title, place)] = entry.items()
         if isinstance(place, str) and place in lists:
             entry[title] = lists[place]
+    config["markdown_extensions"].append(_Lists())
     return config
+
+
+class _Lists(Extension):
+    """Lists that follow a paragraph without an empty line, in pages and docstrings."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 - named by Markdown
+        md.preprocessors.register(_SeparateLists(md), "separate_lists", 0)  # after code blocks
+
+
+class _SeparateLists(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        begun = r"^((?![-*|] |\d+\. )\S.*\n)(?=[-*] )"
+        return re.sub(begun, r"\1\n", "\n".join(lines), flags=re.MULTILINE).split("\n")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Replace the files of docs/ by the pages under their places in the repository."""
     found = [file for file in files if file.inclusion.is_excluded() or not _in_docs(file)]
     kept = Files(found)
-    for pattern in (*PAGES, IMAGES):
+    for pattern in (*PAGES, *ASSETS):
         for place in _under(pattern):
             path = str(REPOSITORY / place)
             kept.append(File.generated(config, place, abs_src_path=path))
@@ -119,9 +176,7 @@ def on_files(files: Files, config: Any) -> Files:
     for place in NOTEBOOKS:
         page = "\n\n".join(_cells(json.loads((REPOSITORY / place).read_text("utf-8"))))
         kept.append(File.generated(config, _page_of(place), content=page))
-    for name, (title, objects) in REFERENCE.items():
-        page = f"# {title}\n\n{NOTES.get(name, '')}\n\n"
-        page += "".join(f"::: {each}\n\n" for each in objects)
+    for name, page in _reference().items():
         kept.append(File.generated(config, f"reference/{name}.md", content=page))
     return kept
 
@@ -159,6 +214,41 @@ def _nested(lines: Iterable[str]) -> Iterator[str]:
         in_code ^= line.startswith("```")
         spaces = len(line) - len(line.lstrip())
         yield f" {line}" if not in_code and spaces % 4 == 3 else line
+
+
+@functools.cache
+def _reference() -> dict[str, str]:
+    """The Markdown of each page of the API reference that has anything to document."""
+    objects = {page: list(listed) for page, (_, listed) in REFERENCE.items()}
+    listed = {each for page in objects.values() for each in page}
+    listed |= {f"genlm.{name}" for name in _exports("genlm.core.errors")}
+    names = {each.rpartition(".")[2] for each in listed}
+    for module, page in EXPORTS.items():
+        new = [name for name in _exports(module) if name not in names]
+        objects[page] += [f"{module}.{name}" for name in new if not name.startswith("__")]
+        names.update(new)
+    return {
+        page: f"# {title}\n\n{NOTES.get(page, '')}\n\n"
+        + "\n\n".join(map(_block, objects[page]))
+        for page, (title, _) in REFERENCE.items()
+        if objects[page]
+    }
+
+
+def _exports(module: str) -> list[str]:
+    """Return a module's `__all__`; only modules that derive theirs are run."""
+    sources = REPOSITORY / "core" / "src"
+    found = griffe.load(module, search_paths=[sources], allow_inspection=False)
+    if written := [str(name) for name in found.exports or ()]:
+        return written
+    sys.path.insert(0, str(sources))
+    return list(import_module(module).__all__)
+
+
+def _block(path: str) -> str:
+    """What tells mkdocstrings to document an object."""
+    options = OPTIONS.get(path)
+    return f"::: {path}" + (f"\n    options: {json.dumps(options)}" if options else "")
 
 
 def _under(pattern: str) -> list[str]:

@@ -88,6 +88,7 @@ def test_the_readme_runs(demo, adapter, capsys):
     source = source.replace("path/to/adapter", str(adapter))
     names = asyncio.run(run(source, {"genlm": genlm, "ids": [1, 2, 3]}))
     assert names["drawn"].token_id in (7, 8)
+    assert names["many"].lengths.tolist() == [4] * 100
     assert len(names["continuation"]) <= 50
     assert isinstance(names["text"], str)
     assert not torch.equal(names["row"], names["rows"][0])
@@ -193,6 +194,24 @@ def test_the_index_of_decisions_has_each_by_its_title():
     for page in sorted((REPOSITORY / "docs/decisions").glob("0*.md")):
         number, _, title = page.read_text("utf-8").partition("\n")[0][2:].partition(". ")
         assert f"{number}. [{title}]({page.name})" in index.splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_page_has_no_placeholders(page):
+    """Names of constants and variables are code, so a bare one is text that nobody wrote."""
+    prose = re.sub(
+        r"```.*?```|`[^`]*`|\]\([^)]*\)", "", page.read_text("utf-8"), flags=re.DOTALL
+    )
+    names = {*re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b|\b(?:TODO|TBD|FIXME|FEW)\b", prose)}
+    assert names <= {"GENLM_BACKEND", "RAY_ADDRESS", "RLIMIT_AS"}
+
+
+def test_the_readme_installs_torch_for_the_cpu_as_the_page_on_installing_does():
+    lines = "".join(blocks("README.md", "bash")).splitlines()
+    [line] = [line for line in lines if line.endswith("/whl/cpu")]
+    assert line in blocks("docs/installing.md", "bash")[1].splitlines()
+    required = (REPOSITORY / "requirements.txt").read_text("utf-8").splitlines()
+    assert [each for each in required if each.startswith("torch")] == [line.split("'")[1]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

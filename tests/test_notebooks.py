@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 
 import pytest
 from documents import REPOSITORY
@@ -30,6 +31,13 @@ def test_a_notebook_shows_the_outputs_of_its_cells(path):
         assert printed(now) == printed(before), "run python scripts/run_notebooks.py"
         assert plots(now) == plots(before)
     assert any(map(printed, stored))
+
+
+def test_the_outputs_do_not_depend_on_an_extra_of_genlm_hf(monkeypatch):
+    """The notebook installs genlm-hf alone, so it is run as if peft were not installed."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    path = next(path for path in script.NOTEBOOKS if path.stem == "first-steps")
+    test_a_notebook_shows_the_outputs_of_its_cells(path)
 
 
 def test_there_are_two_notebooks_and_one_plots():

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import os
 import re
+import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import griffe
 import pytest
 from documents import REPOSITORY
-from programs import run_program
+from programs import run_code, run_program
+
+import genlm
 
 PAGES = ["README.md", "core/README.md", "docs/**/*.md", "plugins/*/README.md"]
 ENGINES = {
@@ -96,14 +101,108 @@ def test_the_reference_has_every_option_of_every_engine(pages, name):
     assert len(options) >= 2
 
 
-def test_the_reference_has_the_names_that_users_import(pages):
+@pytest.fixture(scope="module")
+def documented(pages) -> set[str]:
+    """Paths of what the reference documents under a heading or in a table of attributes."""
     text = "".join(page for place, page in pages.items() if place.startswith("reference/"))
-    for name in (
-        "next_token_logprobs",
-        "extend",
-        "systematic_resampling",
-        "ContextLengthError",
-    ):
-        assert f"{name}" in text
-    models = pages["reference/models"]
-    assert models.count('class="doc doc-object doc-function"') > 15
+    headings = re.findall(r'<h[2-6] id="([\w.]+)"', text)
+    return {*headings, *re.findall(r'<td><code><span title="([\w.]+)"', text)}
+
+
+EXPORTED = ["genlm", "genlm.plugin", "genlm.prefix", "genlm.smc", "genlm.testing"]
+HOMES = [*EXPORTED, "genlm.core.errors", "genlm.core.statistics"]
+"""Modules under whose names the reference documents classes."""
+
+
+@pytest.mark.parametrize("module", EXPORTED)
+def test_the_reference_has_every_public_name(documented, module):
+    names = {name for name in import_module(module).__all__ if not name.startswith("__")}
+    assert names
+    elsewhere = {path.rpartition(".")[2] for path in documented if _is_public(path)}
+    assert names - elsewhere == set()
+
+
+def _is_public(path: str) -> bool:
+    """Whether a path is that of a name in a public module, not of a member of a class."""
+    return path.rpartition(".")[0] in HOMES
+
+
+@pytest.mark.parametrize("module", ["genlm", "genlm.plugin"])
+def test_the_reference_has_every_public_member_of_every_public_class(documented, module):
+    missing = []
+    for name in import_module(module).__all__:
+        found = getattr(import_module(module), name)
+        if isinstance(found, type) and not issubclass(found, BaseException):
+            homes = {f"{home}.{each.__name__}" for each in found.__mro__ for home in HOMES}
+            written = {path for path in documented if path.rpartition(".")[0] in homes}
+            members = {path.rpartition(".")[2] for path in written}
+            missing += [f"{name}.{each}" for each in _public_members(found) - members]
+    assert missing == []
+
+
+def _public_members(found: type) -> set[str]:
+    """Members that genlm defines, inherited ones among them, and fields of instances."""
+    ours = [base for base in found.__mro__ if base.__module__.startswith("genlm")]
+    defined = {name for base in ours for name in {*vars(base), *_annotations(base)}}
+    if found is genlm.AsyncLM:
+        with genlm.load_model("demo", "reference") as llm:
+            defined |= {*vars(llm)}
+    return {name for name in defined if not name.startswith("_")}
+
+
+def _annotations(found: type) -> dict[str, object]:
+    return vars(found).get("__annotations__", {})
+
+
+def test_a_new_public_name_is_documented_without_a_change_of_the_hook(monkeypatch):
+    path = REPOSITORY / "scripts" / "site_pages.py"
+    spec = importlib.util.spec_from_file_location("site_pages", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(genlm, "__all__", [*genlm.__all__, "Novelty"])
+    assert "::: genlm.Novelty" in script._reference()["more"]
+
+
+def test_the_pages_are_written_without_torch():
+    """`make site` has an environment of its own, with the site's requirements alone."""
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(['torch', 'numpy', 'pluggy', 'rich']);"
+        "sys.path.insert(0, 'scripts'); import site_pages; print(len(site_pages._reference()))"
+    )
+    assert int(run_code(code, cwd=REPOSITORY).stdout) > 15
+
+
+def test_the_site_has_the_commands_and_leads_to_the_repository(pages):
+    assert "genlm score" in pages["docs/commands"]
+    for place, text in pages.items():
+        assert '<a href="https://github.com/genlm/genlm" title="Go to repository"' in text, (
+            place
+        )
+        assert "docs/commands/" in text.replace('href="./"', 'href="docs/commands/"'), place
+
+
+BROWSER = next(filter(shutil.which, ["chromium", "chromium-browser", "google-chrome"]), None)
+MEASURE = """<script>
+addEventListener("load", () => {
+  const blocks = [...document.querySelectorAll("pre > code")]
+  const cut = blocks.filter((block) => block.scrollWidth > block.clientWidth)
+  document.body.innerHTML = `<b id="cut">${cut.length} of ${blocks.length}</b>`
+})
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+@pytest.mark.parametrize(
+    "place", [".", "docs/guide", "docs/tutorials/steering", "reference/hf"]
+)
+def test_no_block_of_code_is_cut_in_a_window_of_1300_pixels(site, tmp_path, place):
+    page = site / place / "measured.html"
+    text = (site / place / "index.html").read_text("utf-8")
+    page.write_text(text.replace("</body>", MEASURE), "utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    command = [BROWSER, *options, "--window-size=1300,2000", "--dump-dom", page.as_uri()]
+    [(cut, blocks)] = re.findall(r'id="cut">(\d+) of (\d+)<', run_program(*command).stdout)
+    page.unlink()
+    assert int(cut) == 0
+    assert int(blocks) > 0

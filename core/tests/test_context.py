@@ -21,8 +21,7 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
-from genlm.core import context as context_module
-from genlm.core.context import ContextKey, Hold, Holds
+from genlm.core.context import ContextKey, ContextLease, LeaseTable
 from genlm.core.errors import TokenIdError, TokenTypeError
 
 VOCAB_SIZE = 16
@@ -60,10 +59,10 @@ def released_by_now(llm: AsyncLM, engine: KeepingEngine) -> list[tuple[str | Non
     """What the engine let go of, once it was told of all contexts that were dropped before."""
     marker = llm.context([1, 1, 1])
     llm.next_token_logprobs_uncached_sync(marker)
-    holds, key = llm._requests._holds, (None, marker.sequence.key)
-    assert holds is not None
+    leases, key = llm._requests._leases, (None, marker.sequence.key)
+    assert leases is not None
     del marker
-    wait_for(lambda: key not in holds._by_key)
+    wait_for(lambda: key not in leases._counts)
     return [each for each in engine.released.copy() if each != key]
 
 
@@ -242,7 +241,9 @@ def test_many_contexts_dropped_at_once_are_all_released(keeping: Any) -> None:
     gc.collect()
     wait_for(lambda: set(engine.released) == keys)
     assert len(engine.released) == len(keys)
-    assert len(llm._requests._holds._by_key) == 0
+    leases = llm._requests._leases
+    assert leases is not None
+    assert leases._counts == {}
 
 
 def test_an_engine_that_fails_to_release_goes_on(keeping: Any, caplog: Any) -> None:
@@ -278,101 +279,77 @@ def test_a_context_keeps_its_model_alive() -> None:
 KEY = (None, b"1234")
 
 
+OTHER = (None, b"5678")
+
+
 class Drops:
-    """Holds, the keys of those that died, and an engine that records what it lets go of."""
+    """Leases, the keys of those that were dropped, and an engine that records releases."""
 
     def __init__(self) -> None:
-        self.holds, self.engine = Holds(), KeepingEngine(VOCAB_SIZE)
-        self.keys: list[ContextKey] = []
-        self.holds.on_drop = self.keys.append
+        self.leases, self.engine = LeaseTable(), KeepingEngine(VOCAB_SIZE)
+        self.dropped: list[tuple[ContextKey, ...]] = []
+        self.leases.on_drop = self.dropped.append
 
     def released(self) -> list[ContextKey]:
-        """What the engine lets go of when it handles the drops up to now."""
-        keys, self.keys[:] = self.keys.copy(), []
-        self.holds.release(self.engine, keys)
+        """What the engine releases when it handles the drops up to now."""
+        dropped, self.dropped[:] = self.dropped.copy(), []
+        self.leases.release(self.engine, dropped)
         released, self.engine.released = self.engine.released, []
         return released
 
 
-def test_a_drop_that_is_handled_at_once_is_not_lost() -> None:
+def test_a_context_is_released_with_its_last_lease() -> None:
     drops = Drops()
-    found: list[list[ContextKey]] = []
-
-    def handled(key: ContextKey) -> None:  # as by the engine's thread
-        drops.keys.append(key)
-        found.append(drops.released())
-
-    drops.holds.on_drop = handled
-    drops.holds.of(KEY)
-    assert found == [[KEY]]
-
-
-def test_a_hold_that_dies_while_its_context_is_held_again_is_not_handed_out() -> None:
-    drops = Drops()
-    others: list[Hold] = []
-
-    def held_again(key: ContextKey) -> None:  # as by another thread
-        drops.holds.on_drop = drops.keys.append
-        drops.keys.append(key)
-        others.append(drops.holds.of(key))
-
-    drops.holds.on_drop = held_again
-    drops.holds.of(KEY)
-    assert drops.keys == [KEY]
+    first, second = drops.leases.lease([KEY]), drops.leases.find(KEY)
+    assert second is not None
+    del first
     assert drops.released() == []
-    assert drops.holds.of(KEY) is others[0]
-    others.clear()
-    assert drops.keys == [KEY]
+    del second
     assert drops.released() == [KEY]
+    assert drops.leases.find(KEY) is None
 
 
-def test_the_drop_of_an_earlier_hold_leaves_a_later_one_alone() -> None:
+def test_a_context_that_is_leased_again_before_its_drop_is_handled_is_not_released() -> None:
     drops = Drops()
-    drops.holds.of(KEY)
-    hold = drops.holds.of(KEY)
-    assert drops.keys == [KEY]
+    drops.leases.lease([KEY])  # dropped at once
+    lease = drops.leases.lease([KEY])
+    assert drops.dropped == [(KEY,)]
     assert drops.released() == []
-    assert drops.holds.of(KEY) is hold
-    del hold
-    assert drops.keys == [KEY]
+    del lease
     assert drops.released() == [KEY]
-    assert drops.holds._by_key == {}
+    assert drops.leases._counts == {}
 
 
-def test_holds_are_made_and_released_under_the_lock_alone() -> None:
-    class LockedKey(tuple[Any, ...]):
-        def __hash__(self) -> int:
-            assert drops.holds._lock.locked()
-            return super().__hash__()
+def test_a_lease_of_many_contexts_is_released_in_one_call() -> None:
+    drops = Drops()
+    other = drops.leases.lease([OTHER])
+    many = drops.leases.lease([KEY, OTHER, KEY])
+    del many
+    assert drops.dropped == [(KEY, OTHER, KEY)]
+    assert drops.released() == [KEY]
+    del other
+    assert drops.released() == [OTHER]
 
-    drops, key = Drops(), LockedKey(KEY)
-    drops.holds.of(key)  # type: ignore[arg-type]
+
+def test_a_drop_takes_no_lock_which_its_thread_may_have() -> None:
+    drops = Drops()
+    lease = drops.leases.lease([KEY])
+    with drops.leases._lock:  # as when garbage is collected within the table
+        del lease
     assert drops.released() == [KEY]
 
 
-def test_threads_share_the_holds_that_live_and_each_that_died_is_dropped_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[None] = []
-
-    class Counted(Hold):
-        def __init__(self) -> None:
-            made.append(None)
-
-    monkeypatch.setattr(context_module, "Hold", Counted)
+def test_threads_count_leases_without_losing_any() -> None:
     drops, keys = Drops(), [(None, bytes([i])) for i in range(3)]
     start = threading.Barrier(4)
 
     def work(thread: int) -> None:
         start.wait(TIMEOUT_S)
-        kept: deque[tuple[ContextKey, Hold]] = deque(maxlen=2)
+        kept: deque[ContextLease | None] = deque(maxlen=2)
         for turn in range(3000):
             key = keys[(turn * 7 + thread) % 3]
-            kept.append((key, drops.holds.of(key)))
-            for key, hold in kept:
-                assert drops.holds.of(key) is hold
-            if turn % 5 == thread:
-                kept.clear()
+            kept.append(drops.leases.lease([key]))
+            kept.append(drops.leases.find(key))
 
     switching_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -381,9 +358,9 @@ def test_threads_share_the_holds_that_live_and_each_that_died_is_dropped_once(
             list(threads.map(work, range(4)))
     finally:
         sys.setswitchinterval(switching_s)
-    assert len(drops.keys) == len(made)
-    assert set(drops.released()) == set(keys)
-    assert drops.holds._by_key == {}
+    assert len(drops.dropped) == 4 * 3000 * 2
+    assert sorted(drops.released()) == keys
+    assert drops.leases._counts == {}
 
 
 # -- keys, lists ----------------------------------------------------------------------

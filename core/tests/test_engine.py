@@ -105,6 +105,79 @@ def test_the_error_of_a_query_is_its_own_and_not_a_chain_of_all_halvings() -> No
     assert error.__context__ is None
 
 
+class RaisingEngine(ScriptedEngine):
+    """Raises what a function returns for the token ids of a batch, if that is an error."""
+
+    def __init__(self, raised: Callable[[list[tuple[int, ...]]], Exception | None]) -> None:
+        super().__init__(VOCAB_SIZE)
+        self.raised = raised
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = super().evaluate(queries)
+        if (error := self.raised(self.batches[-1])) is not None:
+            raise error
+        return rows
+
+
+def test_an_engine_that_always_fails_is_called_a_few_times_however_many_queries() -> None:
+    engine = RaisingEngine(lambda _: ArithmeticError("always"))
+    queries = submitted(engine, [[i % 8, i // 8 % 8, i // 64] for i in range(500)])
+    completions = engine.step()
+    assert [each.query_id for each in completions] == [query.query_id for query in queries]
+    assert {str(each.error) for each in completions} == {"always"}
+    assert len(engine.batches) == 3 + 4  # the batch, its halves, and their ends alone
+
+
+@given(st.integers(1, 40), st.data())
+def test_culprits_that_fail_alike_fail_nobody_else(count: int, data: st.DataObject) -> None:
+    inner = range(1, count - 1)
+    culprits = data.draw(st.sets(st.sampled_from(inner))) if inner else set()
+    sequences = [(i % 8, i // 8) for i in range(count)]
+    poison = {sequences[i] for i in culprits}
+    engine = RaisingEngine(lambda batch: ValueError("alike") if poison & {*batch} else None)
+    submitted(engine, sequences)
+    failed = {each.query_id - 100 for each in engine.step() if each.error is not None}
+    assert failed == culprits
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("HIP error: unspecified launch failure"),
+        getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: an illegal address"),
+    ],
+    ids=str,
+)
+def test_nothing_more_is_evaluated_on_a_device_that_has_failed(error: Exception) -> None:
+    engine = RaisingEngine(lambda _: error)
+    submitted(engine, [[i % 8, i // 8] for i in range(50)])
+    assert [each.error for each in engine.step()] == [error] * 50
+    assert len(engine.batches) == 1
+
+
+def test_queries_evaluated_before_the_device_failed_are_answered() -> None:
+    def raised(batch: list[tuple[int, ...]]) -> Exception | None:
+        if len(batch) > 2:
+            return ValueError("too many")
+        return RuntimeError("CUDA error: unknown") if (5,) in batch else None
+
+    engine = RaisingEngine(raised)
+    submitted(engine, [[i] for i in range(8)])
+    completions = engine.step()
+    assert [each.error is None for each in completions] == [True] * 4 + [False] * 4
+    assert {str(each.error) for each in completions[4:]} == {"CUDA error: unknown"}
+
+
+def test_a_batch_for_which_memory_is_short_is_halved() -> None:
+    def raised(batch: list[tuple[int, ...]]) -> Exception | None:
+        return RuntimeError("CUDA error: out of memory") if len(batch) > 2 else None
+
+    engine = RaisingEngine(raised)
+    submitted(engine, [[i] for i in range(8)])
+    assert all(each.error is None for each in engine.step())
+
+
 # -- what a step evaluates ------------------------------------------------------------
 
 

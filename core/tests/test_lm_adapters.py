@@ -411,7 +411,7 @@ def test_requests_under_way_are_answered_with_the_adapter(make_model: MakeModel)
 
 def test_a_removal_waits_no_longer_than_a_cancelled_request(make_model: MakeModel) -> None:
     engine = RemovingEngine(VOCAB_SIZE)
-    llm = make_model(engine, max_wait_s=1e6)
+    llm = make_model(engine)
     llm.add_new_lora("folder/a", "a")
 
     async def main() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
+from genlm import BatchEngine, Query, Reduction, Token, Vocabulary
 from genlm.core.cache import OutputCache
 from genlm.core.errors import EvaluationError
 from genlm.core.lm import AsyncLM
@@ -203,3 +205,131 @@ def sync_or_error(llm: AsyncLM, sequence: list[int]) -> torch.Tensor | Evaluatio
         return llm.next_token_logprobs_sync(sequence)
     except EvaluationError as error:
         return error
+
+
+# -- where rows are touched -----------------------------------------------------------
+
+LARGE = 20_000
+"""Ids of a vocabulary of which one row is more than the event loop may copy."""
+
+
+class WideEngine(BatchEngine):
+    """Has rows that are too large to be touched on the event loop."""
+
+    def __init__(self) -> None:
+        tokens = [Token(i, i.to_bytes(2, "big")) for i in range(LARGE)]
+        self.vocabulary = Vocabulary(None, tokens, [str(i) for i in range(LARGE)])
+        self.evaluated: list[tuple[int, ...]] = []
+
+    def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
+        self.evaluated += [query.token_ids for query in queries]
+        rows = [
+            torch.randn(LARGE, generator=torch.Generator().manual_seed(sum(query.token_ids)))
+            for query in queries
+        ]
+        return torch.stack(rows).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Where(Reduction):
+    """The thread that reduces, and how many rows it reduces at once."""
+
+    number: int = 0
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Where]) -> list[tuple[str, int]]:
+        return [(threading.current_thread().name, len(requests))] * len(requests)
+
+
+def test_known_rows_are_reduced_together_and_off_the_event_loop(make_model: MakeModel) -> None:
+    engine = WideEngine()
+    llm = make_model(engine)
+    contexts = [[i] for i in range(8)]
+    llm.batch_next_token_logprobs_sync(contexts)
+    evaluated = engine.evaluated.copy()
+
+    async def main() -> list[Any]:
+        wanted = [Where(i) for i in range(8)]
+        return [
+            *await llm.batch_reduce(contexts, wanted),
+            await llm.reduce([3], Where(99)),
+        ]
+
+    own = threading.current_thread().name
+    *several, one = asyncio.run(main())
+    assert {count for _, count in several} == {8}
+    assert one[1] == 1
+    assert own not in {name for name, _ in [*several, one]}
+    waited = llm.batch_reduce_sync(contexts, [Where(100 + i) for i in range(8)])
+    assert waited == [(own, 8)] * 8  # a thread that waits anyway
+    assert engine.evaluated == evaluated
+
+
+def test_known_rows_that_are_large_are_copied_off_the_event_loop(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_model(WideEngine())
+    rows = llm.batch_next_token_logprobs_sync([[1], [2]])
+    threads: list[str] = []
+
+    def get(self: OutputCache, key: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return original(self, key)
+
+    original = OutputCache.get
+    monkeypatch.setattr(OutputCache, "get", get)
+
+    async def main() -> None:
+        assert torch.equal(await llm.next_token_logprobs([1]), rows[0])
+        assert torch.equal(await llm.batch_next_token_logprobs([[1], [2]]), rows)
+
+    asyncio.run(main())
+    assert len(threads) == 3
+    assert threading.current_thread().name not in threads
+
+
+def test_draws_from_known_rows_are_those_from_rows_that_are_computed(
+    make_model: MakeModel,
+) -> None:
+    engine = WideEngine()
+    llm = make_model(engine, output_cache=OutputCache(0))
+    known = make_model(WideEngine())
+    contexts = [[i % 3] for i in range(9)]
+    known.batch_next_token_logprobs_sync(contexts)
+    expected = llm.batch_draw_sync(contexts, seed=4)
+    assert asyncio.run(known.batch_draw(contexts, seed=4)) == expected
+    assert known.batch_draw_sync(contexts, seed=4) == expected
+
+
+def test_rows_that_are_evicted_while_others_are_read_are_computed(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = WideEngine()
+    llm = make_model(engine)
+    rows = llm.batch_next_token_logprobs_sync([[1], [2], [3]])
+    monkeypatch.setattr(OutputCache, "get", lambda *_: None)
+    monkeypatch.setattr(OutputCache, "kept", lambda *_: None)
+    again = asyncio.run(llm.batch_next_token_logprobs([[3], [1]]))
+    assert torch.equal(again, rows[[2, 0]])
+    [top] = asyncio.run(llm.batch_top_k([[2]], 1))
+    assert top.token_ids.item() == rows[1].argmax()
+    assert torch.equal(asyncio.run(llm.next_token_logprobs([2])), rows[1])
+    assert len(engine.evaluated) == 7
+    assert llm.statistics().cache_hits == 0
+
+
+def test_draws_are_neither_stored_nor_do_they_evict_rows(make_model: MakeModel) -> None:
+    engine = ScriptedEngine(VOCAB_SIZE)
+    llm = make_model(engine, output_cache=OutputCache(3))
+    llm.next_token_logprobs_sync([1])
+    kept = list(llm.output_cache._entries)
+    for seed in range(10):
+        llm.draw_sync([1], [2, 3], seed=seed)
+        llm.draw_sync([seed], seed=seed)
+        llm.sample_sync([4], 3, seed=seed)
+    assert list(llm.output_cache._entries) == kept
+    llm.log_mass_sync([5], [2, 3])
+    assert len(llm.output_cache) == 2  # a later request can find this one
+    computed = len(engine.batches)
+    llm.log_mass_sync([5], [2, 3])
+    assert len(engine.batches) == computed

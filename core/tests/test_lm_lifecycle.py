@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 from genlm.core.engine import Capability
-from genlm.core.errors import EngineClosedError, QueryResetError
+from genlm.core.errors import EngineClosedError, EngineDiedError, QueryResetError
 from genlm.core.lm import AsyncLM
 
 VOCAB_SIZE = 16
@@ -181,3 +182,52 @@ def test_a_model_that_is_dropped_frees_its_engine() -> None:
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     assert engine.closings == 1
+
+
+class LeanEngine(ScriptedEngine):
+    """Has no `close` of its own: what refers to it keeps its memory."""
+
+    def close(self) -> None:
+        """Nothing is freed."""
+
+    def statistics(self) -> dict[str, int]:
+        return {"steps": len(self.batches)}
+
+
+def test_a_closed_model_does_not_refer_to_its_engine() -> None:
+    llm = AsyncLM(LeanEngine)
+    view = llm.with_lora(None)
+    llm.next_token_logprobs_sync([1])
+    engine = weakref.ref(llm.engine)
+    llm.close()
+    gc.collect()
+    assert engine() is None
+    for each in (llm, view):
+        assert each.statistics().engine == {"steps": 1}
+        with pytest.raises(EngineClosedError):
+            _ = each.engine
+
+
+def test_a_model_whose_thread_died_does_not_refer_to_its_engine() -> None:
+    class Dying(LeanEngine):
+        def evaluate(self, queries: Any) -> Any:
+            raise SystemExit
+
+    llm = AsyncLM(Dying, name="died")
+    engine, thread = weakref.ref(llm.engine), thread_named("genlm-died")
+    assert thread is not None
+    with pytest.raises(EngineDiedError):
+        llm.next_token_logprobs_sync([1])
+    thread.join(TIMEOUT_S)
+    gc.collect()
+    assert engine() is None
+    assert llm.statistics().engine == {"steps": 0}
+
+
+def test_a_subclass_is_loaded_as_itself() -> None:
+    class Own(AsyncLM):
+        """A subclass with nothing of its own."""
+
+    with Own.from_name("demo", "reference") as llm:
+        assert type(llm) is Own
+        assert type(llm.with_lora(None)) is Own

@@ -329,7 +329,6 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("top_k", {"k": 1.5}, TypeError, "k=1.5; expected an integer"),
     ("token_logprobs", {"token_ids": [16]}, TokenIdError, "token id 16 at position 0"),
     ("log_mass", {"mask": [True] * 15}, ValueError, r"shape \(15,\); expected \(16,\)"),
-    ("draw", {"mask": []}, ValueError, "mask without any token"),
     ("draw", {"temperature": math.nan}, ValueError, "temperature=nan"),
     ("draw", {"top_k": 17}, ValueError, "top_k=17 of a vocabulary of 16"),
     ("draw", {"top_p": 0}, ValueError, "top_p=0.0; it must be above 0"),
@@ -479,7 +478,7 @@ def test_nothing_of_a_batch_with_a_wrong_text_is_counted_or_looked_up(
     assert list(llm.output_cache._entries) == kept
 
 
-def test_nothing_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
+def test_every_request_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
     make_model: MakeModel,
 ) -> None:
     engine = ScriptedEngine(SIZE)
@@ -491,8 +490,9 @@ def test_nothing_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
         llm.batch_reduce_sync(contexts, reductions)
     with pytest.raises(EvaluationError, match="no result"):
         asyncio.run(llm.batch_reduce(contexts, reductions))
-    assert (llm.statistics() - before).requests == 0
-    assert engine.batches == [[(1,), (2,)]]
+    counted = llm.statistics() - before
+    assert (counted.requests, counted.cache_hits) == (6, 5)
+    assert engine.batches == [[(1,), (2,)], [(3,)]]
 
 
 def test_scores_are_shared_cached_and_of_their_adapter(make_model: MakeModel) -> None:
@@ -543,5 +543,31 @@ def test_scores_of_a_wrong_shape_are_errors(make_model: MakeModel) -> None:
             return TokenScores(*(each[1:] for each in super()._scores(query)))
 
     llm = make_model(OneTooFew())
-    with pytest.raises(EvaluationError, match=r"returned shapes \[\(1,\)\] for queries"):
+    with pytest.raises(EvaluationError, match=r"Tensor of shape \(1,\) for a query of 2 targ"):
+        llm.score_sync([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (torch.zeros(1, 16), r"returned Tensor of shape \(1, 16\) for 1 queries"),
+        ([torch.zeros(16)], r"returned Tensor of shape \(16,\) for a query of 2 targets"),
+        ([(torch.zeros(2), torch.ones(2))], "returned tuple for a query of 2 targets"),
+        (TokenScores(torch.zeros(2), torch.ones(2)), "returned TokenScores of Tensor of shape"),
+        (None, "returned NoneType for 1 queries"),
+        ([], "returned 0 results for 1 queries"),
+        ([TokenScores(torch.zeros(2), None)], "returned TokenScores of .* and NoneType for a"),  # type: ignore[arg-type]
+    ],
+)
+def test_scores_of_another_kind_are_errors_that_say_what_is_expected(
+    make_model: MakeModel, result: Any, found: str
+) -> None:
+    class Other(ScoringEngine):
+        def score(self, queries: Sequence[Query]) -> Any:
+            return result
+
+    llm = make_model(Other())
+    with pytest.raises(
+        EvaluationError, match=rf"Other.score {found}.*expected one TokenScores"
+    ):
         llm.score_sync([1, 2, 3])

@@ -383,7 +383,7 @@ WRONG_LIMITS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stop": [b"a", b""]}, ValueError, "stop has an empty text"),
     ({"stop": 1.5}, TypeError, "stop=1.5; expected texts or token ids"),
     ({"stop": ["a", None]}, TypeError, "stop has None; expected str or bytes, or token ids"),
-    ({"stop": True}, TypeError, "stop has True; expected"),
+    ({"stop": True}, TypeError, "stop=True; expected"),
     ({"stop": [3, VOCAB_SIZE]}, TokenIdError, "stop"),
     ({"top_k": 0}, ValueError, "top_k=0; it must be 1 or more"),
     ({"top_k": VOCAB_SIZE + 1}, ValueError, "top_k=17 of a vocabulary of 16"),
@@ -426,3 +426,11 @@ def test_an_interrupt_ends_the_wait_for_samples(make_model: MakeModel) -> None:
         thread.join()
         signal.signal(signal.SIGINT, before)
     assert asyncio.run(llm.sample([1], 2, seed=0)) == chain([1], 2, stream_seeds(0, 1)[0], 1.0)
+
+
+def test_an_unknown_argument_is_reported_with_the_public_name_of_the_method() -> None:
+    with AsyncLM.from_name("demo", "reference") as llm:
+        for method in (llm.sample_sync, llm.batch_draw_sync, llm.score_sync):
+            unknown: dict[str, Any] = {"max_new_tokens": 3}
+            with pytest.raises(TypeError, match=r"^AsyncLM\.\w+\(\) got an unexpected"):
+                method([[1]], **unknown)

@@ -154,7 +154,7 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(
         load_model("a-model", "strict", **options)
     message = (
         f"backend 'strict' takes no option {wrong!r}. It takes: vocab_size, poison. "
-        f"On any backend: output_cache, max_batch_size, max_wait_s, max_pending, progress"
+        f"On any backend: output_cache, max_batch_size, max_pending, progress"
     )
     assert str(refused.value) == message
     assert_no_thread_is_left()
@@ -245,16 +245,14 @@ def test_the_batch_size_is_bounded_as_asked() -> None:
 
 
 def test_a_full_batch_does_not_wait_for_more() -> None:
-    with load_model("a-model", "bare", max_batch_size=2, max_wait_s=600.0) as llm:
+    with load_model("a-model", "bare", max_batch_size=2) as llm:
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(llm.batch_next_token_logprobs_sync, [[1], [2]])
             assert answer.result(TIMEOUT_S).shape == (2, 16)
         assert llm.statistics().batch_sizes == {2: 1}
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_batch_size": 0}, {"max_pending": 0}, {"max_wait_s": -1.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"max_pending": 0}], ids=str)
 def test_scheduler_options_reach_the_scheduler_which_refuses_wrong_ones(
     options: dict[str, Any],
 ) -> None:

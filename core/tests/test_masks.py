@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm import Mask, TokenIdError, TokenTypeError
-from genlm.core.masks import unpacked
 
 
 def words_of(ids: set[int], size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -41,8 +40,10 @@ def test_equal_sets_in_any_form_are_equal_masks(drawn: tuple[set[int], int]) -> 
         flags,
         np.array(flags),
         torch.tensor(flags),
-        words_of(ids, size),
-        torch.from_numpy(words_of(ids, size)),
+        words_of(ids, size)[None],
+        torch.from_numpy(words_of(ids, size))[None],
+        Mask.from_packed(words_of(ids, size), size),
+        Mask.from_packed(torch.from_numpy(words_of(ids, size)), size),
         Mask(sorted(ids), size),
     ]
     masks = [Mask(form, size) for form in forms]
@@ -52,26 +53,57 @@ def test_equal_sets_in_any_form_are_equal_masks(drawn: tuple[set[int], int]) -> 
     assert len(mask) == len(ids)
     assert bool(mask) == bool(ids)
     assert [token_id in mask for token_id in range(-1, size + 1)] == [False, *flags, False]
-    assert unpacked([mask], torch.device("cpu")).tolist() == [flags]
 
 
 @given(sets_of_ids())
 def test_bits_beyond_the_vocabulary_are_dropped(drawn: tuple[set[int], int]) -> None:
     ids, size = drawn
     padded = words_of(ids | set(range(size, -(-size // 32) * 32)), size)
-    assert Mask(padded, size) == Mask(sorted(ids), size)
+    assert Mask.from_packed(padded, size) == Mask(sorted(ids), size)
 
 
-def test_masks_are_unpacked_together_and_none_allows_all() -> None:
-    masks = [Mask([0, 9], 10), None, Mask([], 10)]
-    rows = unpacked(masks, torch.device("cpu"))
-    assert rows.dtype == torch.bool
-    assert rows.nonzero().tolist() == [[0, 0], [0, 9], *([1, i] for i in range(10))]
+@given(sets_of_ids(), st.data())
+def test_operators_are_those_of_sets(drawn: tuple[set[int], int], data: st.DataObject) -> None:
+    ids, size = drawn
+    others = data.draw(st.sets(st.integers(0, size - 1)))
+    mine, other = Mask(sorted(ids), size), Mask(sorted(others), size)
+    before = (list(mine), list(other))
+    results = {
+        "or": (mine | other, ids | others),
+        "and": (mine & other, ids & others),
+        "minus": (mine - other, ids - others),
+        "xor": (mine ^ other, ids ^ others),
+        "not": (~mine, set(range(size)) - ids),
+    }
+    for found, expected in results.values():
+        assert found == Mask(sorted(expected), size)
+        assert hash(found) == hash(Mask(sorted(expected), size))
+        assert len(found) == len(expected)  # no bit beyond the vocabulary
+    assert (list(mine), list(other)) == before
 
 
-def test_one_mask_for_many_rows_is_unpacked_once() -> None:
-    mask = Mask([3], 10)
-    assert unpacked([mask] * 5, torch.device("cpu")).shape == (1, 10)
+def test_operators_refuse_masks_of_another_vocabulary_and_other_sets() -> None:
+    with pytest.raises(ValueError, match="a mask over 9 token ids for a vocabulary of 8"):
+        Mask([1], 8) | Mask([1], 9)
+    with pytest.raises(TypeError):
+        Mask([1], 8) & {1}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [40, 64])
+def test_a_flat_int32_array_is_refused_because_it_may_be_ids_or_bits(size: int) -> None:
+    for flat in (np.array([3, 1], np.int32), torch.tensor([3, 1], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"Mask\.from_packed\(words, .* or ids as int64"):
+            Mask(flat, size)
+    assert list(Mask.from_packed(np.array([3, 1], np.int32), size)) == [0, 1, 32]
+    assert list(Mask(np.array([3, 1], np.int64), size)) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "words", [np.ones(2, np.int64), np.ones(3, np.int32), np.ones((1, 2), np.int32)]
+)
+def test_packed_bits_have_one_word_for_every_32_ids(words: Any) -> None:
+    with pytest.raises(ValueError, match=r"int32 words of shape \(2,\) .* found int"):
+        Mask.from_packed(words, 50)
 
 
 def test_a_mask_of_another_process_is_equal() -> None:
@@ -89,8 +121,8 @@ def test_masks_of_vocabularies_of_other_sizes_differ() -> None:
 WRONG: list[tuple[Any, type[Exception], str]] = [
     ([True] * 9, ValueError, r"booleans has shape \(9,\); expected \(10,\)"),
     (np.ones((1, 10), np.bool_), ValueError, r"shape \(1, 10\); expected \(10,\)"),
-    (np.ones(2, np.int32), ValueError, r"packed bits .* shape \(2,\); expected \(1,\)"),
-    (torch.ones((1, 1), dtype=torch.int32), ValueError, r"shape \(1, 1\); expected \(1,\)"),
+    (np.ones((1, 2), np.int32), ValueError, r"shape \(1, 2\); expected \(1, 1\)"),
+    (torch.ones((2, 1), dtype=torch.int32), ValueError, r"shape \(2, 1\); expected \(1, 1\)"),
     (Mask([1], 9), ValueError, "a mask over 9 token ids for a vocabulary of 10"),
     ([3, 10], TokenIdError, "token id 10 at position 1 of a mask"),
     ([-1], TokenIdError, "token id -1 at position 0 of a mask"),

@@ -77,13 +77,27 @@ def test_what_needs_another_check_is_left_to_it(known: Any, last: Any) -> None:
     assert recent.find([*ids, 5], VOCAB_SIZE) == TokenSequence.of([*ids, 5])
 
 
-@pytest.mark.parametrize("kind", [bool, float])
-def test_lists_of_another_type_that_equals_integers_are_left_to_another_check(
-    kind: type,
+@pytest.mark.parametrize("place", [0, 3, 50, -9, -2, -1])
+@pytest.mark.parametrize("kind", [float, np.int64, np.float32, torch.tensor])
+def test_an_equal_object_of_another_type_is_left_to_another_check(
+    known: Any, kind: Any, place: int
 ) -> None:
-    recent, ids = RecentSequences(), [1] * (SHORTEST + 5)
+    recent, ids = known
+    other: list[Any] = list(ids)
+    other[place] = kind(ids[place])
+    assert recent.find(other, VOCAB_SIZE) is None
+    assert recent.find([*other, 5], VOCAB_SIZE) is None
+    assert recent.find([*ids, 5], VOCAB_SIZE) == TokenSequence.of([*ids, 5])
+
+
+@pytest.mark.parametrize("places", [[0], [7], [-1], range(SHORTEST)])
+def test_a_mask_is_left_to_another_check(places: Any) -> None:
+    recent, ids = RecentSequences(), [1, 0] * SHORTEST
     recent.add(list(ids), TokenSequence.of(ids))
-    assert recent.find(list(map(kind, ids)), VOCAB_SIZE) is None
+    other: list[Any] = list(ids)
+    for place in places:
+        other[place] = bool(ids[place])
+    assert recent.find(other, VOCAB_SIZE) is None
 
 
 def test_lists_that_are_not_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

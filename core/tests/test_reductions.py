@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm import EvaluationError, Mask, Reduction
-from genlm.core import reductions, sampling
+from genlm.core import reductions
+from genlm.core import rows as rows_module
+from genlm.core.draws import batch_draw
 from genlm.core.query import Reduced
 from genlm.core.reductions import (
     Draw,
@@ -27,7 +29,6 @@ from genlm.core.reductions import (
     reduce_rows,
 )
 from genlm.core.rows import rows_from_logits
-from genlm.core.sampling import draws
 from genlm.core.vocab import Token, Vocabulary
 
 INF = math.inf
@@ -145,7 +146,7 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
     row = some_rows(1, size=700)[0]
     count = 20_000
     uniforms = (np.arange(count) + 0.5) / count
-    ids = draws(row.expand(count, -1), [1.0] * count, uniforms.tolist()).token_ids
+    ids = batch_draw(row.expand(count, -1), uniforms).token_ids
     found = torch.bincount(ids, minlength=700).double() / count
     assert (found - row.double().exp()).abs().max() < 1.5 / count
 
@@ -154,7 +155,7 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
 def test_no_id_without_weight_is_drawn(uniform: float) -> None:
     row = torch.full((SIZE,), -INF)
     row[[600, 1200]] = math.log(0.5)
-    ids = draws(row[None], [1.0], [uniform]).token_ids.tolist()
+    ids = batch_draw(row[None], [uniform]).token_ids.tolist()
     assert ids == [600 if uniform < 0.5 else 1200]
 
 
@@ -174,13 +175,23 @@ def test_the_same_draws_in_any_batch() -> None:
     assert together == alone
 
 
-def test_a_mask_without_probability_is_an_error_of_its_request_alone() -> None:
-    rows = some_rows(2)
+def test_a_draw_from_nothing_is_no_token_and_fails_no_other_request() -> None:
+    rows = some_rows(4)
     rows[0, 3] = -INF
-    first, second = reduced(rows, Draw(0.5, mask=Mask([3], SIZE)), Draw(0.5))
-    assert isinstance(first, EvaluationError)
-    assert "1 tokens of a mask, which all have probability 0" in str(first)
-    assert second.token_id == reduced(rows[1:], Draw(0.5))[0].token_id
+    rows[1, :] = -INF
+    rows[1, 7] = 0.0
+    wanted = [
+        Draw(0.5, mask=Mask([3], SIZE)),
+        Draw(0.5, temperature=0.0, mask=Mask([3, 4], SIZE)),
+        Draw(0.5, mask=Mask([], SIZE), top_k=3),
+        Draw(0.5),
+    ]
+    found = reduced(rows, *wanted)
+    assert found[:3] == [(-1, -INF, -INF, -INF)] * 3
+    assert all(type(each.token_id) is int for each in found)
+    assert found[3] == reduced(rows[3:], Draw(0.5))[0]
+    masses = reduced(rows, *(LogMass(each.mask) for each in wanted[:3]), None)[:3]
+    assert masses == [-INF] * 3
 
 
 # -- batches --------------------------------------------------------------------------
@@ -298,7 +309,7 @@ def test_several_outputs_of_one_row_come_in_their_order() -> None:
 def test_large_batches_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = some_rows(10)
     whole = reduced(rows, *(Draw(i / 10) for i in range(10)))
-    monkeypatch.setattr(reductions, "_VALUES_ON_CPU", 3 * SIZE)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
     sizes: list[int] = []
     own = Draw.compute.__func__  # type: ignore[attr-defined]
 
@@ -319,7 +330,7 @@ def test_weights_are_computed_in_parts_with_the_mask_of_each_row(
     made = [Mask(range(i, SIZE, 3), SIZE) for i in range(masks)]
     wanted = [Draw(i / 10, 0.5 + i / 10, made[i % masks]) for i in range(10)]
     whole = reduced(rows, *wanted)
-    monkeypatch.setattr(sampling, "_CACHED_VALUES", 3 * SIZE)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * SIZE)
     assert reduced(rows, *wanted) == whole
     assert all(each.token_id in draw.mask for each, draw in zip(whole, wanted, strict=True))
 
@@ -333,7 +344,7 @@ def test_logits_are_reduced_a_few_at_a_time_as_their_rows(
     logits[4, 9] = math.nan
     wanted = [(Draw(i / 7, mask=Mask(range(i, 200), 200)), TopK(3), None) for i in range(7)]
     expected = reduce_rows(rows_from_logits(logits, ids), wanted, normalised=True)
-    monkeypatch.setattr(reductions, "_VALUES_ON_CPU", 3 * 256)
+    monkeypatch.setattr(rows_module, "_VALUES_ON_CPU", 3 * 256)
     most: list[int] = []
 
     def rows_of(part: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:

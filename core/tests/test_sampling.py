@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from genlm.core.sampling import (
     sample_continuation,
     stream_seeds,
     stream_uniform,
+    stream_uniforms,
+    uniforms,
 )
 
 LARGEST_UNIFORM = 1 - 2**-53
@@ -152,6 +155,20 @@ def test_the_row_need_not_be_normalised_and_is_not_changed() -> None:
     assert torch.equal(row, before)
 
 
+def test_rows_of_nan_disturb_no_other_row_and_rows_without_a_token_have_none() -> None:
+    rows = torch.log_softmax(
+        torch.randn(3, 700, generator=torch.Generator().manual_seed(0)), -1
+    )
+    rows = torch.cat([rows, torch.full((1, 700), math.nan), torch.full((1, 700), -INF)])
+    settings: list[dict[str, Any]] = [{}, {"top_k": [5] * 5}, {"top_p": [0.5] * 5}]
+    for limits in settings:
+        found = draw_tokens(rows, [1.0, 0.0, 0.7, 1.0, 1.0], [0.4] * 5, **limits).tolist()
+        first = {name: value[:3] for name, value in limits.items()}
+        assert found[:3] == draw_tokens(rows[:3], [1.0, 0.0, 0.7], [0.4] * 3, **first).tolist()
+        assert -1 <= found[3] < 700
+        assert found[4] == -1
+
+
 # -- seeds ----------------------------------------------------------------------------
 
 
@@ -193,6 +210,81 @@ def test_the_stream_is_uniform_and_seeds_are_independent() -> None:
         assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-6
     pairs = np.array([[stream_uniform(s, 0), stream_uniform(s, 1)] for s in range(4000)])
     assert abs(np.corrcoef(pairs.T)[0, 1]) < 0.08
+
+
+def splitmix64(state: int, position: int) -> int:
+    """The published reference implementation, which steps through all earlier outputs."""
+    for _ in range(position + 1):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+    mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    return mixed ^ (mixed >> 31)
+
+
+WORDS = st.integers(0, 2**64 - 1)
+
+
+@given(WORDS, st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(0, 60))
+def test_numbers_of_members_are_those_of_their_streams(
+    seed: int, members: list[int], step: int
+) -> None:
+    key = splitmix64(seed, 0)
+    seeds = [splitmix64(key, member) >> 1 for member in members]
+    assert [stream_seeds(seed, member + 1)[member] for member in members] == seeds
+    expected = [(splitmix64(each, step) >> 11) / 2**53 for each in seeds]
+    assert uniforms(seed, np.array(members), step).tolist() == expected
+    steps = np.full(len(members), step)
+    assert uniforms(seed, np.array(members), steps).tolist() == expected
+    assert stream_uniforms(seeds, steps).tolist() == expected
+    assert [stream_uniform(each, step) for each in seeds] == expected
+
+
+@given(st.lists(st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 2**40)), min_size=1))
+def test_numbers_of_several_streams_are_those_of_each(pairs: list[tuple[int, int]]) -> None:
+    seeds, positions = [seed for seed, _ in pairs], [position for _, position in pairs]
+    expected = [stream_uniform(*pair) for pair in pairs]
+    assert stream_uniforms(seeds, positions).tolist() == expected
+    wrapped = np.array([seed % 2**64 for seed in seeds], np.uint64)
+    assert stream_uniforms(wrapped.view(np.int64), np.array(positions)).tolist() == expected
+
+
+def test_several_numbers_of_a_member_begin_with_its_only_one_and_are_distinct() -> None:
+    members, steps = np.repeat(np.arange(30), 20), np.tile(np.arange(20), 30)
+    several = uniforms(7, members, steps, 5)
+    assert several.shape == (600, 5)
+    assert several[:, 0].tolist() == uniforms(7, members, steps).tolist()
+    assert several[:, :3].tolist() == uniforms(7, members, steps, 3).tolist()
+    assert len(set(several.flatten().tolist())) == 3000
+    key = splitmix64(7, 0)
+    word = splitmix64(splitmix64(key, 29) >> 1, 19)
+    assert several[-1, 2] == (splitmix64(word, 1) >> 11) / 2**53
+
+
+def test_numbers_of_members_and_steps_are_uniform_and_independent() -> None:
+    found = uniforms(
+        3, np.arange(2000)[:, None].repeat(10, 1).ravel(), np.tile(range(10), 2000)
+    )
+    table = found.reshape(2000, 10)
+    assert scipy.stats.kstest(found, "uniform").pvalue > 1e-6
+    for other in (uniforms(4, np.arange(2000), 0), table[:, 1], np.roll(table[:, 0], 1)):
+        assert abs(np.corrcoef(table[:, 0], other)[0, 1]) < 0.11
+
+
+RECORDED_SEEDS = [6017775124710473527, 6467540162864785327, 3570589976667487115]
+RECORDED_UNIFORMS = [0.5920866617983251, 0.36581663040190193]
+
+
+def test_these_numbers_are_the_same_on_every_machine() -> None:
+    assert stream_seeds(0, 3) == RECORDED_SEEDS
+    assert uniforms(2**70 + 5, np.array([0, 10**6]), 12).tolist() == RECORDED_UNIFORMS
+
+
+@pytest.mark.parametrize(
+    "function", [stream_seeds, lambda seed, _: uniforms(seed, np.ones(1), 0)]
+)
+def test_negative_seeds_are_refused(function: Any) -> None:
+    with pytest.raises(ValueError, match="seed=-3; it must be 0 or more"):
+        function(-3, 2)
 
 
 def test_a_seed_of_any_size_gives_a_number_below_one() -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import ScriptedEngine, oracle_row
 
-from genlm.smc import effective_sample_size, normalised_weights, systematic_resampling
+from genlm.smc import (
+    effective_sample_size,
+    normalised_weights,
+    steer,
+    steer_sync,
+    systematic_resampling,
+)
 
 LOG_WEIGHTS = st.lists(st.floats(-30, 30) | st.just(-math.inf), min_size=1, max_size=30).filter(
     lambda found: max(found) > -math.inf
@@ -110,10 +121,18 @@ def test_what_is_given_is_not_changed():
         ([[0.0, 1.0]], "shape"),
         ([0.0, math.nan], "maximum of nan"),
         ([0.0, math.inf], "maximum of inf"),
-        ([-math.inf, -math.inf], "maximum of -inf"),
+        ([-math.inf, -math.inf], "no particle survived: all 2 log-weights are -inf"),
     ],
 )
-@pytest.mark.parametrize("function", [effective_sample_size, normalised_weights])
+@pytest.mark.parametrize(
+    "function",
+    [
+        effective_sample_size,
+        normalised_weights,
+        lambda log_weights: systematic_resampling(log_weights, 0.5),
+    ],
+    ids=["size", "weights", "resampling"],
+)
 def test_what_is_no_log_weights_is_refused(wrong, message, function):
     for given_as in (wrong, np.array(wrong), torch.tensor(wrong)):
         with pytest.raises(ValueError, match=message):
@@ -129,3 +148,196 @@ def test_a_number_that_is_no_uniform_is_refused(uniform):
 def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match="size=-1"):
         systematic_resampling([0.0], 0.5, -1)
+
+
+# -- steer ----------------------------------------------------------------------------
+
+VOCABULARY = 4
+STEPS = 3
+END = 0
+PROMPT = (2,)
+
+
+def probability(token_ids: tuple[int, ...]) -> float:
+    """Of a continuation of the prompt, in float64."""
+    found = 1.0
+    for place in range(len(PROMPT), len(token_ids)):
+        row = oracle_row(token_ids[:place], None, VOCABULARY).double()
+        found *= math.exp(row[token_ids[place]])
+    return found
+
+
+def continuations() -> list[tuple[int, ...]]:
+    """Every continuation that ends with the stop token, or after all steps."""
+    found = []
+    for length in range(1, STEPS + 1):
+        for tokens in itertools.product(range(VOCABULARY), repeat=length):
+            ended = tokens[-1] == END or length == STEPS
+            if END not in tokens[:-1] and ended:
+                found.append((*PROMPT, *tokens))
+    return found
+
+
+def potential_of(token_ids: tuple[int, ...]) -> float:
+    """Favours many threes; two ones are impossible."""
+    return -math.inf if token_ids.count(1) > 1 else 0.7 * token_ids.count(3)
+
+
+def potential(population: Any) -> list[float]:
+    return [potential_of(context.token_ids) for context in population]
+
+
+@dataclass(frozen=True)
+class NoTwo:
+    """Token 2 is not allowed; which mask a member has alternates between equal ones."""
+
+    mask_index: np.ndarray
+    masks = ([0, 1, 3], [0, 1, 3])
+
+    def advance(self, token_ids: np.ndarray) -> NoTwo:
+        assert token_ids.shape == self.mask_index.shape
+        return NoTwo(1 - self.mask_index)
+
+    def __getitem__(self, ancestors: np.ndarray) -> NoTwo:
+        return NoTwo(self.mask_index[ancestors])
+
+
+@pytest.fixture
+def llm(make_model):
+    return make_model(ScriptedEngine(VOCABULARY))
+
+
+def last(llm: Any, size: int, **options: Any) -> Any:
+    options = {"max_tokens": STEPS, "stop": [END]} | options
+    *_, found = steer_sync(llm, PROMPT, size, **options)
+    return found
+
+
+@pytest.mark.parametrize("resample_below", [0, 0.5, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("is_constrained", [False, True], ids=["free", "constrained"])
+def test_estimates_of_steer_are_those_of_enumeration(
+    llm, temperature, is_constrained, resample_below
+):
+    """E[Z weight(x)] is probability times potential; the seeds are fixed."""
+    exact = {
+        ids: probability(ids) * math.exp(potential_of(ids))
+        for ids in continuations()
+        if not (is_constrained and 2 in ids[1:])
+    }
+    size, count = 40, 40
+    constraint = NoTwo(np.arange(size) % 2) if is_constrained else None
+    estimates = []
+    for seed in range(count):
+        found = last(
+            llm,
+            size,
+            potential=potential,
+            constraint=constraint,
+            temperature=temperature,
+            resample_below=resample_below,
+            seed=seed,
+        )
+        assert (found.population.finished.numpy() >= np.isneginf(found.log_weights)).all()
+        mass = dict.fromkeys(exact, 0.0)
+        pairs = zip(found.population, np.exp(found.log_weights), strict=True)
+        for context, weight in pairs:
+            if weight:
+                mass[context.token_ids] += weight / size
+        assert math.exp(found.log_evidence) == pytest.approx(sum(mass.values()))
+        estimates.append([sum(mass.values()), *mass.values()])
+    expected = np.array([sum(exact.values()), *exact.values()])
+    likely = expected > 0.03 * expected[0]
+    assert likely.sum() >= 4
+    errors = np.std(estimates, axis=0, ddof=1)[likely] / math.sqrt(count)
+    assert 0 < errors[0] < 0.05 * expected[0]
+    deviations = np.abs(np.mean(estimates, axis=0) - expected)[likely]
+    assert (deviations < 4.5 * errors).all()
+
+
+def test_weights_of_tempered_draws_are_ratios_of_probabilities(llm):
+    found = last(llm, 30, temperature=0.5, resample_below=0, seed=3)
+    for context, log_weight in zip(found.population, found.log_weights, strict=True):
+        ids, expected = context.token_ids, 0.0
+        for place in range(1, len(ids)):
+            row = oracle_row(ids[:place], None, VOCABULARY).double()
+            drawn = torch.log_softmax(row / 0.5, 0)
+            expected += float(row[ids[place]] - drawn[ids[place]])
+        assert log_weight == pytest.approx(expected, abs=1e-5)
+
+
+def test_resampling_happens_never_or_whenever_weights_differ(llm):
+    for resample_below in (0, 1):
+        states = list(
+            steer_sync(
+                llm,
+                PROMPT,
+                20,
+                max_tokens=STEPS,
+                potential=potential,
+                resample_below=resample_below,
+                seed=0,
+            )
+        )
+        for state in states:
+            in_order = state.ancestors.tolist() == list(range(20))
+            assert in_order == (resample_below == 0)
+            assert (np.ptp(state.log_weights) == 0) == (resample_below == 1)
+
+
+def test_ancestors_and_tokens_tell_how_particles_came_about(llm):
+    before = [PROMPT] * 20
+    for state in steer_sync(
+        llm, PROMPT, 20, max_tokens=6, potential=potential, stop=[END], seed=1
+    ):
+        grown = [
+            (*ids, token) if token >= 0 else ids
+            for ids, token in zip(before, state.token_ids.tolist(), strict=True)
+        ]
+        before = [context.token_ids for context in state.population]
+        assert before == [grown[ancestor] for ancestor in state.ancestors]
+
+
+def test_the_filter_ends_when_all_particles_are_dead_or_finished(llm):
+    dead = list(
+        steer_sync(llm, PROMPT, 5, max_tokens=9, potential=lambda _: [-math.inf] * 5, seed=0)
+    )
+    assert len(dead) == 1
+    assert dead[0].log_evidence == -math.inf
+    assert dead[0].population.finished.all()
+    finished = list(
+        steer_sync(llm, PROMPT, 5, max_tokens=9, stop=list(range(VOCABULARY)), seed=0)
+    )
+    assert len(finished) == 1
+    assert finished[0].log_weights.tolist() == [0] * 5
+    assert list(steer_sync(llm, PROMPT, 5, max_tokens=0)) == []
+
+
+def test_particles_end_where_the_context_is_full(make_model):
+    llm = make_model(ScriptedEngine(VOCABULARY, max_context=3))
+    states = list(steer_sync(llm, PROMPT, 6, max_tokens=50, seed=0))
+    assert len(states) == 3
+    assert states[-1].population.lengths.tolist() == [4] * 6
+    assert states[-1].log_evidence == pytest.approx(0, abs=1e-6)
+
+
+def test_a_seed_reproduces_a_filter_in_both_forms(llm):
+    options: dict[str, Any] = {"max_tokens": STEPS, "potential": potential, "stop": [END]}
+
+    async def collected(seed: int) -> list[Any]:
+        return [each async for each in steer(llm, PROMPT, 20, seed=seed, **options)]
+
+    first = asyncio.run(collected(4))
+    again = list(steer_sync(llm, PROMPT, 20, seed=4, **options))
+    for one, another in zip(first, again, strict=True):
+        assert torch.equal(one.population.tokens, another.population.tokens)
+        np.testing.assert_array_equal(one.log_weights, another.log_weights)
+        np.testing.assert_array_equal(one.ancestors, another.ancestors)
+    other = last(llm, 20, potential=potential, seed=5)
+    assert other.population.tokens.tolist() != first[-1].population.tokens.tolist()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_a_share_that_is_out_of_range_is_refused(llm, share):
+    with pytest.raises(ValueError, match="resample_below"):
+        next(steer_sync(llm, PROMPT, 2, max_tokens=1, resample_below=share))

@@ -29,6 +29,40 @@ def test_a_verified_family_loads_silently(unverified: str) -> None:
         check_verified("toy 1.2", LLAMA, VERIFIED, unverified=unverified)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"]},
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        {"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "all"}},
+        {"model_type": "llama", "is_causal": False},
+        {"model_type": "xlm", "causal": False},
+        {"model_type": "xlnet"},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_bidirectional_attention_is_refused_in_every_family(config: dict[str, object]) -> None:
+    facts = ModelFacts.of(config)
+    known = VerifiedFamilies({}, {facts.key: 1e-6})
+    with pytest.raises(ModelLoadError, match="not a causal language model"):
+        check_verified("toy 1.2", facts, known)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "is_decoder": True},
+        {"model_type": "gpt_neox", "is_decoder": False},
+        {"model_type": "gemma3_text", "use_bidirectional_attention": False},
+        {"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_settings_that_leave_attention_causal_are_accepted(config: dict[str, object]) -> None:
+    facts = ModelFacts.of(config)
+    check_verified("toy 1.2", facts, VerifiedFamilies({}, {facts.key: 1e-6}))
+
+
 def test_another_mechanism_of_a_verified_architecture_gives_one_warning() -> None:
     with pytest.warns(UnverifiedModelWarning) as caught:
         check_verified("toy 1.2", DYNAMIC, VERIFIED)

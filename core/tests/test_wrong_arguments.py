@@ -15,7 +15,7 @@ from scripted import ScriptedEngine
 from transformers import BatchEncoding
 
 import genlm
-from genlm import AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
+from genlm import AdapterError, AsyncLM, OutputCache, TokenCharacterTrie, TokenIdError
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,16 @@ SAMPLING = [
     ({"max_tokens": -1}, ValueError, "max_tokens=-1; it must be 0 or more"),
     ({"temperature": None}, TypeError, "temperature=None; expected a number, 0 or more"),
     ({"temperature": "1"}, TypeError, "temperature='1'; expected a number"),
+    ({"temperature": True}, TypeError, "temperature=True; expected a number"),
+    ({"top_p": True}, TypeError, "top_p=True; expected a number"),
+    ({"top_k": True}, TypeError, "top_k=True; expected an integer, 1 or more"),
+    ({"max_tokens": True}, TypeError, "max_tokens=True; expected an integer, 0 or more"),
+    ({"seed": True}, TypeError, "seed=True; expected an integer, 0 or more"),
+    ({"seed": np.True_}, TypeError, "seed=.*True.*; expected an integer, 0 or more"),
+    ({"seed": torch.tensor(True)}, TypeError, "seed=.*True.*; expected an integer, 0 or more"),
+    ({"stop": True}, TypeError, "stop=True; expected texts or token ids"),
+    ({"stop": [1, True]}, TypeError, "stop has True; expected str or bytes, or token ids"),
+    ({"stop": np.array([True])}, TypeError, "stop has .*True.*; expected str or bytes"),
     ({"temperature": float("nan")}, ValueError, "temperature=nan; it must be finite"),
     ({"temperature": 10**400}, ValueError, "temperature=inf; it must be finite"),
     ({"seed": "a"}, TypeError, "seed='a'; expected an integer, 0 or more"),
@@ -173,6 +183,8 @@ def test_of_adapters(llm: AsyncLM) -> None:
     for call in (llm.set_lora, llm.with_lora, lambda name: llm.add_new_lora("folder", name)):
         with pytest.raises(TypeError, match="an adapter's name is a string; found 3"):
             call(3)  # type: ignore[arg-type]
+    with pytest.raises(AdapterError, match="'folder' under an empty name"):
+        llm.add_new_lora("folder", "")
     with pytest.raises(TypeError, match="not NoneType"):
         llm.add_new_lora(None, "blue")  # type: ignore[arg-type]
     llm.add_new_lora(b"folder", "red")  # the same folder again
@@ -182,8 +194,6 @@ LIMITS = [
     ({"max_batch_size": 0}, ValueError, "max_batch_size=0; it must be 1 or more"),
     ({"max_batch_size": 2.5}, TypeError, "max_batch_size=2.5; expected an integer, 1 or more"),
     ({"max_pending": "3"}, TypeError, "max_pending='3'; expected an integer, 1 or more"),
-    ({"max_wait_s": None}, TypeError, "max_wait_s=None; expected a number, 0 or more"),
-    ({"max_wait_s": float("inf")}, ValueError, "max_wait_s=inf; it must be finite"),
 ]
 
 

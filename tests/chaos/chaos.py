@@ -97,7 +97,6 @@ class _Chaos:
         self._limits = {
             "max_batch_size": self._random.choice((None, None, 5)),
             "max_pending": self._random.choice((None, None, 12)),
-            "max_wait_s": self._random.choice((0.0, 0.0, 0.0005)),
         }
 
     def run(self) -> Report:

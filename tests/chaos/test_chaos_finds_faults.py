@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from genlm import Completion, OutputCache, Query
+from genlm.core.draws import batch_draw
 from genlm.core.reference import ReferenceEngine
 from genlm.core.requests import Requests
-from genlm.core.sampling import draws
-from genlm.core.scheduler.request_table import RequestTable
+from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.testing import EngineTarget
 from genlm.testing.failure import CheckFailure, CheckTimeout
 from genlm.testing.selection import find, targets_of
@@ -163,14 +163,14 @@ def test_a_joined_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> No
 
 def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
     kept: list[Any] = []
-    asked = Requests.of
+    build_query = Requests.build_query
 
     def keeping(*arguments: Any) -> Any:
         ids = getattr(arguments[1], "token_ids", arguments[1])
-        kept.append([list(ids), asked(*arguments)])
+        kept.append([list(ids), build_query(*arguments)])
         return kept[-1][1]
 
-    monkeypatch.setattr(Requests, "of", keeping)
+    monkeypatch.setattr(Requests, "build_query", keeping)
     with pytest.raises(CheckFailure, match="more blocks after"):
         run(tmp_path, requests=3000)
 
@@ -178,7 +178,7 @@ def test_keys_that_are_kept_for_ever(tmp_path: Path, monkeypatch: Any) -> None:
 def test_requests_that_are_not_counted(tmp_path: Path, monkeypatch: Any) -> None:
     leave = RequestTable.leave
 
-    def uncounted(self: RequestTable, *arguments: Any) -> bool:
+    def uncounted(self: RequestTable, *arguments: Any) -> list[int]:
         abandoned = self._abandoned
         aborts = leave(self, *arguments)
         self._abandoned = abandoned
@@ -192,10 +192,10 @@ def test_requests_that_are_not_counted(tmp_path: Path, monkeypatch: Any) -> None
 def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch: Any) -> None:
     leave = RequestTable.leave
 
-    def all_leave(self: RequestTable, request: Any, waiter: Any) -> bool:
-        for other in [each for each in request.waiters if each is not waiter]:
-            leave(self, request, other)
-        return leave(self, request, waiter)
+    def all_leave(self: RequestTable, request: Any) -> list[int]:
+        evaluations = [each for each in request.values if isinstance(each, Evaluation)]
+        others = [other for each in evaluations for other, _, _ in each.consumers]
+        return [query_id for each in [*others, request] for query_id in leave(self, each)]
 
     monkeypatch.setattr(RequestTable, "leave", all_leave)
     with pytest.raises(CheckTimeout):
@@ -204,8 +204,10 @@ def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch
 
 def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "genlm.core.reductions.draws",
-        lambda rows, temperatures, *_, **__: draws(-rows, temperatures, [0.0] * len(rows)),
+        "genlm.core.reductions.batch_draw",
+        lambda rows, *_, temperature, **__: batch_draw(
+            -rows, [0.0] * len(rows), temperature=temperature
+        ),
     )
     with pytest.raises(CheckFailure, match="the most likely token"):
         run(tmp_path)

@@ -133,8 +133,8 @@ def cached_for_any_adapter(get):
 def joined_across_adapters(enqueue):
     """A request joins one for the same tokens under another adapter."""
 
-    def broken(self, query, key, waiter, arrived_s, output=None):
-        return enqueue(self, query, key and key[2:], waiter, arrived_s, output)
+    def broken(self, request, place, query, key, output, arrived_s):
+        enqueue(self, request, place, query, key and key[2:], output, arrived_s)
 
     return broken
 
@@ -168,7 +168,7 @@ def names_of_removed_adapters_reused(_choose):
 )
 def removed_under_requests(_run_after):
     """Removes an adapter that an unfinished request needs."""
-    return lambda self, _blocks, function: self._worker.call(function)
+    return lambda self, _wait_for, function: self._worker.call(function)
 
 
 @core_mutant(AsyncLM, "remove_lora", killed_by="removed-adapters-are-gone", on=cached_target)

@@ -65,7 +65,8 @@ def closed_twice(close):
     """Closing a closed model closes its engine again."""
 
     def broken(self):
+        self.kept = engine = self._worker._engine or self.kept
         close(self)
-        self.engine.close()
+        engine.close()
 
     return broken

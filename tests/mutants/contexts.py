@@ -29,12 +29,12 @@ def the_first_of_several_only(extend):
     return broken
 
 
-@core_mutant(Requests, "of_sequence", killed_by="contexts-equal-lists")
-def contexts_have_keys_of_their_own(of_sequence):
+@core_mutant(Requests, "sequence_query", killed_by="contexts-equal-lists")
+def contexts_have_keys_of_their_own(sequence_query):
     """Gives every request a key of its own, so that nothing is joined or cached."""
 
     def broken(self, sequence, adapter):
-        query, key = of_sequence(self, sequence, adapter)
+        query, key = sequence_query(self, sequence, adapter)
         return query, (*key, query.query_id)
 
     return broken
@@ -115,7 +115,7 @@ def extended_through_a_global(extend):
         _last_extended[:] = [context.sequence]
         time.sleep(1e-4)  # another thread runs
         return Context(
-            context._lm, _last_extended[0], context.lora_name, context.adapter, context._hold
+            context._lm, _last_extended[0], context.lora_name, context.adapter, context._lease
         )
 
     return broken

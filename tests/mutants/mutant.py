@@ -41,6 +41,7 @@ _MODULES = (
     "requests",
     "contexts",
     "reductions",
+    "populations",
     "schedulers",
     "closing",
     "statistics",

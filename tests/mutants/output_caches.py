@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from genlm import OutputCache
-from genlm.core.scheduler.delivery import Delivery
+from genlm.core.scheduler import worker
 
 from .mutant import core_mutant
 
@@ -120,7 +120,7 @@ def bytes_not_counted(put):
     return broken
 
 
-@core_mutant(Delivery, "add_result", killed_by="one-evaluation-serves-several-loops")
-def joined_callers_share_memory(add_result):
+@core_mutant(worker, "distribute", killed_by="one-evaluation-serves-several-loops")
+def joined_callers_share_memory(distribute):
     """Gives all callers of one evaluation the same tensor."""
-    return lambda self, waiters, result, _copy: add_result(self, waiters, result, lambda r: r)
+    return lambda evaluation, outcome, _copy: distribute(evaluation, outcome, lambda r: r)

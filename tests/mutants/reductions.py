@@ -6,25 +6,26 @@ import copy
 
 import torch
 
+import genlm.core.draws
 import genlm.core.reduction_methods
 import genlm.core.reductions
-import genlm.core.sampling
 from genlm import Capability, TokenScores
 from genlm.core.reductions import TargetScore, TokenLogprobs
 from genlm.core.requests import Requests
-from genlm.core.scheduler.request_table import PendingRequest
+from genlm.core.row_masks import RowMasks
+from genlm.core.scheduler.request_table import Evaluation
 
 from .baselines import cached_target, plain_target
 from .cached_engine import CachedEngine
 from .mutant import core_mutant, engine_mutant
 
 
-@core_mutant(genlm.core.reductions, "unpacked", killed_by="reductions-are-of-the-row")
-def bits_in_the_other_order(unpacked):
+@core_mutant(RowMasks, "factors", killed_by="reductions-are-of-the-row")
+def bits_in_the_other_order(factors):
     """Reads the bits of each byte of a mask from the highest to the lowest."""
 
-    def broken(masks, device):
-        bits = unpacked(masks, device)
+    def broken(self, *part):
+        bits = factors(self, *part)
         whole = bits[:, : bits.shape[1] // 8 * 8].unflatten(1, (-1, 8)).flip(-1).flatten(1)
         return torch.cat([whole, bits[:, whole.shape[1] :]], 1)
 
@@ -43,17 +44,17 @@ def tokens_in_ascending_order(compute):
 
 
 @core_mutant(
-    genlm.core.reduction_methods, "stream_uniform", killed_by="draws-are-those-of-the-seed"
+    genlm.core.reduction_methods, "stream_uniforms", killed_by="draws-are-those-of-the-seed"
 )
-def position_forgotten(stream_uniform):
+def position_forgotten(stream_uniforms):
     """Draws from the first number of the seed's stream at every step of a sequence."""
-    return lambda seed, _position: stream_uniform(seed, 0)
+    return lambda seeds, positions: stream_uniforms(seeds, [0] * len(positions))
 
 
-@core_mutant(genlm.core.sampling, "_truncated", killed_by="draws-are-those-of-the-seed")
+@core_mutant(genlm.core.draws, "truncated", killed_by="draws-are-those-of-the-seed")
 def one_token_too_many(truncated):
     """Lets top-k have one token more."""
-    return lambda weights, k, p: truncated(weights, None if k is None else k + 1, p)
+    return lambda weights, top_k, top_p: truncated(weights, top_k + 1, top_p)
 
 
 @core_mutant(genlm.core.reductions, "_selected", killed_by="draws-do-not-depend-on-the-batch")
@@ -62,14 +63,14 @@ def rows_by_place_in_the_group(_selected):
     return lambda rows, indices: rows[torch.arange(len(indices)) % len(rows)]
 
 
-@core_mutant(PendingRequest, "add", killed_by="draws-do-not-depend-on-the-batch")
+@core_mutant(Evaluation, "add", killed_by="draws-do-not-depend-on-the-batch")
 def joined_callers_get_the_first_output(add):
     """Gives a caller that joins a request what the first caller asked for."""
 
-    def broken(self, waiter, output):
-        add(self, waiter, output)
-        if self.waiters[waiter] and None not in (output, *self.outputs):
-            self.waiters[waiter] = 0
+    def broken(self, request, place, output):
+        add(self, request, place, output)
+        if None not in (output, *self.outputs):
+            self.consumers[-1] = (request, place, 0)
 
     return broken
 
@@ -138,10 +139,10 @@ def all_reductions_fail_together(computed):
     return broken
 
 
-@core_mutant(Requests, "_found", killed_by="reductions-share-evaluations")
-def output_cache_unread(found):
+@core_mutant(Requests, "_cached_size", killed_by="reductions-share-evaluations")
+def output_cache_unread(cached_size):
     """Asks the engine for every reduction, whatever the output cache has."""
-    return lambda self, key, reduction=None: None if reduction else found(self, key)
+    return lambda self, key, wanted: None if wanted else cached_size(self, key, wanted)
 
 
 @engine_mutant(killed_by="reductions-use-the-adapter")

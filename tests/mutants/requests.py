@@ -122,12 +122,13 @@ def prefixes_kept_nowhere(_cache_kv):
 
 
 @core_mutant(AsyncLM, "batch_next_token_logprobs_sync", killed_by="sync-equals-async")
-def cached_rows_first(_batch):
+def cached_rows_first(batch):
     """The sync batch puts the rows from the cache before all others."""
 
     def broken(self, token_ids_list, *, lora_name=None):
-        batch = self._requests.rows(token_ids_list, lora_name)
-        cached = [row for row in batch.values if row is not None]
-        return self._stacked([*cached, *self._scheduler.answer_sync(batch.asked)])
+        keys = [self._requests.build_query(ids, lora_name)[1] for ids in token_ids_list]
+        is_new = [key not in self._cache for key in keys]
+        rows = batch(self, token_ids_list, lora_name=lora_name)
+        return rows[sorted(range(len(rows)), key=is_new.__getitem__)]
 
     return broken

@@ -158,53 +158,52 @@ class ZeroMeansDefault(CachedEngine):
         )
 
 
-@core_mutant(genlm.core.reductions, "draws", killed_by="samples-follow-the-logprobs")
-def temperature_multiplies(draws):
+@core_mutant(genlm.core.reductions, "batch_draw", killed_by="samples-follow-the-logprobs")
+def temperature_multiplies(batch_draw):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
-    def broken(logprobs, temperatures, *others, **limits):
-        return draws(logprobs, [1 / t if t else 0 for t in temperatures], *others, **limits)
+    def broken(*others, temperature, **limits):
+        inverse = [1 / t if t else 0 for t in temperature]
+        return batch_draw(*others, temperature=inverse, **limits)
 
     return broken
 
 
-@core_mutant(AsyncLM, "batch_sample", killed_by="wrong-sampling-requests-are-refused")
-def negative_temperature_is_one(batch_sample):
+@core_mutant(AsyncLM, "_plans", killed_by="wrong-sampling-requests-are-refused")
+def negative_temperature_is_one(plans):
     """Takes temperatures below 0 for 0."""
 
-    async def broken(self, prompts, max_tokens, eos=(), temperature=1.0, seed=None, **options):
-        return await batch_sample(
-            self, prompts, max_tokens, eos, max(0.0, temperature), seed, **options
-        )
+    def broken(self, count, max_tokens, eos_token_ids, temperature, *others):
+        return plans(self, count, max_tokens, eos_token_ids, max(0.0, temperature), *others)
 
     return broken
 
 
-@core_mutant(
-    AsyncLM, "_continuation", killed_by="declared-sampling-is-native", on=cached_target
-)
-def never_native(continuation):
+@core_mutant(AsyncLM, "_continued", killed_by="declared-sampling-is-native", on=cached_target)
+def never_native(continued):
     """Draws token by token from rows although the engine samples by itself."""
 
-    async def broken(self, query, params):
-        declared, self.capabilities = self.capabilities, frozenset()
-        bound = self.with_lora(query.adapter)
-        self.capabilities = declared
+    async def broken(self, *arguments, **options):
+        bound = self.with_lora(None)
         bound.capabilities = frozenset()
-        return await continuation(bound, query, params)
+        return await continued(bound, *arguments, **options)
 
     return broken
 
 
 @core_mutant(
-    AsyncLM, "_continuation", killed_by="undeclared-sampling-asks-for-rows", on=plain_target
+    AsyncLM,
+    "_continued",
+    killed_by="undeclared-sampling-asks-for-rows",
+    on=plain_target,
+    shows_as="exception",
 )
-def always_native(continuation):
+def always_native(continued):
     """Sends continuations to an engine that never said that it samples."""
 
-    async def broken(self, query, params):
-        bound = self.with_lora(query.adapter)
+    async def broken(self, *arguments, **options):
+        bound = self.with_lora(None)
         bound.capabilities = frozenset({Capability.SAMPLE})
-        return await continuation(bound, query, params)
+        return await continued(bound, *arguments, **options)
 
     return broken

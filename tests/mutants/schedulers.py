@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 
 import genlm.core.scheduler.delivery as delivery
-from genlm import AsyncLM, Completion, EngineClosedError
+from genlm import AsyncLM, EngineClosedError
 from genlm.core.requests import Requests
 from genlm.core.scheduler import Scheduler
 from genlm.core.scheduler.delivery import Delivery
-from genlm.core.scheduler.request_table import RequestTable
+from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.core.scheduler.worker import Worker
 
 from .mutant import core_mutant
@@ -42,13 +43,15 @@ def wake_up_lost(_flush):
     return broken
 
 
-@core_mutant(delivery, "_finish", killed_by="cancelled-at-every-stage", shows_as="lost request")
-def result_set_on_a_cancelled_future(_finish):
+@core_mutant(
+    delivery, "_finish_on_loop", killed_by="cancelled-at-every-stage", shows_as="lost request"
+)
+def result_set_on_a_cancelled_future(_finish_on_loop):
     """Sets results without checking whether the future was cancelled."""
 
-    def broken(answers):
-        for future, value, failed in answers:
-            (future.set_exception if failed else future.set_result)(value)
+    def broken(finished, _loop, _afterwards):
+        for request, error in finished:
+            delivery._finish(request, error)
 
     return broken
 
@@ -59,10 +62,11 @@ def result_set_on_a_cancelled_future(_finish):
 def one_leaves_for_all(leave):
     """A cancelled caller cancels the evaluation for the callers that joined it."""
 
-    def broken(self, request, waiter):
-        request.take_waiters()
-        request.waiters[waiter] = 0
-        return leave(self, request, waiter)
+    def broken(self, request):
+        for evaluation in request.values:
+            if isinstance(evaluation, Evaluation):
+                evaluation.waiting = min(evaluation.waiting, 1)
+        return leave(self, request)
 
     return broken
 
@@ -71,38 +75,36 @@ def one_leaves_for_all(leave):
 def cancelled_caller_kept(_leave):
     """Keeps the place of a cancelled caller among those that `max_pending` holds back."""
 
-    def broken(self, request, waiter):
-        request.waiters.pop(waiter, None)
-        return False
+    def broken(_self, request):
+        request.is_abandoned = True
+        return []
 
     return broken
 
 
 @core_mutant(
-    Delivery, "_add", killed_by="one-evaluation-serves-several-loops", shows_as="lost request"
+    Delivery, "add", killed_by="one-evaluation-serves-several-loops", shows_as="lost request"
 )
 def one_loop_woken(add):
     """Finishes all callers on the event loop of the first, so that other loops sleep on."""
 
-    def broken(self, waiter, value, *, failed):
-        if self._by_loop and not isinstance(waiter, threading.Thread):
-            next(iter(self._by_loop.values())).append((waiter, value, failed))
+    def broken(self, request, error=None):
+        if self._by_loop:
+            next(iter(self._by_loop.values())).append((request, error))
         else:
-            add(self, waiter, value, failed=failed)
+            add(self, request, error)
 
     return broken
 
 
-@core_mutant(Scheduler, "answer_sync", killed_by="sync-equals-async", shows_as="lost request")
-def sync_callers_do_not_flush(_answer):
+@core_mutant(Scheduler, "results", killed_by="sync-equals-async", shows_as="lost request")
+def sync_callers_do_not_flush(results):
     """Leaves the requests of threads in the inbox until some event loop asks."""
 
-    def broken(self, queries):
-        futures = []
-        for query, key in queries:
-            futures.append(delivery.concurrent.futures.Future())
-            self._worker.enqueue(query, key, futures[-1])
-        return [future.result() for future in futures]
+    async def broken(self, request):
+        if isinstance(request.future, concurrent.futures.Future):
+            return request.future.result()
+        return await results(self, request)
 
     return broken
 
@@ -121,15 +123,17 @@ def one_loop_a_step(send):
     return broken
 
 
-@core_mutant(Requests, "of", killed_by="threads-and-event-loops-share", shows_as="exception")
-def ids_of_each_thread(asked):
+@core_mutant(
+    Requests, "build_query", killed_by="threads-and-event-loops-share", shows_as="exception"
+)
+def ids_of_each_thread(build_query):
     """Counts query ids from 0 to 7 in each thread: two threads' answers have the same id."""
     counters = threading.local()
 
     def broken(self, token_ids, lora_name):
         counters.count = (getattr(counters, "count", -1) + 1) % 8
-        query, key = asked(self, token_ids, lora_name)
-        return query._replace(query_id=counters.count), key
+        query, key = build_query(self, token_ids, lora_name)
+        return query.replace(query_id=counters.count), key
 
     return broken
 
@@ -138,19 +142,23 @@ def ids_of_each_thread(asked):
 def refusal_fails_the_batch(submit):
     """Fails every query that arrived together with one that the engine refuses."""
 
-    def broken(self, engine, requests):
-        refused = submit(self, engine, requests)
-        if not refused:
-            return refused
-        return [Completion(f.query.query_id, error=refused[0].error) for f in requests]
+    def broken(self, engine, evaluations):
+        refused = submit(self, engine, evaluations)
+        return [(each, refused[0][1]) for each in evaluations] if refused else []
 
     return broken
+
+
+def step_unguarded(self, engine):
+    """A step of the engine, without what becomes of an exception."""
+    in_engine = self._table.in_engine
+    return [(in_engine[each.query_id], each) for each in engine.step()]
 
 
 @core_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
 def broken_step_ends_the_thread(_step):
     """Lets an exception of a step end the engine's thread."""
-    return lambda _self, engine: list(engine.step())
+    return step_unguarded
 
 
 @core_mutant(Worker, "_step", killed_by="a-broken-step-is-survived")
@@ -159,7 +167,7 @@ def broken_step_is_tried_again(step):
 
     def broken(self, engine):
         try:
-            return list(engine.step())
+            return step_unguarded(self, engine)
         except Exception:  # noqa: BLE001 - the fault
             return []
 

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from genlm import OutputCache
 from genlm.core import row_results, rows
-from genlm.core.requests import Requests
 from genlm.core.scheduler.request_table import RequestTable
+from genlm.core.statistics import RequestCounters
 
 from .mutant import core_mutant
 
 
-@core_mutant(Requests, "cached", killed_by="statistics-add-up")
-def hits_not_counted(_cached):
+@core_mutant(RequestCounters, "count", killed_by="statistics-add-up")
+def hits_not_counted(count):
     """Counts no single request that the output cache answered."""
 
-    def broken(self, query, key):
-        row = self._cache.get(key)
-        if row is None:
-            self.counters.count(len(query.token_ids), hit=False)
-        return row
+    def broken(self, tokens, *, requests=None, hits=0):
+        if requests is not None or not hits:
+            count(self, tokens, requests=1 if requests is None else requests, hits=hits)
 
     return broken
 
 
-@core_mutant(Requests, "batch", killed_by="statistics-add-up")
-def hits_of_a_batch_counted_twice(batch):
+@core_mutant(RequestCounters, "count", killed_by="statistics-add-up")
+def hits_of_a_batch_counted_twice(count):
     """Counts requests of a batch that the output cache answered twice."""
 
-    def broken(self, made, sequences=()):
-        request = batch(self, made, sequences)
-        for (query, *_), value in zip(made, request.values, strict=True):
-            if value is not None:
-                self.counters.count(len(query), hit=True)
-        return request
+    def broken(self, tokens, *, requests=None, hits=0):
+        if requests is not None and hits:
+            count(self, tokens, requests=requests, hits=hits)
+        count(self, tokens, requests=1 if requests is None else requests, hits=hits)
 
     return broken
 
@@ -41,9 +37,9 @@ def hits_of_a_batch_counted_twice(batch):
 def abandoned_counted_as_failed(leave):
     """Counts an abandoned evaluation as a failed one."""
 
-    def broken(self, request, waiter):
+    def broken(self, request):
         abandoned = self._abandoned
-        aborts = leave(self, request, waiter)
+        aborts = leave(self, request)
         self._failed += self._abandoned - abandoned
         self._abandoned = abandoned
         return aborts

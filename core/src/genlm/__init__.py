@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.errors import MissingRequirementError as MissingRequirementError
     from genlm.core.errors import ModelLoadError as ModelLoadError
     from genlm.core.errors import PluginError as PluginError
+    from genlm.core.errors import PopulationError as PopulationError
     from genlm.core.errors import QueryError as QueryError
     from genlm.core.errors import QueryResetError as QueryResetError
     from genlm.core.errors import TokenIdError as TokenIdError
@@ -49,6 +50,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.plugins import get_trie as get_trie
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import use_backend as use_backend
+    from genlm.core.population import DrawnTokens as DrawnTokens
+    from genlm.core.population import Population as Population
+    from genlm.core.population import SampledTokens as SampledTokens
+    from genlm.core.query import GroupReduction as GroupReduction
     from genlm.core.query import TokenScores as TokenScores
     from genlm.core.reductions import DrawnToken as DrawnToken
     from genlm.core.reductions import Reduction as Reduction
@@ -99,14 +104,15 @@ _HOME = {
     "genlm.core.errors": (
         "AdapterError ContextLengthError EmptySequenceError EngineClosedError "
         "EngineDiedError EngineError EvaluationError GenlmError MissingRequirementError "
-        "ModelLoadError PluginError QueryError QueryResetError TokenIdError "
+        "ModelLoadError PluginError PopulationError QueryError QueryResetError TokenIdError "
         "TokenTypeError TokenizerError UnknownAdapterError UnknownBackendError "
         "UnsupportedCapabilityError VocabularyError WeightsError"
     ),
     "genlm.core.lm": "AsyncLM load_model",
     "genlm.core.masks": "Mask",
     "genlm.core.plugins": "get_trie list_backends use_backend",
-    "genlm.core.query": "TokenScores",
+    "genlm.core.population": "DrawnTokens Population SampledTokens",
+    "genlm.core.query": "GroupReduction TokenScores",
     "genlm.core.reductions": "DrawnToken Reduction TopTokens",
     "genlm.core.statistics": "Statistics",
     "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie",
@@ -138,8 +144,6 @@ __all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605 - derived, cannot g
 if not TYPE_CHECKING:  # to a type checker a misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:
-        if name == "TokenTrie":  # deprecated
-            return import_module("genlm.core.trie").TokenTrie
         if name == "__version__":
             value = import_module("importlib.metadata").version("genlm-core")
         elif name in _MODULE_OF:

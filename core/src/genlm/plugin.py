@@ -7,10 +7,13 @@
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
   runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
+- populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `Generation`,
+  `Lineage`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
-  `check_verified`, `UnverifiedModelWarning`, `read_adapter_config`, `read_lora_config`
+  `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
+  `read_lora_config`
 - loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
@@ -49,6 +52,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.errors import UnsupportedCapabilityError as UnsupportedCapabilityError
     from genlm.core.errors import VocabularyError as VocabularyError
     from genlm.core.errors import WeightsError as WeightsError
+    from genlm.core.generations import Generation as Generation
+    from genlm.core.generations import Lineage as Lineage
     from genlm.core.memory import cache_budget_bytes as cache_budget_bytes
     from genlm.core.memory import free_memory_bytes as free_memory_bytes
     from genlm.core.model_facts import ModelFacts as ModelFacts
@@ -67,6 +72,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.process_state import release_process as release_process
     from genlm.core.progress import loading_stage as loading_stage
     from genlm.core.query import Completion as Completion
+    from genlm.core.query import GroupQuery as GroupQuery
+    from genlm.core.query import GroupReduction as GroupReduction
+    from genlm.core.query import GroupResult as GroupResult
+    from genlm.core.query import GroupValues as GroupValues
     from genlm.core.query import Query as Query
     from genlm.core.query import Reduced as Reduced
     from genlm.core.query import SamplingParams as SamplingParams
@@ -88,6 +97,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.validation import check_query as check_query
     from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
+    from genlm.core.verified import check_causal as check_causal
     from genlm.core.verified import check_verified as check_verified
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
@@ -104,6 +114,7 @@ _HOME = {
         "UnknownAdapterError UnknownBackendError UnsupportedCapabilityError "
         "VocabularyError WeightsError"
     ),
+    "genlm.core.generations": "Generation Lineage",
     "genlm.core.memory": "cache_budget_bytes free_memory_bytes",
     "genlm.core.model_facts": "ModelFacts rope_settings",
     "genlm.core.model_source": "model_source",
@@ -113,7 +124,10 @@ _HOME = {
     ),
     "genlm.core.process_state": "claim_process preserve_process_state release_process",
     "genlm.core.progress": "loading_stage",
-    "genlm.core.query": "Completion Query Reduced SamplingParams TokenScores",
+    "genlm.core.query": (
+        "Completion GroupQuery GroupReduction GroupResult GroupValues Query Reduced "
+        "SamplingParams TokenScores"
+    ),
     "genlm.core.reductions": "Reduction reduce_logits reduce_rows",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
@@ -122,7 +136,9 @@ _HOME = {
     "genlm.core.text": "Tokenizer",
     "genlm.core.trie": "TokenCharacterTrie TrieLayout",
     "genlm.core.validation": "check_query",
-    "genlm.core.verified": "UnverifiedModelWarning VerifiedFamilies check_verified",
+    "genlm.core.verified": (
+        "UnverifiedModelWarning VerifiedFamilies check_causal check_verified"
+    ),
     "genlm.core.vocab": "Token Vocabulary decode_vocab",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}

@@ -74,6 +74,25 @@ def test_people_read_a_row_for_each_length() -> None:
     assert "first row" in lines[2]
 
 
+def test_lengths_beyond_the_context_are_named_and_replaced() -> None:
+    context = ("--options", '{"max_context": 9}', "--lengths", "4,16,100")
+    found = json.loads(bench(*context, "--json").stdout)
+    assert (found["max_context"], found["shortened"]) == (9, [16, 100])
+    assert {cell["context_tokens"] for cell in found["cells"]} == {4, 8}
+    said = " ".join(bench(*context).stdout.split())
+    assert "--lengths 16,100: the model has a context of 9 tokens; measured 8 in" in said
+    assert "--lengths" not in bench("--lengths", "4").stdout
+
+
+def test_batches_that_are_left_out_are_explained() -> None:
+    lines = bench("--most-tokens", "12").stdout.splitlines()
+    assert [line.split() for line in lines if line.startswith("    16")] == [
+        ["16", "-", "-"]
+    ] * 2
+    assert lines[-1] == "-: not measured, more than 12 tokens (--most-tokens)"
+    assert "not measured" not in bench().stdout
+
+
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "figures.svg"
     assert bench("--plot", str(path)).exit_code == 0
@@ -81,9 +100,19 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--lengths", "a"), ("--batches", "0"), ("--options", "[]"), ("--options", "{")]
+    "wrong",
+    [
+        ("--lengths", "a"),
+        ("--batches", "0"),
+        ("--options", "[]"),
+        ("--options", "{"),
+        ("--steps", "9", "--options", '{"max_context": 9}'),
+        ("--most-tokens", "3"),
+        ("--plot", "figures.abc"),
+        ("--plot", "/no/such/folder/figures.svg"),
+    ],
 )
-def test_a_wrong_argument_is_a_usage_error(wrong: tuple[str, str]) -> None:
+def test_a_wrong_argument_is_a_usage_error(wrong: tuple[str, ...]) -> None:
     result = bench(*wrong)
     assert result.exit_code == 2
     assert wrong[0] in result.output

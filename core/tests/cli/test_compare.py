@@ -126,7 +126,7 @@ def test_equal_engines_agree_and_the_table_says_what_it_took(
     assert done.exit_code == 0, done.output
     first, heading, reference, same, windowed = done.stdout.splitlines()
     assert first.startswith("demo (of an unknown architecture), float32: ")
-    assert "contexts of up to 256 tokens, asked twice; bound 50" in first
+    assert "contexts of up to 256 tokens, computed twice; bound 50" in first
     assert heading.split()[:4] == ["engine", "result", "largest", "at"]
     assert reference.split()[:2] == ["reference", "reference"]
     assert same.split()[:5] == ["same", "within", "the", "bound", "0.0e+00"]
@@ -201,12 +201,14 @@ def test_given_ids_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--backends", "reference,hf", "--dtype", "int8"], "no dtype 'int8'"),
         (["--backends", "reference,hf", "--bound", "0"], "expected a positive"),
         (["--backends", "reference,hf", "--bound", "nan"], "expected a positive"),
+        (["--backends", "reference,hf", "--timeout", "0"], "expected a positive"),
+        (["--backends", "reference,hf", "--timeout", "nan"], "expected a positive"),
         (["--backends", "reference,hf", "--texts", "no/such"], "No such file"),
         (["--backends", "reference,hf", "--ids", "no/such"], "No such file"),
         (["--backends", "reference,hf", "--ids", __file__], "expected an array of token ids"),
         (["--backends", "reference,hf", "--ids", "x", "--texts", "x"], "not both"),
         (["--backends", "reference,hf", "--options", "{"], "--options"),
-        (["--backends", "reference,hf", "--options", '{"hf": 1}'], "expected an object"),
+        (["--backends", "reference,hf", "--options", '{"hf": 1}'], "expected a JSON object"),
         (["--backends", "reference,hf", "--options", '{"mlx": {}}'], "not among"),
         ([], "--backends"),
     ],
@@ -224,6 +226,14 @@ def test_a_file_without_text_is_a_usage_error(tmp_path: Path) -> None:
     arguments = ["--backends", "reference,hf", "--texts", str(tmp_path / "empty")]
     result = CliRunner().invoke(app, ["compare", "demo", *arguments])
     assert result.exit_code == 2
+
+
+def test_a_line_that_is_no_array_of_token_ids_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text("[1, 2]\n\n[3, -1]\n")
+    arguments = ["--backends", "reference,hf", "--ids", str(tmp_path / "ids")]
+    result = CliRunner().invoke(app, ["compare", "demo", *arguments], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert "line 3: expected an array of token ids" in result.output
 
 
 # -- the parts ------------------------------------------------------------------------------

@@ -41,6 +41,9 @@ def build(model, *, speed=3):
 
 class Bare:
     pass
+
+class Derived(Engine):
+    pass
 '''
 OTHER = '''
 class Moved:
@@ -76,10 +79,15 @@ def test_defaults_and_meanings_are_read_without_importing(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["{0}.engine:Bare", "{0}.engine:None", "{0}.no:E", "none.at.all:E", "math:sin"]
+    "target",
+    ["{0}.engine:Derived", "{0}.engine:None", "{0}.no:E", "none.at.all:E", "math:sin", ""],
 )
-def test_what_cannot_be_read_has_no_options(package: str, target: str) -> None:
-    assert options_of(target.format(package)) == []
+def test_options_that_cannot_be_read_are_unknown(package: str, target: str) -> None:
+    assert options_of(target.format(package)) is None
+
+
+def test_a_class_without_init_has_no_options(package: str) -> None:
+    assert options_of(f"{package}.engine:Bare") == []
 
 
 @pytest.mark.parametrize(
@@ -93,6 +101,7 @@ def test_what_cannot_be_read_has_no_options(package: str, target: str) -> None:
 )
 def test_every_option_of_an_engine_is_listed_with_its_meaning(info: Any) -> None:
     options = options_of(info.target)
+    assert options is not None
     parameters = list(inspect.signature(get_backend(info.name)).parameters)
     assert [option.name for option in options] == parameters[1:]
     assert all(option.meaning for option in options)

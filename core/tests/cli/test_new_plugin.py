@@ -68,6 +68,11 @@ def test_the_project_requires_this_core(project):
     assert metadata["entry-points"]["genlm"] == {"my-engine": "genlm_my_engine.plugin"}
 
 
+def test_torch_is_bounded_by_the_core_alone(project):
+    metadata = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert [each for each in metadata["dependencies"] if each.startswith("torch")] == ["torch"]
+
+
 def test_the_engine_is_listed(environment):
     printed = run_program(*COMMAND, "plugins", "--json", env=environment).stdout
     [info] = [each for each in json.loads(printed) if each["name"] == "my-engine"]

@@ -157,6 +157,36 @@ def test_a_plugin_whose_library_is_missing_is_described_too(environment):
     )
 
 
+def test_of_a_broken_plugin_only_what_is_known_is_said(environment):
+    printed = run(environment, "plugins", "broken").stdout
+    assert [line.split() for line in printed.splitlines()] == [
+        ["broken"],
+        ["status", "broken:", "OSError:", "no", "disk"],
+        ["provided", "by", "their-broken", "2.1"],
+        ["traceback", "GENLM_STRICT=1", "genlm", "plugins"],
+    ]
+    [described] = json.loads(run(environment, "plugins", "broken", "--json").stdout)
+    assert described["options"] is None
+
+
+def test_of_a_disabled_plugin_neither_options_nor_uses_are_listed(environment):
+    disabled = environment | {"GENLM_DISABLE_PLUGINS": "their-fine"}
+    printed = run(disabled, "plugins", "fine").stdout
+    assert "disabled: GENLM_DISABLE_PLUGINS lists it" in printed
+    assert "load" not in printed
+    assert "option" not in printed
+
+
+def test_a_name_that_two_distributions_provide_is_loaded_by_its_provider(environment, tmp_path):
+    (tmp_path / "their_missing-2.1.dist-info/entry_points.txt").write_text(
+        "[genlm]\nfine = fine_plugin\n"
+    )
+    both = environment | {"GENLM_PLUGINS": "their-fine,their-missing"}
+    printed = run(both, "plugins", "fine").stdout
+    assert "genlm.load_model(model, 'their-fine:fine', **options)" in printed
+    assert "genlm.load_model(model, 'their-missing:fine', **options)" in printed
+
+
 def test_an_unknown_plugin_is_answered_with_the_nearest(environment):
     done = run(environment, "plugins", "fin", status=1)
     assert "Did you mean 'fine'?" in done.stderr

@@ -93,10 +93,16 @@ def test_long_files_are_shown_in_part() -> None:
     [
         ("", [], "has no text"),
         ("a\n\nb\n", [], "line 2 is empty"),
-        ("a\n \n", [], "line 2 is empty"),
+        ("\na\n", [], "line 1 is empty"),
+        ("\n \n", [], "has no text"),
         (b"a\nb\xff\n", [], "line 2: not UTF-8"),
         ('{"text": "a"}\nb\n', [], "line 2 is not a JSON object"),
         ("a\n", ["--format", "jsonl"], "line 1 is not a JSON object"),
+        ('{"text": "a"\n{"text": "b"}\n', [], "line 1 is not a JSON object"),
+        ("{name} is a placeholder\n", [], "If the file is plain text, pass --format text"),
+        ('{"text": "a"}\n\n{"text": "b"}\n', [], "line 2 is empty"),
+        ('{"text": "a\\ud800"}\n', [], "line 1 has half of a surrogate pair"),
+        ('{"text": "a", "n": ' + "9" * 5000 + "}\n", [], "line 1 is not a JSON object"),
         ('{"text": "a"}\n{"prompt": "b"}\n', [], "line 2: expected a string that is not empty"),
         ('{"text": "a", "prompt": 1}\n', [], 'line 1: expected a string as "prompt"'),
         ("a\nbcdefgh\nbcdefghi\n", ["--options", '{"max_context": 5}'], "line 2 has 8 tokens"),
@@ -120,6 +126,28 @@ def test_an_object_on_each_line_may_be_text() -> None:
     line = '{"text": "a"}'
     [found] = scores("--format", "text", stdin=line)
     assert found["text"] == line
+
+
+@pytest.mark.parametrize("line", ["a", '{"text": "a"}'])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n\r\n", "\n \n\n"])
+def test_empty_lines_at_the_end_are_left_out(line: str, end: str) -> None:
+    assert [each["text"] for each in scores(stdin=line + end)] == ["a"]
+
+
+def test_the_name_of_a_file_says_that_it_has_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('["a"]\n{"text": "b"}\n')
+    wrong = score(str(path))
+    assert wrong.exit_code == 2
+    assert "line 1 is not a JSON object" in wrong.output
+    assert score(str(path), "--format", "text").exit_code == 0
+
+
+def test_an_output_that_cannot_be_computed_leaves_no_file(tmp_path: Path) -> None:
+    output = tmp_path / "scores.jsonl"
+    arguments = ("-", "--output", str(output), "--options", '{"max_context": 2}')
+    assert score(*arguments, stdin="long enough").exit_code == 2
+    assert not output.exists()
 
 
 def test_the_longest_text_that_the_model_scores_is_scored() -> None:

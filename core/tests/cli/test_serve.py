@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,15 @@ class Server:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.at_exit: list[Callable[[], None]] = []
+        self.answers = True
+
+    def join(self, address: str | None, *, is_local: bool) -> str:
+        self.calls.append(("join", address, is_local))
+        return address or "here:1"
+
+    def leave(self) -> bool:
+        return self.answers
 
     def serve(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
         self.calls.append(("serve", arguments, options))
@@ -41,11 +51,13 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     found = Server()
     monkeypatch.setattr("genlm.cli.serve.get_backend", {"ray": found}.__getitem__)
+    monkeypatch.setattr("atexit.register", found.at_exit.append)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return found
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["serve", *arguments])
+def run(*arguments: str, cluster: tuple[str, ...] = ("--local",)) -> Result:
+    return CliRunner().invoke(app, ["serve", *cluster, *arguments])
 
 
 def test_a_model_is_served_as_asked(server: Server) -> None:
@@ -53,14 +65,14 @@ def test_a_model_is_served_as_asked(server: Server) -> None:
     result = run("--name", "chat", "--model", "m", "--replicas", "3", *options, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)[0]["name"] == "chat"
-    assert server.calls[0] == (
+    assert server.calls[1] == (
         "serve",
         ("chat", "m", "hf"),
         {
             "replicas": 3,
             "engine_opts": {"dtype": "bf16"},
             "resources": {"num_gpus": 1},
-            "address": "auto",
+            "address": "here:1",
         },
     )
 
@@ -74,10 +86,50 @@ def test_status_lists_all_models_or_one(server: Server) -> None:
 
 
 def test_a_model_is_ended_by_name(server: Server) -> None:
-    assert (
-        "ended chat: 2 replicas" in run("--stop", "--name", "chat", "--address", "x:1").output
-    )
-    assert server.calls == [("stop", "chat", "x:1")]
+    result = run("--stop", "--name", "chat", cluster=("--address", "x:1"))
+    assert "ended chat: 2 replicas" in result.output
+    assert server.calls == [("join", "x:1", False), ("stop", "chat", "x:1")]
+
+
+@pytest.mark.parametrize("what", [("--status",), ("--stop", "--name", "a"), ("--name", "a")])
+def test_no_cluster_is_joined_that_was_not_named(server: Server, what: tuple[str, ...]) -> None:
+    result = run(*what, cluster=())
+    assert result.exit_code == 2
+    assert "--local" in result.output
+    assert run(*what, cluster=("--local", "--address", "x:1")).exit_code == 2
+    assert server.calls == []
+
+
+def test_the_command_says_which_cluster_it_joined(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "joined the Ray cluster at here:1" in run("--status").stderr
+    monkeypatch.setenv("RAY_ADDRESS", "there:2")
+    assert run("--status", cluster=()).exit_code == 0
+    joined = [call for call in server.calls if call[0] == "join"]
+    assert joined == [("join", None, True), ("join", None, False)]
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(("--status",), 0), (("--name", "a"), 1)])
+def test_the_command_ends_although_the_cluster_does_not_answer(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    status: int,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("gone")
+
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr(server, "serve", refuse)
+    run(*arguments)
+    [leave] = server.at_exit
+    leave()
+    assert ended == []
+    server.answers = False
+    leave()
+    assert ended == [status]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from programs import run_code, run_program
 
 import genlm
+import genlm.smc
 from genlm.cli import smc
 
 EOS = 0
@@ -76,13 +77,22 @@ def llm() -> Iterator[genlm.AsyncLM]:
 
 
 def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any]:
-    table = options.pop("table", smc.max_word_length(LIMIT, llm))
-    steps = options.pop("steps", STEPS)
+    """Texts, weights (None without any) and log-evidence after each step."""
+    size, steps = options.pop("size"), options.pop("steps", STEPS)
+    rule = smc.MaxWordLength.of(LIMIT, llm, list(prompt), size)
+    if "table" in options:
+        table = options.pop("table")
+        rule = smc.MaxWordLength(table, table < len(table) - 1, np.zeros(size, np.int64))
 
     async def collect() -> list[Any]:
-        return [
-            each async for each in smc.steer(llm, list(prompt), table, steps=steps, **options)
-        ]
+        found = []
+        async for each in genlm.smc.steer(
+            llm, list(prompt), size, max_tokens=steps, constraint=rule, **options
+        ):
+            texts = [context.token_ids for context in each.population]
+            has_weight = np.isfinite(each.log_weights).any()
+            found.append((texts, each.weights if has_weight else None, each.log_evidence))
+        return found
 
     return asyncio.run(collect())
 
@@ -102,7 +112,7 @@ def test_the_table_agrees_with_splitting_the_text_into_words(
         vocab_size=len(byte_vocab),
         vocabulary=SimpleNamespace(eos_token_id=0),
     )
-    table = smc.max_word_length(limit, fake)
+    table = smc.MaxWordLength.of(limit, fake, [], 1).table
     assert table.shape == (limit + 2, len(byte_vocab))
     assert (table[-1, 1:] == limit + 1).all()
     np.testing.assert_array_equal(table[:, 0], np.arange(limit + 2))
@@ -121,8 +131,8 @@ def test_the_evidence_is_unbiased(
     The mean of 600 independent estimates is within 4.5 standard errors of the truth with
     probability above 1 - 1e-5; the seeds are fixed, so it is either always so or never.
     """
-    resample = Mock(wraps=smc.systematic_resampling)
-    monkeypatch.setattr(smc, "systematic_resampling", resample)
+    resample = Mock(wraps=genlm.smc.systematic_resampling)
+    monkeypatch.setattr(genlm.smc, "systematic_resampling", resample)
     allowed = {x: p for x, p in outcomes(prompt).items() if obeys(x)}
     evidence, masses = [], []
     for seed in range(600):
@@ -167,7 +177,7 @@ def test_every_particle_obeys_and_weights_sum_to_one(llm: genlm.AsyncLM, size: i
 
 
 def test_one_particle_has_the_product_of_the_masses_it_was_left(llm: genlm.AsyncLM) -> None:
-    table = smc.max_word_length(LIMIT, llm)
+    table = smc.MaxWordLength.of(LIMIT, llm, [], 1).table
     for seed in range(20):
         [particle], weights, log_evidence = run(llm, (3,), size=1, seed=seed)[-1]
         expected, state = 0.0, 0
@@ -203,14 +213,14 @@ def test_a_dead_end_costs_its_weight_and_keeps_the_evidence_unbiased(
         exact += p * (state != dead)
     evidence, trapped = [], 0
     for seed in range(400):
-        try:
-            particles, weights, log_evidence = run(
-                llm, (3,), size=4, seed=seed, table=table, steps=2
-            )[-1]
-        except ValueError:  # every particle went into the trap
-            evidence.append(0.0)
-            continue
+        particles, weights, log_evidence = run(
+            llm, (3,), size=4, seed=seed, table=table, steps=2
+        )[-1]
         evidence.append(math.exp(log_evidence))
+        if weights is None:  # every particle went into the trap
+            assert log_evidence == -math.inf
+            assert set(particles) == {(3, 2)}
+            continue
         for particle, weight in zip(particles, weights, strict=True):
             assert (weight == 0) == (particle == (3, 2))
             trapped += weight == 0
@@ -220,9 +230,12 @@ def test_a_dead_end_costs_its_weight_and_keeps_the_evidence_unbiased(
     assert abs(np.mean(evidence) - exact) < 4.5 * error
 
 
-def test_no_way_on_is_an_error(llm: genlm.AsyncLM) -> None:
-    with pytest.raises(ValueError, match="at least one finite"):
-        run(llm, (3,), size=3, seed=0, table=np.full((2, len(TOKENS)), 1))
+def test_the_filter_ends_when_no_particle_has_a_weight(llm: genlm.AsyncLM) -> None:
+    nowhere = np.full((2, len(TOKENS)), 1)
+    [(particles, weights, log_evidence)] = run(llm, (3,), size=3, seed=0, table=nowhere)
+    assert particles == [(3,)] * 3
+    assert weights is None
+    assert log_evidence == -math.inf
 
 
 def test_a_prompt_may_break_the_rule_and_its_continuation_begins_afresh(

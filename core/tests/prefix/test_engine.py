@@ -195,8 +195,7 @@ def test_statistics_outlive_the_engine() -> None:
     engine.close()
     assert engine.statistics()["tokens_evaluated"] == 2
     assert engine.statistics()["model"] == "Toy"
-    with pytest.warns(DeprecationWarning, match="until genlm 1.1"):
-        assert engine.statistics()["tier"] == "tree"
+    assert engine.statistics()["execution_path"] == "tree"
 
 
 def test_each_step_answers_scores_or_rows_of_one_adapter() -> None:

@@ -13,6 +13,7 @@ import torch
 from scripted import TIMEOUT_S, oracle_row
 
 from genlm import Query, Scheduler
+from genlm.core.scheduler.request_table import Request
 
 
 def run_strictly(main) -> None:
@@ -196,22 +197,23 @@ def test_a_call_that_waits_for_queries_waits_until_the_engine_was_told_to_abort_
     scheduler = Scheduler(lambda: engine)
     worker = scheduler._worker
     removed = threading.Event()
-    waiters = [concurrent.futures.Future() for _ in range(2)]
-    asked = [worker.enqueue(Query(i, (i,)), None, each) for i, each in enumerate(waiters)]
+    requests = [Request(concurrent.futures.Future(), 1) for _ in range(2)]
+    for i, each in enumerate(requests):
+        worker.enqueue(each, [(Query(i, (i,)), None, None)])
 
     def remove(_):
         engine.calls.append("remove")
         removed.set()
 
     def leave_the_other():  # when the aborts of this round are known already
-        worker.leave(asked[1], waiters[1])
+        worker.leave(requests[1])
         scheduler.run_after(lambda query: query.query_id == 1, remove)
 
     engine.during_abort = leave_the_other
     worker.flush()
     scheduler.run(lambda _: None)  # both are submitted after it
     scheduler.run(lambda _: None)
-    worker.leave(asked[0], waiters[0])
+    worker.leave(requests[0])
     assert removed.wait(TIMEOUT_S)
     scheduler.close()
     assert engine.calls == [

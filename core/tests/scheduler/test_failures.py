@@ -295,16 +295,16 @@ def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usa
     engine, unreadable = ScriptedEngine(), [True]
 
     class Unreadable(ResultHandler):
-        def find_invalid(self, engine, results):
+        def find_invalid(self, engine, queries, results):
             if unreadable.pop():
                 raise MemoryError("no room to check")
             return {}
 
     scheduler = Scheduler(lambda: engine, results=Unreadable())
     with pytest.raises(EvaluationError, match="no room to check"):
-        scheduler.answer_sync([(Query(0, (1,)), None)])
+        scheduler.answer_sync(Query(0, (1,)))
     unreadable.append(False)
-    (row,) = scheduler.answer_sync([(Query(1, (2,)), None)])
+    row = scheduler.answer_sync(Query(1, (2,)))
     torch.testing.assert_close(row, oracle_row([2], None, 16))
     scheduler.close()
 

@@ -84,10 +84,27 @@ def test_an_engine_that_counts_no_tokens_is_logged_without_them(start, records):
 def test_nothing_is_logged_and_no_figure_taken_above_debug(start, caplog):
     engine = CountingEngine()
     llm, _ = start(engine)
-    engine.statistics = lambda: pytest.fail("figures were taken")
+    taken = []
+    engine.statistics = lambda: taken.append("figures") or {}
     caplog.set_level(logging.INFO, "genlm.batches")
     ask(llm, [1], [2])
     assert caplog.records == []
+    assert taken == []
+
+
+def test_a_fault_in_the_reports_of_a_step_is_logged_and_its_requests_are_answered(
+    start, caplog, monkeypatch
+):
+    def observe(self, step, engine, queries):
+        step(engine)
+        raise OSError("the exporter is gone")
+
+    monkeypatch.setattr(observation.StepObserver, "observe", observe)
+    llm, _ = start()
+    for token_id in range(2):
+        [row] = ask(llm, [token_id])
+        torch.testing.assert_close(row, oracle_row([token_id], None, 16))
+    assert "the exporter is gone" in caplog.text
 
 
 def test_slow_steps_are_warnings_that_do_not_come_with_every_step(start, caplog, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from genlm import Query
-from genlm.core.scheduler.request_table import RequestTable
+from genlm.core.scheduler.request_table import Evaluation, Request, RequestTable
 
 
 class Interrupted(OrderedDict[int, Any]):
@@ -19,43 +19,73 @@ class Interrupted(OrderedDict[int, Any]):
         raise KeyboardInterrupt
 
 
+def enqueued(table: RequestTable, query_id: int, output: Any = None) -> Request:
+    request = Request(concurrent.futures.Future(), 1)
+    table.enqueue(request, 0, Query(query_id, (1,)), "key", output, 0.0)
+    return request
+
+
+def wanted(evaluation: Evaluation) -> list[tuple[Request, int]]:
+    return [(request, output) for request, _, output in evaluation.consumers]
+
+
 def test_a_request_that_was_interrupted_on_its_way_in_cannot_be_joined() -> None:
     table = RequestTable(max_pending=None)
-    first, second = concurrent.futures.Future[Any](), concurrent.futures.Future[Any]()
     table.inbox = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        table.enqueue(Query(0, (1,)), "key", first, 0.0)
+        enqueued(table, 0)
     table.inbox = OrderedDict()
-    table.enqueue(Query(1, (1,)), "key", second, 0.0)
-    (request,) = table.take(None, 0.0)
-    assert request.take_waiters() == [(second, 0)]
+    second = enqueued(table, 1)
+    (evaluation,) = table.take(None, 0.0)
+    assert wanted(evaluation) == [(second, 0)]
 
 
 def test_what_only_callers_wanted_who_left_is_not_asked_for() -> None:
     table = RequestTable(max_pending=None)
-    waiters = [concurrent.futures.Future[Any]() for _ in range(5)]
     outputs = ["draw", None, "mass", "draw", "top"]
-    for place, (waiter, output) in enumerate(zip(waiters, outputs, strict=True)):
-        request = table.enqueue(Query(place, (1,)), "key", waiter, 0.0, output)
+    requests = [enqueued(table, i, output) for i, output in enumerate(outputs)]
+    [evaluation] = requests[0].values
     for place in (0, 1, 4):
-        assert not table.leave(request, waiters[place])
+        assert table.leave(requests[place]) == []
     table.take(None, 0.0)
-    assert request.outputs == {"draw": 0, "mass": 1}
-    assert not request.is_whole
+    assert evaluation.outputs == {"draw": 0, "mass": 1}
+    assert not evaluation.is_whole
     # The engine works on it: what it was asked for is fixed, and can be joined.
-    assert not table.leave(request, waiters[2])
-    assert request.outputs == {"draw": 0, "mass": 1}
-    late = concurrent.futures.Future[Any]()
-    assert table.enqueue(Query(9, (1,)), "key", late, 0.0, "mass") is request
-    assert table.finish(0, failed=False) == [(waiters[3], 0), (late, 1)]
+    assert table.leave(requests[2]) == []
+    assert evaluation.outputs == {"draw": 0, "mass": 1}
+    late = enqueued(table, 9, "mass")
+    assert late.values == [evaluation]
+    assert table.finish(evaluation, failed=False) == [requests[3], late]
 
 
 def test_a_request_becomes_one_for_a_row_when_nobody_else_waits() -> None:
     table = RequestTable(max_pending=None)
-    first, second = concurrent.futures.Future[Any](), concurrent.futures.Future[Any]()
-    request = table.enqueue(Query(0, (1,)), "key", first, 0.0, "draw")
-    table.enqueue(Query(1, (1,)), "key", second, 0.0)
-    table.leave(request, first)
+    first, second = enqueued(table, 0, "draw"), enqueued(table, 1)
+    table.leave(first)
     table.take(None, 0.0)
-    assert request.is_whole
-    assert table.finish(0, failed=False) == [(second, 0)]
+    [evaluation] = second.values
+    assert evaluation.is_whole
+    assert table.finish(evaluation, failed=False) == [second]
+
+
+def test_a_request_ends_with_the_last_of_its_evaluations() -> None:
+    table = RequestTable(max_pending=None)
+    request = Request(concurrent.futures.Future(), 3)
+    for place, key in enumerate(["a", "b", "a"]):  # the third one joins the first
+        table.enqueue(request, place, Query(place, (1,)), key, None, 0.0)
+    first, second = table.take(None, 0.0)
+    assert table.finish(first, failed=False) == []
+    assert table.finish(first, failed=False) == []  # a completion that comes twice
+    assert table.finish(second, failed=False) == [request]
+
+
+def test_the_last_caller_to_leave_aborts_what_is_in_the_engine_and_nothing_that_ended() -> None:
+    table = RequestTable(max_pending=None)
+    request = Request(concurrent.futures.Future(), 2)
+    for place in range(2):
+        table.enqueue(request, place, Query(place, (place,)), str(place), None, 0.0)
+    first, _ = table.take(None, 0.0)
+    table.finish(first, failed=False)
+    assert table.leave(request) == [1]
+    assert table.leave(request) == []
+    assert table.statistics().abandoned == 1

@@ -89,11 +89,6 @@ def test_a_large_trie_is_not_compiled_on_request(monkeypatch) -> None:
     assert not TokenCharacterTrie(VOCAB, compiled=False).compiled
 
 
-def test_a_loaded_trie_may_be_compiled(tmp_path) -> None:
-    TokenCharacterTrie(VOCAB).save(tmp_path / "trie.npz")
-    assert TokenCharacterTrie.load(tmp_path / "trie.npz", compiled=True).compiled
-
-
 @pytest.mark.parametrize("damaged", ["order", "source"])
 @pytest.mark.parametrize("position", [-1, 10**9])
 def test_damaged_arrays_are_refused(damaged, position) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from programs import run_program
 from trie_oracle import EOS, symbols_of, tokens_below, vocabularies
 
-import genlm
 from genlm import (
     AsyncTokenCharacterTrie,
     Token,
@@ -90,18 +89,6 @@ def test_navigation_computes_no_mappings(items) -> None:
         assert trie.child(node, "no such symbol") is None
         assert trie.node_of((*prefix, "no such symbol")) is None
     assert not {"children", "jump", "node2prefix", "word2leaf"} & vars(trie).keys()
-
-
-def test_deprecated_names_warn_until_1_1() -> None:
-    trie = TokenCharacterTrie([Token(0, b"ac"), EOS])
-    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use child_symbols"):
-        assert trie.child_letters(trie.root) == trie.child_symbols(trie.root)
-    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use symbol_objects"):
-        assert trie.letter_objects == (EOS,)
-    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use symbol"):
-        assert trie.layout.letter is trie.layout.symbol
-    with pytest.warns(DeprecationWarning, match=r"until 1\.1; use genlm\.TokenCharacterTrie"):
-        assert genlm.TokenTrie is TokenCharacterTrie
 
 
 def test_nodes_that_are_not_there() -> None:

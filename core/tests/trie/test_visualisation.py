@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import types
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from trie_oracle import EOS
 
 from genlm import MissingRequirementError, Token, TokenCharacterTrie, WeightsError
-from genlm.core.trie.visualisation import (
-    dot_source,
-    node_values,
-    text_lines,
-    visible_tree,
-)
+from genlm.core.trie import visualisation
+from genlm.core.trie.visualisation import VisibleNode, dot_source, node_values, visible_tree
+
+
+def text_lines(top: VisibleNode) -> Iterator[str]:
+    """Format the visible tree as indented text; symbols without a branch share a line."""
+    yield f"root  {top.value:.4g}"
+    yield from _indented(top, "")
+
+
+def _indented(shown: VisibleNode, indent: str) -> Iterator[str]:
+    rows: list[VisibleNode | None] = [*shown.children, *([None] if shown.collapsed else [])]
+    for row in rows:
+        last = row is rows[-1]
+        branch = "└─ " if last else "├─ "
+        if row is None:
+            yield f"{indent}{branch}{visualisation._more(shown.collapsed)}"
+            continue
+        end = _unbranched(row)
+        yield f"{indent}{branch}{visualisation._edge(end)}  {end.value:.4g}"
+        yield from _indented(end, indent + ("   " if last else "│  "))
+
+
+def _unbranched(shown: VisibleNode) -> VisibleNode:
+    """Join a node with its descendants up to the next branch or token into one edge."""
+    edge = shown.edge
+    while len(shown.children) == 1 and not shown.collapsed:
+        (child,) = shown.children
+        if child.leaf or child.value != shown.value:
+            break
+        edge, shown = [*edge, *child.edge], child
+    return dataclasses.replace(shown, edge=edge)
 
 
 def trie_of(*words: bytes) -> TokenCharacterTrie:

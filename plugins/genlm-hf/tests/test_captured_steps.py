@@ -6,6 +6,7 @@ the same padded numbers (`test_interpreter.py`).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from genlm import AsyncLM
 from genlm_hf.engine import HFEngine
 from genlm_hf.packed import graphs
 
@@ -101,6 +103,21 @@ def test_populations_that_fork_share_one_graph_for_several_shapes(
         asked = unique(step)
         assert oracle.largest_error(asked, rows(engine, asked)) <= 1e-4
     assert used(engine, "graphs_replayed") > used(engine, "graphs_captured") >= 1
+
+
+def test_members_of_a_population_have_the_rows_of_their_sequences(
+    llama: Any, tokenizer: Any
+) -> None:
+    random.seed(12)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    with AsyncLM(lambda: engine) as lm:
+        population = lm.population(ids_of_lengths(20)[0], 5)
+        for _ in range(8):
+            population = population.extend(random.choices(range(3, 9), k=5))
+            found = asyncio.run(population.next_token_logprobs()).cpu()
+            sequences = [context.token_ids for context in population]
+            assert oracle.largest_error(sequences, list(found)) <= 1e-4
+        assert used(engine, "graphs_replayed") >= 2
 
 
 def test_several_prompts_are_several_shared_prefixes(tokenizer: Any) -> None:

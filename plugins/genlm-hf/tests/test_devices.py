@@ -5,7 +5,6 @@ The accelerators are those of `pretend_device`.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from genlm import AsyncLM, Capability, Mask, OutputCache, Query, UnsupportedCapabilityError
-from genlm.core.masks import unpacked
 from genlm.core.reductions import Draw
+from genlm.core.row_masks import RowMasks
 from genlm_hf import storage
 from genlm_hf.engine import HFEngine
 from genlm_hf.storage import LayerShape, default_budget_bytes
@@ -190,7 +189,7 @@ def test_rows_stay_on_the_accelerator_from_engine_and_cache(
                 assert rows.device == SECOND
                 assert oracle.largest_error(sequences, list(rows.cpu())) <= 1e-5
                 rows.zero_()
-            drawn = asyncio.run(llm.sample(sequences[0], 5, temperature=0))
+            drawn = llm.sample_sync(sequences[0], 5, temperature=0)  # on this thread
         assert llm.statistics().cache_hits >= len(sequences)
     expected = list(sequences[0])
     for _ in range(5):
@@ -240,6 +239,7 @@ def test_masks_are_the_same_on_an_accelerator(distinct: int) -> None:
         else [Mask([3], 19)] * 7
     )
     with Pretence() as pretence:
-        found = unpacked(asked, FIRST)
+        found = RowMasks(asked, 7, 19).factors(0, 7, FIRST)
         assert pretence.copies == [FIRST] * (2 if 1 < distinct < 7 else 1)
-    assert found.tolist() == unpacked(asked, torch.device("cpu")).tolist()
+    expected = RowMasks(asked, 7, 19).factors(0, 7, torch.device("cpu"))
+    assert found.tolist() == expected.tolist()

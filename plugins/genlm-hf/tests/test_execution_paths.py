@@ -132,18 +132,6 @@ def test_an_execution_path_can_be_requested(llama: Any, mamba: Any, tokenizer: A
         HFEngine.from_model(llama, tokenizer, execution_path="fast")
 
 
-def test_names_of_genlm_1_0_work_with_a_warning(llama: Any, tokenizer: Any) -> None:
-    with pytest.warns(DeprecationWarning, match="use execution_path='slot_cache'"):
-        engine = HFEngine.from_model(llama, tokenizer, tier="gathered")
-    assert engine.statistics()["execution_path"] == "slot_cache"
-    with AsyncLM(lambda: engine, name="hf") as llm:
-        figures = llm.statistics().engine
-        with pytest.warns(DeprecationWarning, match="until genlm 1.1; use 'execution_path'"):
-            assert figures["tier"] == "gathered"
-        with pytest.warns(DeprecationWarning, match="use 'execution_path_reason'"):
-            assert figures["tier_reason"] == "asked for"
-
-
 def test_the_self_test_can_be_turned_off(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,10 +251,3 @@ def test_figures_outlive_the_engine(engine: MLXEngine) -> None:
     assert figures["tokens_evaluated"] == 2
     assert figures["model"] == "llama"
     assert figures["execution_path"] == "slot_cache"
-
-
-def test_names_of_genlm_1_0_work_with_a_warning(llama: TinyModel) -> None:
-    with pytest.warns(DeprecationWarning, match="use execution_path='slot_cache'"):
-        engine = MLXEngine(llama.path, dtype="float32", tier="gathered")
-    with pytest.warns(DeprecationWarning, match="until genlm 1.1; use 'execution_path'"):
-        assert engine.statistics()["tier"] == "gathered"

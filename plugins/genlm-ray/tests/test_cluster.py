@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import pytest
 import ray
 
 from genlm import ModelLoadError
-from genlm_ray import cluster
+from genlm_ray import cluster, serving
 
 PROGRAM = """
 import subprocess
@@ -138,11 +139,88 @@ def test_a_head_that_does_not_answer_is_lost_until_it_does(head):
     probe.close()
 
 
+def test_a_cluster_that_was_not_named_is_not_joined(monkeypatch):
+    """Also not the one that `ray start` has recorded on this machine."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = []
+    monkeypatch.setattr(cluster, "_init", asked.append)
+    cluster.connect(None, {}, may_start=True)
+    assert asked[0]["address"] == "local"
+    for function in (cluster.join, serving.served, lambda: serving.stop("chat")):
+        with pytest.raises(ModelLoadError, match="no Ray cluster was named"):
+            function()
+    with pytest.raises(ModelLoadError, match="no Ray cluster was named"):
+        serving.serve("chat", "demo", "reference")
+    assert len(asked) == 1
+
+
+def test_the_local_cluster_is_one_whose_head_runs_here(monkeypatch):
+    joined = ray.get_runtime_context().gcs_address
+    monkeypatch.setenv("RAY_ADDRESS", "203.0.113.1:6379")
+    assert cluster.join(is_local=True) == joined
+    assert os.environ["RAY_ADDRESS"] == "203.0.113.1:6379"
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "203.0.113.5")
+    with pytest.raises(ModelLoadError, match=f"which is a node of the one at '{joined}'"):
+        cluster.join(is_local=True)
+
+
+HEAD = """
+import sys
+import psutil
+import ray
+from genlm_ray import cluster
+from genlm_ray.conformance import CLUSTER
+
+cluster.connect(None, CLUSTER, may_start=True)
+[head] = [
+    each for each in psutil.Process().children(recursive=True) if "gcs_server" in each.name()
+]
+print(ray.get_runtime_context().gcs_address, head.pid, flush=True)
+sys.stdin.read()
+head.resume()
+"""
+
+STATUS = """
+import os, signal, sys
+from genlm.cli import app
+from genlm_ray.engine import RayEngine
+
+address, head = sys.argv[1], int(sys.argv[2])
+found = RayEngine.served(address)
+
+def served(address):
+    os.kill(head, signal.SIGSTOP)
+    return found
+
+RayEngine.served = staticmethod(served)
+app(["serve", "--status", "--address", address])
+"""
+
+
+def test_the_command_ends_after_its_table_although_the_head_hangs():
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as head:
+        try:
+            address, pid = head.stdout.readline().split()
+            done = subprocess.run(
+                [sys.executable, "-c", STATUS, address, pid],
+                capture_output=True, text=True, timeout=300, check=False,
+            )  # fmt: skip
+        finally:
+            head.stdin.close()
+    assert done.returncode == 0, done.stderr
+    assert "no served models" in done.stdout
+    assert f"joined the Ray cluster at {address}" in done.stderr
+    assert "the Ray cluster does not answer" in done.stderr
+
+
 def test_an_interrupted_reservation_is_given_back(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cluster.PlacementGroup, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cluster.place([{"CPU": 0.1}], 2, name="late", timeout_s=60)
+        cluster.reserve_resources([{"CPU": 0.1}], 2, name="late", timeout_s=60)
     assert cluster.reservations("late") == []

@@ -25,6 +25,7 @@ from genlm_ray import serving
 from genlm_ray.engine import RayEngine
 from genlm_ray.link import Attached, Dead, Events, ReplicaLink
 from genlm_ray.replica import Replica
+from genlm_ray.wire import ReplicaRequest
 
 PROMPTS = [[first, second, 32] for first in range(20) for second in range(15)]
 
@@ -266,7 +267,7 @@ def test_a_session_that_begins_is_not_told_what_was_meant_for_another():
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
             if name == "session" and value is not None:
-                self.tell()  # as the monitor may at any time
+                self.send_oneway()  # as the monitor may at any time
 
         def _call(self, method, replied, *arguments):
             sent.append((method, *arguments))
@@ -274,10 +275,46 @@ def test_a_session_that_begins_is_not_told_what_was_meant_for_another():
     link = Watched(0, None, "driver", Events())
     link._messages = 5
     link.abort(3)
-    link.begin("new", 1, {"statistics": {}, "pid": 1})
-    link.ask([])
+    link.begin("new", 1, {"statistics": {}, "pid": 1, "pending_queries": 9})
+    link.send_queries([])
     assert [(method, number) for method, _, number, _ in sent] == [("exchange", 0)]
     assert sent[0][3].aborted == []
+
+
+def test_a_session_whose_replica_has_lost_queries_begins_again(in_process, reference):
+    llm, engine, [actor] = in_process(replicas=1)
+    loop = actor.replica._loop
+    answer = loop._answer
+
+    def lose(name, completions):
+        loop._answer = answer
+        loop._drivers[name].in_engine.clear()
+        loop._drivers[name].on_finished()
+
+    loop._answer = lose
+    row = _ended(llm.next_token_logprobs_sync, [1, 2])
+    torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
+    assert engine.statistics()["replica 0: restarts"] == 1
+
+
+def test_a_message_without_an_answer_that_is_lost_ends_its_session(in_process, reference):
+    llm, engine, _ = in_process(replicas=1)
+    [link] = engine._links
+    call = link._call
+
+    def lose(method, replied, *arguments):
+        if method == "notify":
+            link._call = call
+            replied(None, ray.exceptions.ActorUnavailableError("gone", None))
+        else:
+            call(method, replied, *arguments)
+
+    link._call = lose
+    link.forget(10**6)
+    link.send_oneway()
+    row = _ended(llm.next_token_logprobs_sync, [1, 2])
+    torch.testing.assert_close(row, reference.next_token_logprobs_sync([1, 2]))
+    assert engine.statistics()["replica 0: restarts"] == 1
 
 
 def test_messages_have_room_for_a_query():
@@ -290,7 +327,8 @@ def test_a_message_that_fails_does_not_hold_up_the_next(load, reference):
     [link] = llm.engine._links
     unknown = pickle.dumps([(0, 1, 10**6, b"", None, None, ())])
     failed: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    link._send("exchange", lambda _, error: failed.put(error), link.session, unknown)
+    request = ReplicaRequest(unknown, count=1)
+    link._send("exchange", lambda _, error: failed.put(error), link.session, request)
     assert isinstance(failed.get(timeout=60), ray.exceptions.RayTaskError)
     row = asyncio.run(asyncio.wait_for(llm.next_token_logprobs([5, 6]), 60))
     assert (row - reference.next_token_logprobs_sync([5, 6])).abs().max() <= 1e-5

@@ -33,8 +33,8 @@ class Asker:
         self.router.assign(queries)
         where = {}
         for replica in self.router.replicas:
-            for placed in self.router.take(replica, 10**6):
-                where[placed.query.query_id] = replica
+            for routed in self.router.take(replica, 10**6):
+                where[routed.query.query_id] = replica
         for query_id, replica in where.items():
             assert self.router.finished(query_id, replica)
         return [where[query.query_id] for query in queries]
@@ -135,13 +135,13 @@ def test_what_a_lost_replica_had_goes_to_the_others_in_the_same_order():
     router.assign(queries)
     kept = [each.query.query_id for each in router.take(0, 4)]
     router.take(1, 4)
-    router.lost(1)
+    router.reassign_from(1)
     after = [each.query.query_id for each in router.take(0, 100)]
     lost = [one.query_id for one in queries if one.query_id not in kept]
     waiting = [one for one in after if one in lost]
     assert sorted(after) == sorted(lost)
     assert [one for one in waiting if one % 2] == sorted(one for one in waiting if one % 2)
-    router.lost(0)
+    router.reassign_from(0)
     assert len(router) == 20
     router.add(2)
     assert [each.query.query_id for each in router.take(2, 100)] == sorted(
@@ -165,8 +165,8 @@ def test_adapters_keep_contexts_apart():
     asker.evaluate([PROMPT])
     query = asker.query(TokenSequence.of([1], PROMPT), "poet")
     asker.router.assign([query])
-    [placed] = [each for replica in (0, 1) for each in asker.router.take(replica, 9)]
-    assert placed.parent is None
+    [routed] = [each for replica in (0, 1) for each in asker.router.take(replica, 9)]
+    assert routed.parent is None
 
 
 def test_continuations_cost_what_they_draw():
@@ -238,7 +238,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def lose(self, which):
         replica = self.router.replicas[which % len(self.router.replicas)]
-        self.router.lost(replica)
+        self.router.reassign_from(replica)
         self.sent = {query: at for query, at in self.sent.items() if at != replica}
 
     @invariant()

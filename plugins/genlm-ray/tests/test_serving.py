@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 import ray
@@ -19,7 +22,8 @@ from genlm import AdapterError, ModelLoadError
 from genlm.cli import app
 from genlm_ray import cluster, replica, serving
 from genlm_ray.conformance import RESOURCES
-from genlm_ray.wire import Questions
+from genlm_ray.replica import ServingLimits
+from genlm_ray.wire import ReplicaRequest
 
 DRIVER = """
 import asyncio, os, signal, sys
@@ -88,6 +92,127 @@ def _replicas_of_chat(address):
     return [each for each in serving.served(address) if each["name"] == "chat"]
 
 
+def test_a_client_detaches_from_a_shared_replica_that_is_silent_and_restarts_nothing(address):
+    serving.serve("paused", "demo", "reference", resources=RESOURCES)
+    try:
+        with genlm.load_model("paused", "ray", ping_timeout_s=1.0) as llm:
+            pid = llm.statistics().engine["replica 0: pid"]
+            os.kill(pid, signal.SIGSTOP)
+
+            async def main():
+                asked = asyncio.create_task(llm.next_token_logprobs([1, 2, 3]))
+                while llm.statistics().engine["replica 0: restarts"] == 0:
+                    await asyncio.sleep(0.05)
+                os.kill(pid, signal.SIGCONT)
+                return await asked
+
+            asyncio.run(asyncio.wait_for(main(), 120))
+            assert llm.statistics().engine["replica 0: pid"] == pid
+        [found] = [each for each in serving.served(address) if each["name"] == "paused"]
+        assert found["pid"] == pid
+    finally:
+        serving.stop("paused")
+
+
+@pytest.mark.parametrize(
+    "option", [{"step_timeout_s": 1.0}, {"max_restarts": 1}, {"place_timeout_s": 1.0}]
+)
+def test_a_client_does_not_set_when_a_shared_replica_is_restarted(chat, option):
+    with pytest.raises(TypeError, match=f"{next(iter(option))}= for the served model 'chat'"):
+        genlm.load_model("chat", "ray", **option)
+
+
+def test_pings_are_answered_beside_the_long_polls_of_150_drivers(address):
+    serving.serve("busy", "demo", "reference", resources=RESOURCES, driver_timeout_s=1000)
+    try:
+        [actor] = serving.actors_of("busy")
+        ray.get(actor.attach.remote("driver", "session", {}, []))
+        polls = [  # each waits for message 0
+            actor.exchange.remote("session", 1 + number, ReplicaRequest())
+            for number in range(150 * 8)
+        ]
+        ray.get(actor.ping.remote("session"), timeout=120)
+        assert not ray.wait(polls, num_returns=1, timeout=0)[0]
+    finally:
+        serving.stop("busy")
+
+
+HANGING = """
+import ctypes, sys, threading
+import ray, ray.cloudpickle
+from genlm import get_backend
+from genlm.plugin import Query
+from genlm_ray.replica import Replica, ReplicaSpec
+from genlm_ray.router import Router
+from genlm_ray import wire
+
+class Hanging(Replica):
+    def _build(self):
+        engine = super()._build()
+        # Without the GIL nothing else of the process runs.
+        library = ctypes.PyDLL(None) if sys.argv[2] == "PyDLL" else ctypes.CDLL(None)
+        engine.step = lambda: library.sleep(10**6)
+        return engine
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+spec = ReplicaSpec("reference", "demo", {}, "", 1, 60.0, step_timeout_s=1.0)
+actor = ray.remote(Hanging).options(num_cpus=0.1, max_concurrency=10).remote(spec)
+ray.get(actor.attach.remote("driver", "session", {}, []))
+router = Router()
+router.add(0)
+router.assign([Query(0, (1, 2))])
+try:
+    ray.get(actor.exchange.remote("session", 0, wire.packed_queries(router.take(0, 1), 0)))
+except ray.exceptions.ActorDiedError:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
+def test_a_replica_whose_step_hangs_ends_its_own_process(address, library):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, address, library],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert "ended" in done.stdout.splitlines(), done.stderr[-3000:]
+
+
+@dataclass(frozen=True)
+class Endless(genlm.Reduction):
+    """What a client's mistake may look like."""
+
+    @classmethod
+    def compute(cls, rows, requests):
+        threading.Event().wait()
+
+
+def test_a_clients_endless_reduction_does_not_hold_up_another_client(address, reference):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    limits = ServingLimits(reduction_s=1.0, pending_queries=16)
+    serving.serve("shared", "demo", "reference", resources=RESOURCES, limits=limits)
+    try:
+        with (
+            genlm.load_model("shared", "ray") as one,
+            genlm.load_model("shared", "ray") as other,
+        ):
+
+            async def main():
+                endless = asyncio.create_task(one.reduce([1, 2], Endless()))
+                prompts = [[3, i] for i in range(100)]  # more than may be pending
+                rows = await other.batch_next_token_logprobs(prompts)
+                torch.testing.assert_close(
+                    rows, reference.batch_next_token_logprobs_sync(prompts)
+                )
+                with pytest.raises(genlm.EvaluationError, match="has run for more than 1 s"):
+                    await endless
+                assert torch.is_tensor(await one.next_token_logprobs([1, 2]))
+
+            asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        serving.stop("shared")
+
+
 def test_a_silent_driver_loses_its_session_and_begins_another(chat, reference):
     with genlm.load_model("chat", "ray", output_cache=genlm.OutputCache(0)) as llm:
         llm.next_token_logprobs_sync([1, 2])
@@ -129,11 +254,13 @@ def test_replicas_that_do_not_fit_are_refused_and_leave_nothing(address):
 
 
 def test_another_version_is_refused(chat, monkeypatch):
-    monkeypatch.setattr(
-        serving, "versions", lambda: {**replica.versions(), "genlm-core": "0.1"}
-    )
-    with pytest.raises(ModelLoadError, match=r"genlm-core 1\.\S* there, 0\.1 here"):
-        genlm.load_model("chat", "ray")
+    here = replica.version_of
+    for name in ("genlm-core", "torch", "numpy"):
+        monkeypatch.setattr(
+            serving, "version_of", lambda one, name=name: "0.1" if one == name else here(one)
+        )
+        with pytest.raises(ModelLoadError, match=rf"{name} \d+\.\S* there, 0\.1 here"):
+            genlm.load_model("chat", "ray")
 
 
 def test_a_driver_that_is_silent_is_forgotten(address):
@@ -145,7 +272,7 @@ def test_a_driver_that_is_silent_is_forgotten(address):
         assert ray.get(actor.describe.remote())["drivers"] == {"session": 0}
         while ray.get(actor.describe.remote())["drivers"]:
             time.sleep(0.05)
-        assert ray.get(actor.exchange.remote("session", 0, Questions())) is None
+        assert ray.get(actor.exchange.remote("session", 0, ReplicaRequest())) is None
     finally:
         assert serving.stop("brief") == 1
     with pytest.raises(ModelLoadError, match="serves"):
@@ -154,7 +281,7 @@ def test_a_driver_that_is_silent_is_forgotten(address):
 
 def test_what_is_left_of_a_served_model_is_ended(address):
     """Its replicas may have died, or never have been started."""
-    cluster.place([{"CPU": 0.1}], 2, name="left", timeout_s=60)
+    cluster.reserve_resources([{"CPU": 0.1}], 2, name="left", timeout_s=60)
     with pytest.raises(ModelLoadError, match="serve --stop --name left"):
         serving.serve("left", "demo", "reference", resources=RESOURCES)
     assert serving.stop("left") == 2
@@ -163,8 +290,16 @@ def test_what_is_left_of_a_served_model_is_ended(address):
         serving.stop("left")
 
 
-def test_the_wire_format_is_among_the_versions():
-    assert "genlm-ray" in replica.versions()
+def test_what_is_pickled_is_among_the_versions():
+    """The wire format, tensors, arrays, and what the engine's plugin returns."""
+    assert {"genlm-ray", "genlm-hf", "torch", "numpy"} <= replica.versions("hf").keys()
+
+
+def test_a_program_needs_the_version_of_the_engines_plugin_but_not_the_plugin(monkeypatch):
+    found = replica.versions("reference") | {"genlm-hf": "0.1", "genlm-not-here": "1.0"}
+    monkeypatch.setattr(serving, "_ask_all", lambda *_: [found])
+    with pytest.raises(ModelLoadError, match=r"versions: genlm-hf 0\.1 there, \S+ here;"):
+        serving.check_versions([], 60)
 
 
 def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
@@ -185,7 +320,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
         for driver in ("second", "third"):  # one ends, and the next one ends too
             found = await served.attach(driver, driver, {}, [])
             assert found["statistics"]
-            assert (await served.exchange(driver, 0, Questions())).statistics
+            assert (await served.exchange(driver, 0, ReplicaRequest())).statistics
             while served._sessions:
                 await asyncio.sleep(0.02)
         for ended in (
@@ -195,7 +330,7 @@ def test_what_an_engine_raises_for_one_driver_does_not_reach_others(tmp_path):
             await served.clear_prefix_cache("third"),
         ):
             assert ended is False
-        served._lease.cancel()
+        served._supervisor.cancel()
         served._loop.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -221,7 +356,7 @@ def test_an_adapter_of_a_session_that_ends_meanwhile_is_freed(tmp_path):
         await served.attach("driver", "second", {"poet": path}, [])  # its name is free again
         assert await added is False
         assert served._sessions["second"].adapters == ["poet"]
-        served._lease.cancel()
+        served._supervisor.cancel()
         served._loop.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -249,7 +384,7 @@ def test_a_session_does_not_end_while_it_loads_an_adapter(tmp_path):
             await served.attach("another", "failed", {"no": str(tmp_path / "no")}, [])
         while served._sessions:
             await asyncio.sleep(0.05)
-        served._lease.cancel()
+        served._supervisor.cancel()
         served._loop.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

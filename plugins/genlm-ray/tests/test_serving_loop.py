@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from genlm import DrawnToken, get_backend
 from genlm.core.reductions import Draw
-from genlm.plugin import Completion, Query
+from genlm.plugin import Completion, Query, Reduction
 from genlm_ray.serving_loop import SHARED_ROWS, ServingLoop
 
 TIMEOUT_S = 60
@@ -62,7 +63,9 @@ def _all_of(loop, name, finished, count):
     while len(found) < count:
         assert finished.wait(TIMEOUT_S)
         finished.clear()
-        found += loop.take_finished(name)[0]
+        finished_now, _ = loop.finished(name)
+        loop.discard_finished(name, len(finished_now))
+        found += finished_now
     return found
 
 
@@ -107,10 +110,10 @@ def test_a_driver_is_told_when_its_last_query_is_aborted():
     loop.submit("one", [Query(2, (3,))])  # waits for the next step
     loop.abort("one", [0, 1])
     assert not finished.is_set()
-    assert loop.take_finished("one") == ([], 1)
+    assert loop.finished("one") == ([], 1)
     loop.abort("one", [2])
     assert finished.is_set()
-    assert loop.take_finished("one") == ([], 0)
+    assert loop.finished("one") == ([], 0)
     engine.gate.set()
 
 
@@ -165,4 +168,122 @@ def test_contexts_are_released_while_nothing_is_asked_whatever_the_engine_raises
     engine.gate.set()
     loop.submit("one", [Query(0, (1,))])
     assert len(_all_of(loop, "one", finished, 1)) == 1
+    loop.close()
+
+
+@dataclass(frozen=True)
+class Slow(Reduction):
+    """A reduction of a driver, which waits for `go` or raises what ends a process."""
+
+    go: threading.Event
+
+    @classmethod
+    def compute(cls, rows, requests):
+        assert requests[0].go.wait(TIMEOUT_S)
+        return ["reduced"] * len(requests)
+
+
+@dataclass(frozen=True)
+class Exiting(Reduction):
+    @classmethod
+    def compute(cls, rows, requests):
+        raise SystemExit(3)
+
+
+def _open(**options):
+    engine = Gated()
+    engine.gate.set()
+    died: list[BaseException] = []
+    return ServingLoop(lambda: engine, died.append, **options), engine, died
+
+
+def test_a_drivers_own_reduction_does_not_hold_up_the_engine():
+    loop, engine, _ = _open()
+    slow, other = _attached(loop, "slow"), _attached(loop, "other")
+    go = threading.Event()
+    loop.submit("slow", [Query(0, (1,), outputs=(Slow(go), Draw(0.5), None))])
+    loop.submit("slow", [Query(i, (1, i)) for i in (1, 2)])
+    loop.submit("other", [Query(i, (2, i)) for i in range(5)])
+    assert len(_all_of(loop, "other", other, 5)) == 5
+    assert len(_all_of(loop, "slow", slow, 2)) == 2  # its other queries as well
+    assert loop.drivers == {"slow": 1, "other": 0}
+    assert all(query.outputs == (None,) for batch in engine.batches for query in batch)
+    go.set()
+    [reduced] = _all_of(loop, "slow", slow, 1)
+    assert reduced.query_id == 0
+    value, drawn, row = reduced.result.values
+    assert value == "reduced"
+    assert isinstance(drawn, DrawnToken)
+    torch.testing.assert_close(row.exp().sum(), torch.tensor(1.0))
+    loop.close()
+
+
+def test_a_drivers_own_reduction_that_takes_too_long_fails_alone_and_gets_no_second_thread():
+    loop, _, _ = _open(reduction_timeout_s=0.1)
+    slow = _attached(loop, "slow")
+    go = threading.Event()
+    loop.submit("slow", [Query(0, (1,), outputs=(Slow(go),))])
+    while not loop._drivers["slow"].finished:
+        loop.fail_overdue_reductions()
+    [failed] = _all_of(loop, "slow", slow, 1)
+    assert "has run for more than 0.1 s" in str(failed.error)
+    threads = threading.active_count()
+    loop.submit("slow", [Query(1, (2,), outputs=(Slow(go),)), Query(2, (2,))])
+    refused, row = sorted(_all_of(loop, "slow", slow, 2), key=lambda each: each.query_id)
+    assert "until it returns" in str(refused.error)
+    assert torch.is_tensor(row.result)
+    assert threading.active_count() == threads
+    go.set()
+    while loop._drivers["slow"].reducer.seconds:
+        pass
+    loop.submit("slow", [Query(3, (3,), outputs=(Slow(go),))])
+    [again] = _all_of(loop, "slow", slow, 1)
+    assert again.query_id == 3  # and no second answer to the first one
+    assert again.result.values == ("reduced",)
+    loop.close()
+
+
+def test_a_drivers_own_reduction_cannot_end_the_process():
+    loop, _, died = _open()
+    one = _attached(loop, "one")
+    loop.submit("one", [Query(0, (1,), outputs=(Exiting(),))])
+    [failed] = _all_of(loop, "one", one, 1)
+    assert "the reductions raised SystemExit" in str(failed.error)
+    assert not died
+    loop.close()
+
+
+def test_rows_that_wait_for_a_drivers_own_reductions_are_few():
+    loop, engine, _ = _open()
+    slow = _attached(loop, "slow")
+    _attached(loop, "other")
+    go = threading.Event()
+    engine.gate.clear()
+    loop.submit("other", [Query(0, (9,))])
+    assert engine.entered.wait(TIMEOUT_S)
+    queries = [Query(i, (1, i % 250), outputs=(Slow(go),)) for i in range(1000)]
+    loop.submit("slow", queries)
+    engine.gate.set()
+    while loop._drivers["slow"].reducer is None:
+        pass
+    assert sum(len(batch) for batch in engine.batches) <= 3 * SHARED_ROWS
+    go.set()
+    assert len(_all_of(loop, "slow", slow, 1000)) == 1000
+    loop.close()
+
+
+def test_a_call_that_was_cancelled_does_not_end_the_engine():
+    loop, engine, died = _open()
+    engine.gate.clear()
+    one = _attached(loop, "one")
+    loop.submit("one", [Query(0, (1,))])
+    assert engine.entered.wait(TIMEOUT_S)
+    called = threading.Event()
+    assert loop.call(lambda _: called.set()).cancel()
+    after = loop.call(lambda _: "after")
+    engine.gate.set()
+    assert after.result(TIMEOUT_S) == "after"
+    assert not called.is_set()
+    assert len(_all_of(loop, "one", one, 1)) == 1
+    assert not died
     loop.close()

@@ -49,7 +49,7 @@ def elsewhere(monkeypatch):
 
 
 def asked(*outputs):
-    """Queries for these outputs, placed on a replica."""
+    """Queries for these outputs, routed to a replica."""
     router = Router()
     router.add(0)
     router.assign([Query(i, (i + 1,), outputs=each) for i, each in enumerate(outputs)])
@@ -73,7 +73,7 @@ def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were():
         Completion(3, scores),
         Completion(4, error=EvaluationError("too long")),
     ]
-    found = wire.completions(wire.packed_answers(sent, {}, SIZE))
+    found = wire.completions(wire.packed_response(sent, {}, SIZE))
     assert [each.query_id for each in found] == list(range(5))
     pairs = [(found[0].result, row), (found[3].result.logprobs, scores.logprobs)]
     pairs += zip(found[1].result.values, (few, other, ids), strict=True)
@@ -94,7 +94,7 @@ def test_a_query_that_waited_while_its_parent_was_dropped_arrives_whole():
 
     def arrived() -> list[tuple[int, ...]]:
         packed = wire.packed_queries(router.take(0, 10), 0)
-        return [query.token_ids for query in replica.queries(wire.Questions(*packed))]
+        return [query.token_ids for query in replica.queries(packed)]
 
     router.assign([Query(0, parent)])
     assert arrived() == [(3, 1, 4)]
@@ -112,11 +112,11 @@ def test_a_query_that_waited_while_its_parent_was_dropped_arrives_whole():
 
 
 def test_a_reduction_that_cannot_be_pickled_fails_alone():
-    placed = asked(
+    routed = asked(
         (None,), (Constant(threading.Lock()), None), (Constant(2),), (Constant(lambda: 3),)
     )
     replica = wire.Sequences()
-    queries = replica.queries(wire.Questions(*wire.packed_queries(placed, 0)))
+    queries = replica.queries(wire.packed_queries(routed, 0))
     assert [query.token_ids for query in queries] == [(1,), (2,), (3,), (4,)]
     row, (refused, other), (two,), (function,) = values_of(queries)
     assert torch.is_tensor(row[0])
@@ -129,13 +129,13 @@ def test_a_reduction_that_cannot_be_pickled_fails_alone():
     router = Router()
     router.add(0)
     router.assign([Query(7, child)])
-    assert replica.queries(wire.Questions(*wire.packed_queries(router.take(0, 1), 0)))
+    assert replica.queries(wire.packed_queries(router.take(0, 1), 0))
 
 
 def test_a_reduction_that_the_replica_lacks_fails_alone(elsewhere, monkeypatch):
     shared = torch.arange(3)
-    placed = asked((elsewhere.Odd(1), None), (Constant(shared),), (Constant(shared),))
-    message = wire.Questions(*wire.packed_queries(placed, 0))
+    routed = asked((elsewhere.Odd(1), None), (Constant(shared),), (Constant(shared),))
+    message = wire.packed_queries(routed, 0)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)
     (odd, row), (first,), (second,) = values_of(wire.Sequences().queries(message))
     assert isinstance(odd, EvaluationError)
@@ -158,7 +158,7 @@ def test_results_that_cannot_be_sent_or_read_fail_alone(elsewhere, monkeypatch):
         Completion(4, error=unreadable("gone")),
         Completion(5, Reduced((None, [1, half]))),
     ]
-    answers = wire.packed_answers(sent, {}, SIZE)
+    answers = wire.packed_response(sent, {}, SIZE)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)
     found = wire.completions(answers)
     assert [each.query_id for each in found] == list(range(6))
@@ -176,3 +176,17 @@ def test_results_that_cannot_be_sent_or_read_fail_alone(elsewhere, monkeypatch):
     assert isinstance(found[4].error, EvaluationError)
     assert found[5].result.values[0] is None
     assert torch.equal(found[5].result.values[1][1], half)
+
+
+def test_a_result_that_cannot_be_packed_fails_alone():
+    row = torch.randn(SIZE).log_softmax(0)
+    sent = [
+        Completion(0, row),
+        Completion(1, torch.empty(SIZE, device="meta")),  # which no copy can leave
+        Completion(2, Reduced((0.5, row))),
+    ]
+    first, lost, third = wire.completions(wire.packed_response(sent, {"rows": 3}, SIZE))
+    assert torch.equal(first.result, row)
+    assert torch.equal(third.result.values[1], row)
+    assert lost.query_id == 1
+    assert "cannot be sent from the replica: packing it raised" in str(lost.error)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from genlm import MissingRequirementError, ModelLoadError
+from genlm import MissingRequirementError, ModelLoadError, Query
 from genlm.core import memory
 from genlm_sgl.loading import (
     check_cpu_pages,
@@ -19,6 +19,8 @@ from genlm_sgl.loading import (
     cpu_recurrent_ratio,
     cpu_running_requests,
     cpu_token_capacity,
+    default_options,
+    runs_on_cpu,
 )
 from genlm_sgl.versions import check_version
 
@@ -52,11 +54,54 @@ def test_an_engine_on_another_version_is_not_built(
     build()
 
 
-@pytest.mark.parametrize("option", ["tp_size", "dp_size", "pp_size", "ep_size", "nnodes"])
+@pytest.mark.parametrize(
+    "option", ["tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes"]
+)
 def test_options_that_take_other_processes_are_refused(build: Any, option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}.*inside yours"):
         build(**{option: 2})
     assert checked_options({option: 1}, frozenset({option})) == {option: 1}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("speculative_algorithm", "NGRAM"),
+        ("dllm_algorithm", "LowConfidence"),
+        ("disaggregation_mode", "prefill"),
+        ("is_embedding", True),
+        ("skip_tokenizer_init", True),
+    ],
+)
+def test_options_that_would_make_rows_wrong_are_refused(
+    build: Any, option: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"{option}.*leave it out"):
+        build(**{option: value})
+    without = {option: "null" if option == "disaggregation_mode" else None}
+    assert checked_options(without, frozenset({option})) == without
+
+
+def test_a_machine_with_any_accelerator_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs_on_cpu({})
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # such as an XPU
+    assert not runs_on_cpu({})
+    assert runs_on_cpu({"device": "cpu"})
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_passes_do_not_overlap_by_default(cpu: bool) -> None:
+    assert default_options(cpu=cpu)["disable_overlap_schedule"] is True
+
+
+def test_overlap_has_a_row_wait_for_an_iteration_in_which_nothing_runs(build: Any) -> None:
+    for overlap, steps in ((False, 1), (True, 2)):
+        engine = build(disable_overlap_schedule=not overlap)
+        engine.submit(Query(0, (5, 6, 7)))
+        found = [engine.step() for _ in range(steps)]
+        assert [len(each) for each in found] == [0] * (steps - 1) + [1]
+        assert engine.statistics()["batches"] == 1
+        engine.close()
 
 
 def test_dtypes_are_spelled_as_sglang_does() -> None:

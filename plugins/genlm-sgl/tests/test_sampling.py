@@ -10,7 +10,14 @@ import pytest
 from genlm import Query, SamplingParams
 from genlm_sgl.conformance import TinyLlama
 
-from .driving import answers, collected, continuation, prompts_of
+from .driving import (
+    TOLERANCE,
+    answers,
+    collected,
+    continuation,
+    largest_error,
+    prompts_of,
+)
 
 PROMPTS = prompts_of(3, 9, 1, 20, 4)
 
@@ -29,6 +36,20 @@ def test_draws_are_those_of_the_oracle(
     assert answers(engine, asked) == expected
     for each, drawn in zip(asked, expected, strict=True):  # alone as in company
         assert answers(engine, [each]) == [drawn]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 8}], ids=str)
+def test_draws_that_sglang_delays_are_the_same(
+    build: Any, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """It draws the tokens of a pass after it has processed the results of the one before."""
+    monkeypatch.setenv("SGLANG_ENABLE_DELAY_SAMPLE", "1")
+    engine = build(disable_overlap_schedule=False, **options)
+    asked = [(p, SamplingParams(12, 1.0, seed=seed)) for seed, p in enumerate(PROMPTS)]
+    mixed = [each for pair in zip(asked, PROMPTS, strict=True) for each in pair]
+    found = answers(engine, mixed)
+    assert found[::2] == [continuation(tiny, prompt, params) for prompt, params in asked]
+    assert largest_error(tiny, PROMPTS, found[1::2]) <= TOLERANCE
 
 
 def test_equal_prompts_have_streams_of_their_own(build: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,8 +74,82 @@ def test_what_cannot_be_scored_is_not_declared(
     assert not [each for each in caplog.records if each.name == "genlm_sgl"]
 
 
-def check_scores(engine: Any, tiny: Any) -> None:
-    [text] = prompts_of(12)
+def graphs_of_prefills(patch: pytest.MonkeyPatch, backend: str) -> list[int]:
+    """Have SGLang run prompts as with CUDA graphs; return the sizes of passes, as they grow.
+
+    SGLang's own runner calls the model. What it would replay is computed instead, of as many
+    tokens: those of the pass and padding.
+    """
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+    from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as module
+
+    sizes: list[int] = []
+
+    class Padded(module.PrefillCudaGraphRunner):  # type: ignore[misc, name-defined]
+        def __init__(self, model_runner: Any) -> None:
+            self.model_runner = model_runner
+            self.layer_model = module._resolve_transformer_layer_model(model_runner.model)
+            self.prefill_backend_name = backend
+            self._is_full_backend = self._use_draft_input_embeds = False
+            self._qwen_bcg_hc_sidechannel = self.is_dsv41_model = False
+            self.buffer_registry = SimpleNamespace(has_slot=lambda _: False)
+            self.backend = SimpleNamespace(replay=self.replay)
+            self._prefill_forward_context = lambda *_, **__: contextlib.nullcontext()
+
+        def can_run_graph(self, forward_batch: Any) -> bool:
+            return not forward_batch.forward_mode.is_mixed()
+
+        def replay(self, _key: Any, batch: Any, **_: Any) -> Any:
+            layers = type(self.layer_model).forward
+            return layers(self.layer_model, batch.input_ids, batch.positions, batch)
+
+        def execute(self, forward_batch: Any, **options: Any) -> Any:
+            padded = copy.copy(forward_batch)
+            size, self.raw_bs = len(forward_batch.input_ids), forward_batch.batch_size
+            self.raw_num_tokens, padding = size, -size % 16 or 16
+            for name in ("input_ids", "positions", "out_cache_loc"):
+                values = torch.nn.functional.pad(getattr(forward_batch, name), (0, padding))
+                setattr(padded, name, values)
+            sizes.append(size + padding)
+            self.model_runner.attn_backend.init_forward_metadata(padded)
+            output = self._execute_body_capture(
+                forward_batch, padded, size + padding, size, None, **options
+            )
+            return self._finalize_execute_output(output)
+
+    def capture(*, model_runner: Any, **_: Any) -> Any:
+        return cuda_graph_setup.GraphCapture(
+            runner=Padded(model_runner),
+            memory_phase="prefill",
+            memory_usage_gb=0,
+            capture_time=0,
+        )
+
+    patch.setattr(cuda_graph_setup, "capture_prefill_graph", capture)
+    return sizes
+
+
+def test_texts_are_scored_beside_graphs_of_prefills(
+    build: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build().close()  # imports SGLang
+    sizes = graphs_of_prefills(monkeypatch, "breakable")  # SGLang's default on CUDA
+    engine = build(chunked_prefill_size=32)
+    assert engine.statistics()["scores"] == "in one pass"
+    check_scores(engine, tiny, 70)
+    assert sizes[-3:] == [48, 48, 16]  # 32, 32 and 5 tokens
+
+
+def test_texts_are_not_scored_where_graphs_compute_the_logits(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build().close()
+    graphs_of_prefills(monkeypatch, "tc_piecewise")
+    assert build().statistics()["scores"] == "by rows: graphs of prefills"
+
+
+def check_scores(engine: Any, tiny: Any, length: int = 12) -> None:
+    [text] = prompts_of(length)
     llm = AsyncLM(lambda: engine, name="sgl")
     try:
         found = llm.score_sync(text)

@@ -9,17 +9,22 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recorded_streams import RecordedStreams
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from genlm.plugin import EvaluationError, stream_uniform
+from genlm.core.reductions import TopK
+from genlm.plugin import EvaluationError, Reduced, stream_uniform
 from genlm_vllm.capture import ARGUMENT, Capture, CaptureRow, DrawToken
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
+from genlm_vllm.transport import pack_result, unpack_result
+from genlm_vllm.worker import RowWorker
 
 SIZE, WIDTH = 5, 8
 
@@ -170,7 +175,7 @@ def test_random_comings_goings_and_moves(capture: Capture) -> None:
 
 
 def test_abandoned_rows_are_dropped() -> None:
-    ROW_BUFFER.put([1, 2, 3, 4], torch.randn(4, SIZE))
+    ROW_BUFFER.put([1, 2, 3, 4], torch.randn(4, WIDTH), [None] * 4)
     assert list(ROW_BUFFER.take([3, 99], [1, 2, 98])) == [3]
     assert list(ROW_BUFFER.take([1, 2, 3, 4], [])) == [4]
 
@@ -200,6 +205,146 @@ def test_missing_ids_have_no_probability_and_are_not_drawn(capture: Capture) -> 
     assert found[1].argmax() == 2
 
 
+# -- on a GPU -------------------------------------------------------------------------
+
+PLANS = [CaptureRow(1), CaptureRow(2, (TopK(2), None)), DrawToken(3, 5, 1.0, 4), CaptureRow(4)]
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
+    streams = RecordedStreams(monkeypatch)
+    with streams:
+        yield streams
+    assert streams.hazards == []
+
+
+def captured(capture: Capture, streams: RecordedStreams) -> torch.Tensor:
+    """Capture `PLANS` on the current stream; return the logits, as the host knows them."""
+    capture.update_state(update(added=[(i, each, []) for i, each in enumerate(PLANS)]))
+    logits = torch.randn(len(PLANS), WIDTH)
+    capture.apply(streams.on_device(logits.clone()))
+    return logits
+
+
+def check(logits: torch.Tensor, row: Any, reduced: Any, last: Any) -> None:
+    assert torch.allclose(row, expected(logits[0]))
+    assert torch.allclose(last, expected(logits[3]))
+    top, whole = reduced.values
+    assert torch.allclose(whole, expected(logits[1]))
+    assert torch.allclose(top.logprobs, expected(logits[1]).topk(2).values)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_results_for_this_process_are_ordered_after_the_step(
+    capture: Capture, streams: RecordedStreams, elsewhere: bool
+) -> None:
+    worker = SimpleNamespace(device=torch.device("cuda", 0))
+    with streams.on() as own:
+        logits = captured(capture, streams)
+        with streams.on(None if elsewhere else own):
+            problem, reply = RowWorker.genlm_take(worker, [4, 1, 2, 3], [])
+    assert problem is None
+    found = reply[0]
+    assert list(found) == [4, 1, 2]
+    assert all(streams.is_on_device(found[key]) for key in (1, 4))
+    with streams.on(streams.default):  # where callers read rows
+        check(logits, found[1].cpu(), found[2], found[4].cpu())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_results_for_another_process_are_ordered_after_the_step(
+    capture: Capture, streams: RecordedStreams, elsewhere: bool
+) -> None:
+    with streams.on() as own:
+        logits = captured(capture, streams)
+        with streams.on(None if elsewhere else own):
+            problem, reply = RowWorker.genlm_take_bytes(object(), [1, 2, 3, 4], [])
+    assert problem is None
+    keys, data, [(key, packed)], _, _ = reply
+    assert (keys, key) == ([1, 4], 2)
+    rows = torch.from_numpy(np.frombuffer(data, np.float32).reshape(2, SIZE).copy())
+    check(logits, rows[0], unpack_result(packed), rows[1])
+
+
+def test_a_value_on_a_device_is_returned_to_another_process_as_one_of_the_cpu(
+    streams: RecordedStreams,
+) -> None:
+    value = streams.on_device(torch.arange(3.0))
+    [found] = unpack_result(pack_result(Reduced((value,)))).values
+    assert not streams.is_on_device(found)
+    assert found.tolist() == [0.0, 1.0, 2.0]
+
+
+# -- errors, such as out of memory ----------------------------------------------------
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", ["capture.draw_tokens", "row_buffer.rows_from_logits"])
+def test_out_of_memory_fails_the_requests_and_not_vllm(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch, name: str, on_device: bool
+) -> None:
+    streams = RecordedStreams(monkeypatch)
+    added = [(i, each, []) for i, each in enumerate([PLANS[0], PLANS[2], PLANS[3], None])]
+    capture.update_state(update(added=added))
+    monkeypatch.setattr(f"genlm_vllm.{name}", out_of_memory)
+    with streams, streams.on():
+        logits = torch.randn(4, WIDTH)
+        found = capture.apply(
+            streams.on_device(logits.clone()) if on_device else logits.clone()
+        )
+        results = ROW_BUFFER.take([1, 3, 4], [])
+    assert torch.equal(found[3], logits[3])
+    draws = name.startswith("capture")
+    assert {k for k, each in results.items() if isinstance(each, Exception)} == (
+        {3} if draws else {1, 4}
+    )
+    for error in results.values():
+        if isinstance(error, Exception):
+            assert isinstance(error, torch.OutOfMemoryError)
+            assert error.__traceback__ is None  # whose frames have the logits
+    assert len(ROW_BUFFER) == 0
+
+
+@pytest.mark.parametrize("name", ["row_buffer._copies", "row_buffer.reduce_rows"])
+def test_out_of_memory_while_results_are_fetched_fails_the_requests(
+    capture: Capture, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rows_only = name.endswith("copies")
+    with streams.on():
+        capture.update_state(update(added=[(0, PLANS[0 if rows_only else 1], [])]))
+        capture.apply(streams.on_device(torch.randn(1, WIDTH)))
+        monkeypatch.setattr(f"genlm_vllm.{name}", out_of_memory)
+        [error] = ROW_BUFFER.take([1, 2], []).values()
+    assert isinstance(error, torch.OutOfMemoryError)
+
+
+def test_out_of_memory_while_rows_are_gathered_fails_them_alone(
+    capture: Capture, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streams.on():
+        captured(capture, streams)
+        monkeypatch.setattr("torch.stack", out_of_memory)
+        problem, reply = RowWorker.genlm_take_bytes(object(), [1, 2, 4], [])
+    assert problem is None
+    assert reply[:2] == ([], b"")
+    failed = {k for k, each in reply[2] if isinstance(unpack_result(each), Exception)}
+    assert failed == {1, 4}
+
+
+def test_an_error_of_one_of_several_ranks_is_raised_where_others_draw_as_well(
+    capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ROW_BUFFER.reset(VocabularyIds(SIZE), active=True, alone=False)
+    capture.update_state(update(added=[(0, PLANS[2], [])]))
+    monkeypatch.setattr("genlm_vllm.capture.draw_tokens", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture.apply(torch.randn(1, WIDTH))
+
+
 # -- the interface of the second model runner -----------------------------------------
 
 
@@ -217,8 +362,6 @@ def context(slots: list[int], lengths: list[int]) -> Any:
 
 @pytest.mark.newer
 def test_the_second_runner_accepts_the_processor() -> None:
-    from types import SimpleNamespace
-
     from vllm.v1.worker.gpu.sample.logits_processor import build_custom_logits_processors
 
     states = SimpleNamespace(

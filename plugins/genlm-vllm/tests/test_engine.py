@@ -208,6 +208,23 @@ def test_rows_of_aborted_requests_go_although_none_is_answered(engine: Any) -> N
     assert len(engine._rows._abandoned) == 1
 
 
+def test_out_of_memory_in_a_draw_fails_its_continuation_and_not_vllm(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    [text, other] = prompts(9, 12)
+    plan = SamplingParams(5, 1.0, frozenset(), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("genlm_vllm.capture.draw_tokens", out_of_memory)
+        error, row = finish(engine, [submit(engine, text, None, plan), submit(engine, other)])
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert largest_error(tiny, [row], [other]) <= 1e-4
+    assert drawn(engine, text, 5, seed=1) == expected_draws(tiny, text, 5, 1)
+    assert len(ROW_BUFFER) == 0
+
+
 def test_rows_belong_to_the_caller(engine: Any) -> None:
     for row in rows(engine, prompts(3, 4, 5)):
         assert row.shape == (TINY_VOCABULARY,)

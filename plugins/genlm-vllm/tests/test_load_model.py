@@ -11,6 +11,7 @@ import pytest
 
 import genlm
 from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.engine import VLLMEngine
 
 from .traffic import largest_error, prompts
 
@@ -93,3 +94,18 @@ def test_closing_in_the_middle_ends_every_request(
         assert "genlm: starting vLLM" in capsys.readouterr().err
         row = other.next_token_logprobs_sync(asked[0])
     assert largest_error(tiny, [row], asked[:1]) <= 1e-4
+
+
+def test_batches_are_as_large_as_those_of_vllms_own_llm(tiny: TinyLlama) -> None:
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    tokens, requests = EngineArgs.get_batch_defaults(1)
+    engine = VLLMEngine(tiny.path, engine_opts={"kv_cache_memory_bytes": 2**24})
+    try:
+        scheduler = engine.llm_engine.vllm_config.scheduler_config
+        assert scheduler.max_num_seqs == requests[UsageContext.LLM_CLASS]
+        assert scheduler.max_num_batched_tokens == tokens[UsageContext.LLM_CLASS]
+        assert UsageContext.ENGINE_CONTEXT not in requests  # the context of a bare LLMEngine
+    finally:
+        engine.close()

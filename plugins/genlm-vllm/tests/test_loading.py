@@ -22,11 +22,21 @@ def test_options_that_would_make_rows_wrong_are_refused(tiny: Any) -> None:
         "logits_processors": ["a:B"],
         "worker_extension_cls": "a.B",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        "spec_method": "ngram",
+        "spec_tokens": 1,
+        "enable_batch_sharded_sampling": True,
+        "prefill_context_parallel_size": 2,
         "skip_tokenizer_init": True,
         "data_parallel_size": 2,
     }.items():
         with pytest.raises(ValueError, match=f"{name}.*leave it out"):
             VLLMEngine(tiny.path, engine_opts={name: value})
+
+
+def test_values_without_an_effect_are_not_refused() -> None:
+    options = {"enable_batch_sharded_sampling": False, "speculative_config": None}
+    options |= {"data_parallel_size": 1, "prefill_context_parallel_size": 1}
+    assert engine_arguments("m", options).items() >= options.items()
 
 
 def test_unknown_options_are_refused_with_a_hint(tiny: Any) -> None:
@@ -94,6 +104,8 @@ def test_defaults_give_way_to_options() -> None:
     assert found["block_size"] == CPU_BLOCK_SIZE
     assert 0 < found["kv_cache_memory_bytes"] <= 4 * 2**30
     assert "max_loras" not in found
+    assert found["async_scheduling"] is False
+    assert engine_arguments("m", {"async_scheduling": True})["async_scheduling"] is True
     chosen = {"dtype": "bfloat16", "enforce_eager": False, "block_size": 64}
     found = engine_arguments("m", chosen | {"gpu_memory_utilization": 0.2})
     assert found.items() >= chosen.items()

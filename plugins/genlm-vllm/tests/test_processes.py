@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from programs import run_program
 import genlm
 from genlm.core.reductions import TopK
 from genlm_vllm.conformance import TinyLlama
-from genlm_vllm.processes import VARIABLE
+from genlm_vllm.processes import VARIABLE, FailureLog
 from genlm_vllm.worker import call_workers
 
 from .traffic import expected_draws, finish, largest_error, prompts, rows, submit
@@ -174,14 +175,51 @@ if __name__ == "__main__":
 def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Path) -> None:
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN.format(model=str(tiny.path)))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-W", "ignore", script], **pipes) as client:
-        assert client.stdout is not None
-        children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
-        assert len(children) >= 2  # the engine and its worker
-        client.kill()
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with tempfile.TemporaryDirectory() as files:  # sockets need a short path
+        options["env"] = os.environ | {"TMPDIR": files}
+        with subprocess.Popen([sys.executable, "-W", "ignore", script], **options) as client:
+            assert client.stdout is not None
+            children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
+            assert len(children) >= 2  # the engine and its worker
+            client.kill()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+        left = [file.name for file in Path(files).iterdir()]
+        assert not [name for name in left if name.startswith("genlm")]
+
+
+def test_a_log_that_cannot_be_written_hides_no_exception() -> None:
+    code = (
+        "import logging, genlm_vllm.worker\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: logging.getLogger('vllm.v1').exception('failed')\n"
+        "print(logging.getLogRecordFactory())"
+    )
+    environment = os.environ | {VARIABLE: "/dev/full"}  # on which every write fails
+    done = run_program(sys.executable, "-c", code, env=environment)
+    assert "_Recorder" in done.stdout
+    assert "ZeroDivisionError" in done.stderr
+    assert "No space left" not in done.stderr
+
+
+def test_a_log_has_no_name_in_the_file_system_and_keeps_the_first_exception() -> None:
+    log = FailureLog()
+    try:
+        assert log.first() is None
+        code = (
+            "import logging, genlm_vllm.worker\n"
+            "for text in ('first', 'x' * 10**5, 'last'):\n"
+            "    try: raise ValueError(text)\n"
+            "    except ValueError: logging.getLogger('vllm.v1').exception('failed')\n"
+        )
+        run_program(sys.executable, "-c", code, env=os.environ | {VARIABLE: log.path})
+        assert log.first() == "ValueError: first"
+        assert Path(log.path).stat().st_nlink == 0
+        assert Path(log.path).stat().st_size < 2**14
+    finally:
+        log.close()
+    assert log.first() is None
 
 
 def test_a_process_that_imports_this_package_before_vllm_is_checked_and_recorded(

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 
-from genlm import EvaluationError, SamplingParams
+from genlm import DrawnToken, EvaluationError, SamplingParams
 from genlm.core.masks import Mask
 from genlm.core.reductions import Draw, LogMass, TopK
 from genlm.plugin import stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import ONE_WORKER, TinyLlama
-from genlm_vllm.row_buffer import ROW_BUFFER
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -207,12 +206,11 @@ def test_what_cannot_travel_fails_alone(either: Any, tiny: Any) -> None:
         assert message in str(result.values[place])
 
 
-def test_a_draw_from_tokens_without_probability_is_an_error(either: Any, tiny: Any) -> None:
+def test_a_draw_from_tokens_without_probability_is_no_token(either: Any, tiny: Any) -> None:
     [ids] = prompts(30)
     outputs = (Draw(0.5, 1.0, Mask([], TINY_VOCABULARY)), LogMass(Mask([], TINY_VOCABULARY)))
     [result] = finish(either, [submit(either, ids, outputs=outputs)])
-    assert isinstance(result.values[0], EvaluationError)
-    assert result.values[1] == -math.inf
+    assert result.values == (DrawnToken(-1, *[-math.inf] * 3), -math.inf)
 
 
 def test_cancelled_reductions_leave_nothing(either: Any, tiny: Any) -> None:
@@ -252,8 +250,7 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
     def copied(*arguments: Any) -> Any:
         raise AssertionError("a row was copied or stored")
 
-    monkeypatch.setattr(ROW_BUFFER, "put", copied)
-    monkeypatch.setattr(ROW_BUFFER, "put_batch", copied)
+    monkeypatch.setattr("genlm_vllm.row_buffer._copies", copied)
     monkeypatch.setattr("torch.unbind_copy", copied)
     asked = prompts(9, 20, 33)
     finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in asked])

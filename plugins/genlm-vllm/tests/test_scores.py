@@ -20,6 +20,7 @@ from genlm import (
     SamplingParams,
     TokenIdError,
 )
+from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import ONE_WORKER, TinyLlama
 from genlm_vllm.scores import SCORE_BUFFER, SCORES
 from genlm_vllm.worker import call_workers
@@ -105,6 +106,30 @@ def test_what_the_cache_knows_of_the_targets_is_computed_again(engine: Any, tiny
         check_scores(found, tiny, text, start)
         [found] = finish(engine, [score(engine, (*text[:120], 7, 8), start % 120 + 1)])
         check_scores(found, tiny, (*text[:120], 7, 8), start % 120 + 1)
+
+
+def test_out_of_memory_fails_the_scores_and_not_vllm(
+    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.statistics()["processes"] == "own":
+        pytest.skip("vLLM is in the other process")
+    failing = {1}
+    picked = scoring._picked
+
+    def fails_once(logits: Any, ids: Any) -> Any:
+        if failing:
+            failing.clear()
+            raise torch.OutOfMemoryError("out of memory")
+        return picked(logits, ids)
+
+    monkeypatch.setattr(scoring, "_picked", fails_once)
+    [text, other] = prompts(150, 9)
+    error, row = finish(engine, [score(engine, text, 1), submit(engine, other)])
+    assert isinstance(error, EvaluationError)
+    assert "OutOfMemoryError: out of memory" in str(error)
+    assert largest_error(tiny, [row], [other]) <= 1e-4
+    [found] = finish(engine, [score(engine, text, 1)])
+    check_scores(found, tiny, text, 1)
 
 
 def test_a_prompt_that_the_cache_knows_is_not_computed_again(engine: Any, tiny: Any) -> None:

@@ -18,7 +18,6 @@ from genlm.cli.new_plugin import plugin_commands
 from genlm.cli.plugins import plugins
 from genlm.cli.score import score
 from genlm.cli.serve import serve
-from genlm.cli.trie import trie
 from genlm.core.errors import GenlmError
 from genlm.core.plugins.lookup import is_strict
 
@@ -40,7 +39,6 @@ app.command()(plugins)
 app.command()(score)
 app.add_typer(plugin_commands)
 app.command()(serve)
-app.command()(trie)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EngineOption",
+    "LoadOptions",
     "ModelOption",
+    "SeedOption",
     "backends",
     "checked_dtype",
     "checked_options",
+    "json_object",
     "load",
     "output_console",
+    "require_writable",
 ]
 
 _PIPE_WIDTH = 10_000
@@ -54,6 +59,14 @@ EngineOption = Annotated[
 ModelOption = Annotated[str, typer.Option(help="A hub id, a path, or `demo`.")]
 """`--model` of the same commands."""
 
+LoadOptions = Annotated[
+    str, typer.Option(help='Options of `load_model` as JSON, such as `{"dtype": "bf16"}`.')
+]
+"""`--options` of the same commands."""
+
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed.")]
+"""`--seed` of all commands."""
+
 
 def checked_dtype(text: str) -> str:
     """Return the name of a dtype, given in any usual spelling; a callback of options."""
@@ -65,13 +78,36 @@ def checked_dtype(text: str) -> str:
 
 def checked_options(text: str) -> dict[str, Any]:
     """Return options of `load_model`, given as JSON."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+    found = json_object(text)
+    if found is None:
         raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--options")
     return found
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the text is not one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # also integers of too many digits
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written before the work whose results it is to hold.
+
+    Raises:
+        typer.BadParameter: It cannot be written.
+    """
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r}: {error.strerror}", param_hint=option
+        ) from error
+    if not existed:
+        path.unlink()
 
 
 def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:

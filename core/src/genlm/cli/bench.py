@@ -16,7 +16,14 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import backends, checked_options, load
+from genlm.cli.arguments import (
+    LoadOptions,
+    SeedOption,
+    backends,
+    checked_options,
+    load,
+    require_writable,
+)
 from genlm.cli.measurement import Cell, Plan, first_row_s, measured
 from genlm.core.errors import MissingRequirementError
 
@@ -40,6 +47,9 @@ class BenchReport:
         cells: Rows a second of each batch.
         engine: The engine's own figures afterwards.
         environment: Versions and hardware, as `genlm env` prints them.
+        max_context: The model's context length in tokens; None if unlimited.
+        shortened: Requested lengths that do not fit in this context together with their
+            continuations; the longest one that fits was measured instead.
     """
 
     backend: str
@@ -52,6 +62,8 @@ class BenchReport:
     cells: list[Cell]
     engine: dict[str, Any]
     environment: dict[str, Any]
+    max_context: int | None
+    shortened: list[int]
 
 
 def bench(
@@ -60,19 +72,21 @@ def bench(
     ],
     model: Annotated[str, typer.Argument(help="A hub id, a path, or `demo`.")] = "demo",
     *,
-    lengths: Annotated[str, typer.Option(help="Tokens of contexts.")] = "16,256,1024",
-    batches: Annotated[str, typer.Option(help="Contexts asked at once.")] = "1,8,64",
-    options: Annotated[str, typer.Option(help='Of load_model, as JSON: {"dtype": "bf16"}.')] = (
-        "{}"
-    ),
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each batch.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens by which contexts continue.")] = 4,
+    lengths: Annotated[
+        str, typer.Option(help="Context lengths in tokens, separated by commas.")
+    ] = "16,256,1024",
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,64",
+    options: LoadOptions = "{}",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements per batch.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Number of tokens by which contexts are continued.")
+    ] = 4,
     most_tokens: Annotated[
-        int, typer.Option(min=1, help="Leave out batches of more tokens than this.")
+        int, typer.Option(min=1, help="Maximum number of tokens of a batch.")
     ] = 2**14,
-    seed: Annotated[int, typer.Option(min=0, help="Of the token ids.")] = 0,
+    seed: SeedOption = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the figures into this file, .svg or .png.")
+        Path | None, typer.Option(help="File for a plot of the figures, .svg or .png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -82,14 +96,14 @@ def bench(
         most_tokens, seed,
     )  # fmt: skip
     if plot is not None:
-        _require_matplotlib()
+        _check_plot(plot)
     report = _measured(backend, model, checked_options(options), plan)
     if plot is not None:
         _draw(report, plot)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str))
     else:
-        _print(report, Console())
+        _print(report, plan, Console())
 
 
 def _integers(option: str, text: str) -> list[int]:
@@ -117,6 +131,7 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
         Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar,
     ):
         load_s = time.perf_counter() - began
+        _check_plan(plan, llm.max_context)
         first = first_row_s(llm, min(_FIRST_TOKENS, llm.max_context or _FIRST_TOKENS))
         task = bar.add_task("measuring", total=len(plan.batches(llm.max_context)))
         cells = list(measured(llm, plan, lambda: bar.advance(task)))
@@ -132,10 +147,25 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
         cells=cells,
         engine=engine,
         environment=environment(),
+        max_context=llm.max_context,
+        shortened=plan.too_long(llm.max_context),
     )
 
 
-def _print(report: BenchReport, console: Console) -> None:
+def _check_plan(plan: Plan, max_context: int | None) -> None:
+    """Refuse a plan of which the model can run nothing."""
+    if max_context is not None and plan.steps >= max_context:
+        raise typer.BadParameter(
+            f"{plan.steps}: the model has a context of {max_context} tokens",
+            param_hint="--steps",
+        )
+    if not plan.batches(max_context):
+        raise typer.BadParameter(
+            f"{plan.most_tokens}: every batch has more tokens", param_hint="--most-tokens"
+        )
+
+
+def _print(report: BenchReport, plan: Plan, console: Console) -> None:
     system, libraries = report.environment["system"], report.environment["libraries"]
     console.print(Text(f"{report.backend}, model {report.model!r}", "bold"))
     torch = libraries.get("torch", "unknown")
@@ -148,23 +178,34 @@ def _print(report: BenchReport, console: Console) -> None:
             * bool(report.device_memory_bytes)
         )
     )
+    if report.shortened:
+        longest = max(cell.context_tokens for cell in report.cells)
+        console.print(
+            Text(
+                f"--lengths {','.join(map(str, report.shortened))}: the model has a context of "
+                f"{report.max_context} tokens; measured {longest} in their place",
+                "yellow",
+            )
+        )
     for title, figure in (
         ("rows a second of new contexts", "new_rows_per_s"),
         ("rows a second of contexts continued by one token", "continued_rows_per_s"),
     ):
         console.print(f"\n{title}")
-        console.print(_table(figure, report.cells))
+        console.print(_table(figure, report.cells, plan, report.max_context))
+    if len(report.cells) < len(plan.all_batches(report.max_context)):
+        console.print(f"\n-: not measured, more than {plan.most_tokens} tokens (--most-tokens)")
 
 
-def _table(figure: str, cells: Sequence[Cell]) -> Table:
+def _table(figure: str, cells: Sequence[Cell], plan: Plan, max_context: int | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    sizes = sorted({cell.batch_size for cell in cells})
+    lengths, sizes = zip(*plan.all_batches(max_context), strict=True)
     table.add_column("tokens", justify="right")
-    for size in sizes:
+    for size in sorted({*sizes}):
         table.add_column(f"batch of {size}", justify="right")
     found = {(cell.context_tokens, cell.batch_size): getattr(cell, figure) for cell in cells}
-    for length in sorted({cell.context_tokens for cell in cells}):
-        figures = (found.get((length, size)) for size in sizes)
+    for length in sorted({*lengths}):
+        figures = (found.get((length, size)) for size in sorted({*sizes}))
         table.add_row(
             str(length), *("-" if each is None else f"{each:,.0f}" for each in figures)
         )
@@ -175,7 +216,12 @@ def _size(nbytes: int | None) -> str:
     return f"{(nbytes or 0) / 2**30:.2f} GiB"
 
 
-def _require_matplotlib() -> None:
+def _check_plot(path: Path) -> None:
+    if path.suffix not in {".svg", ".png"}:
+        raise typer.BadParameter(
+            f"{str(path)!r}: expected a name that ends in .svg or .png", param_hint="--plot"
+        )
+    require_writable("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingRequirementError("--plot", ["matplotlib"], "pip install matplotlib")
 

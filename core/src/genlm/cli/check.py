@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genlm.cli.arguments import backends, checked_dtype
+from genlm.cli.arguments import SeedOption, backends, checked_dtype
 from genlm.core.errors import GenlmError, MissingRequirementError
 
 if TYPE_CHECKING:
@@ -25,22 +25,20 @@ def check(
         str, typer.Argument(help="An installed engine or trie.", autocompletion=backends())
     ],
     *,
-    model: Annotated[
-        str | None, typer.Option(help="A model to check without an oracle.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to check without an oracle.")] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            help="Dtype in which that model computes; sets the tolerance.",
+            help="Dtype in which that model computes; determines the tolerance.",
             callback=checked_dtype,
         ),
     ] = "float32",
     only: Annotated[
-        list[str] | None, typer.Option(metavar="ID", help="A check; may be repeated.")
+        list[str] | None, typer.Option(metavar="ID", help="Check to run; may be repeated.")
     ] = None,
-    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    profile: Annotated[str, typer.Option(help="Number of examples: quick or full.")] = "quick",
     xfail: Annotated[Path | None, typer.Option(help="File of expected failures.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides every example.")] = 0,
+    seed: SeedOption = 0,
     no_skips: Annotated[
         bool, typer.Option("--no-skips", help="Count a skipped check as a failure.")
     ] = False,

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import checked_dtype, output_console
+from genlm.cli.arguments import SeedOption, checked_dtype, json_object, output_console
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 
@@ -29,40 +29,47 @@ tolerances of `genlm check`."""
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="What all engines call the model.")],
+    model: Annotated[str, typer.Argument(help="A hub id or a path that every engine loads.")],
     *,
     backends: Annotated[
         str,
         typer.Option(
-            help="Two or more engines, separated by commas; the first is the reference."
+            help="Two or more engines, separated by commas; the first is the baseline."
         ),
     ],
     dtype: Annotated[
-        str, typer.Option(help="What they compute in.", callback=checked_dtype)
+        str, typer.Option(help="Dtype in which they compute.", callback=checked_dtype)
     ] = "float32",
     texts: Annotated[
-        Path | None, typer.Option(help="A file of texts, one a line, to ask about.")
+        Path | None, typer.Option(help="File of texts to compare on, one a line.")
     ] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="A file of token ids to ask about, a JSON array a line.")
+        Path | None, typer.Option(help="File of token ids to compare on, a JSON array a line.")
     ] = None,
     bound: Annotated[
         float | None,
-        typer.Option(help="Largest difference of a log-probability; by default by dtype."),
+        typer.Option(
+            help="Largest accepted difference of log-probabilities; default by dtype."
+        ),
     ] = None,
     longest: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a context.")
+        int | None, typer.Option(min=1, help="Maximum context length in tokens.")
     ] = None,
     options: Annotated[
-        str, typer.Option(help='Of load_model, as JSON: {"vllm": {"engine_opts": {}}}.')
+        str,
+        typer.Option(
+            help="Options of `load_model` per engine as JSON, such as "
+            '`{"vllm": {"engine_opts": {}}}`.'
+        ),
     ] = "{}",
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    seed: SeedOption = 0,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds for an engine; by default no limit.")
+        float | None,
+        typer.Option(help="Time limit per engine in seconds; default no limit."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Ask several engines for the same rows of one model, one engine after the other.
+    """Compare the rows that several engines compute of one model, one engine after the other.
 
     Contexts are short, fork, and go beyond the windows that the model's config states. Each
     engine runs in a process of its own.
@@ -74,13 +81,15 @@ def compare(
 
     if texts is not None and ids is not None:
         raise typer.BadParameter("give --texts or --ids, not both")
+    if timeout is not None and not timeout > 0:
+        raise typer.BadParameter(f"--timeout {timeout:g}: expected a positive number")
     names = _backends(backends)
     limit = _bound(bound, dtype)
     request = {
         "model": model,
         "dtype": dtype,
         "longest": longest,
-        "texts": None if texts is None else _lines("--texts", texts),
+        "texts": None if texts is None else list(_lines("--texts", texts).values()),
         "ids": None if ids is None else _ids(ids),
     }
     chosen = _options(options, names)
@@ -129,41 +138,41 @@ def _bound(bound: float | None, dtype: str) -> float:
     return limit
 
 
-def _lines(option: str, path: Path) -> list[str]:
+def _lines(option: str, path: Path) -> dict[int, str]:
+    """Return the lines that are not empty by their numbers, from 1."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{option} {str(path)!r}: {error}") from error
-    filled = [line for line in lines if line.strip()]
+    filled = {number: line for number, line in enumerate(lines, 1) if line.strip()}
     if not filled:
         raise typer.BadParameter(f"{option} {str(path)!r}: the file is empty")
     return filled
 
 
 def _ids(path: Path) -> list[list[int]]:
-    return [_ids_of(path, line) for line in _lines("--ids", path)]
+    return [_ids_of(path, number, line) for number, line in _lines("--ids", path).items()]
 
 
-def _ids_of(path: Path, line: str) -> list[int]:
+def _ids_of(path: Path, number: int, line: str) -> list[int]:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, list) and found and all(type(i) is int and i >= 0 for i in found):
         return found
     raise typer.BadParameter(
-        f"--ids {str(path)!r}: expected an array of token ids, such as [1, 17, 4]; found "
-        f"{line[:60]!r}"
+        f"--ids {str(path)!r}, line {number}: expected an array of token ids, such as "
+        f"[1, 17, 4]; found {line[:60]!r}"
     )
 
 
 def _options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--options: {error}") from error
-    if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
-        raise typer.BadParameter("--options: expected an object of options for each engine")
+    given = json_object(text)
+    if given is None or not all(isinstance(value, dict) for value in given.values()):
+        raise typer.BadParameter(
+            f"--options {text!r}: expected a JSON object with an object of options per engine"
+        )
     if unknown := [name for name in given if name not in names]:
         raise typer.BadParameter(f"--options: {unknown[0]!r} is not among the --backends")
     return {name: given.get(name, {}) for name in names}
@@ -184,7 +193,7 @@ def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     family = report["family"] or "of an unknown architecture"
     console.print(
         f"{report['model']} ({family}), {report['dtype']}: {report['contexts']} contexts of up "
-        f"to {report['longest']} tokens, asked twice; bound {report['bound']:g}"
+        f"to {report['longest']} tokens, computed twice; bound {report['bound']:g}"
     )
     for name in report["not_reached"]:
         console.print(f"not reached: the {name}; use a larger --longest")

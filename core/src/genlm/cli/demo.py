@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import EngineOption, ModelOption
+from genlm.cli.arguments import EngineOption, ModelOption, SeedOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,11 +98,15 @@ def demo(
     *,
     backend: EngineOption = "hf",
     model: ModelOption = "demo",
-    prompt: Annotated[str, typer.Option(help="What every text begins with.")] = "The",
-    particles: Annotated[int, typer.Option(min=1, help="Texts under the constraint.")] = 50,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per text, at most.")] = 40,
-    max_letters: Annotated[int, typer.Option(min=1, help="The longest word allowed.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of all randomness.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Beginning of every text.")] = "The",
+    particles: Annotated[int, typer.Option(min=1, help="Number of particles.")] = 50,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens per text.")
+    ] = 40,
+    max_letters: Annotated[
+        int, typer.Option(min=1, help="Maximum length of a word in letters.")
+    ] = 5,
+    seed: SeedOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Sample texts freely, then with a limit on the length of words, and report the speed."""
@@ -135,12 +139,11 @@ async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], N
     end = llm.vocabulary.eos_token_id
     ends = () if end is None else (end,)
     drawn = await llm.batch_sample([ids] * _SAMPLES, plan.max_tokens, ends, seed=plan.seed)
-    asked = llm.statistics().requests
     began = time.perf_counter()
     texts, weights, log_evidence = await _steered(llm, ids, plan, on_step)
     seconds = time.perf_counter() - began
     statistics = llm.statistics()
-    tokens = statistics.requests - asked  # one row for each token drawn
+    tokens = sum(len(text) - len(ids) for text in texts)
     samples = [(*ids, *sample) for sample in drawn]
     heaviest_first = sorted(range(len(texts)), key=lambda i: -weights[i])
     return Report(
@@ -164,16 +167,22 @@ async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], N
 async def _steered(
     llm: AsyncLM, ids: list[int], plan: _Plan, on_step: Callable[[], None]
 ) -> tuple[list[tuple[int, ...]], np.ndarray, float]:
-    """Return the last population of the SMC example."""
-    from genlm.cli.smc import max_word_length, steer
+    """Return the last texts, weights and log-evidence of the SMC example."""
+    from genlm.cli.smc import MaxWordLength
+    from genlm.smc import steer
 
-    table = max_word_length(plan.max_letters, llm)
-    async for texts, weights, log_evidence in steer(
-        llm, ids, table, size=plan.particles, steps=plan.max_tokens, seed=plan.seed
+    rule = MaxWordLength.of(plan.max_letters, llm, ids, plan.particles)
+    async for particles in steer(  # noqa: B007 - the last ones
+        llm,
+        ids,
+        plan.particles,
+        max_tokens=plan.max_tokens,
+        constraint=rule,
+        seed=plan.seed,
     ):
         on_step()
-        last = texts, weights, log_evidence
-    return last
+    texts = [context.token_ids for context in particles.population]
+    return texts, particles.weights, particles.log_evidence
 
 
 def _cut_by_context(llm: AsyncLM, texts: Sequence[Sequence[int]], longest: int) -> int:

@@ -31,7 +31,7 @@ class Option:
     meaning: str
 
 
-def options_of(target: str) -> list[Option]:
+def options_of(target: str) -> list[Option] | None:
     """List the options of a backend, in the order of its signature.
 
     Args:
@@ -39,19 +39,20 @@ def options_of(target: str) -> list[Option]:
             model or the vocabulary.
 
     Returns:
-        Its options; none if it has none, or its source is not readable Python.
+        Its options; None if they are not in its source, because that is no readable Python or
+        it inherits its `__init__`.
     """
     module, _, name = target.partition(":")
     definition = _definition(module, name)
     if definition is None:
-        return []
+        return None
     called, skipped = definition, 1
     documents = [ast.get_docstring(definition) or ""]
     if isinstance(definition, ast.ClassDef):
         methods = [each for each in definition.body if isinstance(each, ast.FunctionDef)]
         found = next((each for each in methods if each.name == "__init__"), None)
         if found is None:
-            return []
+            return None if definition.bases else []
         called, skipped = found, 2
         documents.append(ast.get_docstring(found) or "")
     meanings = {key: text for each in documents for key, text in _arguments(each)}

@@ -25,7 +25,8 @@ class Plan:
     """What is measured.
 
     Attributes:
-        lengths: Tokens of a context; longer ones are cut to what the model takes.
+        lengths: Tokens of a context; those that the model does not take are replaced by the
+            longest one that it takes.
         batch_sizes: Contexts that are asked at once.
         repeats: Measurements of each batch, of which the medians are reported.
         steps: Tokens by which the contexts of a measurement are continued, one at a time.
@@ -41,11 +42,19 @@ class Plan:
     seed: int
 
     def batches(self, max_context: int | None) -> list[tuple[int, int]]:
-        """Return the length and size of each batch, the smallest first."""
+        """Return the length and size of each batch to measure, the smallest first."""
+        return [(n, m) for n, m in self.all_batches(max_context) if n * m <= self.most_tokens]
+
+    def all_batches(self, max_context: int | None) -> list[tuple[int, int]]:
+        """Return the same with those of more tokens than `most_tokens`."""
         longest = max(self.lengths) if max_context is None else max_context - self.steps
-        lengths = sorted({max(1, min(length, longest)) for length in self.lengths})
-        sizes = sorted(set(self.batch_sizes))
-        return [(n, size) for n in lengths for size in sizes if n * size <= self.most_tokens]
+        lengths = sorted({min(length, longest) for length in self.lengths})
+        return [(length, size) for length in lengths for size in sorted({*self.batch_sizes})]
+
+    def too_long(self, max_context: int | None) -> list[int]:
+        """Return the lengths that do not fit in a context with their continuations."""
+        longest = max(self.lengths) if max_context is None else max_context - self.steps
+        return sorted({length for length in self.lengths if length > longest})
 
 
 @dataclass(frozen=True)

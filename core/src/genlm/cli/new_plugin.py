@@ -39,9 +39,9 @@ def _commands() -> None:
 
 @plugin_commands.command()
 def new(
-    name: Annotated[str, typer.Argument(help="What users will type: backend=NAME.")],
+    name: Annotated[str, typer.Argument(help="Name of the backend, as in backend=NAME.")],
     folder: Annotated[
-        Path | None, typer.Option(help="Where; by default genlm-NAME. It must not exist.")
+        Path | None, typer.Option(help="Folder to create; by default genlm-NAME.")
     ] = None,
 ) -> None:
     """Write a package with an engine of a few lines, its tests and its metadata."""

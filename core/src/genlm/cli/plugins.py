@@ -15,13 +15,16 @@ from rich.text import Text
 
 from genlm.cli.arguments import backends as completed
 from genlm.cli.arguments import output_console
-from genlm.cli.documented_options import options_of
+from genlm.cli.documented_options import Option, options_of
 from genlm.core.plugins import BackendInfo, find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED
 
 __all__ = ["plugins"]
 
 _COLOURS = {"ok": "green", "disabled": "bright_black"}
+
+_UNUSABLE = {"broken", "incompatible", "disabled"}
+"""Statuses of backends that cannot be loaded; what they offer may be unknown."""
 
 _CAPABILITIES = {
     "lora": "LoRA adapters per request: llm.add_new_lora(folder, name), lora_name=name",
@@ -35,7 +38,8 @@ def plugins(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="One of them, to see its options and capabilities.", autocompletion=completed()
+            help="Name of a backend whose options and capabilities to describe.",
+            autocompletion=completed(),
         ),
     ] = None,
     as_json: Annotated[
@@ -72,7 +76,8 @@ def _described(info: BackendInfo, *, options: bool) -> dict[str, Any]:
     fields = dataclasses.asdict(info)
     if not options:
         return fields
-    documented = [dataclasses.asdict(option) for option in options_of(info.target)]
+    known = options_of(info.target)
+    documented = None if known is None else [dataclasses.asdict(each) for each in known]
     return fields | {"options": documented, "links": dict(_links(info.distribution))}
 
 
@@ -90,27 +95,45 @@ def _print(info: BackendInfo, console: Console) -> None:
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     facts.add_row("status", Text(_status(info), style=_COLOURS.get(info.status, "red")))
-    facts.add_row("provided by", f"{info.distribution} {info.version} ({info.target})")
-    facts.add_row("needs", ", ".join(info.requires) or "nothing else")
-    for capability in info.capabilities:
-        facts.add_row("can", f"{capability}: {_CAPABILITIES.get(capability, 'see its pages')}")
-    if info.kind == "engine":
-        facts.add_row("load", f"genlm.load_model(model, {info.name!r}, **options)")
-    else:
-        facts.add_row("load", f"genlm.get_trie({info.name!r})(vocabulary, **options)")
-    if info.conformance:
-        facts.add_row("certify", f"genlm check {info.name}")
+    target = f" ({info.target})" if info.target else ""
+    facts.add_row("provided by", f"{info.distribution} {info.version}{target}")
+    if info.status not in _UNUSABLE:
+        for fact in _usage(info):
+            facts.add_row(*fact)
+    elif info.status == "broken":
+        facts.add_row("traceback", "GENLM_STRICT=1 genlm plugins")
     for label, address in _links(info.distribution):
         facts.add_row(label.lower(), address)
     console.print(facts)
-    options = Table(box=None, pad_edge=False, header_style="bold")
+    if info.status not in _UNUSABLE:
+        console.print()
+        console.print(_options(options_of(info.target)))
+
+
+def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
+    """Yield what a backend that can be loaded needs and offers, and how to load it."""
+    name = info.provider if info.status == "ambiguous" else info.name
+    yield "needs", ", ".join(info.requires) or "nothing else"
+    for capability in info.capabilities:
+        yield "can", f"{capability}: {_CAPABILITIES.get(capability, 'see its pages')}"
+    if info.kind == "engine":
+        yield "load", f"genlm.load_model(model, {name!r}, **options)"
+    else:
+        yield "load", f"genlm.get_trie({name!r})(vocabulary, **options)"
+    if info.conformance:
+        yield "certify", f"genlm check {name}"
+
+
+def _options(options: list[Option] | None) -> Table | str:
+    if not options:
+        return "It takes no options." if options is not None else "Its options are unknown."
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("option", "default"):
-        options.add_column(column, no_wrap=True)
-    options.add_column("meaning", overflow="fold")
-    for option in options_of(info.target):
-        options.add_row(option.name, Text(option.default or "required"), Text(option.meaning))
-    console.print()
-    console.print(options if options.row_count else "It takes no options.")
+        table.add_column(column, no_wrap=True)
+    table.add_column("meaning", overflow="fold")
+    for option in options:
+        table.add_row(option.name, Text(option.default or "required"), Text(option.meaning))
+    return table
 
 
 def _table(backends: list[BackendInfo]) -> Table:

@@ -16,10 +16,12 @@ from rich.text import Text
 
 from genlm.cli.arguments import (
     EngineOption,
+    LoadOptions,
     ModelOption,
     checked_options,
     load,
     output_console,
+    require_writable,
 )
 from genlm.cli.text_file import LineOfText, bad_file, texts_of
 from genlm.core.errors import GenlmError
@@ -79,8 +81,8 @@ def score(
     file: Annotated[
         str,
         typer.Argument(
-            help="Texts, one a line, or JSON lines with `text` and, if wanted, `prompt`; "
-            "- for standard input."
+            help="File of texts, one a line, or of JSON lines with `text` and optionally "
+            "`prompt`; - for standard input."
         ),
     ],
     *,
@@ -88,26 +90,26 @@ def score(
     model: ModelOption = "demo",
     output: Annotated[
         str | None,
-        typer.Option(help="Write a JSON line for each text here; - for standard output."),
+        typer.Option(help="File for a JSON line per text; - for standard output."),
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Write each token's log-probability, too.")
+        bool, typer.Option("--tokens", help="Include the log-probability of each token.")
     ] = False,
     form: Annotated[
         Literal["auto", "text", "jsonl"],
         typer.Option(
-            "--format", help="Of FILE; auto: JSON lines if the first line is an object."
+            "--format",
+            help="Format of FILE: auto, text or jsonl. auto is jsonl if its name ends in "
+            ".jsonl or its first line begins with a brace, else text.",
         ),
     ] = "auto",
-    options: Annotated[str, typer.Option(help='Of load_model, as JSON: {"dtype": "bf16"}.')] = (
-        "{}"
-    ),
+    options: LoadOptions = "{}",
 ) -> None:
     """Score texts: sums of log-probabilities, perplexities, bits per byte."""
     chosen = checked_options(options)
     texts = texts_of(file, form)
     if output not in (None, "-"):
-        _require_writable(Path(output))
+        require_writable("--output", Path(output))  # a run may take an hour
     terminal = Console(stderr=True)
     with load(model, backend, {"progress": terminal.is_terminal, **chosen}) as llm:
         encoded = _encoded(llm, texts)
@@ -227,15 +229,6 @@ def _finite(value: Any) -> Any:
 
 
 # -- output ---------------------------------------------------------------------------------
-
-
-def _require_writable(path: Path) -> None:
-    try:
-        path.open("a").close()  # a run of an hour must not end here
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{str(path)!r}: {error.strerror}", param_hint="--output"
-        ) from error
 
 
 def _print(scores: Sequence[TextScore], title: str) -> None:

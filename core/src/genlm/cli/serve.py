@@ -1,11 +1,15 @@
 """`genlm serve`: replicas of a model that outlive their caller, through the plugin `ray`.
 
-The core knows only the functions `serve`, `served` and `stop` of the engine that serves.
+The core knows only the functions `join`, `serve`, `served`, `stop` and `leave` of the engine
+that serves. A cluster is joined only if it was named: what it serves outlives the command.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -23,19 +27,24 @@ _SERVER = "ray"
 
 def serve(
     *,
-    name: Annotated[str, typer.Option(help="What load_model(NAME, 'ray') calls it.")] = "",
+    name: Annotated[str, typer.Option(help="Name for load_model(NAME, 'ray').")] = "",
     backend: Annotated[
-        str, typer.Option(help="The engine of each replica.", autocompletion=backends("engine"))
+        str, typer.Option(help="Engine of each replica.", autocompletion=backends("engine"))
     ] = "hf",
-    model: Annotated[str, typer.Option(help="What that engine calls a model.")] = "demo",
-    replicas: Annotated[int, typer.Option(min=1, help="How many to load.")] = 1,
+    model: Annotated[str, typer.Option(help="Model id or path.")] = "demo",
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 1,
     options: Annotated[
-        str, typer.Option(help='Of the engine, as JSON: {"dtype": "bfloat16"}.')
+        str, typer.Option(help='Engine options as JSON: {"dtype": "bfloat16"}.')
     ] = "{}",
     resources: Annotated[
-        str, typer.Option(help='What a replica needs, as JSON: {"num_gpus": 1}.')
+        str, typer.Option(help='Resources of a replica as JSON: {"num_gpus": 1}.')
     ] = '{"num_cpus": 1}',
-    address: Annotated[str, typer.Option(help="Of the Ray cluster, host:port.")] = "auto",
+    address: Annotated[
+        str, typer.Option(help="Address of the Ray cluster, host:port; default RAY_ADDRESS.")
+    ] = "",
+    local: Annotated[
+        bool, typer.Option("--local", help="Use the Ray cluster that runs on this machine.")
+    ] = False,
     status: Annotated[bool, typer.Option("--status", help="List what is served.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="End the model NAME.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
@@ -43,12 +52,33 @@ def serve(
     """Load a model on a Ray cluster for several programs; list and end such models."""
     if not name and not status:
         raise typer.BadParameter("name the model", param_hint="--name")
+    if local and address:
+        raise typer.BadParameter("--local and --address exclude each other")
+    if not (local or address or os.environ.get("RAY_ADDRESS")):
+        raise typer.BadParameter(
+            "name the Ray cluster: --address host:port, RAY_ADDRESS, or --local for the one "
+            "that runs on this machine"
+        )
     read_options = _object("--options", options)
     read_resources = _object("--resources", resources)
     server: Any = get_backend(_SERVER)
+    status_code = 1  # of a command that raises
+
+    def leave() -> None:
+        # Ray's own exit waits without limit for a cluster that does not answer.
+        if not server.leave():
+            typer.echo("the Ray cluster does not answer; left it as it is", err=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status_code)
+
+    atexit.register(leave)
+    address = server.join(address or None, is_local=local)
+    typer.echo(f"joined the Ray cluster at {address}", err=True)
     if stop:
         count = server.stop(name, address)
         typer.echo(f"ended {name}: {count} replicas")
+        status_code = 0
         return
     if status:
         found = [each for each in server.served(address) if name in {"", each["name"]}]
@@ -66,6 +96,7 @@ def serve(
         typer.echo(json.dumps(found, indent=2, default=str))
     else:
         _print(found, Console())
+    status_code = 0
 
 
 def _object(option: str, text: str) -> dict[str, Any]:

@@ -1,87 +1,64 @@
 """Sequential Monte Carlo under a hard constraint on bytes, short enough to copy.
 
 Particles continue a prompt with tokens drawn from what the constraint allows; the mass that
-this has in the model's row multiplies the particle's weight. Masks go to the model and tokens
-come back, no rows. When a few particles carry most of the weight, all are resampled.
-`exp(log_evidence)` estimates without bias the probability that the model by itself keeps to
-the constraint.
+this has in the model's row multiplies the particle's weight. `exp(log_evidence)` estimates
+without bias the probability that the model by itself keeps to the constraint.
 """
 
 import asyncio
-import math
 import sys
-from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
 
-from genlm import AsyncLM, DrawnToken, Mask, load_model
-from genlm.smc import effective_sample_size, normalised_weights, systematic_resampling
+from genlm import AsyncLM, load_model
+from genlm.smc import steer
 
 
-def max_word_length(limit: int, llm: AsyncLM) -> np.ndarray:
-    """Table `[state, token] -> state`: letters so far in a word; the last state is dead."""
-    letters = np.array([byte > 127 or chr(byte).isalpha() for byte in range(256)])
-    states = np.arange(limit + 2)[:, None]
-    step = np.where(letters | (states > limit), np.minimum(states + 1, limit + 1), 0)
-    step = np.hstack([step, states])  # byte 256 fills the shorter tokens
-    table = np.repeat(states, llm.vocab_size, axis=1)
-    for column in zip_longest(*llm.byte_vocab, fillvalue=256):
-        table = step[table, column]
-    if llm.vocabulary.eos_token_id is not None:  # not every model ends its texts
-        table[:, llm.vocabulary.eos_token_id] = states[:, 0]
-    return table
+@dataclass(frozen=True)
+class MaxWordLength:
+    """Words of at most `len(table) - 2` letters; the last state of the table is dead."""
 
+    table: np.ndarray  # [state, token] -> state
+    masks: np.ndarray  # [state, token] -> whether the token is allowed
+    mask_index: np.ndarray  # the state of each particle: letters so far in a word
 
-async def steer(
-    llm: AsyncLM, prompt: list[int], table: np.ndarray, *, size: int, steps: int, seed: int
-) -> AsyncIterator[tuple[list[tuple[int, ...]], np.ndarray, float]]:
-    """Yield the particles (prompt included), their weights and the log-evidence each step."""
-    rng, log_evidence, state = np.random.default_rng(seed), 0.0, 0
-    for token in prompt:
-        state = table[state, token] % (len(table) - 1)  # a prompt may break the rule
-    contexts, states = [llm.context(prompt)] * size, np.full(size, state)
-    live, log_weights = np.full(size, True), np.full(size, -math.log(size))
-    end, room = llm.vocabulary.eos_token_id, llm.max_context or math.inf
-    allowed = [Mask(row < len(table) - 1, llm.vocab_size) for row in table]
-    possible = np.array([bool(mask) for mask in allowed])
+    @classmethod
+    def of(cls, limit: int, llm: AsyncLM, prompt: list[int], size: int) -> "MaxWordLength":
+        """Return the rule of as many particles, all of which continue a prompt."""
+        letters = np.array([byte > 127 or chr(byte).isalpha() for byte in range(256)])
+        states = np.arange(limit + 2)[:, None]
+        step = np.where(letters | (states > limit), np.minimum(states + 1, limit + 1), 0)
+        step = np.hstack([step, states])  # byte 256 fills the shorter tokens
+        table = np.repeat(states, llm.vocab_size, axis=1)
+        for column in zip_longest(*llm.byte_vocab, fillvalue=256):
+            table = step[table, column]
+        if llm.vocabulary.eos_token_id is not None:  # not every model ends its texts
+            table[:, llm.vocabulary.eos_token_id] = states[:, 0]
+        state = 0
+        for token in prompt:
+            state = table[state, token] % (limit + 1)  # a prompt may break the rule
+        return cls(table, table <= limit, np.full(size, state))
 
-    async def drawn() -> list[DrawnToken]:
-        places, seed = np.flatnonzero(live), int(rng.integers(2**63))
-        masks = [allowed[states[i]] for i in places]
-        return await llm.batch_draw([contexts[i] for i in places], masks, seed=seed)
+    def advance(self, token_ids: np.ndarray) -> "MaxWordLength":
+        """Return the rule after a token of each particle."""
+        states = self.table[self.mask_index, token_ids]
+        return replace(self, mask_index=np.where(token_ids < 0, self.mask_index, states))
 
-    for _ in range(steps):
-        log_weights[live & ~possible[states]] = -math.inf  # these cannot go on
-        live &= possible[states]
-        found = await drawn()
-        log_weights[live] += [each.log_mass for each in found]
-        spread = effective_sample_size(log_weights)  # an error if no particle can go on
-        log_sum = np.logaddexp.reduce(log_weights)
-        log_evidence, log_weights = log_evidence + log_sum, log_weights - log_sum
-        if spread < size / 2:
-            chosen = systematic_resampling(log_weights, rng.random())
-            contexts, states, live = [contexts[i] for i in chosen], states[chosen], live[chosen]
-            log_weights = np.full(size, -math.log(size))
-            found = await drawn()  # again, so that copies of a particle differ
-        for i, each in zip(np.flatnonzero(live), found):
-            contexts[i] = contexts[i].extend(each.token_id)
-            states[i] = table[states[i], each.token_id]
-            live[i] = each.token_id != end and len(contexts[i]) <= room  # else nothing is asked
-        texts = [each.token_ids for each in contexts]
-        yield texts, normalised_weights(log_weights), float(log_evidence)
-        if not live.any():
-            return
+    def __getitem__(self, ancestors: np.ndarray) -> "MaxWordLength":
+        return replace(self, mask_index=self.mask_index[ancestors])
 
 
 async def _main(*backend: str) -> None:
     with load_model("demo", *backend) as llm:
         print(llm)  # noqa: T201
-        prompt, table = llm.encode("The"), max_word_length(5, llm)
-        drawn = steer(llm, prompt, table, size=50, steps=40, seed=0)
-        *_, (texts, weights, _) = [population async for population in drawn]
-        for text, weight in zip(texts, weights):
-            print(f"{weight:.3f} {llm.decode(text)!r}")  # noqa: T201
+        prompt, size = llm.encode("The"), 50
+        rule = MaxWordLength.of(5, llm, prompt, size)
+        steps = steer(llm, prompt, size, max_tokens=40, constraint=rule, seed=0)
+        *_, particles = [each async for each in steps]
+        for context, weight in zip(particles.population, particles.weights):
+            print(f"{weight:.3f} {llm.decode(context.token_ids)!r}")  # noqa: T201
 
 
 if __name__ == "__main__":

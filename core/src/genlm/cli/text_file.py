@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 
+from genlm.cli.arguments import json_object
+
 __all__ = ["LineOfText", "bad_file", "texts_of"]
+
+
+_JSON_LINES = ".jsonl", ".ndjson"
 
 
 class LineOfText(NamedTuple):
@@ -25,20 +29,25 @@ def texts_of(file: str, form: str) -> list[LineOfText]:
 
     Args:
         file: Its path; `"-"` for standard input.
-        form: `"text"`, `"jsonl"`, or `"auto"`: JSON lines if the first line is an object.
+        form: `"text"`, `"jsonl"`, or `"auto"`: JSON lines if the name ends in `.jsonl` or the
+            first line begins with a brace.
+
+    Returns:
+        The texts; empty lines at the end of the file are left out.
 
     Raises:
-        typer.BadParameter: It cannot be read, or a line is empty or not as it should be.
+        typer.BadParameter: The file cannot be read, or a line is empty or malformed.
     """
     lines = _lines(file)
-    if form == "auto":
-        form = "jsonl" if _object(lines[0]) is not None else "text"
+    hint = ""
+    if form == "auto" and (file.endswith(_JSON_LINES) or lines[0].lstrip().startswith("{")):
+        form, hint = "jsonl", ". If the file is plain text, pass --format text"
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise bad_file(f"line {number} is empty")
         found.append(
-            _of_json(number, line) if form == "jsonl" else LineOfText(number, line, None)
+            _of_json(number, line, hint) if form == "jsonl" else LineOfText(number, line, None)
         )
     return found
 
@@ -52,30 +61,26 @@ def _lines(file: str) -> list[str]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise bad_file(f"{file!r}, line {line}: not UTF-8") from error
-    lines = [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
-    if lines == [""]:
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
         raise bad_file(f"{file!r} has no text")
     return lines
 
 
-def _of_json(number: int, line: str) -> LineOfText:
-    found = _object(line)
+def _of_json(number: int, line: str, hint: str) -> LineOfText:
+    found = json_object(line)
     if found is None:
-        raise bad_file(f"line {number} is not a JSON object: {line[:60]!r}")
+        raise bad_file(f"line {number} is not a JSON object: {line[:60]!r}{hint}")
     text, prompt = found.get("text"), found.get("prompt")
     if not isinstance(text, str) or not text:
         raise bad_file(f'line {number}: expected a string that is not empty as "text"')
     if not (prompt is None or isinstance(prompt, str)):
         raise bad_file(f'line {number}: expected a string as "prompt"')
+    if any("\ud800" <= letter <= "\udfff" for letter in text + (prompt or "")):
+        raise bad_file(f"line {number} has half of a surrogate pair, which is not a character")
     return LineOfText(number, text, prompt)
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def bad_file(message: str) -> typer.BadParameter:

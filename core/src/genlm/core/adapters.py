@@ -73,6 +73,11 @@ class Adapters:
         """Load an adapter; see `AsyncLM.add_new_lora`."""
         self._require_adapters()
         _check_name(name)
+        if not name:
+            raise AdapterError(
+                f"asked to load {path!r} under an empty name; an adapter's name has at least "
+                f"one character"
+            )
         path = os.fsdecode(path)
         folder = os.path.realpath(path)
 

@@ -65,6 +65,22 @@ class OutputCache:
             row, device, _ = self._entries[key]
         return copied(row) if device is None or row.device == device else row.to(device)
 
+    def size_of(self, key: Hashable) -> int | None:
+        """Return the bytes that an entry and its key take, None if there is none."""
+        with self._lock:
+            return int(self._entries[key][2]) if key in self._entries else None
+
+    def kept(self, key: Hashable) -> Any:
+        """Return what is kept itself, a row on the device on which it was put, or None.
+
+        The result must not be changed.
+        """
+        with self._lock:
+            if key not in self._entries:
+                return None
+            row, device, _ = self._entries[key]
+        return row if device is None or row.device == device else row.to(device)
+
     def put(self, key: Hashable, row: Any) -> None:
         """Keep a copy of a row, evicting the least recently used ones it displaces.
 
@@ -114,10 +130,9 @@ class OutputCache:
         return int(self._entries.currsize)
 
     def _after_fork(self) -> None:
-        """Renew the lock; start afresh if another thread was changing the entries."""
+        """Start afresh in a forked process if another thread was changing the entries."""
         if self._lock.locked():
             self._entries = self._no_entries()
-        self._lock = threading.Lock()
 
     def _no_entries(self) -> LRUCache[Hashable, tuple[Any, torch.device | None, int]]:
         bound = float("inf") if self.max_bytes is None else self.max_bytes

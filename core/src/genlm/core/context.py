@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
-from weakref import ref
 
 from genlm.core.errors import TokenIdError
 from genlm.core.forking import renew_in_forks
@@ -22,60 +22,74 @@ if TYPE_CHECKING:
     from genlm.core.reductions import DrawnToken, Reduction, TopTokens
     from genlm.core.validation import Integers
 
-__all__ = ["Context", "ContextKey", "Hold", "Holds"]
+__all__ = ["Context", "ContextKey", "ContextLease", "LeaseTable"]
 
 ContextKey = tuple[str | None, bytes]
 """The engine's name of the adapter, and the key of the token sequence."""
 
 
-class Hold:
-    """Keeps what the engine has for one context while some `Context` refers to it."""
+class ContextLease:
+    """Keeps the engine's state of contexts alive until it is garbage."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("_on_drop", "keys")
+
+    def __init__(
+        self,
+        keys: tuple[ContextKey, ...],
+        on_drop: Callable[[tuple[ContextKey, ...]], object],
+    ) -> None:
+        self.keys = keys
+        self._on_drop = on_drop
+
+    def __del__(self) -> None:
+        self._on_drop(self.keys)
 
 
-class Holds:
-    """The holds of one model; equal contexts share one.
+class LeaseTable:
+    """Counts the leases of each context of one model.
 
     Attributes:
-        on_drop: Called once for each hold, with the key of its context, when the last
-            reference to the hold has gone; on any thread, also during garbage collection.
+        on_drop: Called once for each lease, with its keys, when the lease is garbage; on any
+            thread, also during garbage collection. It must have `release` called with them.
     """
 
     def __init__(self) -> None:
-        self.on_drop: Callable[[ContextKey], object] = lambda _key: None
-        # A reference stays here, dead, until the key is released or held again: its callback
-        # may run on a thread that has the lock, so it removes nothing.
-        self._by_key: dict[ContextKey, ref[Hold]] = {}
+        self.on_drop: Callable[[tuple[ContextKey, ...]], object] = lambda _keys: None
+        self._counts: dict[ContextKey, int] = {}
         self._lock = threading.Lock()
         renew_in_forks(self)
 
-    def find(self, key: ContextKey) -> Hold | None:
-        """Return the hold of a context if there is one."""
-        reference = self._by_key.get(key)
-        return None if reference is None else reference()
-
-    def of(self, key: ContextKey) -> Hold:
-        """Return the hold of a context, which is made if there is none."""
+    def lease(self, keys: Sequence[ContextKey]) -> ContextLease:
+        """Return a lease of several contexts, whose state the engine has."""
         with self._lock:
-            hold = self.find(key)
-            if hold is None:
-                hold, on_drop = Hold(), self.on_drop
-                self._by_key[key] = ref(hold, lambda _dead: on_drop(key))
-        return hold
+            for key in keys:
+                self._counts[key] = self._counts.get(key, 0) + 1
+        return ContextLease(tuple(keys), self.on_drop)
 
-    def release(self, engine: Any, keys: list[ContextKey]) -> None:
-        """Have the engine let go of what it has for contexts that are not held again."""
-        for key in keys:
-            with self._lock:
-                is_held = self.find(key) is not None
-                if not is_held:
-                    self._by_key.pop(key, None)
-            if not is_held:
-                engine.release_context(*key)
+    def find(self, key: ContextKey) -> ContextLease | None:
+        """Return a further lease of a context if it has one."""
+        with self._lock:
+            if key not in self._counts:
+                return None
+            self._counts[key] += 1
+        return ContextLease((key,), self.on_drop)
 
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
+    def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
+        """Have the engine release the contexts that are left without a lease.
+
+        Args:
+            engine: Its `release_context` is called; on its own thread.
+            dropped: The keys of leases, as they were passed to `on_drop`.
+        """
+        free = []
+        with self._lock:
+            for key in itertools.chain.from_iterable(dropped):
+                self._counts[key] -= 1
+                if not self._counts[key]:
+                    del self._counts[key]
+                    free.append(key)
+        for each in free:
+            engine.release_context(*each)
 
 
 class Context:
@@ -87,7 +101,7 @@ class Context:
     context nor an extension of it that was not asked yet is referred to.
     """
 
-    __slots__ = ("__weakref__", "_hold", "_lm", "adapter", "lora_name", "sequence")
+    __slots__ = ("__weakref__", "_lease", "_lm", "adapter", "lora_name", "sequence")
 
     def __init__(
         self,
@@ -95,10 +109,10 @@ class Context:
         sequence: TokenSequence,
         lora_name: str | None,
         adapter: str | None,
-        hold: Hold | None = None,
+        lease: ContextLease | None = None,
     ) -> None:
         self._lm = lm
-        self._hold = hold
+        self._lease = lease
         self.adapter = adapter
         self.sequence = sequence
         self.lora_name = lora_name
@@ -122,7 +136,7 @@ class Context:
         if not packed:
             return self
         sequence = TokenSequence(packed, self.sequence)
-        return Context(self._lm, sequence, self.lora_name, self.adapter, self._hold)
+        return Context(self._lm, sequence, self.lora_name, self.adapter, self._lease)
 
     def _packed(self, token_id: int) -> bytes:
         size = self._lm.vocabulary.size
@@ -198,9 +212,18 @@ class Context:
         """Whether it belongs to the model that `AsyncLM` identifies by `model`."""
         return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
 
-    def hold(self, hold: Hold) -> None:
-        """Keep what the engine has for this context, instead of for the one that it extends."""
-        self._hold = hold
+    def keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
+        """Lease the engine's state of this context, in place of the one that it extends.
+
+        Args:
+            leases: Those of the model.
+            is_computed: Whether the engine has just computed the state; else it is leased only
+                if another context has a lease of it.
+        """
+        key = (self.adapter, self.sequence.key)
+        if self._lease is None or self._lease.keys != (key,):
+            lease = leases.lease([key]) if is_computed else leases.find(key)
+            self._lease = lease or self._lease
 
     @property
     def _key(self) -> tuple[object, ...]:

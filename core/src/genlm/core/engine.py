@@ -10,15 +10,25 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
-from genlm.core.errors import EvaluationError, UnsupportedCapabilityError
-from genlm.core.query import ROW_ONLY, Completion, Query, Reduced, TokenScores
+from genlm.core.errors import EvaluationError, UnsupportedCapabilityError, described
+from genlm.core.query import (
+    ROW_ONLY,
+    Completion,
+    GroupValues,
+    Query,
+    Reduced,
+    TokenScores,
+)
 from genlm.core.vocab import Vocabulary
 
 if TYPE_CHECKING:
     import torch
 
+    from genlm.core.generations import Integers64
+    from genlm.core.groups import GroupWork
+    from genlm.core.query import GroupQuery
     from genlm.core.reductions import Reduction
 
 __all__ = [
@@ -30,6 +40,12 @@ __all__ = [
     "checked_engine",
     "require_capability",
 ]
+
+
+Batch = TypeVar("Batch", "list[Query]", "Integers64")
+
+_GROUP_VALUES = 2**26
+"""Most logits of a group that are computed at once: 256 MiB in float32."""
 
 
 class Capability(enum.StrEnum):
@@ -58,6 +74,10 @@ class Engine(Protocol):
     An engine whose `step` waits for other processes may also have a method `wake()`. It is
     called from any thread when there are queries, aborts or calls for the engine; `step` then
     returns soon, with what has finished if anything has.
+
+    An engine with a method `submit_group(group)` accepts the query of a population as one
+    `GroupQuery`, which it answers with a `GroupResult`. Other engines get a query for each
+    distinct sequence.
 
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
@@ -167,7 +187,9 @@ class BatchEngine(abc.ABC):
 
     `step` evaluates in one call the queries that `choose` returns, by default all pending
     ones, and reduces the rows of those that ask for something else. When `evaluate` raises,
-    the batch is halved until each query that makes it raise is alone; only those fail.
+    the batch is halved until each query that makes it raise is alone; only those fail. When
+    the device has failed, or every part of the batch raises the same, all of them fail.
+    Populations are computed in parts, between which steps evaluate other queries.
 
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
@@ -180,11 +202,14 @@ class BatchEngine(abc.ABC):
     capabilities: frozenset[Capability] = frozenset()
 
     _pending: dict[int, Query]
+    _groups: dict[int, GroupWork]
+    _group_is_next = False
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """Start with nothing pending, so that subclasses need not call `__init__`."""
         engine = super().__new__(cls)
         engine._pending = {}
+        engine._groups = {}
         return engine
 
     @abc.abstractmethod
@@ -226,9 +251,38 @@ class BatchEngine(abc.ABC):
         """
         return pending
 
+    def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
+        """Return how many sequences of a group `evaluate_group` should compute at once."""
+        return max(1, _GROUP_VALUES // self.vocabulary.size)
+
+    def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
+        """Compute some of the sequences of a group; by default as queries of their own.
+
+        Engines that compute populations on arrays override this.
+
+        Args:
+            group: Its `generation` may keep the engine's state.
+            places: Consecutive places in `group.wanted`, at least one.
+
+        Returns:
+            Logits or rows, one for each place.
+        """
+        lineage = group.generation.lineage
+        queries = [
+            Query(group.query_id, lineage.sequence(place), group.adapter)
+            for place in group.wanted[places].tolist()
+        ]
+        return GroupValues(self._evaluated(queries), are_logits=False)
+
     def submit(self, query: Query) -> None:
         """Accept a query for one of the next steps."""
         self._pending[query.query_id] = query
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Accept the query of a population, which one or several steps answer."""
+        from genlm.core.groups import GroupWork  # loads torch
+
+        self._groups[group.query_id] = GroupWork(group, self.vocabulary)
 
     def step(self) -> list[Completion]:
         """Evaluate what `choose` returns; halve the batch around queries that raise.
@@ -236,19 +290,25 @@ class BatchEngine(abc.ABC):
         Raises:
             EvaluationError: `choose` returned nothing, or a query that is not pending.
         """
+        self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
+        if self._group_is_next:
+            return self._group_step()
         if not self._pending:
             return []
         chosen = self._take_chosen()
         scored = [query for query in chosen if query.targets]
         if not scored:
-            return _each_or_halves(chosen, self._evaluate_batch)
+            return _completions(chosen, _Halving(self._evaluate_batch).results(chosen))
         asked = [query for query in chosen if not query.targets]
-        completions = _each_or_halves(scored, self._score_batch)
-        return completions + (_each_or_halves(asked, self._evaluate_batch) if asked else [])
+        completions = _completions(scored, _Halving(self._score_batch).results(scored))
+        if asked:
+            completions += _completions(asked, _Halving(self._evaluate_batch).results(asked))
+        return completions
 
     def abort(self, query_id: int) -> None:
         """Drop a query that no step has evaluated yet."""
         self._pending.pop(query_id, None)
+        self._groups.pop(query_id, None)
 
     def close(self) -> None:  # noqa: B027 - optional for subclasses
         """Free the engine's resources; nothing by default."""
@@ -256,6 +316,30 @@ class BatchEngine(abc.ABC):
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return the engine's own figures; none by default."""
         return {}
+
+    def _group_step(self) -> list[Completion]:
+        """Compute a part of the group that waits longest for one."""
+        query_id, work = next(iter(self._groups.items()))
+        del self._groups[query_id]
+        part = work.next_part(self.group_limit(work.query))
+        self._evaluate_part(work, part)
+        if work.is_complete:
+            work.query.keep_contexts()
+            return [Completion(query_id, work.result())]
+        self._groups[query_id] = work
+        return []
+
+    def _evaluate_part(self, work: GroupWork, part: Integers64) -> None:
+        """Compute a part of a group, and record the errors of its sequences."""
+
+        def evaluate(places: Integers64) -> Sequence[None]:
+            work.reduce(places, self.evaluate_group(work.query, places))
+            return [None] * len(places)
+
+        results = _Halving(evaluate).results(part)
+        for place, error in zip(part.tolist(), results, strict=True):
+            if error is not None:
+                work.errors[place] = error
 
     def _take_chosen(self) -> list[Query]:
         pending = list(self._pending.values())
@@ -275,13 +359,8 @@ class BatchEngine(abc.ABC):
 
     def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
         scores = self.score(queries)
-        expected = [(len(query.targets),) for query in queries]
-        found = [tuple(each.logprobs.shape) for each in scores]
-        if found != expected:
-            raise EvaluationError(
-                f"{type(self).__name__}.score returned shapes {found} for queries with targets "
-                f"of shapes {expected}"
-            )
+        if problem := invalid_scores(scores, queries, type(self).__name__):
+            raise EvaluationError(problem)
         return scores
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
@@ -342,27 +421,122 @@ class BatchEngine(abc.ABC):
         return copied_rows(rows)
 
 
-def _each_or_halves(
-    queries: list[Query], evaluate: Callable[[list[Query]], Sequence[Any]]
-) -> list[Completion]:
-    """Evaluate queries at once; when that raises, halves of them, down to single ones."""
-    try:
-        results = evaluate(queries)
-    except Exception as error:  # noqa: BLE001 - it fails the query that causes it
-        if len(queries) == 1:
-            return [Completion(queries[0].query_id, error=error)]
-    else:
-        return [
-            Completion(query.query_id, error=result)
-            if isinstance(result, Exception)
-            else Completion(query.query_id, result)
-            for query, result in zip(queries, results, strict=True)
-        ]
-    # Outside `except`: an error of a half is not "during the handling" of this one.
-    middle = len(queries) // 2
-    return _each_or_halves(queries[:middle], evaluate) + _each_or_halves(
-        queries[middle:], evaluate
+class _Halving(Generic[Batch]):
+    """Evaluates a batch; when that raises, halves of it, down to the items at fault.
+
+    Stops where halving finds nothing: when the device has failed, and when both halves of a
+    batch fail alike, so do their first and last items alone, and no item of the batch has
+    been evaluated yet. All items that are left then fail.
+
+    Args:
+        evaluate: Returns a result for each item of a batch, which can be sliced.
+    """
+
+    def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
+        self._evaluate: Callable[[Batch], Sequence[Any]] = evaluate
+        self._has_succeeded = False
+        self._device_error: Exception | None = None
+
+    def results(self, batch: Batch) -> Sequence[Any]:
+        """Return the result of each item, or its error."""
+        outcome = self._attempt(batch)
+        return self._divided(batch, outcome) if isinstance(outcome, Exception) else outcome
+
+    def _attempt(self, batch: Batch) -> Sequence[Any] | Exception:
+        if self._device_error is not None:
+            return self._device_error
+        try:
+            results: Sequence[Any] = self._evaluate(batch)
+        except Exception as error:  # noqa: BLE001 - it fails the item that causes it
+            if _is_of_device(error):
+                self._device_error = error
+            return error
+        self._has_succeeded = True
+        return results
+
+    def _divided(self, batch: Batch, error: Exception) -> Sequence[Any]:
+        """Evaluate items that raised as one batch."""
+        if len(batch) == 1 or self._device_error is not None:
+            return [error] * len(batch)
+        middle = len(batch) // 2
+        halves = [batch[:middle], batch[middle:]]
+        outcomes = [self._attempt(half) for half in halves]
+        is_alike = self._all_fail_alike(halves, outcomes)
+        results: list[Any] = []
+        for half, outcome in zip(halves, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                results += outcome
+            else:
+                results += [outcome] * len(half) if is_alike else self._divided(half, outcome)
+        return results
+
+    def _all_fail_alike(
+        self, halves: list[Batch], outcomes: list[Sequence[Any] | Exception]
+    ) -> bool:
+        """Whether halves raised the same, and the items at their ends do so alone."""
+        if self._has_succeeded:
+            return False
+        expected = _kind_of(outcomes[0])
+        if _kind_of(outcomes[1]) != expected:
+            return False
+        ends = [end for half in halves if len(half) > 1 for end in (half[:1], half[-1:])]
+        return all(_kind_of(self._attempt(end)) == expected for end in ends)
+
+
+def _kind_of(outcome: Sequence[Any] | Exception) -> tuple[type, str]:
+    return type(outcome), described(outcome) if isinstance(outcome, Exception) else ""
+
+
+def _completions(queries: Sequence[Query], results: Sequence[Any]) -> list[Completion]:
+    return [
+        Completion(query.query_id, error=result)
+        if isinstance(result, Exception)
+        else Completion(query.query_id, result)
+        for query, result in zip(queries, results, strict=True)
+    ]
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether an accelerator has failed, after which no computation on it succeeds."""
+    import torch
+
+    accelerator_errors = getattr(torch, "AcceleratorError", ())  # torch 2.8
+    message = str(error)
+    is_failure = isinstance(error, accelerator_errors) or (
+        isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
     )
+    return is_failure and "out of memory" not in message
+
+
+def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str:
+    """Say what is wrong with an engine's answers to queries with targets; `""` if nothing."""
+    found = f"{_shown(scores)} for {len(queries)} queries"
+    if isinstance(scores, Sequence) and not isinstance(scores, TokenScores):
+        found = f"{len(scores)} results for {len(queries)} queries"
+        if len(scores) == len(queries):
+            pairs = zip(scores, queries, strict=True)
+            wrong = next((pair for pair in pairs if not _fits(*pair)), None)
+            if wrong is None:
+                return ""
+            found = f"{_shown(wrong[0])} for a query of {len(wrong[1].targets)} targets"
+    return (
+        f"{engine}.score returned {found}; expected one TokenScores(logprobs, is_top) for each "
+        f"query, tensors of shape (number of targets,)"
+    )
+
+
+def _fits(scores: object, query: Query) -> bool:
+    shape = (len(query.targets),)
+    return isinstance(scores, TokenScores) and all(
+        tuple(getattr(each, "shape", ())) == shape for each in scores
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, TokenScores):
+        return f"TokenScores of {' and '.join(map(_shown, value))}"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:

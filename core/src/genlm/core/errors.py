@@ -6,7 +6,8 @@
     │   ├── ContextLengthError              longer than the engine's window
     │   ├── TokenIdError                    an id outside the vocabulary
     │   ├── TokenTypeError (TypeError)      an id that is not an integer
-    │   └── UnknownAdapterError (LookupError)
+    │   ├── UnknownAdapterError (LookupError)
+    │   └── PopulationError                 members of a population that failed
     ├── AdapterError (ValueError)           an adapter that could not be loaded
     ├── UnsupportedCapabilityError (NotImplementedError)
     ├── EngineError (RuntimeError)          the engine could not answer
@@ -33,7 +34,8 @@ long as that makes it, so that this tree is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 __all__ = [
     "AdapterError",
@@ -50,6 +52,7 @@ __all__ = [
     "ModelLoadError",
     "PluginApiError",
     "PluginError",
+    "PopulationError",
     "QueryError",
     "QueryResetError",
     "TokenIdError",
@@ -62,9 +65,26 @@ __all__ = [
     "WeightsError",
 ]
 
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+_SHOWN_PLACES = 20
+
+
+_MEMBERS_SHOWN = 8
+"""Members of a population that a message lists."""
+
 
 class GenlmError(Exception):
-    """Base of every error that genlm raises on purpose."""
+    """Base of every error that genlm raises on purpose.
+
+    Attributes:
+        places: Raised by a method with `batch` in its name: the places of the sequences in the
+            batch that failed. The error is that of the first of them.
+    """
+
+    places: tuple[int, ...] = ()
 
 
 class QueryError(GenlmError, ValueError):
@@ -175,6 +195,31 @@ class UnknownAdapterError(QueryError, LookupError):
         return (
             f"no adapter named {self.name!r}. Loaded: {loaded}. "
             "Load it with add_new_lora(path, name)"
+        )
+
+
+class PopulationError(QueryError):
+    """Members of a population that failed; the population can be asked again.
+
+    Attributes:
+        members: Their indices in the population, ascending.
+        size: Number of members of the population.
+        error: The error of the first of them, also its `__cause__`.
+    """
+
+    def __init__(self, members: Sequence[int], size: int, error: Exception) -> None:
+        super().__init__(members, size, error)
+        self.members = tuple(members)
+        self.size = size
+        self.error = error
+        self.__cause__ = error
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.members[:_MEMBERS_SHOWN]))
+        more = ", ..." if len(self.members) > _MEMBERS_SHOWN else ""
+        return (
+            f"{len(self.members)} of {self.size} members of the population failed: member "
+            f"{shown}{more}: {described(self.error)}"
         )
 
 
@@ -390,3 +435,36 @@ def described(error: BaseException) -> str:
     except Exception:  # noqa: BLE001
         return name
     return f"{name}: {message}" if message else name
+
+
+def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
+    """Return an error after noting the places in a batch of the sequences that failed."""
+    if len(places) == 1:
+        note = f"Sequence {places[0]} of the batch failed."
+    else:
+        shown = ", ".join(map(str, places[:_SHOWN_PLACES]))
+        more = len(places) - _SHOWN_PLACES
+        shown += f" and {more} more" if more > 0 else ""
+        note = f"Sequences {shown} of the batch failed; this is the error of {places[0]}."
+    error.add_note(note)
+    if isinstance(error, GenlmError):
+        error.places = tuple(places)
+    return error
+
+
+def each_in_batch(
+    function: Callable[[ItemT], ResultT], items: Iterable[ItemT]
+) -> list[ResultT]:
+    """Apply a check to every item of a batch; its error names the place of the item.
+
+    Raises:
+        Exception: The first one that the check raised.
+    """
+    results: list[ResultT] = []
+    try:
+        for item in items:
+            results.append(function(item))  # noqa: PERF401 - the length names the place
+    except Exception as error:
+        with_places(error, [len(results)])
+        raise
+    return results

@@ -1,7 +1,7 @@
 """Renewing locks in forked processes.
 
 A lock that another thread held at the moment of `os.fork` is never released in the child, so
-its owner replaces it there.
+every object with locks has them replaced there.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["LockOwner", "cached_property", "renew_in_forks"]
+__all__ = ["cached_property", "renew_in_forks"]
 
 T = TypeVar("T")
 
-
-class LockOwner(Protocol):
-    """An object with locks of its own."""
-
-    def _after_fork(self) -> None:
-        """Renew the locks, and restore the state that a thread may have left inconsistent."""
-        ...
+_Lock = type(threading.Lock())
 
 
 class cached_property(functools.cached_property[T]):  # noqa: N801 - as in functools
@@ -37,17 +32,26 @@ class cached_property(functools.cached_property[T]):  # noqa: N801 - as in funct
         self.lock = contextlib.nullcontext()
 
 
-_owners: weakref.WeakSet[LockOwner] = weakref.WeakSet()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def renew_in_forks(owner: LockOwner) -> None:
-    """Have `owner._after_fork` called in every later fork of this process."""
+def renew_in_forks(owner: object) -> None:
+    """Replace the locks among an object's attributes in every later fork of this process.
+
+    Its method `_after_fork`, if it has one, is called before, to restore what a thread may have
+    left inconsistent; a lock that it replaces itself stays.
+    """
     _owners.add(owner)
 
 
 def _renew_all() -> None:
     for owner in list(_owners):
-        owner._after_fork()  # noqa: SLF001 - called here only
+        locks = {name: each for name, each in vars(owner).items() if type(each) is _Lock}
+        if hasattr(owner, "_after_fork"):
+            owner._after_fork()  # noqa: SLF001 - called here only
+        for name, lock in locks.items():
+            if getattr(owner, name) is lock:
+                setattr(owner, name, threading.Lock())
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,8 +1,9 @@
 """`AsyncLM`: the language model that users hold, the same class for every engine.
 
-`Requests` checks what it is asked and looks it up in the output cache; the scheduler runs the
+`Requests` checks arguments, reads the output cache and asks the scheduler, which runs the
 engine. `reduction_methods`, `score_methods` and `sample_methods` have the public methods for
-what is not a row. Longer than other modules by docstrings, which are half of it.
+results other than rows. Each method that waits is a coroutine method with a blocking twin,
+derived by `blocking`: `..._sync`, or the name without `a`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 import torch
 
 from genlm.core.adapters import Adapters
+from genlm.core.blocking import blocking, blocking_as, off_loop
 from genlm.core.cache import OutputCache
-from genlm.core.context import Context, Holds
+from genlm.core.context import Context, LeaseTable
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
+from genlm.core.group_expansion import ExpandedGroups, with_groups
 from genlm.core.loading import engine_builder
+from genlm.core.population import Population, first_generation
 from genlm.core.progress import stages_shown
 from genlm.core.reduction_methods import ReductionMethods
-from genlm.core.requests import Requests, drop_results
+from genlm.core.requests import COPIED_ON_LOOP, Requests, drop_results
 from genlm.core.row_results import RowResults
 from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
@@ -32,7 +37,9 @@ from genlm.core.score_methods import ScoreMethods
 from genlm.core.statistics import RequestCounters, Statistics
 from genlm.core.text import decode, encode, encode_chat
 from genlm.core.validation import (
+    checked_batch,
     checked_builder,
+    checked_integer,
     is_model_object,
 )
 from genlm.core.vocab import Token, Vocabulary
@@ -62,17 +69,16 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     Args:
         build_engine: Makes the engine; called on a thread that the engine then owns.
-        name: Of the engine, for messages.
+        name: Engine name for messages.
         output_cache: Rows to keep; by default up to 65,536 rows and 256 MiB.
             `OutputCache(0)` keeps none.
-        max_batch_size: Most queries in the engine at a time, None for no limit.
-        max_wait_s: How long an incomplete batch waits for more requests.
-        max_pending: Most queries accepted at a time; further requests wait.
+        max_batch_size: Maximum number of concurrent queries, None for no limit.
+        max_pending: Maximum number of accepted queries; further requests wait.
 
     Raises:
         TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not make an
             engine, or a limit is not a number.
-        ValueError: A limit below 1, or a wait that is negative or not finite.
+        ValueError: A limit below 1.
         Exception: Whatever `build_engine` raised.
     """
 
@@ -83,7 +89,6 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         name: str = "engine",
         output_cache: OutputCache | None = None,
         max_batch_size: int | None = None,
-        max_wait_s: float = 0.0,
         max_pending: int | None = None,
     ) -> None:
         if output_cache is None:
@@ -96,12 +101,11 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         build = checked_builder(build_engine)
         self._cache = output_cache
         self._model = object()  # in every key: models may share one cache
-        holds = Holds()
+        leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
-            lambda: checked_engine(build()),
-            results=RowResults(output_cache, holds),
+            lambda: with_groups(checked_engine(build())),
+            results=RowResults(output_cache, leases),
             max_batch_size=max_batch_size,
-            max_wait_s=max_wait_s,
             max_pending=max_pending,
             name=f"genlm-{name}",
         )
@@ -117,15 +121,15 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             backend=name,
             forget_rows=functools.partial(drop_results, output_cache, self._model),
         )
-        holds.on_drop = self._scheduler.release
+        leases.on_drop = self._scheduler.release
         self._counters = RequestCounters()
         self._requests = Requests(
-            engine,
+            self._scheduler,
             model=self._model,
             cache=output_cache,
             adapters=self._adapters,
             counters=self._counters,
-            holds=holds if hasattr(engine, "release_context") else None,
+            leases=leases if hasattr(engine, "release_context") else None,
         )
 
     @classmethod
@@ -136,25 +140,23 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         *,
         output_cache: OutputCache | None = None,
         max_batch_size: int | None = None,
-        max_wait_s: float = 0.0,
         max_pending: int | None = None,
         progress: bool = False,
         **engine_options: Any,
-    ) -> AsyncLM:
+    ) -> Self:
         """Load a model with one of the installed engines; `genlm.load_model` is this method.
 
         The engine computes one row before this returns, so that a model whose kernels fail
         is refused here. Blocks while the model loads; in a coroutine use `asyncio.to_thread`.
 
         Args:
-            model: What the engine calls a model: a hub id, a folder, `"demo"`. Or a model
-                object of the engine's library, with `tokenizer=`.
+            model: Model id or path: a hub id, a folder, `"demo"`. Or a model object of the
+                engine's library, with `tokenizer=`.
             backend: Name of an engine, see `genlm plugins`; by default the one chosen with
                 `use_backend` or `GENLM_BACKEND`, or the only one installed.
             output_cache: Rows to keep; see `AsyncLM`.
-            max_batch_size: Most queries in the engine at a time, None for no limit.
-            max_wait_s: How long an incomplete batch waits for more requests; 0 for no timer.
-            max_pending: Most queries accepted at a time; further requests wait.
+            max_batch_size: Maximum number of concurrent queries, None for no limit.
+            max_pending: Maximum number of accepted queries; further requests wait.
             progress: Whether to show on standard error what happens while the model loads:
                 reading weights, decoding the vocabulary, the first row.
             **engine_options: Passed to the engine's constructor; `genlm plugins NAME` lists
@@ -167,17 +169,16 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             PluginError: The backend is unknown, ambiguous, broken or lacks a library.
             ModelLoadError: The engine cannot serve this model, or its first row fails.
             TypeError: The engine takes no such option, or no model objects.
-            ValueError: A limit below 1, or a wait that is negative or not finite.
+            ValueError: A limit below 1.
         """
-        common = ("output_cache", "max_batch_size", "max_wait_s", "max_pending", "progress")
+        common = ("output_cache", "max_batch_size", "max_pending", "progress")
         with stages_shown(shown=progress) as stages:
             name, build = engine_builder(model, backend, engine_options, common)
-            llm = AsyncLM(
+            llm = cls(
                 build if stages is None else stages.around(build),
                 name=name,
                 output_cache=output_cache,
                 max_batch_size=max_batch_size,
-                max_wait_s=max_wait_s,
                 max_pending=max_pending,
             )
         llm.model_name = type(model).__name__ if is_model_object(model) else str(model)
@@ -217,7 +218,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         return self.vocabulary.size
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Encode a text as the model wants it.
+        """Encode a text with the model's BOS convention.
 
         A tokenizer that adds special tokens decides what begins a text; an end that it adds is
         left out. Where it adds nothing, `bos_token_id` begins the text if it is also
@@ -296,25 +297,19 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset_async_queries` came before the answer.
         """
-        requests = self._requests
-        query, key = requests.of(token_ids, lora_name)
-        row: torch.Tensor | None = requests.cached(query, key)
-        if row is None:
-            row = await self._scheduler.answer(query, key)
-            requests.hold(token_ids, query)
-        else:
-            requests.share(token_ids, query)
+        row: torch.Tensor = await self._requests.row(token_ids, lora_name)
         return row
+
+    next_token_logprobs_sync = blocking(next_token_logprobs)
 
     async def next_token_logprobs_uncached(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor:
         """Score the next token as `next_token_logprobs`, never from the output cache."""
-        query, key = self._requests.of(token_ids, lora_name)
-        self._counters.count(len(query), hit=False)
-        row: torch.Tensor = await self._scheduler.answer(query, key)
-        self._requests.hold(token_ids, query)
+        row: torch.Tensor = await self._requests.row(token_ids, lora_name, uses_cache=False)
         return row
+
+    next_token_logprobs_uncached_sync = blocking(next_token_logprobs_uncached)
 
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, *, lora_name: str | None = None
@@ -333,51 +328,25 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             an empty list gives a tensor of shape `(0, vocab_size)`. The caller's.
 
         Raises:
-            GenlmError: As `next_token_logprobs`, for the first sequence that fails.
+            GenlmError: As `next_token_logprobs`, for the first sequence that fails; its
+                `places` are those of all that fail.
         """
-        batch = self._requests.rows(token_ids_list, lora_name)
-        answers = await self._scheduler.answer_all(batch.asked)
-        return self._stacked(batch.results(answers))
+        rows = await self._requests.rows(token_ids_list, lora_name)
+        if not rows:
+            return torch.empty(0, self.vocab_size, dtype=torch.float32)
+        if 4 * self.vocab_size * len(rows) <= COPIED_ON_LOOP:
+            return torch.stack(rows)
+        return await off_loop(torch.stack, rows)
 
-    def next_token_logprobs_uncached_sync(
-        self, token_ids: TokenIds, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Score the next token as `next_token_logprobs_uncached` and wait."""
-        query, key = self._requests.of(token_ids, lora_name)
-        self._counters.count(len(query), hit=False)
-        row: torch.Tensor = self._scheduler.answer_sync([(query, key)])[0]
-        self._requests.hold(token_ids, query)
-        return row
+    batch_next_token_logprobs_sync = blocking(batch_next_token_logprobs)
 
     def cached_logprobs(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor | None:
         """Return a copy of the row if the output cache has it, else None."""
-        row: torch.Tensor | None = self._cache.get(self._requests.of(token_ids, lora_name)[1])
+        _, key = self._requests.build_query(token_ids, lora_name)
+        row: torch.Tensor | None = self._cache.get(key)
         return row
-
-    def next_token_logprobs_sync(
-        self, token_ids: TokenIds, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Score the next token and wait; for threads and programs without an event loop.
-
-        Also works inside a running event loop, which it blocks until the answer. Ctrl-C
-        ends the wait at once and drops the request; a step that has begun is not
-        interrupted, so the next request waits for its end.
-        """
-        return self.batch_next_token_logprobs_sync([token_ids], lora_name=lora_name)[0]
-
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: TokenBatch, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Score several sequences and wait; see `batch_next_token_logprobs`."""
-        batch = self._requests.rows(token_ids_list, lora_name)
-        return self._stacked(batch.results(self._scheduler.answer_sync(batch.asked)))
-
-    def _stacked(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        if not rows:
-            return torch.empty(0, self.vocab_size, dtype=torch.float32)
-        return torch.stack(rows)
 
     # -- contexts ---------------------------------------------------------------------
 
@@ -401,9 +370,56 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         return Context(self, *self._requests.context_parts(token_ids, lora_name))
 
+    @overload
+    def population(
+        self, prompts: TokenIds, size: int, *, lora_name: str | None = None
+    ) -> Population: ...
+    @overload
+    def population(
+        self, prompts: TokenBatch, size: None = None, *, lora_name: str | None = None
+    ) -> Population: ...
+    def population(
+        self,
+        prompts: TokenIds | TokenBatch,
+        size: int | None = None,
+        *,
+        lora_name: str | None = None,
+    ) -> Population:
+        """Return a population: sequences that are extended, drawn from and copied as arrays.
+
+        Computes nothing.
+
+        Args:
+            prompts: With `size` one sequence, token ids or a `Context`; without it a sequence
+                of them, one for each member.
+            size: How many members begin with the only prompt.
+            lora_name: A loaded adapter; by default the one set with `set_lora`, or that of the
+                contexts.
+
+        Raises:
+            TypeError: `size` is not an integer.
+            ValueError: It is negative, or contexts have different adapters.
+            GenlmError: As `context`.
+        """
+        listed: list[Any] = (
+            list(checked_batch(cast("TokenBatch", prompts))) if size is None else [prompts]
+        )
+        parts = [self._requests.context_parts(each, lora_name) for each in listed]
+        kinds = {part[1:] for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the members of a population have one adapter; found "
+                f"{', '.join(sorted(str(name) for name, _ in kinds))}"
+            )
+        generation, places = first_generation([part[0] for part in parts])
+        if size is not None:
+            places = places.repeat(checked_integer("size", size, 0))
+        name, adapter = kinds.pop() if kinds else (None, None)
+        return Population(self, generation, places, lora_name=name, adapter=adapter)
+
     # -- adapters ---------------------------------------------------------------------
 
-    def add_new_lora(
+    async def aadd_new_lora(
         self,
         lora_path: str | os.PathLike[str],
         lora_name: str = "lora_1",
@@ -423,12 +439,14 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             AdapterError: It cannot be loaded, or the name is that of another folder.
             TypeError: The name is not a string, or the folder not a path.
         """
-        self._adapters.load(lora_path, lora_name, replace=replace)
+        await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
+
+    add_new_lora = blocking_as("add_new_lora", aadd_new_lora)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Take away an adapter; its name can then be given again.
+        """Unload an adapter; its name can then be given again. Does not wait.
 
-        Requests under way are answered with the adapter; its rows leave the output cache and
+        In-flight requests complete with the adapter; its rows leave the output cache and
         its weights are freed once the last of them has ended. A continuation that is drawn
         row by row ends with `UnknownAdapterError`. Of an adapter that the model came with
         only the name is taken away.
@@ -485,8 +503,13 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     @property
     def engine(self) -> Engine:
-        """The engine. Its own thread calls it; others may read attributes and `statistics`."""
-        return self._scheduler.engine
+        """The engine. Its own thread calls it; others may read attributes and `statistics`.
+
+        Raises:
+            EngineClosedError: The model was closed, which frees the engine.
+        """
+        engine = self._scheduler.engine
+        return engine.engine if isinstance(engine, ExpandedGroups) else engine
 
     @property
     def output_cache(self) -> OutputCache:
@@ -495,7 +518,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     # -- caches, statistics, end ------------------------------------------------------
 
-    def cache_kv(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
+    async def acache_kv(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it in the engine until `clear_kv_cache`.
 
         Raises:
@@ -503,23 +526,29 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             GenlmError: As `next_token_logprobs`.
         """
         self._require(Capability.PREFIX_CACHE)
-        query, _ = self._requests.of(prompt, lora_name)
-        self._scheduler.run(
+        query, _ = self._requests.build_query(prompt, lora_name)
+        await off_loop(
+            self._scheduler.run,
             lambda engine: cast("PrefixCacheEngine", engine).cache_prefix(
                 query.token_ids, query.adapter
-            )
+            ),
         )
 
-    def clear_kv_cache(self) -> None:
+    cache_kv = blocking_as("cache_kv", acache_kv)
+
+    async def aclear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps. Answers do not change.
 
         Raises:
             UnsupportedCapabilityError: The engine does not keep prefixes.
         """
         self._require(Capability.PREFIX_CACHE)
-        self._scheduler.run(
-            lambda engine: cast("PrefixCacheEngine", engine).clear_prefix_cache()
+        await off_loop(
+            self._scheduler.run,
+            lambda engine: cast("PrefixCacheEngine", engine).clear_prefix_cache(),
         )
+
+    clear_kv_cache = blocking_as("clear_kv_cache", aclear_kv_cache)
 
     def clear_cache(self) -> None:
         """Drop this model's rows from the output cache. Answers do not change."""
@@ -531,7 +560,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     def statistics(self) -> Statistics:
         """Return counters of requests and answers since the model was loaded."""
-        engine = self._scheduler.engine.statistics()
+        engine = self._scheduler.engine_statistics()
         return Statistics(
             **asdict(self._scheduler.statistics()),
             **self._counters.snapshot(),
@@ -540,14 +569,16 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             engine=engine.copy() if isinstance(engine, dict) else dict(engine),
         )
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """End all unanswered requests with `EngineClosedError` and free the engine.
 
         Waits for the engine's current step. Closing twice is allowed; any later request
-        raises `EngineClosedError`.
+        raises `EngineClosedError`. Nothing here refers to the engine afterwards.
         """
-        self._scheduler.close()
+        await off_loop(self._scheduler.close)
         drop_results(self._cache, self._model)
+
+    close = blocking_as("close", aclose)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -570,6 +601,11 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     def _require(self, capability: Capability) -> None:
         require_capability(self._scheduler.engine, capability, self.name)
 
+
+for _methods in (ReductionMethods, ScoreMethods, SampleMethods):
+    for _name, _method in vars(_methods).items():
+        if isinstance(_method, FunctionType):  # Python's messages then name the public class
+            _method.__qualname__ = f"AsyncLM.{_name}"
 
 load_model = AsyncLM.from_name
 

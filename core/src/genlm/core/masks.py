@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     MaskLike: TypeAlias = "Mask | Integers | Sequence[bool]"
 
-__all__ = ["Mask", "unpacked"]
+__all__ = ["Mask"]
 
 _Words = np.ndarray[Any, np.dtype[np.uint8]]
 
 _FORMS = (
-    "booleans, one for each token, or token ids, or int32 words of packed bits "
-    "(llm.vocabulary.mask(condition) makes one)"
+    "booleans, one for each token, or token ids (llm.vocabulary.mask(condition) makes one; "
+    "Mask.from_packed takes bits)"
 )
 
 
@@ -31,20 +31,26 @@ class Mask:
     """A set of token ids of a vocabulary: immutable, hashable, one bit for each id.
 
     Methods that take a mask take what this takes. To use one mask in many requests make it
-    once: comparing and hashing it then costs nothing.
+    once: comparing and hashing it then costs nothing. `a | b`, `a & b`, `a - b` and `a ^ b`
+    are the operations of sets, `~a` has all ids that `a` has not.
+
+    A mask includes the token that ends a text only if its id is among those given: with
+    `llm.vocabulary.mask(...) | Mask([llm.tokenizer.eos_token_id], llm.vocab_size)` a text may
+    end. `~a` has it, and all other special tokens, unless `a` does.
 
     Args:
         allowed: One of
             - booleans, one for each id of the vocabulary: a list, numpy or torch;
             - ids: a list, tuple or set of integers, or an array of any integer type but 32
               bits;
-            - packed bits: an int32 array of shape `(ceil(vocab_size / 32),)`, id i in bit
-              `i % 32` of word `i // 32`, as a row of xgrammar's and llguidance's bitmasks;
+            - packed bits: an int32 array of shape `(1, ceil(vocab_size / 32))`, as
+              `from_packed` takes them;
             - a `Mask`.
         vocab_size: Number of ids in the vocabulary.
 
     Raises:
-        ValueError: Booleans, words or a mask for another number of ids.
+        ValueError: Booleans, words or a mask for another number of ids, or an int32 array of
+            one dimension, which may be ids or packed bits.
         TokenIdError: An id outside the vocabulary.
         TokenTypeError: None of these forms.
     """
@@ -55,6 +61,28 @@ class Mask:
         self.vocab_size = vocab_size
         self._bytes = _packed(allowed, vocab_size).tobytes()
         self._hash = hash(self._bytes)
+
+    @classmethod
+    def from_packed(cls, words: np.ndarray[Any, Any] | torch.Tensor, vocab_size: int) -> Mask:
+        """Make a mask of packed bits, such as a row of xgrammar's or llguidance's bitmasks.
+
+        Args:
+            words: int32, shape `(ceil(vocab_size / 32),)`, id i in bit `i % 32` of word
+                `i // 32`; numpy or torch. Bits beyond the vocabulary are ignored. Grammar
+                libraries set the bit of the end-of-text token where a text may end.
+            vocab_size: Number of ids in the vocabulary.
+
+        Raises:
+            ValueError: Words of another shape or dtype.
+        """
+        array = words.cpu().numpy() if isinstance(words, torch.Tensor) else np.asarray(words)
+        shape = (-(-vocab_size // 32),)
+        if array.dtype != np.int32 or array.shape != shape:
+            raise ValueError(
+                f"packed bits of a mask are int32 words of shape {shape} for this vocabulary; "
+                f"found {array.dtype}, shape {array.shape}"
+            )
+        return _restored(_bits_of(array, vocab_size).tobytes(), vocab_size)
 
     @property
     def packed(self) -> _Words:
@@ -85,6 +113,28 @@ class Mask:
             self._bytes[number >> 3] >> (number & 7) & 1
         )
 
+    def __or__(self, other: Mask) -> Mask:
+        return self._combined(other, np.bitwise_or)
+
+    def __and__(self, other: Mask) -> Mask:
+        return self._combined(other, np.bitwise_and)
+
+    def __sub__(self, other: Mask) -> Mask:
+        return self._combined(other, lambda mine, others: mine & ~others)
+
+    def __xor__(self, other: Mask) -> Mask:
+        return self._combined(other, np.bitwise_xor)
+
+    def __invert__(self) -> Mask:
+        every = np.packbits(np.ones(self.vocab_size, np.bool_), bitorder="little")
+        return _restored((every ^ self.packed).tobytes(), self.vocab_size)
+
+    def _combined(self, other: Mask, operation: Callable[[_Words, _Words], _Words]) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        _check_length("a mask over", other.vocab_size, self.vocab_size)
+        return _restored(operation(self.packed, other.packed).tobytes(), self.vocab_size)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -108,32 +158,6 @@ def _restored(packed: bytes, vocab_size: int) -> Mask:
     return mask
 
 
-def unpacked(masks: Sequence[Mask | None], device: torch.device) -> torch.Tensor:
-    """Return masks as booleans, those of None all true.
-
-    Returns:
-        Shape `(len(masks), vocab_size)`, or `(1, vocab_size)` if all are the same object;
-        bool, on `device`.
-    """
-    distinct = {id(mask): mask for mask in masks}
-    size = next(mask.vocab_size for mask in distinct.values() if mask is not None)
-    full: _Words = np.full(-(-size // 8), 255, np.uint8)
-
-    def packed(shown: Iterable[Mask | None]) -> _Words:
-        return np.stack([full if each is None else each.packed for each in shown])
-
-    if device.type == "cpu":
-        shown = masks if len(distinct) > 1 else masks[:1]
-        bits = np.unpackbits(packed(shown), axis=1, count=size, bitorder="little")
-        return torch.from_numpy(bits).view(torch.bool)
-    words = torch.from_numpy(packed(distinct.values())).to(device)  # each mask once
-    if 1 < len(distinct) < len(masks):
-        places = {key: place for place, key in enumerate(distinct)}
-        words = words[torch.tensor([places[id(mask)] for mask in masks]).to(device)]
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    return ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :size]
-
-
 def _packed(allowed: Any, size: int) -> _Words:
     if isinstance(allowed, Mask):
         _check_length("a mask over", allowed.vocab_size, size)
@@ -143,13 +167,16 @@ def _packed(allowed: Any, size: int) -> _Words:
         values = np.asarray(values)
     kind = getattr(values, "dtype", None)
     if kind == np.bool_:
-        _check_shape("booleans", values.shape, size)
+        _check_shape("booleans", values.shape, (size,))
         return np.packbits(values, bitorder="little")
     if kind == np.int32:
-        _check_shape("packed bits (32 in each word)", values.shape, -(-size // 32))
-        bits = np.ascontiguousarray(values).astype("<i4").view(np.uint8)
-        unpacked = np.unpackbits(bits, count=size, bitorder="little")  # drops bits beyond
-        return np.packbits(unpacked, bitorder="little")
+        if values.ndim == 1:
+            raise ValueError(
+                "an int32 array of one dimension may be token ids or packed bits: pass "
+                "Mask.from_packed(words, vocab_size) for bits, or ids as int64"
+            )
+        _check_shape("packed bits (32 in each word)", values.shape, (1, -(-size // 32)))
+        return _bits_of(values, size)
     if isinstance(values, (set, frozenset)):
         values = list(values)
     try:
@@ -165,10 +192,16 @@ def _packed(allowed: Any, size: int) -> _Words:
     return np.packbits(flags, bitorder="little")
 
 
-def _check_shape(what: str, shape: tuple[int, ...], length: int) -> None:
-    if shape != (length,):
+def _bits_of(words: _Words, size: int) -> _Words:
+    bytes_ = np.ascontiguousarray(words).astype("<i4").reshape(-1).view(np.uint8)
+    bits = np.unpackbits(bytes_, count=size, bitorder="little")  # drops bits beyond
+    return np.packbits(bits, bitorder="little")
+
+
+def _check_shape(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
         raise ValueError(
-            f"a mask of {what} has shape {tuple(shape)}; expected ({length},) for this "
+            f"a mask of {what} has shape {tuple(found)}; expected {expected} for this "
             f"vocabulary"
         )
 

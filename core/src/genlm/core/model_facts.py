@@ -50,6 +50,14 @@ _ROPE_ALIASES = {"su": "longrope"}
 # Architectures without a setting that says so.
 _ALIBI_TYPES = {"bloom", "mpt"}
 _SINK_TYPES = {"gpt_oss"}
+_BIDIRECTIONAL_TYPES = {"xlnet"}
+
+# Encoders with a head for language modelling, causal if their config says that they decode.
+_ENCODER_TYPES = {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+    *("roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class ModelFacts:
         max_positions: Positions that the config states; None for no limit.
         original_positions: Positions before rotary embeddings were scaled.
         structures: Settings that change what is computed, by name, and are on.
+        bidirectional: Why tokens attend to later ones, such as `"is_decoder=False"`; empty for
+            causal attention.
     """
 
     architecture: str
@@ -101,6 +111,7 @@ class ModelFacts:
     max_positions: int | None = None
     original_positions: int | None = None
     structures: tuple[str, ...] = ()
+    bidirectional: str = ""
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -207,7 +218,21 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_positions": positions,
         "original_positions": _original_positions(text),
         "structures": tuple(name for name in _STRUCTURES if text.get(name) is True),
+        "bidirectional": _bidirectional(text, model_type),
     }
+
+
+def _bidirectional(config: Mapping[str, Any], model_type: str) -> str:
+    """Return the setting that makes attention bidirectional, `""` if it is causal."""
+    if model_type in _BIDIRECTIONAL_TYPES:
+        return f"model_type={model_type!r}"
+    if model_type in _ENCODER_TYPES and not config.get("is_decoder"):
+        return "is_decoder=False"
+    if model_type == "xlm" and not config.get("causal"):
+        return "causal=False"
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        return f"use_bidirectional_attention={config['use_bidirectional_attention']!r}"
+    return "is_causal=False" if config.get("is_causal") is False else ""
 
 
 def _integer(config: Mapping[str, Any], *names: str) -> int | None:

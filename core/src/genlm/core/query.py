@@ -6,18 +6,31 @@ dataclass, which takes twice the time to make.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from genlm.core.sequence import TokenSequence
 
 if TYPE_CHECKING:
     import torch
 
+    from genlm.core.generations import Generation, Integers64
     from genlm.core.reductions import Reduction
 
-__all__ = ["ROW_ONLY", "Completion", "Query", "Reduced", "SamplingParams", "TokenScores"]
+__all__ = [
+    "ROW_ONLY",
+    "Completion",
+    "GroupQuery",
+    "GroupReduction",
+    "GroupResult",
+    "GroupValues",
+    "Query",
+    "Reduced",
+    "SamplingParams",
+    "TokenScores",
+]
 
 ROW_ONLY: tuple[None] = (None,)
 """The outputs of a query that asks for its row and nothing else."""
@@ -186,12 +199,106 @@ class TokenScores(NamedTuple):
     """How likely each of several given tokens is after those before it.
 
     Attributes:
-        logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory.
+        logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory; `-inf` for a
+            target that is impossible.
         is_top: Whether no other token was more likely, shape `(n,)`, bool, in main memory.
     """
 
     logprobs: torch.Tensor
     is_top: torch.Tensor
+
+
+class GroupReduction(abc.ABC):
+    """What a group wants of its rows: columns, with an entry for each member.
+
+    The attributes of a subclass are columns as well, or numbers that all members share. For an
+    engine that computes in processes of its own it must be importable there.
+    """
+
+    stays_on_device: ClassVar[bool] = False
+    """Whether callers get the columns on the engine's device, and not in main memory."""
+
+    @abc.abstractmethod
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduce the rows of some members.
+
+        Args:
+            rows: Natural-log probabilities of distinct sequences, shape `(d, vocab_size)`,
+                float32, on the engine's device. Must not be changed.
+            row_of: The row of each member, shape `(m,)`, int64, in main memory.
+            members: Which entries of this object's columns belong to these members, shape
+                `(m,)`, int64, in main memory.
+
+        Returns:
+            Tensors whose first dimension is `m`; the same number of them, of equal dtypes and
+            further dimensions, for all calls.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupQuery:
+    """A request for reductions of the rows of many sequences.
+
+    Attributes:
+        query_id: Unique among the scheduler's queries; names the answer.
+        generation: The sequences.
+        wanted: Sequences of the generation whose rows are needed, each once, shape `(d,)`.
+        row_of: The place in `wanted` of each member's sequence, shape `(n,)`.
+        reduction: Computes the columns of the answer.
+        adapter: Name of a loaded LoRA adapter, None for the base model.
+        lease: Keeps what the engine has for contexts, given as pairs of adapter and sequence
+            key, until the object that it returns is dropped; None if the engine keeps nothing
+            for contexts. An engine that keeps the generation by other means need not call it.
+    """
+
+    query_id: int
+    generation: Generation
+    wanted: Integers64
+    row_of: Integers64
+    reduction: GroupReduction
+    adapter: str | None = None
+    lease: Callable[[list[tuple[str | None, bytes]]], object] | None = None
+
+    def keep_contexts(self) -> None:
+        """Have the generation keep what the engine has for its sequences, by their keys."""
+        if self.generation.state is not None:
+            return
+        kept: object = ()
+        if self.lease is not None:
+            sequence = self.generation.lineage.sequence
+            kept = self.lease([(self.adapter, sequence(i).key) for i in self.wanted.tolist()])
+        self.generation.keep(kept)
+
+    def __len__(self) -> int:
+        """Number of token ids of the sequences."""
+        return int(self.generation.lineage.lengths[self.wanted].sum())
+
+
+class GroupResult(NamedTuple):
+    """The answer to a `GroupQuery`.
+
+    Attributes:
+        columns: What the reduction computed, an entry for each member; those of members that
+            failed mean nothing. Empty if all failed.
+        errors: Errors of sequences that failed, by their place in `wanted`.
+    """
+
+    columns: tuple[torch.Tensor, ...]
+    errors: dict[int, Exception]
+
+
+class GroupValues(NamedTuple):
+    """What an engine computed for a part of a group.
+
+    Attributes:
+        values: Shape `(d, width)`, on the engine's device.
+        are_logits: Whether they are logits, as `rows_from_logits` takes them, and not rows.
+    """
+
+    values: torch.Tensor
+    are_logits: bool
 
 
 class Completion(NamedTuple):
@@ -201,11 +308,11 @@ class Completion(NamedTuple):
         query_id: The query that this answers.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
             query with `sampling` the list of drawn token ids, for one with `targets` its
-            `TokenScores`. A row shares its memory with no other tensor; it belongs to the
-            receiver.
+            `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its memory with no
+            other tensor; it belongs to the receiver.
         error: The error, if the query failed.
     """
 
     query_id: int
-    result: torch.Tensor | Reduced | TokenScores | list[int] | None = None
+    result: torch.Tensor | Reduced | TokenScores | list[int] | GroupResult | None = None
     error: Exception | None = None

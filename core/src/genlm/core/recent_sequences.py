@@ -27,9 +27,6 @@ _FINGERPRINT = 8
 """Lists with equal ids at so many places over their length, and as many at their end, are
 mistaken for each other, so that only the last one of them is found."""
 
-_NO_IDS = (bool, float)
-"""Types that are refused as ids, although their objects equal integers."""
-
 _Fingerprint = tuple[int, ...]
 
 
@@ -68,11 +65,11 @@ class RecentSequences:
             ids: At least `SHORTEST`; not changed, and not kept.
             vocab_size: The last id must be below it, otherwise the result is None.
         """
-        if type(ids[0]) in _NO_IDS or type(ids[-1]) in _NO_IDS:
-            return None
         if not self._lock.acquire(blocking=False):
             return None
         try:
+            if not _are_integers(ids):
+                return None
             return self._same(ids) or self._longer(ids, vocab_size)
         except Exception:  # noqa: BLE001 - an object that cannot be hashed or compared
             return None
@@ -127,6 +124,16 @@ class RecentSequences:
             self._old, self._young, self._young_ids = self._young, {}, 0
         self._young[_fingerprint(known.ids, known.length)] = known
         self._young_ids += new_ids + _ENTRY_IDS
+
+
+def _are_integers(ids: list[int]) -> bool:
+    """Whether no object among them is a float or of another type that equals integers.
+
+    Summation, the fastest pass over a list, returns an `int` for these alone. Booleans count as
+    integers in it; where they could be a mask, all ids are below 2 and so is their mean.
+    """
+    total = sum(ids)
+    return type(total) is int and total > len(ids)
 
 
 def _fingerprint(ids: list[int], length: int) -> _Fingerprint:

@@ -1,9 +1,8 @@
-"""What `AsyncLM` offers beyond rows: reductions of rows, draws among them.
+"""Reduction and draw methods of `AsyncLM`.
 
-Each method checks its arguments and makes a `Reduction`, which `reduce` or `batch_reduce` asks
-for. All exist in four forms: for one context and for several (`batch_...`), asynchronous and
-waiting (`..._sync`). Longer than other modules because four forms of five methods are in one
-place; most of it is signatures and docstrings.
+Each method checks its arguments and builds a `Reduction`, which `reduce` or `batch_reduce`
+computes. All exist in four forms: for one context and for several (`batch_...`), as coroutine
+methods and as their blocking twins (`..._sync`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from genlm.core.blocking import blocking
+from genlm.core.errors import each_in_batch
 from genlm.core.masks import Mask
 from genlm.core.reductions import (
     Draw,
@@ -24,7 +25,7 @@ from genlm.core.reductions import (
     TopK,
     TopTokens,
 )
-from genlm.core.sampling import stream_seeds, stream_uniform
+from genlm.core.sampling import stream_seeds, stream_uniforms
 from genlm.core.validation import (
     checked_batch,
     checked_ids,
@@ -36,10 +37,8 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
-    from genlm.core.engine import Engine
     from genlm.core.masks import MaskLike
     from genlm.core.requests import Requests
-    from genlm.core.scheduler import Scheduler
     from genlm.core.validation import Integers, TokenBatch, TokenIds
     from genlm.core.vocab import Vocabulary
 
@@ -58,7 +57,6 @@ class ReductionMethods:
 
     vocabulary: Vocabulary
     _requests: Requests
-    _scheduler: Scheduler[Engine]
 
     # -- any reduction ----------------------------------------------------------------
 
@@ -81,21 +79,9 @@ class ReductionMethods:
             EvaluationError: Its `compute` raised.
             GenlmError: As `next_token_logprobs`.
         """
-        requests = self._requests
-        query, key = requests.of_reduction(context, reduction, lora_name)
-        value = requests.cached(query, key, reduction)
-        if value is None:
-            value = await self._scheduler.answer(query, key, reduction)
-            requests.hold(context, query)
-        else:
-            requests.share(context, query)
-        return value
+        return await self._requests.reduction(context, reduction, lora_name)
 
-    def reduce_sync(
-        self, context: TokenIds, reduction: Reduction, *, lora_name: str | None = None
-    ) -> Any:
-        """Return a reduction of the row of a context and wait; see `reduce`."""
-        return self.batch_reduce_sync([context], [reduction], lora_name=lora_name)[0]
+    reduce_sync = blocking(reduce)
 
     async def batch_reduce(
         self,
@@ -117,21 +103,12 @@ class ReductionMethods:
         Raises:
             TypeError: One of them is not a `Reduction`.
             ValueError: Another number of reductions than of contexts.
-            GenlmError: As `reduce`, for the first context that fails.
+            GenlmError: As `reduce`, for the first context that fails; its `places` are those
+                of all that fail.
         """
-        batch = self._requests.reductions(contexts, reductions, lora_name)
-        return batch.results(await self._scheduler.answer_all(batch.asked))
+        return await self._requests.reductions(contexts, reductions, lora_name)
 
-    def batch_reduce_sync(
-        self,
-        contexts: TokenBatch,
-        reductions: Sequence[Reduction],
-        *,
-        lora_name: str | None = None,
-    ) -> list[Any]:
-        """Return a reduction of the row of each of several contexts and wait."""
-        batch = self._requests.reductions(contexts, reductions, lora_name)
-        return batch.results(self._scheduler.answer_sync(batch.asked))
+    batch_reduce_sync = blocking(batch_reduce)
 
     # -- given tokens -----------------------------------------------------------------
 
@@ -153,9 +130,11 @@ class ReductionMethods:
             TokenTypeError: `token_ids` is not a flat sequence of integers.
             GenlmError: As `next_token_logprobs`.
         """
-        wanted = self._token_logprobs([token_ids])
-        found: torch.Tensor = await self.reduce(context, wanted[0], lora_name=lora_name)
+        wanted = self._token_logprobs(token_ids)
+        found: torch.Tensor = await self.reduce(context, wanted, lora_name=lora_name)
         return found
+
+    token_logprobs_sync = blocking(token_logprobs)
 
     async def batch_token_logprobs(
         self,
@@ -165,31 +144,13 @@ class ReductionMethods:
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the log-probabilities of given next tokens, those of context i in place i."""
-        wanted = self._token_logprobs(token_ids)
+        wanted = each_in_batch(self._token_logprobs, token_ids)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
-    def token_logprobs_sync(
-        self, context: TokenIds, token_ids: Integers, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Return the log-probabilities of given next tokens and wait."""
-        wanted = self._token_logprobs([token_ids])
-        found: torch.Tensor = self.reduce_sync(context, wanted[0], lora_name=lora_name)
-        return found
+    batch_token_logprobs_sync = blocking(batch_token_logprobs)
 
-    def batch_token_logprobs_sync(
-        self,
-        contexts: TokenBatch,
-        token_ids: Sequence[Integers],
-        *,
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor]:
-        """Return the log-probabilities of given next tokens for each context and wait."""
-        wanted = self._token_logprobs(token_ids)
-        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
-
-    def _token_logprobs(self, wanted: Sequence[Integers]) -> list[TokenLogprobs]:
-        size = self.vocabulary.size
-        return [TokenLogprobs(checked_ids(ids, size)) for ids in wanted]
+    def _token_logprobs(self, token_ids: Integers) -> TokenLogprobs:
+        return TokenLogprobs(checked_ids(token_ids, self.vocabulary.size))
 
     # -- the most likely tokens -------------------------------------------------------
 
@@ -214,6 +175,8 @@ class ReductionMethods:
         found: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
         return found
 
+    top_k_sync = blocking(top_k)
+
     async def batch_top_k(
         self, contexts: TokenBatch, k: int, *, lora_name: str | None = None
     ) -> list[TopTokens]:
@@ -222,20 +185,7 @@ class ReductionMethods:
         wanted = [self._top_k(k)] * len(contexts)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
-    def top_k_sync(
-        self, context: TokenIds, k: int, *, lora_name: str | None = None
-    ) -> TopTokens:
-        """Return the `k` most likely next tokens and wait; see `top_k`."""
-        found: TopTokens = self.reduce_sync(context, self._top_k(k), lora_name=lora_name)
-        return found
-
-    def batch_top_k_sync(
-        self, contexts: TokenBatch, k: int, *, lora_name: str | None = None
-    ) -> list[TopTokens]:
-        """Return the `k` most likely next tokens of each context and wait."""
-        contexts = list(checked_batch(contexts))
-        wanted = [self._top_k(k)] * len(contexts)
-        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+    batch_top_k_sync = blocking(batch_top_k)
 
     def _top_k(self, k: int) -> TopK:
         found = checked_top_k(checked_integer("k", k, 1), self.vocabulary.size, "k")
@@ -267,6 +217,8 @@ class ReductionMethods:
         found: float = await self.reduce(context, wanted, lora_name=lora_name)
         return found
 
+    log_mass_sync = blocking(log_mass)
+
     async def batch_log_mass(
         self,
         contexts: TokenBatch,
@@ -276,28 +228,11 @@ class ReductionMethods:
     ) -> list[float]:
         """Return the log-probability of a set of next tokens for each context."""
         contexts = list(checked_batch(contexts))
-        wanted = [LogMass(self._mask(mask)) for mask in _listed(masks, len(contexts))]
+        allowed = each_in_batch(self._mask, self._listed(masks, len(contexts)))
+        wanted = [LogMass(mask) for mask in allowed]
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
-    def log_mass_sync(
-        self, context: TokenIds, mask: MaskLike, *, lora_name: str | None = None
-    ) -> float:
-        """Return the log of the probability of a set and wait; see `log_mass`."""
-        wanted = LogMass(self._mask(mask))
-        found: float = self.reduce_sync(context, wanted, lora_name=lora_name)
-        return found
-
-    def batch_log_mass_sync(
-        self,
-        contexts: TokenBatch,
-        masks: Sequence[MaskLike],
-        *,
-        lora_name: str | None = None,
-    ) -> list[float]:
-        """Return the log-probability of a set of next tokens for each context and wait."""
-        contexts = list(checked_batch(contexts))
-        wanted = [LogMass(self._mask(mask)) for mask in _listed(masks, len(contexts))]
-        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+    batch_log_mass_sync = blocking(batch_log_mass)
 
     def _mask(self, allowed: MaskLike) -> Mask:
         size = self.vocabulary.size
@@ -342,8 +277,7 @@ class ReductionMethods:
             and the log-probability with which it was drawn.
 
         Raises:
-            EvaluationError: All tokens of the mask have probability 0.
-            ValueError: An empty mask or one of another length, or another argument that is
+            ValueError: A mask of another length, or another argument that is
                 out of range.
             GenlmError: As `next_token_logprobs`.
         """
@@ -351,6 +285,8 @@ class ReductionMethods:
         [wanted] = self._draws([context], masks, temperature, top_k, top_p, seeds)
         drawn: DrawnToken = await self.reduce(context, wanted, lora_name=lora_name)
         return drawn
+
+    draw_sync = blocking(draw)
 
     async def batch_draw(
         self,
@@ -379,38 +315,7 @@ class ReductionMethods:
         wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
-    def draw_sync(
-        self,
-        context: TokenIds,
-        mask: MaskLike | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        lora_name: str | None = None,
-    ) -> DrawnToken:
-        """Draw the next token and wait; see `draw`."""
-        masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
-        [wanted] = self._draws([context], masks, temperature, top_k, top_p, seeds)
-        drawn: DrawnToken = self.reduce_sync(context, wanted, lora_name=lora_name)
-        return drawn
-
-    def batch_draw_sync(
-        self,
-        contexts: TokenBatch,
-        masks: Sequence[MaskLike | None] | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | Sequence[int] | None = None,
-        lora_name: str | None = None,
-    ) -> list[DrawnToken]:
-        """Draw the next token of each context and wait; see `batch_draw`."""
-        contexts = list(checked_batch(contexts))
-        wanted = self._draws(contexts, masks, temperature, top_k, top_p, seed)
-        return self.batch_reduce_sync(contexts, wanted, lora_name=lora_name)
+    batch_draw_sync = blocking(batch_draw)
 
     def _draws(  # noqa: PLR0917
         self,
@@ -424,8 +329,10 @@ class ReductionMethods:
         count = len(contexts)
         temperature = checked_number("temperature", temperature)
         top_k, share = checked_top_k(top_k, self.vocabulary.size), checked_share(top_p)
-        listed = [None] * count if masks is None else _listed(masks, count)
-        allowed = [self._allowed(mask) for mask in listed]
+        listed = [None] * count if masks is None else self._listed(masks, count)
+        allowed = (
+            each_in_batch(self._allowed, listed) if count > 1 else map(self._allowed, listed)
+        )
         uniforms = _uniforms(contexts, seed)
         return [
             Draw(uniform, temperature, mask, top_k, share, is_reproducible=seed is not None)
@@ -433,10 +340,18 @@ class ReductionMethods:
         ]
 
     def _allowed(self, mask: MaskLike | None) -> Mask | None:
-        allowed = None if mask is None else self._mask(mask)
-        if allowed is not None and not allowed:
-            raise ValueError("asked to draw under a mask without any token; allow at least one")
-        return allowed
+        return None if mask is None else self._mask(mask)
+
+    def _listed(self, masks: Sequence[T], count: int) -> list[T]:
+        """Check that there is a mask for each context."""
+        ndim = getattr(masks, "ndim", 2)
+        if isinstance(cast("object", masks), Mask) or ndim == 1:
+            raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
+        is_packed = str(getattr(masks, "dtype", "")).endswith("int32")
+        size = self.vocabulary.size
+        listed: list[Any] = [Mask.from_packed(row, size) if is_packed else row for row in masks]  # type: ignore[arg-type]
+        _check_count("masks", listed, count)
+        return listed
 
 
 def _uniforms(
@@ -450,19 +365,9 @@ def _uniforms(
     else:
         seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
     # An object without a length is refused later, by the check of the request.
-    return [
-        stream_uniform(each, len(context) if is_several(context) else 0)
-        for each, context in zip(seeds, contexts, strict=True)
-    ]
-
-
-def _listed(masks: Sequence[T], count: int) -> list[T]:
-    """Check that there is a mask for each context."""
-    if isinstance(cast("object", masks), Mask) or getattr(masks, "ndim", 2) == 1:
-        raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
-    listed = list(masks)
-    _check_count("masks", listed, count)
-    return listed
+    lengths = [len(context) if is_several(context) else 0 for context in contexts]
+    found: list[float] = stream_uniforms(seeds, lengths).tolist()
+    return found
 
 
 def _check_count(what: str, found: Sequence[object], count: int) -> None:

@@ -14,7 +14,6 @@ of one's own derives from `Reduction`:
 from __future__ import annotations
 
 import abc
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import torch
 
+from genlm.core.draws import batch_draw, batch_log_mass
 from genlm.core.errors import EvaluationError, described
-from genlm.core.masks import Mask, unpacked
+from genlm.core.masks import Mask
 from genlm.core.query import Reduced
-from genlm.core.rows import copied_rows, invalid_rows, rows_from_logits
-from genlm.core.sampling import draws
+from genlm.core.rows import copied_rows, invalid_rows, row_parts, rows_from_logits
+from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:
     from genlm.core.vocab import Vocabulary
@@ -45,13 +45,6 @@ __all__ = [
     "reduce_logits",
     "reduce_rows",
 ]
-
-_VALUES_ON_CPU = 2**20
-"""Most entries of the rows that one call of `compute` gets on a CPU: 4 MiB in float32, so that
-what it makes of them stays in the CPU's caches and memory does not grow with the batch."""
-
-_VALUES_ON_DEVICE = 2**27
-"""The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
 _NUMBERS = frozenset({int, float, bool})
 
@@ -133,26 +126,12 @@ class TopK(Reduction):
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[TopK]) -> Sequence[TopTokens]:
-        """Select all that are at least the k-th value, then sort these few."""
-        ks = [request.k for request in requests]
-        values, ids = rows.topk(max(ks))
-        found, found_ids = values.cpu(), ids.cpu()
-        # The order in which topk returns equal values is undefined.
+        """Select for the largest k, which begins with those of smaller ones."""
+        logprobs, ids = (each.cpu() for each in batch_top_k(rows, max(r.k for r in requests)))
         return [
-            _tie_broken(row, found[i, :k], found_ids[i, :k])
-            for i, (row, k) in enumerate(zip(rows, ks, strict=True))
+            TopTokens(logprobs[place, : request.k].clone(), ids[place, : request.k].clone())
+            for place, request in enumerate(requests)
         ]
-
-
-def _tie_broken(row: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> TopTokens:
-    k = len(values)
-    last = values[-1]
-    above = ids[values > last]
-    equal = (row == last.to(row.device)).nonzero()[: k - len(above), 0].cpu()
-    chosen = torch.cat([above, equal]).sort().values
-    logprobs = row[chosen.to(row.device)].cpu()
-    order = logprobs.sort(descending=True, stable=True).indices
-    return TopTokens(logprobs[order], chosen[order])
 
 
 @dataclass(frozen=True)
@@ -169,13 +148,16 @@ class LogMass(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[LogMass]) -> Sequence[float]:
         """Sum under all masks at once."""
-        allowed = unpacked([request.mask for request in requests], rows.device)
-        masses: list[float] = rows.masked_fill(~allowed, -math.inf).logsumexp(-1).tolist()
+        masses: list[float] = batch_log_mass(rows, [each.mask for each in requests]).tolist()
         return masses
 
 
 class DrawnToken(NamedTuple):
     """A token that was drawn.
+
+    Where no token of the mask is possible (an empty mask, or one whose tokens all have
+    probability 0) no token is drawn: `token_id` is -1, and all others are `-inf`. The weight of
+    a particle, to which `log_mass` is added, is then 0.
 
     Attributes:
         token_id: Its id.
@@ -218,45 +200,20 @@ class Draw(Reduction):
         return 0 if self.mask is None else self.mask.nbytes
 
     @classmethod
-    def compute(
-        cls, rows: torch.Tensor, requests: Sequence[Draw]
-    ) -> Sequence[DrawnToken | Exception]:
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
         """Draw from all rows at once."""
         masks = [request.mask for request in requests]
-        has_masks = any(mask is not None for mask in masks)
-        drawn = draws(
+        drawn = batch_draw(
             rows,
-            [request.temperature for request in requests],
             [request.uniform for request in requests],
+            masks if any(mask is not None for mask in masks) else None,
+            temperature=[request.temperature for request in requests],
             top_k=[request.top_k for request in requests],
             top_p=[request.top_p for request in requests],
-            allowed=unpacked(masks, rows.device) if has_masks else None,
         )
         # One transfer, as each waits for the device; float32 has every id below 2**24.
-        found = torch.stack(
-            [
-                drawn.token_ids.float(),
-                rows.gather(1, drawn.token_ids[:, None])[:, 0],
-                drawn.log_mass,
-                drawn.logprobs,
-            ]
-        ).cpu()
-        return [
-            _drawn(request, *values)
-            for request, values in zip(requests, found.T.tolist(), strict=True)
-        ]
-
-
-def _drawn(
-    request: Draw, token_id: float, logprob: float, log_mass: float, draw_logprob: float
-) -> DrawnToken | Exception:
-    if log_mass == -math.inf:
-        return EvaluationError(
-            f"asked to draw one of the {len(request.mask or ())} tokens of a mask, which all "
-            f"have probability 0 here; ask log_mass first, or allow other tokens"
-        )
-    mass = 0.0 if request.mask is None else log_mass
-    return DrawnToken(int(token_id), logprob, mass, draw_logprob)
+        found = torch.stack([drawn.token_ids.float(), *drawn[1:]]).cpu()
+        return [DrawnToken(int(token_id), *rest) for token_id, *rest in found.T.tolist()]
 
 
 class ScoredToken(NamedTuple):
@@ -310,7 +267,8 @@ def reduce_rows(
             for place, output in enumerate(each):
                 groups.setdefault(type(output), []).append((index, place))
     for kind, members in groups.items():
-        for part in _parts(members, rows):
+        for begin, end in row_parts(len(members), rows.shape[1], rows.device):
+            part = members[begin:end]
             indices = [index for index, _ in part]
             if kind is type(None):
                 values: Sequence[Any] = copied_rows(_selected(rows, indices))
@@ -339,22 +297,11 @@ def reduce_logits(
         vocabulary: As there.
         outputs: As `reduce_rows` takes them.
     """
-    size = _most(logits)
     results: list[Reduced | Exception] = []
-    for begin in range(0, len(outputs), size):
-        rows = rows_from_logits(logits[begin : begin + size], vocabulary)
-        results += reduce_rows(rows, outputs[begin : begin + size], normalised=True)
+    for begin, end in row_parts(len(logits), logits.shape[1], logits.device):
+        rows = rows_from_logits(logits[begin:end], vocabulary)
+        results += reduce_rows(rows, outputs[begin:end], normalised=True)
     return results
-
-
-def _most(rows: torch.Tensor) -> int:
-    values = _VALUES_ON_CPU if rows.device.type == "cpu" else _VALUES_ON_DEVICE
-    return max(1, values // rows.shape[1])
-
-
-def _parts(members: list[tuple[int, int]], rows: torch.Tensor) -> list[list[tuple[int, int]]]:
-    size = _most(rows)
-    return [members[begin : begin + size] for begin in range(0, len(members), size)]
 
 
 def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:

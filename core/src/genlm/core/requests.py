@@ -1,74 +1,68 @@
-"""`Requests`: token ids and contexts become queries, unless the output cache has the answer.
+"""`Requests`: builds and answers the requests of a model.
 
-Everything that a caller passes is checked here, before any request reaches the scheduler.
-Longer than other modules because rows, reductions and scores are requested in the same way.
+Everything that a caller passes is checked here, before any request reaches the scheduler. What
+the output cache has is read from it; nothing that touches rows runs on the caller's event loop.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from genlm.core.context import Context, Holds
+import torch
+
+from genlm.core.blocking import off_loop
+from genlm.core.context import Context, LeaseTable
 from genlm.core.engine import Capability, Engine
-from genlm.core.errors import ContextLengthError, UnknownAdapterError
-from genlm.core.query import Query
+from genlm.core.errors import (
+    ContextLengthError,
+    UnknownAdapterError,
+    each_in_batch,
+    with_places,
+)
+from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reductions import Reduction, TargetScore, reduce_rows
+from genlm.core.row_results import is_cacheable
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
 
 if TYPE_CHECKING:
     from genlm.core.adapters import Adapters
     from genlm.core.cache import OutputCache
+    from genlm.core.generations import Generation, Integers64
+    from genlm.core.population import Population
+    from genlm.core.scheduler import Scheduler
+    from genlm.core.scheduler.request_table import Request as ScheduledRequest
     from genlm.core.statistics import RequestCounters
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
-__all__ = ["BatchRequest", "Requests", "RowKey", "drop_results"]
+__all__ = ["COPIED_ON_LOOP", "Item", "Requests", "RowKey", "drop_results"]
 
 RowKey = tuple[object, str | None, bytes]
-"""Identifies a request: model, adapter, and the key of the token sequence."""
+"""Identifies a row: model, adapter, and the key of the token sequence."""
 
+Item = tuple[Query, Any, Reduction | None]
+"""A query, its key, and the reduction that is wanted of its row; None for the whole result."""
 
-@dataclass(slots=True)
-class BatchRequest:
-    """Several requests that were looked up in the output cache and counted.
+COPIED_ON_LOOP = 2**16
+"""Bytes of cached rows that are copied on the event loop: in the time of a thread switch."""
 
-    Attributes:
-        asked: Those that it does not have, which the scheduler is asked.
-        values: What it has, in the order of all requests; None elsewhere.
-        sequences: What the caller passed for each, or nothing for parts of texts.
-        requests: Keeps what the engine has for contexts among them.
-    """
-
-    asked: list[Any]
-    values: list[Any]
-    sequences: Sequence[TokenIds]
-    requests: Requests
-
-    def results(self, answers: Sequence[Any]) -> list[Any]:
-        """Fill the gaps in `values` with the answers, in order."""
-        remaining = iter(zip(self.asked, answers, strict=True))
-        for place, value in enumerate(self.values):
-            if value is None:
-                (query, *_), self.values[place] = next(remaining)
-                if self.sequences:
-                    self.requests.hold(self.sequences[place], query)
-        return self.values
+_REDUCED_AT_ONCE = 2**24
+"""Values of the cached rows that are stacked to be reduced: 64 MiB in float32."""
 
 
 class Requests:
-    """Makes the requests of one model; every method may be called from any thread.
+    """The requests of one model; every method may be called from any thread.
 
     Args:
-        engine: Whose vocabulary, context and capabilities count.
+        scheduler: Runs the engine, whose vocabulary, context and capabilities count.
         model: Stands for the model in keys: models may share one cache.
         cache: Rows and reductions that are known.
         adapters: Their names.
         counters: Count the requests.
-        holds: Keep what the engine has for contexts; None if it keeps nothing for them.
+        leases: Keep the engine's state of contexts; None if it keeps none.
 
     Attributes:
         default_lora: The adapter of requests that name none, None for the base model.
@@ -76,30 +70,32 @@ class Requests:
 
     def __init__(
         self,
-        engine: Engine,
+        scheduler: Scheduler[Engine],
         *,
         model: object,
         cache: OutputCache,
         adapters: Adapters,
         counters: RequestCounters,
-        holds: Holds | None,
+        leases: LeaseTable | None,
     ) -> None:
+        engine = scheduler.engine
         self.default_lora: str | None = None
         self.vocab_size = engine.vocabulary.size
         self.max_context = engine.max_context
         self.capabilities = engine.capabilities
         self.counters = counters
+        self.scheduler = scheduler
         self._model = model
         self._cache = cache
         self._adapters = adapters
-        self._holds = holds
+        self._leases = leases
         self._recent = RecentSequences()
         self._query_ids = itertools.count()
 
     # -- one sequence -----------------------------------------------------------------
 
-    def of(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
-        """Check a sequence and the name of an adapter, and make the query and its key.
+    def build_query(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
+        """Check a sequence and the name of an adapter, and build the query and its key.
 
         Raises:
             GenlmError: As `AsyncLM.next_token_logprobs`.
@@ -107,35 +103,43 @@ class Requests:
         """
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
-            return self.of_sequence(token_ids.sequence, adapter)
+            return self.sequence_query(token_ids.sequence, adapter)
         _, adapter = self._adapter(lora_name)
-        return self.of_sequence(self._sequence(token_ids), adapter)
+        return self.sequence_query(self._sequence(token_ids), adapter)
 
-    def of_reduction(
-        self, token_ids: TokenIds, reduction: Reduction, lora_name: str | None
+    def sequence_query(
+        self, sequence: TokenSequence, adapter: str | None
     ) -> tuple[Query, RowKey]:
-        """Do what `of` does for a request that asks for a reduction.
-
-        Raises:
-            TypeError: `reduction` is not a `Reduction`.
-        """
-        if not isinstance(reduction, Reduction):
-            raise TypeError(
-                f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
-            )
-        return self.of(token_ids, lora_name)
-
-    def of_sequence(self, sequence: TokenSequence, adapter: str | None) -> tuple[Query, RowKey]:
-        """Make the query of a checked sequence; `adapter` is the engine's name."""
+        """Build the query of a checked sequence; `adapter` is the engine's name."""
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
         query = Query(next(self._query_ids), sequence, adapter)
         return query, (self._model, adapter, sequence.key)
 
+    async def group(
+        self,
+        generation: Generation,
+        wanted: Integers64,
+        row_of: Integers64,
+        reduction: GroupReduction,
+        adapter: str | None,
+    ) -> GroupResult:
+        """Answer the request of a population, whose parts were checked."""
+        lease = None if self._leases is None else self._leases.lease
+        query = GroupQuery(
+            next(self._query_ids), generation, wanted, row_of, reduction, adapter, lease
+        )
+        self.counters.count(len(query), requests=len(wanted))
+        answer: GroupResult = await self.scheduler.answer(query)
+        return answer
+
     def context_parts(
-        self, token_ids: Integers, lora_name: str | None
+        self, token_ids: TokenIds, lora_name: str | None
     ) -> tuple[TokenSequence, str | None, str | None]:
         """Return what a `Context` consists of: sequence, adapter, the engine's name of it."""
+        if isinstance(token_ids, Context):
+            adapter = self.adapter_of(token_ids, lora_name)
+            return token_ids.sequence, token_ids.lora_name, adapter
         name, adapter = self._adapter(lora_name)
         sequence = self._sequence(token_ids)
         if self.max_context is not None and len(sequence) > self.max_context:
@@ -163,7 +167,7 @@ class Requests:
             self._recent.add(list(ids), sequence)
         return sequence
 
-    def adapter_of(self, context: Context, lora_name: str | None) -> str | None:
+    def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
         """Return the engine's name of a context's adapter, if this model can answer it."""
         if not context.is_of(self._model):
             raise ValueError(
@@ -182,66 +186,45 @@ class Requests:
             raise UnknownAdapterError(context.lora_name, self._adapters.names)
         return adapter
 
-    def hold(self, token_ids: object, query: Query) -> None:
-        """Keep what the engine has for a context while the context is referred to."""
-        if self._holds is not None and isinstance(token_ids, Context):
-            token_ids.hold(self._holds.of((query.adapter, query.sequence.key)))
+    # -- answers ----------------------------------------------------------------------
 
-    def share(self, token_ids: object, query: Query) -> None:
-        """Keep what the engine has, if anything, for a context with a cached answer."""
-        if self._holds is not None and isinstance(token_ids, Context):
-            hold = self._holds.find((query.adapter, query.sequence.key))
-            if hold is not None:
-                token_ids.hold(hold)
+    async def row(
+        self, token_ids: TokenIds, lora_name: str | None, *, uses_cache: bool = True
+    ) -> Any:
+        """Return the row of a sequence; the caller's."""
+        query, key = self.build_query(token_ids, lora_name)
+        row = None
+        if uses_cache and key in self._cache:
+            if 4 * self.vocab_size <= COPIED_ON_LOOP:
+                row = self._cache.get(key)
+            else:
+                row = await off_loop(self._cache.get, key)
+        is_cached = row is not None
+        self.counters.count(len(query), hits=int(is_cached))
+        if not is_cached:
+            row = await self.scheduler.answer(query, key)
+        self._keep(token_ids, is_computed=not is_cached)
+        return row
 
-    # -- the output cache -------------------------------------------------------------
-
-    def cached(self, query: Query, key: Any, reduction: Reduction | None = None) -> Any:
-        """Return a copy of what the output cache has, or None, and count the request."""
-        value = self._found(key, reduction)
-        self.counters.count(len(query), hit=value is not None)
-        return value
-
-    def _found(self, key: Any, reduction: Reduction | None = None) -> Any:
-        """Look up a row, or a reduction, which the row answers as well."""
-        if reduction is None:
-            return self._cache.get(key)
-        value = self._cache.get((key, reduction)) if reduction.is_reproducible else None
-        if value is None and (row := self._cache.get(key)) is not None:
-            [reduced] = reduce_rows(row[None], [(reduction,)])
-            value = reduced if isinstance(reduced, Exception) else reduced.values[0]
-            if isinstance(value, Exception):
-                raise value
-        return value
-
-    # -- several sequences ------------------------------------------------------------
-
-    def batch(self, made: Sequence[Any], sequences: Sequence[TokenIds] = ()) -> BatchRequest:
-        """Look up requests that were checked; all are counted, or none if one raises.
-
-        Args:
-            made: A query and its key, and the reduction that is wanted if one is.
-            sequences: What the caller passed for each, if contexts may be among them.
-        """
-        values = [self._found(*each[1:]) for each in made]
-        for (query, *_), value in zip(made, values, strict=True):
-            self.counters.count(len(query), hit=value is not None)
-        for token_ids, (query, *_), value in zip(sequences, made, values, strict=False):
-            if value is not None:
-                self.share(token_ids, query)
-        asked = [each for each, value in zip(made, values, strict=True) if value is None]
-        return BatchRequest(asked, values, sequences, self)
-
-    def rows(self, token_ids_list: TokenBatch, lora_name: str | None) -> BatchRequest:
-        """Check several sequences, and look up their rows."""
+    async def rows(self, token_ids_list: TokenBatch, lora_name: str | None) -> list[Any]:
+        """Return the row of each of several sequences."""
         sequences = list(checked_batch(token_ids_list))
-        made = [self.of(token_ids, lora_name) for token_ids in sequences]
-        return self.batch(made, sequences)
+        queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
+        items = [(query, key, None) for query, key in queries]
+        return await self.answer(items, sequences, range(len(items)))
 
-    def reductions(
+    async def reduction(
+        self, token_ids: TokenIds, reduction: Reduction, lora_name: str | None
+    ) -> Any:
+        """Return a reduction of the row of a sequence."""
+        item = (*self.build_query(token_ids, lora_name), _checked_reduction(reduction))
+        [value] = await self.answer([item], [token_ids])
+        return value
+
+    async def reductions(
         self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
-    ) -> BatchRequest:
-        """Check contexts and reductions, and look up their results.
+    ) -> list[Any]:
+        """Return a reduction of the row of each of several sequences.
 
         Raises:
             TypeError: One of them is not a `Reduction`.
@@ -252,16 +235,116 @@ class Requests:
             raise ValueError(
                 f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        made = [
-            (*self.of_reduction(token_ids, reduction, lora_name), reduction)
-            for token_ids, reduction in zip(sequences, reductions, strict=True)
+        wanted = each_in_batch(_checked_reduction, reductions)
+        queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
+        items = [(*query, each) for query, each in zip(queries, wanted, strict=True)]
+        return await self.answer(items, sequences, range(len(items)))
+
+    async def answer(
+        self,
+        items: Sequence[Item],
+        sequences: Sequence[TokenIds] = (),
+        places: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Answer requests from the output cache and by the engine; all end together.
+
+        Args:
+            items: What `build_query` returned, each with what is wanted.
+            sequences: What the caller passed for each, if contexts may be among them.
+            places: The place in the caller's batch of each, for errors; None for one request.
+
+        Raises:
+            GenlmError: The error of the first that failed; it names the places of all.
+        """
+        sizes = [self._cached_size(key, wanted) for _, key, wanted in items]
+        read = [i for i, size in enumerate(sizes) if size is not None]
+        values: list[Any] = [None] * len(items)
+        request = self._submit(items, [i for i, size in enumerate(sizes) if size is None])
+        if read:
+            nbytes = sum(size for size in sizes if size is not None)
+            part = [items[i] for i in read]
+            try:
+                if nbytes <= COPIED_ON_LOOP:
+                    found = self._read(part)
+                else:
+                    found = await off_loop(self._read, part)
+            except GeneratorExit:  # as in `Scheduler.results`
+                raise
+            except BaseException:
+                self.scheduler.abandon(request)
+                raise
+            for i, value in zip(read, found, strict=True):
+                values[i] = value
+        computed = iter(await self.scheduler.results(request))
+        values = [
+            next(computed) if sizes[i] is None else value for i, value in enumerate(values)
         ]
-        return self.batch(made, sequences)
+        evicted = [i for i in read if values[i] is None]
+        if evicted:
+            computed = iter(await self.scheduler.results(self._submit(items, evicted)))
+            for i in evicted:
+                values[i], sizes[i] = next(computed), None
+        hits = [
+            query for (query, _, _), size in zip(items, sizes, strict=True) if size is not None
+        ]
+        self.counters.count(sum(map(len, hits)), requests=len(hits), hits=len(hits))
+        _raise_first(values, places)
+        if self._leases is not None:
+            for token_ids, size in zip(sequences, sizes, strict=False):
+                self._keep(token_ids, is_computed=size is None)
+        return values
+
+    def _submit(self, items: Sequence[Item], places: Sequence[int]) -> ScheduledRequest:
+        """Count the items at some places, and submit them to the scheduler."""
+        self.counters.count(sum(len(items[i][0]) for i in places), requests=len(places))
+        return self.scheduler.submit([items[i] for i in places])
+
+    def _cached_size(self, key: Any, wanted: Reduction | None) -> int | None:
+        """Return how many bytes must be read to answer from the cache; None if it cannot."""
+        if wanted is None:
+            return self._cache.size_of(key)
+        size = self._cache.size_of((key, wanted)) if is_cacheable(wanted) else None
+        if size is None and key in self._cache:
+            size = COPIED_ON_LOOP + 1  # a reduction takes too long on the loop in any case
+        return size
+
+    def _read(self, items: Sequence[Item]) -> list[Any]:
+        """Read results from the output cache; None for those that were evicted meanwhile."""
+        values: list[Any] = []
+        reduced: dict[Any, list[int]] = {}
+        for place, (_, key, wanted) in enumerate(items):
+            if wanted is None:
+                values.append(self._cache.get(key))
+                continue
+            values.append(self._cache.get((key, wanted)) if is_cacheable(wanted) else None)
+            if values[place] is None:
+                reduced.setdefault(key, []).append(place)
+        keys = list(reduced)
+        step = max(1, _REDUCED_AT_ONCE // self.vocab_size)
+        for begin in range(0, len(keys), step):
+            part = {key: self._cache.kept(key) for key in keys[begin : begin + step]}
+            by_device: dict[Any, list[Any]] = {}
+            for key, row in part.items():
+                if row is not None:
+                    by_device.setdefault(row.device, []).append(key)
+            for found in by_device.values():
+                rows = torch.stack([part[key] for key in found])
+                outputs = [tuple(items[place][2] for place in reduced[key]) for key in found]
+                for key, answer in zip(found, reduce_rows(rows, outputs), strict=True):
+                    is_error = isinstance(answer, Exception)
+                    for i, place in enumerate(reduced[key]):
+                        values[place] = answer if is_error else answer.values[i]  # type: ignore[union-attr]
+        return values
+
+    def _keep(self, token_ids: object, *, is_computed: bool) -> None:
+        """Keep the engine's state of a context while the context is referred to."""
+        if self._leases is not None and isinstance(token_ids, Context):
+            token_ids.keep(self._leases, is_computed=is_computed)
 
     # -- texts ------------------------------------------------------------------------
 
-    def scores(self, token_ids: TokenIds, start: int, lora_name: str | None) -> list[Any]:
-        """Check a text, and make the requests that score it from a position on, for `batch`.
+    def scores(self, token_ids: TokenIds, start: int, lora_name: str | None) -> list[Item]:
+        """Check a text, and build the requests that score it from a position on.
 
         Returns:
             One request for `TokenScores`, or one for the `ScoredToken` of each position.
@@ -286,18 +369,19 @@ class Requests:
         query = Query(
             next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
         )
-        return [(query, (self._model, adapter, query.sequence.key, ("score", start, ids[-1])))]
+        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
+        return [(query, key, None)]
 
     def _scores_by_position(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
-    ) -> list[Any]:
+    ) -> list[Item]:
         sequence = TokenSequence(packed[: 4 * start])
-        made = []
+        items: list[Item] = []
         for place in range(start, len(ids)):
             if place > start:
                 sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
-            made.append((*self.of_sequence(sequence, adapter), TargetScore(ids[place])))
-        return made
+            items.append((*self.sequence_query(sequence, adapter), TargetScore(ids[place])))
+        return items
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
@@ -309,6 +393,24 @@ def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
         return own and (not adapter or of_row[1] == adapter[0])
 
     cache.clear(is_dropped)
+
+
+def _checked_reduction(reduction: Reduction) -> Reduction:
+    if not isinstance(reduction, Reduction):
+        raise TypeError(
+            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
+        )
+    return reduction
+
+
+def _raise_first(values: Sequence[Any], places: Sequence[int] | None) -> None:
+    """Raise the first exception among values, with the places of all."""
+    failed = [i for i, value in enumerate(values) if isinstance(value, Exception)]
+    if failed:
+        error: Exception = values[failed[0]]
+        if places is not None:
+            with_places(error, list(dict.fromkeys(places[i] for i in failed)))
+        raise error
 
 
 def _checked_start(start: object, length: int) -> int:

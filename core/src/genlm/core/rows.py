@@ -8,7 +8,7 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,14 @@ import torch
 from genlm.core.errors import EvaluationError
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["copied_rows", "invalid_rows", "known_logits", "rows_from_logits"]
+__all__ = [
+    "copied_rows",
+    "invalid_rows",
+    "known_logits",
+    "logprob_parts",
+    "row_parts",
+    "rows_from_logits",
+]
 
 _SUM_TOLERANCE = 1e-2
 """How far from 1 the probabilities of a row may sum. Rows of a correct engine are within
@@ -25,6 +32,13 @@ _SUM_TOLERANCE = 1e-2
 _STACKED_SIZE = 2**14
 """Rows up to this size are checked stacked: for longer ones the copy takes more time than
 one operation for each row."""
+
+_VALUES_ON_CPU = 2**20
+"""Maximum number of entries of rows that are computed at once on a CPU: 4 MiB in float32, so
+that intermediate results stay in the CPU's caches and memory does not grow with the batch."""
+
+_VALUES_ON_DEVICE = 2**27
+"""The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
 _missing: WeakKeyDictionary[Vocabulary, dict[tuple[int, torch.device], torch.Tensor]]
 _missing = WeakKeyDictionary()
@@ -75,6 +89,40 @@ def known_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
         index = _missing_index(vocabulary, kept.shape[1], kept.device)
         kept = kept.index_fill(1, index, float("-inf"))
     return kept
+
+
+def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, int]]:
+    """Divide `count` rows of `size` entries into parts that are computed at once.
+
+    Returns:
+        Where each part begins and ends, in order.
+    """
+    values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
+    most = max(1, values // max(1, size))
+    return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
+
+
+def logprob_parts(
+    rows: torch.Tensor, *, normalised: bool = True
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the parts of a batch of rows that are computed at once.
+
+    Args:
+        rows: Log-probabilities, or logits of any floating dtype; shape `(n, size)`.
+        normalised: Whether they are log-probabilities, which are not copied.
+
+    Yields:
+        Where the part begins, and its log-probabilities. Those of logits are in memory that the
+        next part overwrites: on CPUs new memory takes longer than the computation.
+    """
+    rows, kept = rows.detach(), None
+    for begin, end in row_parts(len(rows), rows.shape[1], rows.device):
+        part = rows[begin:end]
+        if not normalised:
+            if kept is None:
+                kept = part.new_empty(part.shape, dtype=torch.float32)
+            part = torch.log_softmax(part.float(), -1, out=kept[: end - begin])
+        yield begin, part
 
 
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:

@@ -1,20 +1,20 @@
-"""Continuations: `sample`, its forms for several prompts and for threads, and `stream`.
+"""Continuations: `sample`, its form for several prompts, their blocking twins, and `stream`.
 
 Engines with `Capability.SAMPLE` continue sequences themselves; for others, and for what such
-engines are not asked (stop texts, top-k, top-p), each token is a `Draw`. Longer than
-other modules by the docstrings and signatures of five public methods.
+engines are not asked (stop texts, top-k, top-p), each token is a `Draw`, requested for all
+continuations of a batch at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
+from genlm.core.blocking import blocking
 from genlm.core.engine import Capability
+from genlm.core.errors import each_in_batch
 from genlm.core.query import SamplingParams
 from genlm.core.reductions import Draw, DrawnToken
 from genlm.core.sampling import stream_seeds, stream_uniform
@@ -30,16 +30,12 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
-    from genlm.core.engine import Engine
     from genlm.core.query import Query
-    from genlm.core.requests import Requests
-    from genlm.core.scheduler import Scheduler
+    from genlm.core.requests import Item, Requests
     from genlm.core.validation import Integers, Stop, TokenBatch, TokenIds
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["SampleMethods"]
-
-T = TypeVar("T")
 
 logger = logging.getLogger("genlm")
 
@@ -62,6 +58,11 @@ class SamplePlan:
     top_p: float
     is_seeded: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether an engine with `Capability.SAMPLE` can draw the continuation itself."""
+        return not self.stop and self.top_k is None and self.top_p == 1
+
     def draw(self, position: int) -> Draw:
         """Return the draw of the token at a position of the continuation."""
         assert self.params.seed is not None  # noqa: S101 - set with the plan
@@ -74,6 +75,62 @@ class SamplePlan:
         )
 
 
+class Continuation:
+    """A continuation that is drawn token by token.
+
+    Args:
+        query: The prompt.
+        plan: How to continue it.
+        vocabulary: Whose bytes stop texts are searched in.
+        max_context: The most tokens that the model takes, None for no limit.
+
+    Attributes:
+        sequence: The prompt and what was drawn so far.
+        drawn: Ids of the drawn tokens, without the one that ended the continuation.
+        is_ended: Whether nothing is to be drawn any more.
+    """
+
+    def __init__(
+        self, query: Query, plan: SamplePlan, vocabulary: Vocabulary, max_context: int | None
+    ) -> None:
+        self.query = query
+        self.plan = plan
+        self.sequence = query.sequence
+        self.drawn: list[int] = []
+        self.is_ended = plan.params.max_tokens == 0
+        self._vocabulary = vocabulary
+        self._max_context = max_context
+        self._tail = b""
+        self._longest_stop = max(map(len, plan.stop), default=0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model's context was full before `max_tokens`."""
+        length = len(self.query) + len(self.drawn)
+        is_full = self._max_context is not None and length > self._max_context
+        return is_full and len(self.drawn) < self.plan.params.max_tokens
+
+    def next_draw(self) -> Draw:
+        """Return the draw of the next token."""
+        return self.plan.draw(len(self.drawn))
+
+    def add(self, token: DrawnToken) -> bool:
+        """Add a drawn token; False if it ends the continuation and does not belong to it."""
+        params = self.plan.params
+        if token.token_id in params.stop_token_ids:
+            self.is_ended = True
+            return False
+        self.drawn.append(token.token_id)
+        self.sequence = TokenSequence.of([token.token_id], self.sequence)
+        is_full = self._max_context is not None and len(self.sequence) > self._max_context
+        self.is_ended = is_full or len(self.drawn) == params.max_tokens
+        if self.plan.stop:
+            tail = self._tail + bytes(self._vocabulary.byte_vocab[token.token_id])
+            self.is_ended = self.is_ended or any(text in tail for text in self.plan.stop)
+            self._tail = tail[max(0, len(tail) - self._longest_stop + 1) :]
+        return True
+
+
 class SampleMethods:
     """The methods of `AsyncLM` that draw continuations."""
 
@@ -82,7 +139,6 @@ class SampleMethods:
     capabilities: frozenset[Capability]
 
     _requests: Requests
-    _scheduler: Scheduler[Engine]
 
     async def sample(
         self,
@@ -128,18 +184,13 @@ class SampleMethods:
             TokenIdError: One of them, or an id in `stop`, is outside the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
-        drawn = await self.batch_sample(
-            [prompt],
-            max_tokens,
-            eos_token_ids,
-            temperature,
-            seed,
-            stop=stop,
-            top_k=top_k,
-            top_p=top_p,
-            lora_name=lora_name,
-        )
-        return drawn[0]
+        limits = (stop, top_k, top_p)
+        plans = self._plans(1, max_tokens, eos_token_ids, temperature, seed, limits)
+        query, _ = self._requests.build_query(prompt, lora_name)
+        [drawn] = await self._continued([query], plans)
+        return drawn
+
+    sample_sync = blocking(sample)
 
     async def batch_sample(
         self,
@@ -162,54 +213,12 @@ class SampleMethods:
         listed = list(checked_batch(prompts))
         limits = (stop, top_k, top_p)
         plans = self._plans(len(listed), max_tokens, eos_token_ids, temperature, seed, limits)
-        queries = [self._requests.of(prompt, lora_name)[0] for prompt in listed]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._continuation(query, plan))
-                    for query, plan in zip(queries, plans, strict=True)
-                ]
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-        else:
-            drawn = [task.result() for task in tasks]
-            self._log_cut(queries, plans, drawn)
-            return drawn
-        raise first  # outside `except`, which would replace its __cause__
-
-    def sample_sync(
-        self,
-        prompt: TokenIds,
-        max_tokens: int,
-        eos_token_ids: Integers = (),
-        temperature: float = 1.0,
-        seed: int | None = None,
-        **options: Any,
-    ) -> list[int]:
-        """Draw a continuation and wait; see `sample`, which has all options."""
-        drawn = self.batch_sample_sync(
-            [prompt], max_tokens, eos_token_ids, temperature, seed, **options
+        queries = each_in_batch(
+            lambda prompt: self._requests.build_query(prompt, lora_name)[0], listed
         )
-        return drawn[0]
+        return await self._continued(queries, plans, places=range(len(listed)))
 
-    def batch_sample_sync(
-        self,
-        prompts: TokenBatch,
-        max_tokens: int,
-        eos_token_ids: Integers = (),
-        temperature: float = 1.0,
-        seed: int | None = None,
-        **options: Any,
-    ) -> list[list[int]]:
-        """Draw a continuation of each prompt and wait; see `sample`, which has all options.
-
-        Works in and outside a running event loop, which it blocks.
-        """
-        self._scheduler.refuse_own_thread()
-        drawing = self.batch_sample(
-            prompts, max_tokens, eos_token_ids, temperature, seed, **options
-        )
-        return _waited_for(drawing)
+    batch_sample_sync = blocking(batch_sample)
 
     async def stream(
         self,
@@ -235,12 +244,13 @@ class SampleMethods:
         """
         limits = (stop, top_k, top_p)
         [plan] = self._plans(1, max_tokens, eos_token_ids, temperature, seed, limits)
-        query = self._requests.of(prompt, lora_name)[0]
-        drawn = []
-        async for token in self._tokens(query, plan):
-            drawn.append(token.token_id)
-            yield token
-        self._log_cut([query], [plan], [drawn])
+        query, _ = self._requests.build_query(prompt, lora_name)
+        continuation = Continuation(query, plan, self.vocabulary, self.max_context)
+        while not continuation.is_ended:
+            [token] = await self._requests.answer([self._draw(continuation)])
+            if continuation.add(token):
+                yield token
+        self._log_cut([continuation])
 
     def _plans(  # noqa: PLR0917
         self,
@@ -268,84 +278,56 @@ class SampleMethods:
             for stream in stream_seeds(seed, count)
         ]
 
-    async def _continuation(self, query: Query, plan: SamplePlan) -> list[int]:
-        if plan.params.max_tokens == 0:
-            return []
-        is_plain = not plan.stop and plan.top_k is None and plan.top_p == 1
-        if is_plain and Capability.SAMPLE in self.capabilities:
-            self._requests.counters.count(len(query), hit=False)
-            drawn: list[int] = await self._scheduler.answer(query.replace(sampling=plan.params))
-            return drawn
-        return [token.token_id async for token in self._tokens(query, plan)]
-
-    async def _tokens(self, query: Query, plan: SamplePlan) -> AsyncIterator[DrawnToken]:
-        """Draw token by token, to the end of the continuation."""
-        sequence, tail = query.sequence, b""
-        longest = max(map(len, plan.stop), default=0)
-        for position in range(plan.params.max_tokens):
-            if self.max_context is not None and len(sequence) > self.max_context:
-                return
-            token = await self._drawn_token(sequence, query.adapter, plan.draw(position))
-            if token.token_id in plan.params.stop_token_ids:
-                return
-            yield token
-            if plan.stop:
-                tail += bytes(self.vocabulary.byte_vocab[token.token_id])
-                if any(text in tail for text in plan.stop):
-                    return
-                tail = tail[max(0, len(tail) - longest + 1) :]
-            sequence = TokenSequence.of([token.token_id], sequence)
-
-    async def _drawn_token(
-        self, sequence: TokenSequence, adapter: str | None, draw: Draw
-    ) -> DrawnToken:
-        query, key = self._requests.of_sequence(sequence, adapter)
-        drawn: DrawnToken | None = self._requests.cached(query, key, draw)
-        if drawn is None:
-            drawn = await self._scheduler.answer(query, key, draw)
-        return drawn
-
-    def _log_cut(
+    async def _continued(
         self,
         queries: Sequence[Query],
         plans: Sequence[SamplePlan],
-        drawn: Sequence[list[int]],
-    ) -> None:
-        """Say how many continuations the context ended before `max_tokens`."""
-        if self.max_context is None or not plans:
-            return
-        most = plans[0].params.max_tokens
-        cut = sum(
-            len(query) + len(ids) > self.max_context and len(ids) < most
-            for query, ids in zip(queries, drawn, strict=True)
+        places: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Draw the continuation of each query: by the engine, or token by token for all."""
+        continuations = [
+            Continuation(query, plan, self.vocabulary, self.max_context)
+            for query, plan in zip(queries, plans, strict=True)
+        ]
+        active = [(i, each) for i, each in enumerate(continuations) if not each.is_ended]
+        if active and plans[0].is_plain and Capability.SAMPLE in self.capabilities:
+            items: list[Item] = [
+                (each.query.replace(sampling=each.plan.params), None, None)
+                for _, each in active
+            ]
+            answers = await self._requests.answer(items, (), _only(active, places))
+            for (_, each), drawn in zip(active, answers, strict=True):
+                each.drawn = drawn
+            active = []
+        while active:
+            items = [self._draw(each) for _, each in active]
+            tokens = await self._requests.answer(items, (), _only(active, places))
+            for (_, each), token in zip(active, tokens, strict=True):
+                each.add(token)
+            active = [(i, each) for i, each in active if not each.is_ended]
+        self._log_cut(continuations)
+        return [each.drawn for each in continuations]
+
+    def _draw(self, continuation: Continuation) -> Item:
+        """Return the request for the next token of a continuation."""
+        query, key = self._requests.sequence_query(
+            continuation.sequence, continuation.query.adapter
         )
+        return query, key, continuation.next_draw()
+
+    def _log_cut(self, continuations: Sequence[Continuation]) -> None:
+        """Log how many continuations the context ended before `max_tokens`."""
+        cut = sum(each.is_cut for each in continuations)
         if cut:
             logger.warning(
                 "%d of %d continuations ended before max_tokens=%d: the model's context of %d "
                 "tokens is full",
-                *(cut, len(drawn), most, self.max_context),
+                *(cut, len(continuations), continuations[0].plan.params.max_tokens),
+                self.max_context,
             )
 
 
-def _waited_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and wait; on a thread, since this one may be running an event loop.
-
-    An exception such as Ctrl-C ends the wait and cancels the coroutine.
-    """
-    cancels: list[Callable[[], object]] = []
-
-    async def cancellable() -> T:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None  # noqa: S101 - in a coroutine
-        cancels.append(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await coroutine
-
-    with concurrent.futures.ThreadPoolExecutor(1, "genlm-sample") as thread:
-        future = thread.submit(asyncio.run, cancellable())
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                for cancel in cancels:
-                    cancel()
-            raise
+def _only(
+    active: Sequence[tuple[int, Continuation]], places: Sequence[int] | None
+) -> list[int] | None:
+    return None if places is None else [places[i] for i, _ in active]

@@ -1,44 +1,40 @@
-"""Drawing tokens from rows, reproducibly on every engine and under any batching.
+"""Random numbers of draws, and drawing tokens from rows reproducibly on every engine.
 
 The token at a position of a continuation depends on the row, the temperature, the seed of the
 continuation and the position, and on nothing else: no generator keeps a state. Chunked
 prefills, preemption and other requests change nothing, every rank of a model that is split
 over several devices draws the same token, and so does every engine with equal rows.
+
+All numbers are made by SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+generators", 2014), which computes any position of a stream directly. `stream_seeds` derives
+the seeds of streams from one seed by the same function, and `uniforms` computes numbers of
+many streams at once. They are computed in 64-bit integers on the host, so they are the same
+on every machine and device.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import repeat
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from genlm.core.draws import batch_draw
 from genlm.core.query import SamplingParams
 
 __all__ = [
-    "Draws",
     "draw_tokens",
-    "draws",
     "sample_continuation",
     "stream_seeds",
     "stream_uniform",
+    "stream_uniforms",
+    "uniforms",
 ]
 
-_BLOCK = 512
-"""Ids whose weights are summed together before one of them is drawn."""
-
-_CACHED_VALUES = 2**17
-"""Weights computed at a time on a CPU: 512 KiB, which stay in a cache of the core until they
-are summed."""
-
-_FAINT = 1e-20
-"""A sum of weights below it has lost too much to the range of float32."""
-
-_LEAST_TEMPERATURE = 1e-30
-"""Lower temperatures are raised to it: only the most likely id keeps a weight above 0."""
+_Words = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -48,23 +44,23 @@ def stream_seeds(seed: int | None, count: int) -> list[int]:
     """Derive one seed per sequence, distinct and independent, from one seed.
 
     Args:
-        seed: None takes fresh entropy from the operating system.
+        seed: An integer, 0 or more, of any size; None takes fresh entropy from the operating
+            system.
         count: Number of seeds; the first n are the same for every count.
 
     Returns:
         Integers from 0 to 2**63 - 1.
+
+    Raises:
+        ValueError: `seed` is negative.
     """
-    return [
-        int(child.generate_state(1, np.uint64)[0]) >> 1  # engines take signed 64 bits
-        for child in np.random.SeedSequence(seed).spawn(count)
-    ]
+    key = secrets.randbits(64) if seed is None else _key(seed)
+    found: list[int] = _member_seeds(key, np.arange(count)).tolist()
+    return found
 
 
 def stream_uniform(seed: int, position: int) -> float:
     """Return the uniform number in [0, 1) at a position of a seed's stream.
-
-    SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014),
-    which computes any position directly.
 
     Args:
         seed: An integer, taken modulo 2**64.
@@ -73,25 +69,94 @@ def stream_uniform(seed: int, position: int) -> float:
     Returns:
         A multiple of 2**-53.
     """
-    state = (seed + (position + 1) * _GOLDEN_GAMMA) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return float((state ^ (state >> 31)) >> 11) / 2**53
+    return float(_mixed(_state(int(seed) & _MASK, position)) >> 11) / 2**53
 
 
-class Draws(NamedTuple):
-    """Tokens drawn from rows, on the device of the rows.
+def stream_uniforms(
+    seeds: Sequence[int] | npt.NDArray[Any], positions: Sequence[int] | npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """Return `stream_uniform` of each seed and position.
 
-    Attributes:
-        token_ids: Shape `(n,)`, int64.
-        log_mass: Log of the allowed ids' share of each row's sum, shape `(n,)`, float32;
-            `-inf` for a row without any, whose other values mean nothing.
-        logprobs: The log-probability with which each token was drawn, shape `(n,)`, float32.
+    Args:
+        seeds: Integers, taken modulo 2**64.
+        positions: As many, from 0.
+
+    Returns:
+        Shape `(n,)`, float64.
     """
+    return _numbers(_mixed(_state(_words(seeds), _words(positions))))
 
-    token_ids: torch.Tensor
-    log_mass: torch.Tensor
-    logprobs: torch.Tensor
+
+def uniforms(
+    seed: int,
+    members: npt.NDArray[np.integer],
+    steps: int | npt.NDArray[np.integer],
+    count: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """Return uniform numbers in [0, 1) of members of a population, each at a step.
+
+    The number of member i at a step is that of the stream of `stream_seeds(seed, n)[i]` at
+    position `step`: it depends on the seed, the member and the step alone, not on the other
+    members.
+
+    Args:
+        seed: An integer, 0 or more, of any size.
+        members: Numbers of the members, from 0, shape `(n,)`.
+        steps: The step of each, from 0, shape `(n,)`, or one for all.
+        count: How many numbers for each, the first of which is the one without `count`; None
+            for one, without this dimension.
+
+    Returns:
+        Multiples of 2**-53, shape `(n,)` or `(n, count)`, float64.
+
+    Raises:
+        ValueError: `seed` is negative.
+    """
+    seeds = _member_seeds(_key(seed), members)
+    state = _mixed(_state(seeds, _words(steps)))
+    if count is None:
+        return _numbers(state)
+    # The output of a step is the seed of its further numbers; the first is itself.
+    others = _mixed(_state(state[:, None], np.arange(max(0, count - 1), dtype=np.uint64)))
+    return _numbers(np.concatenate([state[:, None], others], axis=1)[:, :count])
+
+
+def _key(seed: int) -> int:
+    """Combine the 64-bit words of a seed of any size into one."""
+    if seed < 0:
+        raise ValueError(f"seed={seed}; it must be 0 or more")
+    key: int = _mixed(seed + _GOLDEN_GAMMA & _MASK)
+    while seed := seed >> 64:
+        key = _mixed((key ^ seed) + _GOLDEN_GAMMA & _MASK)
+    return key
+
+
+def _member_seeds(key: int, members: npt.NDArray[np.integer]) -> _Words:
+    seeds: _Words = _mixed(_state(np.uint64(key), _words(members)))
+    return seeds >> np.uint64(1)  # engines take signed 64 bits
+
+
+def _state(seed: Any, position: Any) -> Any:
+    """Return the state of SplitMix64 at a position of a stream; for integers and arrays."""
+    return seed + (position + 1) * _GOLDEN_GAMMA & _MASK
+
+
+def _mixed(state: Any) -> Any:
+    """Return the outputs of SplitMix64 for states: integers below 2**64, or arrays of them."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+    return state ^ (state >> 31)
+
+
+def _numbers(outputs: _Words) -> npt.NDArray[np.float64]:
+    return (outputs >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _words(values: Any) -> _Words:
+    if not isinstance(values, np.ndarray):
+        values = [values] if isinstance(values, int) else [int(each) & _MASK for each in values]
+        return np.array(values, np.uint64)
+    return values.astype(np.uint64)
 
 
 def draw_tokens(
@@ -117,166 +182,12 @@ def draw_tokens(
             the temperature, in (0, 1], after top-k; 1 for all.
 
     Returns:
-        Ids, shape `(n,)`, int64, on the device of `logprobs`.
+        Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without an id that
+        may be drawn.
     """
-    return draws(logprobs, temperatures, uniforms, top_k, top_p).token_ids
-
-
-def draws(
-    logprobs: torch.Tensor,
-    temperatures: Sequence[float],
-    uniforms: Sequence[float],
-    top_k: Sequence[int | None] | None = None,
-    top_p: Sequence[float] | None = None,
-    *,
-    allowed: torch.Tensor | None = None,
-) -> Draws:
-    """Draw as `draw_tokens` and return the log-probabilities of the draws as well.
-
-    Args:
-        logprobs: As `draw_tokens`.
-        temperatures: As `draw_tokens`.
-        uniforms: As `draw_tokens`.
-        top_k: As `draw_tokens`.
-        top_p: As `draw_tokens`.
-        allowed: Ids that may be drawn from each row, shape `(n, vocab_size)` or
-            `(1, vocab_size)`, bool; None for all.
-    """
-    if allowed is None and not any(temperatures):
-        certain = torch.zeros(len(logprobs), device=logprobs.device)
-        return Draws(logprobs.argmax(-1), certain, certain)
-    weights, sums, log_mass = _weights(logprobs, temperatures, allowed)
-    limits = zip(temperatures, top_k or repeat(None), top_p or repeat(1.0), strict=False)
-    for row, (temperature, k, p) in enumerate(limits):
-        if temperature and ((k is not None and k < logprobs.shape[1]) or p < 1):
-            weights[row] = _truncated(weights[row], k, p)
-            sums[row] = _block_sums(weights[row : row + 1])[0]
-    token_ids, totals = _inverted(weights, sums, uniforms)
-    found = weights.gather(1, token_ids[:, None])[:, 0]
-    drawn = (found / totals.to(found)).log()
-    greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0]
-    if greedy:
-        rows = logprobs[greedy]
-        if allowed is not None:
-            rows = rows.masked_fill(~allowed.expand_as(logprobs)[greedy], float("-inf"))
-        token_ids[greedy], drawn[greedy] = rows.argmax(-1), 0.0
-    return Draws(token_ids, log_mass, drawn)
-
-
-def _weights(
-    logprobs: torch.Tensor, temperatures: Sequence[float], allowed: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what ids are drawn in proportion to, its `_block_sums`, and log masses.
-
-    Weights are shares of the row's sum, because torch computes these in one operation. Where
-    the allowed ids are so unlikely that little is left of them, weights are computed again,
-    relative to the likeliest of these: always to do so would take the exponential of -inf for
-    all others, which is slow on CPUs.
-    """
-    # torch multiplies floats by bytes several times as fast as by booleans.
-    factors = None if allowed is None else allowed.view(torch.uint8)
-    weights, sums = _shares(logprobs, factors)
-    totals = sums.sum(-1)
-    log_mass = totals.log().to(logprobs)
-    if any(t not in (0, 1) for t in temperatures):
-        weights, sums = _shares(_tempered(logprobs, temperatures), factors)
-        totals = torch.minimum(totals, sums.sum(-1))
-    faint = (~(totals >= _FAINT)).nonzero()[:, 0]  # NaN where no id is possible
-    if len(faint):
-        places = faint.to(logprobs.device)
-        rows = logprobs[places]
-        if allowed is not None:
-            rows = rows.masked_fill(~allowed.expand_as(logprobs)[places], float("-inf"))
-        chosen = [temperatures[i] for i in faint.tolist()]
-        log_mass[places] = rows.logsumexp(-1)
-        weights[places] = _tempered(rows, chosen).exp_()
-        sums[faint] = _block_sums(weights[places])
-    return weights, sums, log_mass
-
-
-def _shares(
-    logprobs: torch.Tensor, factors: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the softmax of rows, times 0 or 1, and its `_block_sums`."""
-    count, size = logprobs.shape
-    weights = torch.empty_like(logprobs)
-    at_once = max(1, _CACHED_VALUES // size) if logprobs.device.type == "cpu" else count
-    sums = []
-    for begin in range(0, count, at_once):
-        part = weights[begin : begin + at_once]
-        torch.softmax(logprobs[begin : begin + at_once], -1, out=part)
-        if factors is not None:
-            part.mul_(factors[begin : begin + at_once] if len(factors) == count else factors)
-        sums.append(_block_sums(part))
-    return weights, torch.cat(sums)
-
-
-def _tempered(logprobs: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
-    """Return log-probabilities less the largest, divided by temperatures; by 1 instead of 0."""
-    largest = logprobs.amax(-1, keepdim=True)
-    # Rows without a possible id would become NaN.
-    shifted = logprobs - largest.masked_fill(largest.isneginf(), 0.0)
-    # The largest is 0 before the division, which could make all of them -inf.
-    divisors = [max(t, _LEAST_TEMPERATURE) if t else 1.0 for t in temperatures]
-    by = torch.tensor(divisors, dtype=shifted.dtype, device=shifted.device)
-    return shifted.div_(by[:, None])
-
-
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Return the sums of blocks of ids in float64, the last block shorter or not."""
-    size = weights.shape[1]
-    whole = size // _BLOCK * _BLOCK
-    sums = weights[:, :whole].unfold(1, _BLOCK, _BLOCK).sum(-1) if whole else weights[:, :0]
-    if whole < size:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    return _wide(sums)
-
-
-def _truncated(weights: torch.Tensor, k: int | None, p: float) -> torch.Tensor:
-    """Return one row's weights, 0 for those outside its top-k and top-p."""
-    count = weights.shape[0] if k is None else min(k, weights.shape[0])
-    ordered, ids = weights.sort(descending=True, stable=True)
-    ordered, ids = ordered[:count], ids[:count]
-    if p < 1:
-        wide = _wide(ordered)
-        cumulative = wide.cumsum(-1)
-        kept = max(1, int((cumulative - wide < p * cumulative[-1]).sum()))
-        ids = ids[:kept]
-    truncated = torch.zeros_like(weights)
-    truncated[ids] = weights[ids]
-    return truncated
-
-
-def _inverted(
-    weights: torch.Tensor, sums: torch.Tensor, uniforms: Sequence[float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw an id from each row in proportion to its weights; return the rows' sums too.
-
-    Two levels: only the sums of blocks and one block of each row are in float64.
-    """
-    size = weights.shape[1]
-    cumulative = sums.cumsum(-1)
-    totals = cumulative[:, -1]
-    # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
-    thresholds = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device) * totals
-    block = torch.searchsorted(cumulative, thresholds[:, None], right=True)
-    block = block.clamp_(max=sums.shape[1] - 1)  # rows of zeros, whose total is not above 0
-    end, width = cumulative.gather(1, block)[:, 0], sums.gather(1, block)[:, 0]
-    share = ((thresholds - (end - width)) / width).clamp(0, 1)
-    inside_block = torch.arange(min(_BLOCK, size), device=block.device)
-    ids = (block * _BLOCK + inside_block).to(weights.device)
-    inside = weights.gather(1, ids.clamp(max=size - 1)).masked_fill(ids >= size, 0.0)
-    within = _wide(inside).cumsum(-1)
-    place = torch.searchsorted(within, (share * within[:, -1])[:, None], right=True)[:, 0]
-    # A share that was rounded to 1 stands for the last id that has a weight.
-    last = torch.searchsorted(within, within[:, -1:].contiguous())[:, 0]
-    token_ids = block[:, 0] * _BLOCK + torch.minimum(place, last)
-    return token_ids.clamp_(max=size - 1).to(weights.device), totals
-
-
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float64, on the CPU for Apple's GPUs, which lack it."""
-    return (values.cpu() if values.device.type == "mps" else values).double()
+    return batch_draw(
+        logprobs, uniforms, temperature=temperatures, top_k=top_k, top_p=top_p
+    ).token_ids
 
 
 async def sample_continuation(

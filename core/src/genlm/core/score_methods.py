@@ -1,8 +1,7 @@
 """Scores of texts: the log-probability of each of their tokens after those before it.
 
 Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`); for
-others each position is a request for a reduction of its row. Longer than other modules because
-of the overloads, which tell type checkers what `with_top` returns.
+others each position is a request for a reduction of its row.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from tqdm.auto import tqdm
 
+from genlm.core.blocking import blocking
+from genlm.core.engine import invalid_scores
+from genlm.core.errors import EvaluationError, each_in_batch
 from genlm.core.query import TokenScores
 from genlm.core.validation import checked_batch, is_several
 
 if TYPE_CHECKING:
-    from genlm.core.engine import Engine
     from genlm.core.requests import Requests
-    from genlm.core.scheduler import Scheduler
     from genlm.core.validation import Integers, TokenBatch, TokenIds
 
 __all__ = ["ScoreMethods"]
@@ -34,7 +34,6 @@ class ScoreMethods:
     """The methods of `AsyncLM` that score texts."""
 
     _requests: Requests
-    _scheduler: Scheduler[Engine]
 
     @overload
     async def score(
@@ -94,10 +93,14 @@ class ScoreMethods:
             ValueError: It is below 1 or beyond the end.
             GenlmError: As `next_token_logprobs`.
         """
-        scores = await self.batch_score(
-            [token_ids], start, with_top=with_top, lora_name=lora_name
-        )
-        return scores[0]
+        requested = self._requests.scores(token_ids, start, lora_name)
+        answers: list[Any] = []
+        for begin in range(0, len(requested), _REQUESTS_AT_ONCE):
+            answers += await self._requests.answer(requested[begin : begin + _REQUESTS_AT_ONCE])
+        [scores] = _scores([requested], answers)
+        return scores if with_top else scores.logprobs
+
+    score_sync = blocking(score)
 
     @overload
     async def batch_score(
@@ -153,107 +156,15 @@ class ScoreMethods:
         Returns:
             The scores of text i in place i.
         """
-        made = self._score_requests(texts, start, lora_name)
+        requested = self._score_requests(texts, start, lora_name)
         scores: list[TokenScores] = []
-        for part in _parts(made, progress=progress):
-            batch = self._requests.batch(list(itertools.chain(*part)))
-            answers = await self._scheduler.answer_all(batch.asked)
-            scores += _scores(part, batch.results(answers))
+        for part in _parts(requested, progress=progress):
+            places = [len(scores) + i for i, text in enumerate(part) for _ in text]
+            answers = await self._requests.answer(list(itertools.chain(*part)), (), places)
+            scores += _scores(part, answers)
         return scores if with_top else [each.logprobs for each in scores]
 
-    @overload
-    def score_sync(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: Literal[False] = False,
-        lora_name: str | None = None,
-    ) -> torch.Tensor: ...
-
-    @overload
-    def score_sync(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: Literal[True],
-        lora_name: str | None = None,
-    ) -> TokenScores: ...
-
-    @overload
-    def score_sync(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: bool,
-        lora_name: str | None = None,
-    ) -> torch.Tensor | TokenScores: ...
-
-    def score_sync(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: bool = False,
-        lora_name: str | None = None,
-    ) -> torch.Tensor | TokenScores:
-        """Score a text and wait; see `score`."""
-        return self.batch_score_sync(
-            [token_ids], start, with_top=with_top, lora_name=lora_name
-        )[0]
-
-    @overload
-    def batch_score_sync(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: Literal[False] = False,
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor]: ...
-
-    @overload
-    def batch_score_sync(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: Literal[True],
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[TokenScores]: ...
-
-    @overload
-    def batch_score_sync(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: bool,
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor] | list[TokenScores]: ...
-
-    def batch_score_sync(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: bool = False,
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor] | list[TokenScores]:
-        """Score several texts and wait; see `batch_score`."""
-        made = self._score_requests(texts, start, lora_name)
-        scores: list[TokenScores] = []
-        for part in _parts(made, progress=progress):
-            batch = self._requests.batch(list(itertools.chain(*part)))
-            answers = self._scheduler.answer_sync(batch.asked)
-            scores += _scores(part, batch.results(answers))
-        return scores if with_top else [each.logprobs for each in scores]
+    batch_score_sync = blocking(batch_score)
 
     def _score_requests(
         self, texts: TokenBatch, start: int | Integers, lora_name: str | None
@@ -263,25 +174,25 @@ class ScoreMethods:
         starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
         if len(starts) != len(listed):
             raise ValueError(f"{len(starts)} starts for {len(listed)} texts; pass one for each")
-        return [
-            self._requests.scores(text, first, lora_name)
-            for text, first in zip(listed, starts, strict=True)
-        ]
+        return each_in_batch(
+            lambda each: self._requests.scores(*each, lora_name),
+            zip(listed, starts, strict=True),
+        )
 
 
-def _parts(made: list[list[Any]], *, progress: bool) -> Iterator[list[list[Any]]]:
+def _parts(requested: list[list[Any]], *, progress: bool) -> Iterator[list[list[Any]]]:
     """Yield the parts of a list of texts, each to be answered before the next one."""
-    with tqdm(total=len(made), desc="scoring", unit="text", disable=not progress) as bar:
-        for part in _divided(made, limited=progress):
+    with tqdm(total=len(requested), desc="scoring", unit="text", disable=not progress) as bar:
+        for part in _divided(requested, limited=progress):
             yield part
             bar.update(len(part))
 
 
-def _divided(made: list[list[Any]], *, limited: bool) -> Iterator[list[list[Any]]]:
-    limited = limited or any(len(text) > 1 for text in made)
+def _divided(requested: list[list[Any]], *, limited: bool) -> Iterator[list[list[Any]]]:
+    limited = limited or any(len(text) > 1 for text in requested)
     part: list[list[Any]] = []
     count = 0
-    for text in made:
+    for text in requested:
         if part and limited and count + len(text) > _REQUESTS_AT_ONCE:
             yield part
             part, count = [], 0
@@ -296,7 +207,10 @@ def _scores(part: list[list[Any]], values: list[Any]) -> Iterator[TokenScores]:
     remaining = iter(values)
     for text in part:
         found = list(itertools.islice(remaining, len(text)))
-        if found and isinstance(found[0], TokenScores):
+        query = text[0][0] if text else None
+        if query is not None and query.targets:
+            if problem := invalid_scores(found, [query], "the engine"):
+                raise EvaluationError(problem)
             yield found[0]
         else:
             logprobs = torch.tensor([each.logprob for each in found], dtype=torch.float32)

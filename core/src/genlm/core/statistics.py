@@ -33,11 +33,11 @@ class RequestCounters:
         self._began_s = time.monotonic()
         renew_in_forks(self)
 
-    def count(self, tokens: int, *, hit: bool) -> None:
-        """Count a request, and whether the output cache answered it."""
+    def count(self, tokens: int, *, requests: int = 1, hits: int = 0) -> None:
+        """Count requests, the sum of their lengths, and how many the output cache answered."""
         with self._lock:
-            self._requests += 1
-            self._cache_hits += hit
+            self._requests += requests
+            self._cache_hits += hits
             self._tokens_asked += tokens
 
     def snapshot(self) -> dict[str, Any]:
@@ -49,9 +49,6 @@ class RequestCounters:
                 "tokens_asked": self._tokens_asked,
                 "seconds": time.monotonic() - self._began_s,
             }
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,8 @@ class SchedulerStatistics:
         failed: Evaluations that gave an error.
         abandoned: Evaluations dropped because every caller was cancelled.
         batches: Engine steps that finished something.
-        batch_sizes: How many batches had how many evaluations.
+        batch_sizes: How many batches had how many evaluations, of which a population has one
+            for each distinct sequence.
         queue_seconds: Time from arrival to the engine, summed over `dispatched`; its mean is
             `mean_queue_s`.
         pending: Evaluations accepted and unfinished now.
@@ -108,7 +106,8 @@ class Statistics(SchedulerStatistics):
     model, has the counts and the rates of the time between them.
 
     Attributes:
-        requests: Requests for rows and continuations.
+        requests: Requests for rows and continuations, of which a population makes one for each
+            distinct sequence.
         cache_hits: Requests answered from the output cache.
         tokens_asked: Sum of the lengths of the requested sequences, however they were answered.
         cache_entries: Rows in the output cache now.

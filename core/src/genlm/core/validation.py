@@ -36,6 +36,8 @@ T = TypeVar("T")
 _SHORT = 512
 """Below this length, Python's `max` is faster than numpy's."""
 
+_BOOLEAN_DTYPES = frozenset({"bool", "torch.bool"})
+
 __all__ = [
     "check_query",
     "checked_batch",
@@ -160,7 +162,7 @@ def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozen
     for each in several:
         if isinstance(each, (str, bytes)):
             texts.append(each.encode() if isinstance(each, str) else bytes(each))
-        elif _is_integer(each) and not isinstance(each, bool):
+        elif _is_integer(each):
             ids.append(index(each))
         else:
             raise TypeError(f"stop has {_shortened(each)}; expected str or bytes, or token ids")
@@ -229,7 +231,7 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
         isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence)
     ):
         raise TokenTypeError(_no_sequence(values), argument)
-    if str(getattr(values, "dtype", "")) in {"bool", "torch.bool"}:
+    if str(getattr(values, "dtype", "")) in _BOOLEAN_DTYPES:
         raise TokenTypeError(
             "an array of booleans, a mask; its ids are mask.nonzero()", argument
         )
@@ -343,6 +345,8 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def _float(value: Any) -> float | None:
+    if _is_boolean(value):
+        return None
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -411,11 +415,18 @@ def _first_wrong(values: Any) -> str:
 
 
 def _is_integer(value: Any) -> bool:
+    """Whether it is an integer of any kind; booleans are none."""
+    if _is_boolean(value):
+        return False
     try:
         index(value)
     except TypeError:
         return False
     return True
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in _BOOLEAN_DTYPES
 
 
 def _shortened(value: object) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from genlm.core.errors import ModelLoadError
 from genlm.core.model_facts import ModelFacts
 
-__all__ = ["UnverifiedModelWarning", "VerifiedFamilies", "check_verified"]
+__all__ = ["UnverifiedModelWarning", "VerifiedFamilies", "check_causal", "check_verified"]
 
 _CHOICES = ("warn", "refuse")
 
@@ -48,10 +48,27 @@ class VerifiedFamilies:
         return {"versions": dict(self.versions), "errors": dict(self.errors)}
 
 
+def check_causal(facts: ModelFacts) -> None:
+    """Refuse a model whose config makes its attention bidirectional.
+
+    Raises:
+        ModelLoadError: Its prediction after a token depends on later tokens, so it has no
+            next-token distribution.
+    """
+    if facts.bidirectional:
+        raise ModelLoadError(
+            f"{facts.architecture} with {facts.bidirectional} attends to later tokens, so it "
+            f"is not a causal language model; use a decoder-only model, or change the setting "
+            f"in the config if the model was trained as a decoder"
+        )
+
+
 def check_verified(
     engine: str, facts: ModelFacts, verified: VerifiedFamilies, *, unverified: str = "warn"
 ) -> None:
     """Warn about a model of a family that was not verified, or refuse it.
+
+    A model with bidirectional attention is refused in any case; see `check_causal`.
 
     A family is an architecture with the mechanisms that the config enables: a plain Llama and
     one with dynamic rotary embeddings are two families. Dtype and quantisation are not part
@@ -64,7 +81,8 @@ def check_verified(
         unverified: `"warn"` or `"refuse"`.
 
     Raises:
-        ModelLoadError: The family was not verified, and `unverified` is `"refuse"`.
+        ModelLoadError: The family was not verified, and `unverified` is `"refuse"`; or the
+            model is not causal.
         ValueError: `unverified` is another value.
 
     Warns:
@@ -73,6 +91,7 @@ def check_verified(
     if unverified not in _CHOICES:
         choices = " or ".join(map(repr, _CHOICES))
         raise ValueError(f"unverified={unverified!r}; expected {choices}")
+    check_causal(facts)
     if facts.key in verified.errors:
         return
     versions = ", ".join(f"{name} {version}" for name, version in verified.versions.items())

@@ -9,6 +9,7 @@ the base class of such engines; `choose_path` selects the fastest execution path
 right rows.
 """
 
+from genlm.prefix.continuation import TableBatch
 from genlm.prefix.engine import Adapters, PrefixEngine
 from genlm.prefix.execution_path import (
     ExecutionPath,
@@ -25,6 +26,7 @@ from genlm.prefix.forward import (
     ForwardResult,
     Receive,
     ScoringForward,
+    TableForward,
     TokenRun,
     TreeBatch,
 )
@@ -68,6 +70,8 @@ __all__ = [
     "SelfTest",
     "ServeOptions",
     "Slots",
+    "TableBatch",
+    "TableForward",
     "TokenRun",
     "Tokens",
     "TreeBatch",

@@ -6,19 +6,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import numpy as np
+
 from genlm.core.engine import BatchEngine, Capability
 from genlm.core.errors import UnknownAdapterError, UnsupportedCapabilityError
-from genlm.core.query import Query
+from genlm.core.query import GroupQuery, GroupValues, Query
 from genlm.core.validation import check_query
 from genlm.prefix.execution_path import PathChoice, ScoringPath
-from genlm.prefix.renamed import EngineStatistics
 from genlm.prefix.rows import PrefixRows
 from genlm.prefix.scoring import ScoredText
 
 if TYPE_CHECKING:
     import torch
 
+    from genlm.core.generations import Integers64
     from genlm.core.query import TokenScores
+    from genlm.prefix.populations import Populations
 
 __all__ = ["Adapters", "PrefixEngine"]
 
@@ -66,7 +69,7 @@ class PrefixEngine(BatchEngine):
     _adapters: Adapters
     _embedding_rows: int
     _tokens_evaluated = 0
-    _final_statistics: EngineStatistics | None = None
+    _final_statistics: Mapping[str, int | float | str] | None = None
 
     def serve(
         self,
@@ -116,6 +119,45 @@ class PrefixEngine(BatchEngine):
             raise self._unsupported(Capability.SCORE)
         self._check(query)
         super().submit(query)
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Accept the query of a population.
+
+        Raises:
+            UnknownAdapterError: Its adapter was not loaded.
+            TokenIdError: The tokenizer has an id, but the model has no embedding for it.
+        """
+        lineage, wanted = group.generation.lineage, group.wanted
+        some = wanted[:1]
+        if self.vocabulary.size > self._embedding_rows:
+            firsts, token_ids = lineage.suffixes(wanted)
+            invalid = (token_ids >= self._embedding_rows).any(axis=1)
+            firsts[invalid] = -1 - np.arange(invalid.sum())  # each is checked
+            some = wanted[np.unique(firsts, return_index=True)[1]]
+        for place in some.tolist():
+            self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
+        super().submit_group(group)
+
+    def group_limit(self, group: GroupQuery) -> int:
+        """Return how many sequences of a population take about one pass."""
+        populations = self._populations
+        return super().group_limit(group) if populations is None else populations.limit(group)
+
+    def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
+        """Compute sequences of a population from block tables, else as queries of their own."""
+        path, populations = self._choice.path, self._populations
+        if populations is None:
+            return super().evaluate_group(group, places)
+        assert isinstance(path, PrefixRows)  # noqa: S101 - it has populations
+        with self.activate(group.adapter):
+            logits = path.group_logits(group, places)
+        if logits is None:
+            values = super().evaluate_group(group, places)
+            populations.adopt(group, places)
+            return values
+        lengths = group.generation.lineage.lengths[group.wanted[places]]
+        self._tokens_evaluated += int(lengths.sum())
+        return GroupValues(logits, are_logits=True)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select about one forward pass: the oldest query and others of its adapter.
@@ -221,15 +263,13 @@ class PrefixEngine(BatchEngine):
         statistics.
         """
         try:
-            return EngineStatistics(
-                {
-                    **self._choice.path.statistics(),
-                    **self._choice.statistics(),
-                    "tokens_evaluated": self._tokens_evaluated,
-                    "adapters": len(self._adapters.names),
-                    **self.model_statistics(),
-                }
-            )
+            return {
+                **self._choice.path.statistics(),
+                **self._choice.statistics(),
+                "tokens_evaluated": self._tokens_evaluated,
+                "adapters": len(self._adapters.names),
+                **self.model_statistics(),
+            }
         except AttributeError:  # closed, perhaps meanwhile by another thread
             if self._final_statistics is None:
                 raise
@@ -241,7 +281,7 @@ class PrefixEngine(BatchEngine):
 
     def close(self) -> None:
         """Free the execution path and the adapters; `statistics` stays available."""
-        self._final_statistics = EngineStatistics(self.statistics())
+        self._final_statistics = self.statistics()
         del self._choice, self._adapters
 
     def _check(self, query: Query) -> None:
@@ -253,6 +293,11 @@ class PrefixEngine(BatchEngine):
         if not isinstance(self._choice.path, PrefixRows):
             raise self._unsupported(Capability.PREFIX_CACHE)
         return self._choice.path
+
+    @property
+    def _populations(self) -> Populations | None:
+        path = self._choice.path
+        return path.populations if isinstance(path, PrefixRows) else None
 
     def _unsupported(self, capability: Capability) -> UnsupportedCapabilityError:
         hint = self.capability_hints.get(capability, "")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from genlm.core.errors import ModelLoadError
 from genlm.core.progress import loading_stage
-from genlm.prefix.renamed import current_execution_path
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
@@ -112,8 +111,6 @@ class ServeOptions:
         max_context: Most tokens of a context, if fewer than the model takes.
         execution_path: One of `paths`, or None for the fastest that gives the right rows.
         self_test: Whether to compare a faster path with the reference at loading.
-        tier: Older name of `execution_path`, accepted until genlm 1.1 with a
-            `DeprecationWarning`.
 
     Raises:
         ValueError: An option has an invalid value.
@@ -125,9 +122,8 @@ class ServeOptions:
     max_context: int | None = None
     execution_path: str | None = None
     self_test: bool = True
-    tier: InitVar[str | None] = None
 
-    def __post_init__(self, tier: str | None) -> None:
+    def __post_init__(self) -> None:
         limits = (
             ("max_tokens_per_batch", "a whole number", 1),
             ("kv_budget_bytes", "a whole number of bytes", 0),
@@ -137,8 +133,7 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name}={value!r}; {expected}, at least {least}")
-        path = current_execution_path(self.execution_path, tier)
-        object.__setattr__(self, "execution_path", path)
+        path = self.execution_path
         if path is not None and path not in self.paths:
             names = ", ".join(map(repr, self.paths))
             raise ValueError(f"no execution path {path!r}; choose one of {names}, or None")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from genlm.prefix.continuation import TableBatch
 from genlm.prefix.node import Node, Slots
 from genlm.prefix.tree import PrefixTree
 
@@ -21,6 +22,7 @@ __all__ = [
     "ForwardResult",
     "Receive",
     "ScoringForward",
+    "TableForward",
     "TokenRun",
     "TreeBatch",
 ]
@@ -181,6 +183,15 @@ class ScoringForward(ForwardFn, Protocol):
             receive: Is called with some of these slots and their logits, as often as it
                 takes, with each slot once. The logits are read before it returns.
         """
+        ...
+
+
+@runtime_checkable
+class TableForward(ForwardFn, Protocol):
+    """A `ForwardFn` that also runs a model over tokens that continue rows of a block table."""
+
+    def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
+        """Store keys and values of the tokens; return the logits of `batch.results`."""
         ...
 
 

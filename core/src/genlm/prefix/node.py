@@ -67,7 +67,7 @@ class Node:
         parent: None in a root and in nodes removed from the tree.
         children: Children by their first token.
         computed: How many of the tokens have keys and values; the others are uncached.
-        pinned: Whether the node is kept until the tree is cleared.
+        pinned: How many need the node, which is kept as long as any does.
         cuts: How often tokens were removed from its end, where others may have followed.
     """
 
@@ -84,7 +84,7 @@ class Node:
         self.parent = parent
         self.children: dict[int, Node] = {}
         self.computed = 0
-        self.pinned = False
+        self.pinned = 0
         self.cuts = 0
 
     @property

@@ -13,15 +13,18 @@ from genlm.core.errors import EvaluationError
 from genlm.core.rows import rows_from_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
-from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TreeBatch
+from genlm.prefix.continuation import TableBatch
+from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TableForward, TreeBatch
 from genlm.prefix.node import Node, slots_within
+from genlm.prefix.populations import Populations
 from genlm.prefix.scoring import ScoredText, TextScorer
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.query import TokenScores
+    from genlm.core.generations import Integers64
+    from genlm.core.query import GroupQuery, TokenScores
 
 __all__ = ["PrefixRows"]
 
@@ -52,6 +55,7 @@ class PrefixRows:
 
     Attributes:
         forward: As above.
+        populations: Block tables of populations, if `forward` is a `TableForward`.
     """
 
     def __init__(
@@ -73,6 +77,9 @@ class PrefixRows:
         self._tree = PrefixTree(max(0, slots_within(budget_bytes, bytes_per_token) - 1))
         self._forwards = self._tokens_computed = self._contexts_without_cache = 0
         self._score_without_cache = score_without_cache
+        self.populations: Populations | None = None
+        if isinstance(forward, TableForward):
+            self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
     def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
         """Compute the next-token row of each sequence, in one pass or in several.
@@ -87,6 +94,7 @@ class PrefixRows:
         Returns:
             Shape `(len(sequences), vocabulary.size)`, float32, where the logits are.
         """
+        self._collect()
         rows: torch.Tensor | None = None
         packed = [
             each if isinstance(each, TokenSequence) else TokenSequence.of(each)
@@ -164,6 +172,7 @@ class PrefixRows:
             EvaluationError: A row is not a distribution.
         """
         assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
+        self._collect()
         limit = self._max_tokens
         if not self.forward.scores_in_pieces():
             limit = min(limit, self._max_rows)
@@ -192,6 +201,11 @@ class PrefixRows:
             vocabulary=self._vocabulary,
         )
 
+    def group_logits(self, group: GroupQuery, places: Integers64) -> torch.Tensor | None:
+        """Compute the logits of sequences of a population; see `Populations.logits`."""
+        assert self.populations is not None  # noqa: S101 - our own mistake
+        return self.populations.logits(group, places, self._table_pass)
+
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
         """Compute a prefix and keep it until `clear`.
 
@@ -214,10 +228,14 @@ class PrefixRows:
 
     def drop(self, adapter: str) -> None:
         """Remove everything computed with an adapter, kept prefixes included."""
+        if self.populations is not None:
+            self.populations.drop(adapter)
         self._tree.drop(adapter)
 
     def clear(self) -> None:
         """Remove everything computed from the tree, kept prefixes included."""
+        if self.populations is not None:
+            self.populations.clear()
         self._tree.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
@@ -232,6 +250,11 @@ class PrefixRows:
             "kv_bytes_used": used * self._token_bytes,
             "kv_budget_bytes": self._budget,
         }
+
+    def _collect(self) -> None:
+        """Free the slots of populations that were dropped."""
+        if self.populations is not None:
+            self.populations.collect()
 
     def _parts(
         self, adapter: str | None, sequences: Sequence[TokenSequence]
@@ -301,6 +324,14 @@ class PrefixRows:
         """Compute a batch of the tree, end it, and return the requested logits."""
         result = self.forward(wanted)
         self._commit(result.tokens, result.forwards)
+        return result.logits
+
+    def _table_pass(self, batch: TableBatch, adapter: str | None) -> torch.Tensor:
+        """Compute a pass of a population and return its logits."""
+        assert isinstance(self.forward, TableForward)  # noqa: S101 - our own mistake
+        result = self.forward.run_table(batch, adapter)
+        self._forwards += result.forwards
+        self._tokens_computed += result.tokens
         return result.logits
 
     def _score_pass(self, wanted: TreeBatch, ends: Sequence[End], receive: Receive) -> None:

@@ -9,7 +9,7 @@ depend on torch, models or queries.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -68,10 +68,17 @@ class PrefixTree:
 
     Args:
         capacity: Number of slots.
+
+    Attributes:
+        capacity: As above.
+        tokens_evicted: Number of tokens that were evicted.
+        evict_others: Frees slots that `allocate` returned, before a batch has new tokens;
+            returns False if it cannot.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.evict_others: Callable[[], bool] = lambda: False
         self.tokens_evicted = 0
         self._most_places = min(_MOST_PLACES, capacity)
         self._reset()
@@ -217,16 +224,16 @@ class PrefixTree:
     # -- between batches --------------------------------------------------------------
 
     def pin(self, adapter: str | None, tokens: Tokens) -> None:
-        """Keep a sequence of the tree until `clear`."""
+        """Keep a sequence of the tree until as many calls of `unpin`, or `clear`."""
         node: Node | None = self.find(adapter, tokens)
         assert node is not None  # noqa: S101 - our own mistake
         if len(tokens) < node.end:
             node = self._split(node, len(tokens) - node.start)
-        while node is not None and node.parent is not None and not node.pinned:
+        while node is not None and node.parent is not None:
             if node in self._idle:
                 del self._idle[node]
                 self._idle_slots -= len(node.slots)
-            node.pinned = True
+            node.pinned += 1
             node = node.parent
 
     def release(self, adapter: str | None, key: bytes) -> None:
@@ -254,6 +261,36 @@ class PrefixTree:
                 del self._idle[node]
                 self._idle_slots -= len(node.slots)
             self._free.give(node.cut(0))
+
+    def unpin(self, adapter: str | None, tokens: Tokens) -> None:
+        """Undo a call of `pin`."""
+        node: Node | None = self.find(adapter, tokens)
+        while node is not None and node.parent is not None:
+            node.pinned -= 1
+            if not node.pinned and node not in self._in_use:
+                self._idle[node] = None
+                self._idle_slots += len(node.slots)
+            node = node.parent
+
+    def allocate(self, count: int) -> Slots:
+        """Take slots that are not of the tree, for which idle tokens are evicted.
+
+        Raises:
+            OutOfSlotsError: All others are pinned or in use; nothing is evicted.
+        """
+        while (lacking := count - len(self._free)) > self._idle_slots:
+            if self._uncached or not self.evict_others():
+                raise OutOfSlotsError(
+                    f"{count} slots requested; {len(self._free)} of {self.capacity} are free "
+                    f"and {self._idle_slots} can be evicted"
+                )
+        while lacking > 0:
+            lacking -= self._evict(lacking)
+        return self._free.take(count)
+
+    def free(self, slots: Slots) -> None:
+        """Free slots that `allocate` returned."""
+        self._free.give(slots)
 
     def clear(self) -> None:
         """Remove all tokens, pinned ones included. Call this between batches only."""
@@ -351,7 +388,7 @@ class PrefixTree:
     def _extend(self, node: Node, tokens: list[int], at_most: int | None) -> Node:
         if at_most is not None and len(tokens) > at_most:
             raise OutOfSlotsError(f"{len(tokens)} tokens to add, more than {at_most}")
-        slots = self._allocate(len(tokens))
+        slots = self.allocate(len(tokens))
         if node.children or node.pinned or node.parent is None:
             child = Node(tokens, slots, node.end, node)
             node.children[tokens[0]] = child
@@ -376,17 +413,6 @@ class PrefixTree:
             if node.computed == len(node.tokens):
                 self._uncached.pop(node, None)
         return upper
-
-    def _allocate(self, count: int) -> Slots:
-        lacking = count - len(self._free)
-        if lacking > self._idle_slots:
-            raise OutOfSlotsError(
-                f"{count} slots requested; {len(self._free)} of {self.capacity} are free and "
-                f"{self._idle_slots} can be evicted"
-            )
-        while lacking > 0:
-            lacking -= self._evict(lacking)
-        return self._free.take(count)
 
     def _evict(self, wanted: int) -> int:
         """Free `wanted` slots or more, or all of one leaf if it has fewer; return how many."""

@@ -70,24 +70,12 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
-_FORMER = {
-    "EngineTrial": "EngineFixture",
-    "NeverEnded": "CheckTimeout",
-    "TrieTrial": "TrieFixture",
-}
-"""Former names, which work until 1.1."""
-
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot be outdated
 
 
 if not TYPE_CHECKING:  # as in `genlm`
 
     def __getattr__(name: str) -> Any:
-        if name in _FORMER:
-            from genlm.testing.deprecation import warn_renamed
-
-            warn_renamed(f"genlm.testing.{name}", _FORMER[name])
-            name = _FORMER[name]
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from genlm import Capability
-from genlm.testing.deprecation import renamed
 from genlm.testing.target import Kind
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ __all__ = ["Check", "engine_check", "trie_check"]
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 
 
-@renamed(law="property")
 @dataclass(frozen=True)
 class Check:
     """A function that tests one property of engines or tries.

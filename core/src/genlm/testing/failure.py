@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from genlm.testing.deprecation import renamed
-
 __all__ = ["CheckFailure", "CheckTimeout", "NotApplicable", "Skipped", "expect"]
 
 
@@ -30,7 +28,6 @@ class CheckFailure(AssertionError):
         return "\n".join(lines)
 
 
-@renamed(patience_s="timeout_s")
 class CheckTimeout(BaseException):
     """A call did not return within its time limit.
 

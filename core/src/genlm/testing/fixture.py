@@ -17,7 +17,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from genlm.testing.background import LoopThread, call_together
-from genlm.testing.deprecation import renamed
 from genlm.testing.failure import CheckTimeout, expect
 
 __all__ = ["FULL", "PROFILES", "QUICK", "Fixture", "Profile", "hypothesis_settings"]
@@ -70,7 +69,6 @@ def hypothesis_settings(
     )
 
 
-@renamed(patience_s="timeout_s")
 class Fixture:
     """Examples and bookkeeping for one check; a context manager.
 

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from genlm.testing.checks import current_id
-from genlm.testing.deprecation import renamed
-
 __all__ = ["ExpectationError", "ExpectedFailures", "Outcome", "Status"]
 
 Status = Literal[
@@ -24,7 +21,6 @@ Status = Literal[
 ]
 
 
-@renamed(law="property")
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of one check of one target.
@@ -91,7 +87,6 @@ class ExpectedFailures:
                 raise ExpectationError(
                     f"{path}:{number}: expected 'id: reason', found {text!r}"
                 )
-            name = current_id(name)
             if name in reasons:
                 raise ExpectationError(f"{path}:{number}: {name!r} is listed twice")
             reasons[name] = reason

@@ -11,7 +11,7 @@ from typing import Any
 
 from genlm import BackendInfo, find_backend, get_backend, list_backends
 from genlm.testing.check import Check
-from genlm.testing.checks import all_checks, current_id
+from genlm.testing.checks import all_checks
 from genlm.testing.target import EngineTarget, Target, TrieTarget
 
 __all__ = ["Case", "cases_of", "chosen", "find", "targets_of"]
@@ -107,7 +107,6 @@ def chosen(cases: Sequence[Case], only: Sequence[str], models: Sequence[str]) ->
     Raises:
         LookupError: A name is unknown.
     """
-    only = [current_id(name) for name in only]
     known = {case.check.id for case in cases} | {case.id for case in cases}
     _refuse_unknown("check", only, known)
     _refuse_unknown("model", models, {case.target.model for case in cases})

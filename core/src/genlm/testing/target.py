@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from genlm.testing.deprecation import renamed
-
 if TYPE_CHECKING:
     from genlm import AsyncLM, Engine, Token
     from genlm.testing.shared_engine import SharedEngine
@@ -33,7 +31,6 @@ DEFAULT_TEXTS = (
 )
 
 
-@renamed(patience_s="timeout_s")
 @dataclass(frozen=True, kw_only=True)
 class EngineTarget:
     """A tiny model of an engine, with an oracle for its rows.
@@ -146,7 +143,6 @@ class EngineTarget:
         return EngineHandle(self._engines[key])
 
 
-@renamed(patience_s="timeout_s")
 @dataclass(frozen=True, kw_only=True)
 class TrieTarget:
     """A way to build a token trie.

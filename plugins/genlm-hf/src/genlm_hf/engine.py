@@ -15,7 +15,7 @@ from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_hf.adapters import Adapters
 from genlm_hf.execution_paths import PATHS, capture_steps, choose_execution_path
 from genlm_hf.forward import current_device
-from genlm_hf.loading import LoadOptions, load_checkpoint, refuse_encoder_decoder
+from genlm_hf.loading import LoadOptions, check_decoder, load_checkpoint
 from genlm_hf.prepacked import PrepackedWeights
 from genlm_hf.quantised import packed_weights_kept
 from genlm_hf.served_model import (
@@ -71,7 +71,6 @@ class HFEngine(PrefixEngine):
             size of step is captured when it comes for the second time and compared once
             with the step without a graph. Hooks of the model do not run in replayed steps.
             Needs Triton and the execution path `"packed"` on one CUDA device.
-        tier: Older name of `execution_path`, with a `DeprecationWarning` until genlm 1.1.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -109,7 +108,6 @@ class HFEngine(PrefixEngine):
         self_test: bool = True,
         prepack: bool = True,
         cuda_graphs: bool = False,
-        tier: str | None = None,
     ) -> None:
         serving = ServeOptions(
             paths=PATHS,
@@ -117,7 +115,6 @@ class HFEngine(PrefixEngine):
             kv_budget_bytes=kv_budget_bytes,
             execution_path=execution_path,
             self_test=self_test,
-            tier=tier,
         )
         options = LoadOptions(device, dtype, hf_opts, bitsandbytes_opts, trust_remote_code)
         loaded, tokenizer = load_checkpoint(model, options)
@@ -142,7 +139,6 @@ class HFEngine(PrefixEngine):
         self_test: bool = True,
         prepack: bool = False,
         cuda_graphs: bool = False,
-        tier: str | None = None,
     ) -> Self:
         """Serve a model and tokenizer that the caller has made.
 
@@ -163,14 +159,13 @@ class HFEngine(PrefixEngine):
                 adapters that act outside of its layers.
             VocabularyError: The tokenizer cannot be decoded to exact bytes.
         """
-        refuse_encoder_decoder(model.config, type(model).__name__)
+        check_decoder(model.config, type(model).__name__)
         serving = ServeOptions(
             paths=PATHS,
             max_tokens_per_batch=max_tokens_per_batch,
             kv_budget_bytes=kv_budget_bytes,
             execution_path=execution_path,
             self_test=self_test,
-            tier=tier,
         )
         engine = cls.__new__(cls)
         engine._serve(  # noqa: SLF001 - its own class

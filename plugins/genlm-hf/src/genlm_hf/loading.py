@@ -18,7 +18,9 @@ import torch
 
 from genlm.plugin import (
     MissingRequirementError,
+    ModelFacts,
     ModelLoadError,
+    check_causal,
     dtype_name,
     loading_stage,
     model_source,
@@ -26,7 +28,7 @@ from genlm.plugin import (
 from genlm_hf.progress import without_bars
 from genlm_hf.quantised import is_quantised, say_once
 
-__all__ = ["LoadOptions", "load_checkpoint", "refuse_encoder_decoder"]
+__all__ = ["LoadOptions", "check_decoder", "load_checkpoint"]
 
 _DEMO = Path(__file__).parent / "demo"
 
@@ -75,7 +77,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     where = {name: arguments[name] for name in _LOCATION_OPTIONS & arguments.keys()}
     where["trust_remote_code"] = arguments.get("trust_remote_code", options.trust_remote_code)
     config = _read(transformers.AutoConfig, source, where)
-    refuse_encoder_decoder(config, source)
+    check_decoder(config, source, options.hf_opts)
     tokenizer = _read(transformers.AutoTokenizer, source, where)
     if getattr(config, "quantization_config", None) is not None and device is not None:
         arguments["device_map"], device = {"": device}, None
@@ -92,13 +94,23 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
     return (loaded if device is None else loaded.to(device)).eval(), tokenizer
 
 
-def refuse_encoder_decoder(config: Any, source: str) -> None:
-    """Raise `ModelLoadError` if the model of a config has an encoder."""
+def check_decoder(config: Any, source: str, changes: Mapping[str, Any] | None = None) -> None:
+    """Refuse the model of a config that has an encoder or bidirectional attention.
+
+    Args:
+        config: A config of transformers.
+        source: Name of the model for the message.
+        changes: Arguments of `from_pretrained`, which may change settings of the config.
+
+    Raises:
+        ModelLoadError: The model is no decoder.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(
             f"{source!r} is an encoder-decoder ({config.model_type}), which has no "
             f"next-token distribution of a sequence alone; use a decoder-only model"
         )
+    check_causal(ModelFacts.of({**config.to_dict(), **(changes or {})}))
 
 
 def _demo() -> str:

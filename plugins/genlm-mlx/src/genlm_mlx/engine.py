@@ -58,7 +58,6 @@ class MLXEngine(PrefixEngine):
             short sequences, when the model is loaded.
         unverified: What happens to models of families that were not compared with
             transformers: `"warn"` or `"refuse"`.
-        tier: Older name of `execution_path`, with a `DeprecationWarning` until genlm 1.1.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -83,7 +82,6 @@ class MLXEngine(PrefixEngine):
         execution_path: str | None = None,
         self_test: bool = True,
         unverified: str = "warn",
-        tier: str | None = None,
     ) -> None:
         options = ServeOptions(
             paths=PATHS,
@@ -92,7 +90,6 @@ class MLXEngine(PrefixEngine):
             kv_budget_bytes=kv_budget_bytes,
             execution_path=execution_path,
             self_test=self_test,
-            tier=tier,
         )
         wanted = None if dtype in {None, "auto"} else as_dtype(dtype)
         loaded, tokenizer, settings, config = load_model(
@@ -115,7 +112,6 @@ class MLXEngine(PrefixEngine):
         execution_path: str | None = None,
         self_test: bool = True,
         unverified: str = "warn",
-        tier: str | None = None,
     ) -> Self:
         """Serve a model and tokenizer that the caller has loaded with mlx-lm.
 
@@ -133,7 +129,6 @@ class MLXEngine(PrefixEngine):
             execution_path: As in `MLXEngine`.
             self_test: As in `MLXEngine`.
             unverified: As in `MLXEngine`; a model without its config is unverified.
-            tier: As in `MLXEngine`.
 
         Raises:
             ModelLoadError: It is not an mlx-lm model, or cannot be served.
@@ -146,7 +141,6 @@ class MLXEngine(PrefixEngine):
             kv_budget_bytes=kv_budget_bytes,
             execution_path=execution_path,
             self_test=self_test,
-            tier=tier,
         )
         engine = cls.__new__(cls)
         settings = config or dict(vars(model.args) if hasattr(model, "args") else {})

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -26,9 +26,11 @@ __all__ = [
     "Resources",
     "bundles_of",
     "connect",
-    "place",
+    "join",
+    "leave",
     "remove",
     "reservations",
+    "reserve_resources",
     "start_replicas",
 ]
 
@@ -43,11 +45,18 @@ HEAD_TIMEOUT_S = 20.0
 """Silence of the cluster's head after which it counts as lost. Ray itself waits 60 seconds, and
 then ends the process of every driver."""
 
+LEAVE_TIMEOUT_S = 10.0
+"""How long a process waits for its cluster when it leaves it."""
+
 _PROBE_S = 2.0
 
 _ATTEMPTS = 3
 """How often a cluster is started on this machine before that counts as failed. Ray gives its
 own processes 15 seconds to find each other, too few while a machine is overloaded."""
+
+_MAX_CONCURRENCY = 4096
+"""Calls that a replica answers at a time: the long polls of all its drivers, 8 of each, and
+what must never wait behind them, their pings."""
 
 _lock = threading.Lock()
 
@@ -77,10 +86,11 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
                     f"one at {joined!r}, and can join one at a time: ray.shutdown() leaves it"
                 )
             return
-        if address is None and not os.environ.get("RAY_ADDRESS") and not may_start:
-            address = "auto"
+        if address is None and not os.environ.get("RAY_ADDRESS"):
+            # Of no address Ray makes the cluster that was last started on this machine.
+            address = "local" if may_start else "auto"
         arguments: dict[str, Any] = {"address": address, "log_to_driver": False}
-        starts = address is None and not os.environ.get("RAY_ADDRESS")
+        starts = address == "local"
         if starts:
             arguments["include_dashboard"] = False
         arguments |= options
@@ -98,6 +108,75 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
             f"asked for a Ray cluster, {what}: {type(error).__name__}: {error}. `ray start "
             f"--head` starts one on this machine; address='host:port' joins another"
         ) from error
+
+
+def join(
+    address: str | None = None,
+    *,
+    is_local: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Join the cluster that was named, and none that merely happens to run.
+
+    Args:
+        address: As of `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
+            it has joined one.
+        is_local: Take the cluster of this machine, whatever `RAY_ADDRESS` says.
+        options: Further arguments of `ray.init`.
+
+    Returns:
+        The address of the cluster.
+
+    Raises:
+        ModelLoadError: No cluster was named, or as `connect`.
+    """
+    was_joined = ray.is_initialized()
+    if is_local:
+        address = "auto"
+    if not (address or was_joined or os.environ.get("RAY_ADDRESS")):
+        raise ModelLoadError(
+            "no Ray cluster was named: pass its address as host:port, set RAY_ADDRESS, or for "
+            "`genlm serve` pass --local, the cluster that runs on this machine. `ray start "
+            "--head` starts one"
+        )
+    with _without_ray_address() if is_local else contextlib.nullcontext():
+        connect(address, options or {}, may_start=False)
+    joined: str = ray.get_runtime_context().gcs_address
+    if is_local and not _is_here(joined):
+        if not was_joined:
+            leave()
+        raise ModelLoadError(
+            f"asked for the Ray cluster of this machine, which is a node of the one at "
+            f"{joined!r}; pass this address to use it"
+        )
+    return joined
+
+
+def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
+    """Leave the cluster of this process.
+
+    Returns:
+        False if the cluster does not answer; this process then would not end by itself.
+    """
+    leaving = threading.Thread(target=ray.shutdown, name="genlm-ray-leave", daemon=True)
+    leaving.start()
+    leaving.join(timeout_s)
+    return not leaving.is_alive()
+
+
+@contextlib.contextmanager
+def _without_ray_address() -> Iterator[None]:
+    address = os.environ.pop("RAY_ADDRESS", None)
+    try:
+        yield
+    finally:
+        if address is not None:
+            os.environ["RAY_ADDRESS"] = address
+
+
+def _is_here(joined: str) -> bool:
+    """Whether the head of a cluster runs on this machine."""
+    return joined.rpartition(":")[0] in {"127.0.0.1", ray.util.get_node_ip_address()}
 
 
 def _is_same(address: str, joined: str) -> bool:
@@ -192,7 +271,7 @@ def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
     return bundles
 
 
-def place(
+def reserve_resources(
     bundles: list[dict[str, float]], count: int, *, name: str, timeout_s: float
 ) -> list[PlacementGroup]:
     """Reserve the resources of `count` replicas, all or none.
@@ -263,7 +342,7 @@ def start_replicas(
             "memory": own.pop("memory", None),
             "resources": own,
             "max_restarts": max_restarts,
-            "max_concurrency": 1000,
+            "max_concurrency": _MAX_CONCURRENCY,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 group, 0, placement_group_capture_child_tasks=True
             ),

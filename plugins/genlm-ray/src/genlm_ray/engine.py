@@ -69,11 +69,14 @@ class RayEngine:
             workers on Ray.
         address: Of the cluster, as for `ray.init`; by default the one that this process has
             joined, else `RAY_ADDRESS`, else one that it starts on this machine.
-        max_restarts: How often each replica is started again; -1 for no limit.
-        ping_timeout_s: Silence after which a replica counts as hanging; it is started again.
-        step_timeout_s: Longest step of its engine before it counts as hanging.
+        max_restarts: How often each replica is started again, 3 by default; -1 for no limit.
+        ping_timeout_s: Silence after which a replica counts as hanging. One of this program is
+            started again; from a served one this program detaches until it answers.
+        step_timeout_s: Longest step of its engine before a replica counts as hanging and ends
+            its process; 3600 by default.
         load_timeout_s: How long replicas may take to load.
-        place_timeout_s: How long to wait for resources of the cluster that are in use.
+        place_timeout_s: How long to wait for resources of the cluster that are in use; 60 by
+            default.
         max_rows_per_call: Most queries that are sent to a replica at a time, at least 1. The
             rest waits here, where another replica can take it.
         ray_opts: Further arguments of `ray.init`; they count for the first connection of a
@@ -81,6 +84,7 @@ class RayEngine:
 
     Raises:
         ValueError: `max_rows_per_call` is less than 1.
+        TypeError: An option of loading, for a served model.
         ModelLoadError: No cluster, or not the one that was joined before, not enough
             resources, the model is not served or cannot be loaded.
     """
@@ -90,6 +94,8 @@ class RayEngine:
     make_router: Callable[[], Router] = Router
 
     # What `genlm serve` calls.
+    join = staticmethod(cluster.join)
+    leave = staticmethod(cluster.leave)
     serve = staticmethod(serving.serve)
     served = staticmethod(serving.served)
     stop = staticmethod(serving.stop)
@@ -103,11 +109,11 @@ class RayEngine:
         engine_opts: Mapping[str, Any] | None = None,
         resources: cluster.Resources | None = None,
         address: str | None = None,
-        max_restarts: int = 3,
+        max_restarts: int | None = None,
         ping_timeout_s: float = 30.0,
-        step_timeout_s: float = 3600.0,
+        step_timeout_s: float | None = None,
         load_timeout_s: float = 1800.0,
-        place_timeout_s: float = 60.0,
+        place_timeout_s: float | None = None,
         max_rows_per_call: int = 256,
         ray_opts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -116,7 +122,6 @@ class RayEngine:
         self._groups: list[Any] = []
         self._events: Events = Events()
         self._ping_timeout_s = ping_timeout_s
-        self._step_timeout_s = step_timeout_s
         self._load_timeout_s = load_timeout_s
         self._max_rows = max_rows_per_call
         self._submitted: list[Query] = []
@@ -134,15 +139,24 @@ class RayEngine:
         cluster.connect(address, ray_opts or {}, may_start=self._is_private)
         if engine is None:
             serving.refuse_loading_options(
-                model, replicas=replicas, engine_opts=engine_opts, resources=resources
+                model,
+                replicas=replicas,
+                engine_opts=engine_opts,
+                resources=resources,
+                max_restarts=max_restarts,
+                step_timeout_s=step_timeout_s,
+                place_timeout_s=place_timeout_s,
             )
             actors = serving.actors_of(model)
         else:
             count = 2 if replicas is None else replicas
             options = dict(engine_opts or {})
-            spec = ReplicaSpec(engine, model, options, "", count, 4 * ping_timeout_s)
+            step_s = 3600.0 if step_timeout_s is None else step_timeout_s
+            spec = ReplicaSpec(engine, model, options, "", count, 4 * ping_timeout_s, step_s)
             bundles = cluster.bundles_of(resources)
-            actors = self._load(spec, bundles, max_restarts, place_timeout_s)
+            restarts = 3 if max_restarts is None else max_restarts
+            place_s = 60.0 if place_timeout_s is None else place_timeout_s
+            actors = self._load(spec, bundles, restarts, place_s)
         driver = new_session()[:8]
         self._links = [
             ReplicaLink(index, actor, driver, self._events)
@@ -163,7 +177,9 @@ class RayEngine:
         place_timeout_s: float,
     ) -> list[Any]:
         serving.check_spec(spec)
-        self._groups = cluster.place(bundles, spec.replicas, name="", timeout_s=place_timeout_s)
+        self._groups = cluster.reserve_resources(
+            bundles, spec.replicas, name="", timeout_s=place_timeout_s
+        )
         return cluster.start_replicas(spec, self._groups, max_restarts=max_restarts)
 
     def _attach_all(self, model: str) -> None:
@@ -198,7 +214,13 @@ class RayEngine:
     def _describe(self, description: dict[str, Any]) -> None:
         if hasattr(self, "vocabulary"):
             return
-        self.vocabulary: Vocabulary = ray.cloudpickle.loads(description["vocabulary"])
+        try:
+            self.vocabulary: Vocabulary = ray.cloudpickle.loads(description["vocabulary"])
+        except Exception as error:  # whatever a tokenizer's module raises here
+            raise ModelLoadError(
+                f"the vocabulary of the replicas cannot be read here: {type(error).__name__}: "
+                f"{error}; install the library of its tokenizer, in the version that they have"
+            ) from error
         self.max_context: int | None = description["max_context"]
         self.capabilities = frozenset(map(Capability, description["capabilities"]))
         self.capability_hints = {Capability(k): v for k, v in description["hints"].items()}
@@ -267,7 +289,7 @@ class RayEngine:
             if self._is_private:
                 serving.kill(link.actor)
             elif link.session is not None:
-                link.leave()
+                link.detach()
         cluster.remove(self._groups)
         self._groups = []
 
@@ -295,7 +317,7 @@ class RayEngine:
             AdapterError: A replica cannot load it; it is then loaded in none.
         """
         try:
-            self._everywhere("add_adapter", name, path)
+            self._broadcast("add_adapter", name, path)
         except BaseException:
             for link in self._by_number.values():  # those that loaded it free it again
                 link.start("remove_adapter", name)
@@ -312,21 +334,21 @@ class RayEngine:
             raise UnknownAdapterError(name, self._adapters)
         del self._adapters[name]
         self._prefixes = [each for each in self._prefixes if each[1] != name]
-        self._everywhere("remove_adapter", name)
+        self._broadcast("remove_adapter", name)
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Have every replica compute and keep a prefix."""
         prefix = (tuple(token_ids), adapter)
-        self._everywhere("cache_prefix", *prefix)
+        self._broadcast("cache_prefix", *prefix)
         self._prefixes.append(prefix)
         self._router.computed_everywhere(adapter, TokenSequence.of(token_ids))
 
     def clear_prefix_cache(self) -> None:
-        """Free the prefixes in every replica; of a served model those of all programs."""
+        """Free the prefixes of this program in every replica."""
         self._prefixes.clear()
-        self._everywhere("clear_prefix_cache")
+        self._broadcast("clear_prefix_cache")
 
-    def _everywhere(self, method: str, *arguments: Any) -> None:
+    def _broadcast(self, method: str, *arguments: Any) -> None:
         """Call a method of every replica, also of those that come back meanwhile, and wait.
 
         A replica that is lost then does it when it is attached again, from what is recorded.
@@ -397,22 +419,25 @@ class RayEngine:
             return  # of a session that was given up; its queries are with other replicas
         link.calls -= 1
         if isinstance(reply.error, RayTaskError):  # the replica lives, this message failed
-            for each in reply.placed:
+            for each in reply.routed:
                 each.context.sent.discard(number)
                 if self._router.finished(each.query.query_id, number):
-                    cause = EvaluationError(f"a replica refused a batch: {reply.error}")
+                    cause = EvaluationError(f"a replica refused a batch: {_cause(reply.error)}")
                     self._ready.append(Completion(each.query.query_id, error=cause))
         elif reply.error is not None:
             self._lose(link, reply.error)
-        elif reply.answers is None:
+        elif reply.response is None:
             self._lose(link, _session_ended())
         else:
-            link.store(reply.answers.statistics)
+            link.store(reply.response.statistics)
+            finished = completions(reply.response)
             self._ready += [
-                each
-                for each in completions(reply.answers)
-                if self._router.finished(each.query_id, number)
+                each for each in finished if self._router.finished(each.query_id, number)
             ]
+            # It had taken all that was sent, and all its other replies are here.
+            is_last = reply.message == link.last_message and not link.calls
+            if is_last and not finished and self._router.in_flight(number):
+                self._lose(link, EngineError("the replica has lost queries of the session"))
 
     def _begin(self, event: Attached) -> None:
         link = event.link
@@ -426,16 +451,22 @@ class RayEngine:
         link.attached = link.attach_since_s = None
 
     def _lose(self, link: ReplicaLink, error: BaseException) -> None:
-        """Assign what a replica had to the others, and have it started again."""
+        """Assign what a replica had to the others, and attach it again when it answers.
+
+        A replica of this program that hangs is started again. A served one supervises itself:
+        other programs use it.
+        """
         number = link.number
         if number is None:
             return
         logger.warning("lost replica %d: %s", link.index, _shown(error))
         del self._by_number[number]
-        self._router.lost(number)
-        link.end(error)
-        if isinstance(error, TimeoutError):
+        self._router.reassign_from(number)
+        if isinstance(error, TimeoutError) and self._is_private:
             serving.kill(link.actor, restart=True)
+        else:  # it may go on with what others evaluate now
+            link.detach()
+        link.end(error)
         self._wake_monitor.set()
 
     def _mark_dead(self, link: ReplicaLink, error: BaseException) -> None:
@@ -462,10 +493,12 @@ class RayEngine:
             self._forget()
         for number, link in self._by_number.items():
             while link.calls < self._most_calls:
-                placed = self._router.take(number, self._max_rows)
-                if placed or (not link.calls and self._router.in_flight(number)):
-                    link.ask(placed)
-                    for each in placed:
+                room = link.pending_queries - self._router.in_flight(number)
+                most = min(self._max_rows, room)
+                routed = self._router.take(number, most) if most > 0 else []
+                if routed or (not link.calls and self._router.in_flight(number)):
+                    link.send_queries(routed)
+                    for each in routed:
                         if each.context.is_dropped:  # while it waited
                             self._forget_context(each.context)
                 else:
@@ -501,7 +534,7 @@ class RayEngine:
                 self._wake_monitor.wait(_RETRY_S if starting else _PING_S)
                 self._wake_monitor.clear()
                 for link in self._links:
-                    link.tell()
+                    link.send_oneway()
                     if not link.is_dead and not self._closed.is_set():
                         self._check_link(link)
         finally:
@@ -519,7 +552,7 @@ class RayEngine:
                 self._events.put(Dead(link, late))
         elif link.ping_since_s is None:
             if now_s - link.pinged_s >= _PING_S:
-                link.ping(session, self._step_timeout_s)
+                link.ping(session)
         elif now_s - link.ping_since_s > self._ping_timeout_s:
             link.ping_since_s = None
             late = TimeoutError(f"no answer to a ping for {self._ping_timeout_s:g} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from genlm_ray.replica import new_session
-from genlm_ray.router import Placed
-from genlm_ray.wire import Answers, Questions, packed_queries
+from genlm_ray.router import RoutedQuery
+from genlm_ray.wire import ReplicaRequest, ReplicaResponse, packed_queries
 
 __all__ = ["Attached", "Dead", "Event", "Events", "Lost", "ReplicaLink", "Reply", "Wake"]
 
@@ -33,9 +34,10 @@ class Reply:
 
     link: ReplicaLink
     session: str
-    answers: Answers | None
+    message: int
+    response: ReplicaResponse | None
     error: BaseException | None
-    placed: Sequence[Placed]
+    routed: Sequence[RoutedQuery]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class ReplicaLink:
         number: The router's number of this incarnation of the replica; None while it has none.
         session: Names the session; None while there is none.
         calls: Messages that are not answered yet.
+        last_message: The number of the last one that is answered with completions.
+        pending_queries: Most queries that the replica accepts at a time.
         is_dead: Whether it can return.
         restarts: How many incarnations ended.
         pid: Of its process.
@@ -94,6 +98,8 @@ class ReplicaLink:
         self.number: int | None = None
         self.session: str | None = None
         self.calls = 0
+        self.last_message = -1
+        self.pending_queries = sys.maxsize
         self.is_dead = False
         self.restarts = 0
         self.pid = 0
@@ -106,7 +112,7 @@ class ReplicaLink:
         self._events = events
         self._messages = 0
         # Messages are numbered in the order they are sent in; it also guards these lists, and
-        # the monitor's `tell` against a session that begins meanwhile.
+        # the monitor's `send_oneway` against a session that begins meanwhile.
         self._sending = threading.RLock()
         self._aborts: list[int] = []
         self._forgotten: list[int] = []
@@ -119,6 +125,7 @@ class ReplicaLink:
         """Use a session that the replica has begun."""
         self._statistics = description["statistics"]
         self.pid = description["pid"]
+        self.pending_queries = description["pending_queries"]
         with self._sending:
             self.calls = self._messages = 0
             self._aborts, self._forgotten = [], []
@@ -134,17 +141,21 @@ class ReplicaLink:
         self.session = self.number = None
         self.restarts += 1
 
-    def ask(self, placed: Sequence[Placed]) -> None:
+    def send_queries(self, routed: Sequence[RoutedQuery]) -> None:
         """Send queries, or ask again what has finished; the reply becomes an event."""
         session, number = self.session, self.number
         assert session is not None and number is not None  # noqa: S101, PT018
 
-        def replied(answers: Answers | None, error: BaseException | None) -> None:
-            self._events.put(Reply(self, session, answers, error, placed))
+        message = -1
 
-        queries, outputs = packed_queries(placed, number) if placed else (b"", [])
+        def replied(response: ReplicaResponse | None, error: BaseException | None) -> None:
+            self._events.put(Reply(self, session, message, response, error, routed))
+
+        request = packed_queries(routed, number) if routed else ReplicaRequest()
         self.calls += 1  # no sooner: what raises above is not answered
-        self._send("exchange", replied, session, queries, outputs)
+        with self._sending:
+            self.last_message = message = self._messages
+            self._send("exchange", replied, session, request)
 
     def abort(self, query_id: int) -> None:
         """Have the replica drop a query with the next message."""
@@ -156,12 +167,19 @@ class ReplicaLink:
         with self._sending:
             self._forgotten.append(sequence)
 
-    def tell(self) -> None:
+    def send_oneway(self) -> None:
         """Send what needs no answer, if there is anything; on any thread."""
         with self._sending:
             session = self.session
-            if session is not None and (self._aborts or self._forgotten):
-                self._send("tell", lambda *_: None, session)
+            if session is None or not (self._aborts or self._forgotten):
+                return
+
+            def replied(_: Any, error: BaseException | None) -> None:
+                # The replica may not have it, and takes none that were sent after it.
+                if error is not None and not isinstance(error, RayTaskError):
+                    self._events.put(Lost(self, session, error))
+
+            self._send("notify", replied, session, ReplicaRequest())
 
     def store(self, statistics: dict[str, Any]) -> None:
         """Keep the latest statistics of the engine."""
@@ -199,10 +217,9 @@ class ReplicaLink:
         self._call(method, replied, self.session, *arguments)
         return done
 
-    def leave(self) -> None:
-        """End the session; the replica drops what this driver has asked."""
-        session, self.session = self.session, None
-        self._call("detach", lambda *_: None, session)
+    def detach(self) -> None:
+        """Have the replica end the session and drop what this driver has asked."""
+        self._call("detach", lambda *_: None, self.session)
 
     # -- the monitor's thread ---------------------------------------------------------
 
@@ -223,14 +240,12 @@ class ReplicaLink:
 
         self._call("attach", replied, self._driver, session, adapters, prefixes)
 
-    def ping(self, session: str, step_timeout_s: float) -> None:
+    def ping(self, session: str) -> None:
         """Ping the replica; silence is noticed by `ping_since_s`."""
         self.ping_since_s = self.pinged_s = time.monotonic()
 
-        def replied(step_s: Any, error: BaseException | None) -> None:
+        def replied(_: Any, error: BaseException | None) -> None:
             self.ping_since_s = None
-            if error is None and step_s > step_timeout_s:
-                error = TimeoutError(f"a step of its engine has taken {step_s:.0f} s")
             if error is not None:
                 self._events.put(Lost(self, session, error))
 
@@ -243,15 +258,13 @@ class ReplicaLink:
         method: str,
         replied: Callable[[Any, BaseException | None], None],
         session: str,
-        queries: bytes = b"",
-        outputs: Sequence[tuple[list[int], bytes]] = (),
+        request: ReplicaRequest,
     ) -> None:
         with self._sending:
-            aborts, self._aborts = self._aborts, []
-            forgotten, self._forgotten = self._forgotten, []
-            message = Questions(queries, list(outputs), aborts, forgotten)
+            request.aborted, self._aborts = self._aborts, []
+            request.forgotten, self._forgotten = self._forgotten, []
             self._messages += 1
-            self._call(method, replied, session, self._messages - 1, message)
+            self._call(method, replied, session, self._messages - 1, request)
 
     def _call(
         self,

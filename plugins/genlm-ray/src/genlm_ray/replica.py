@@ -1,13 +1,15 @@
 """`Replica`: the Ray actor that holds an engine and answers its drivers.
 
 Its methods run on the actor's event loop, beside the engine's thread, so that it answers `ping`
-while the engine steps. Messages of a session carry numbers, because Ray starts the calls of an
+while the engine steps. It supervises itself: it ends its process when a step takes too long,
+and Ray starts another. Messages of a session carry numbers, because Ray starts the calls of an
 asynchronous actor in any order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import functools
 import gc
 import importlib.metadata
@@ -15,6 +17,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +27,98 @@ from typing import Any
 import ray
 import ray.cloudpickle
 
-from genlm.plugin import Engine, GenlmError, ModelLoadError, get_backend
+from genlm.plugin import (
+    AdapterError,
+    Engine,
+    EvaluationError,
+    GenlmError,
+    ModelLoadError,
+    find_backend,
+    get_backend,
+)
 from genlm_ray.serving_loop import ServingLoop
-from genlm_ray.wire import Answers, Questions, Sequences, packed_answers, picklable_error
+from genlm_ray.wire import (
+    ReplicaRequest,
+    ReplicaResponse,
+    Sequences,
+    packed_response,
+    picklable_error,
+)
 
-__all__ = ["Replica", "ReplicaSpec", "new_session", "versions"]
+__all__ = [
+    "UNLIMITED",
+    "Replica",
+    "ReplicaSpec",
+    "ServingLimits",
+    "new_session",
+    "version_of",
+    "versions",
+]
 
 logger = logging.getLogger("genlm.ray")
 
 
-def versions() -> dict[str, str]:
-    """Versions that a driver and its replicas must have in common."""
-    found = {
-        name: importlib.metadata.version(name) for name in ("genlm-core", "genlm-ray", "ray")
-    }
-    return {**found, "python": platform.python_version().rpartition(".")[0]}
+_GRACE_S = 10.0
+"""How much later than this module's own check the process is ended without it."""
+
+_COMPARED = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
+
+_MINOR = frozenset({"python", "torch", "numpy"})
+"""Those of which minor versions are compatible: what is pickled of them has one format."""
+
+
+def version_of(name: str) -> str | None:
+    """The version of a distribution that a driver and its replicas must have in common.
+
+    Returns:
+        None if it is not installed here.
+    """
+    if name == "python":
+        found = platform.python_version()
+    else:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    return ".".join(found.split(".")[:2]) if name in _MINOR else found
+
+
+def versions(engine: str) -> dict[str, str | None]:
+    """Versions that drivers and replicas must have in common, a backend's plugin included."""
+    names = dict.fromkeys((*_COMPARED, find_backend(engine).distribution))
+    return {name: version_of(name) for name in names}
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """What the programs that share a replica may use of it.
+
+    Attributes:
+        clients: Number of programs at a time.
+        pending_queries: Unanswered queries of one program.
+        sequences: Sequences that are kept for one program to name again.
+        prefix_tokens: Tokens of the prefixes that one program keeps.
+        adapters: Adapters that one program has loaded.
+        reduction_s: Time that a program's own reductions may take for a batch of rows.
+    """
+
+    clients: int = 128
+    pending_queries: int = 8192
+    sequences: int = 2**17
+    prefix_tokens: int = 2**15
+    adapters: int = 8
+    reduction_s: float = 60.0
+
+
+UNLIMITED = ServingLimits(
+    clients=sys.maxsize,
+    pending_queries=sys.maxsize,
+    sequences=sys.maxsize,
+    prefix_tokens=sys.maxsize,
+    adapters=sys.maxsize,
+    reduction_s=math.inf,
+)
+"""Of a private replica, whose program limits itself."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +132,8 @@ class ReplicaSpec:
         name: Under which it is served; `""` for a private one.
         replicas: Number of replicas of the model.
         driver_timeout_s: Silence after which a driver counts as dead.
+        step_timeout_s: Longest step of the engine before the replica ends its process.
+        limits: What each driver may use.
     """
 
     engine: str
@@ -60,6 +142,11 @@ class ReplicaSpec:
     name: str
     replicas: int
     driver_timeout_s: float
+    step_timeout_s: float = 3600.0
+    limits: ServingLimits = UNLIMITED
+
+
+_Prefix = tuple[tuple[int, ...], str | None]
 
 
 @dataclass
@@ -70,6 +157,7 @@ class _Session:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     sequences: Sequences = field(default_factory=Sequences)
     adapters: list[str] = field(default_factory=list)
+    prefixes: dict[_Prefix, None] = field(default_factory=dict)
     next_message: int = 0
     turns: dict[int, asyncio.Event] = field(default_factory=dict)
     seen_s: float = field(default_factory=time.monotonic)
@@ -89,9 +177,13 @@ class Replica:
         self._answered = 0
         self._last_statistics: dict[str, Any] = {}
         self._own_adapters: tuple[str, ...] = ()
-        self._lease: asyncio.Task[None] | None = None
-        self._adapting = asyncio.Lock()  # a driver's next session waits until the last is freed
-        self._loop = ServingLoop(self._build, _exit)
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        # Of adapters and prefixes: a driver's next session waits until the last is freed.
+        self._loading = asyncio.Lock()
+        self._loop = ServingLoop(
+            self._build, _exit, reduction_timeout_s=spec.limits.reduction_s
+        )
 
     def _build(self) -> Engine:
         spec = self._spec
@@ -111,11 +203,18 @@ class Replica:
         """Begin a session, load what its driver uses, and describe the engine.
 
         Raises:
-            GenlmError: The engine, an adapter or a prefix could not be loaded.
+            GenlmError: The engine, an adapter or a prefix could not be loaded, or the replica
+                has as many drivers as it may.
         """
         engine = await self._engine()
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
             await self._end(name)
+        limit = self._spec.limits.clients
+        if len(self._sessions) >= limit:
+            raise ModelLoadError(
+                f"the model {self._spec.name!r} serves {limit} programs, the most that it was "
+                f"started for (ServingLimits.clients)"
+            )
         self._own_adapters = tuple(getattr(engine, "adapters", ()))
         # A driver sends no pings before its session has begun.
         state = self._sessions[session] = _Session(driver, seen_s=math.inf)
@@ -125,8 +224,8 @@ class Replica:
             loop.call_soon_threadsafe(state.finished.set)
 
         self._loop.attach(session, finished)
-        if self._lease is None:
-            self._lease = loop.create_task(self._watch_drivers())
+        if self._supervisor is None:
+            self._supervisor = loop.create_task(self._supervise())
         try:
             for name, path in adapters.items():
                 await self.add_adapter(session, name, path)
@@ -144,9 +243,12 @@ class Replica:
             "adapters": self._own_adapters,
             "statistics": self._statistics(),
             "pid": os.getpid(),
+            "pending_queries": self._spec.limits.pending_queries,
         }
 
-    async def exchange(self, session: str, number: int, message: Questions) -> Answers | None:
+    async def exchange(
+        self, session: str, number: int, message: ReplicaRequest
+    ) -> ReplicaResponse | None:
         """Take queries; return as soon as any of the session's queries have finished.
 
         Returns:
@@ -154,24 +256,25 @@ class Replica:
         """
         state = await self._received(session, number, message)
         while state is not None and session in self._sessions:
-            finished, unanswered = self._loop.take_finished(session)
+            finished, unanswered = self._loop.finished(session)
             if finished or not unanswered:
-                self._answered += len(finished)
                 size = self._loop.built.result().vocabulary.size
-                return packed_answers(finished, self._statistics(), size)
+                response = packed_response(finished, self._statistics(), size)
+                self._loop.discard_finished(session, len(finished))
+                self._answered += len(finished)
+                return response
             state.finished.clear()
             await state.finished.wait()
         return None
 
-    async def tell(self, session: str, number: int, message: Questions) -> None:
+    async def notify(self, session: str, number: int, message: ReplicaRequest) -> None:
         """Take what needs no answer: aborts and sequences to forget."""
         await self._received(session, number, message)
 
-    async def ping(self, session: str) -> float:
-        """Return for how many seconds the engine's current step has run."""
+    async def ping(self, session: str) -> None:
+        """Note that the driver lives; it notes that this process answers."""
         if session in self._sessions:
             self._sessions[session].seen_s = time.monotonic()
-        return self._loop.step_seconds
 
     async def detach(self, session: str) -> None:
         """End a session: drop its queries and its adapters."""
@@ -181,10 +284,16 @@ class Replica:
 
     async def add_adapter(self, session: str, name: str, path: str) -> bool:
         """Load an adapter for a driver; other drivers may use the same name."""
-        async with self._adapting:
+        async with self._loading:
             state = self._sessions.get(session)
             if state is None:
                 return False
+            limit = self._spec.limits.adapters
+            if len(state.adapters) >= limit:
+                raise AdapterError(
+                    f"this program has loaded {limit} adapters, the most that the served model "
+                    f"allows (ServingLimits.adapters); remove one"
+                )
             named = self._adapter(state, name)
             await self._call(lambda engine: engine.add_adapter(named, path))
             state.adapters.append(name)
@@ -192,33 +301,65 @@ class Replica:
 
     async def remove_adapter(self, session: str, name: str) -> bool:
         """Free an adapter of a driver, if it was loaded here."""
-        async with self._adapting:
+        async with self._loading:
             state = self._sessions.get(session)
             if state is None:
                 return False
             if name in state.adapters:
                 named = self._adapter(state, name)
                 state.adapters.remove(name)
+                state.prefixes = {each: None for each in state.prefixes if each[1] != name}
                 await self._call(lambda engine: _remove_adapter(engine, named))
             return True
 
     async def cache_prefix(
         self, session: str, token_ids: Sequence[int], adapter: str | None
     ) -> bool:
-        """Have the engine compute and keep a prefix."""
-        state = self._sessions.get(session)
-        if state is None:
-            return False
-        named = self._adapter(state, adapter)
-        await self._call(lambda engine: engine.cache_prefix(token_ids, named))
-        return True
+        """Have the engine compute a prefix, and keep it while the session lasts.
+
+        Raises:
+            EvaluationError: The driver would keep more tokens than it may.
+        """
+        async with self._loading:
+            state = self._sessions.get(session)
+            if state is None:
+                return False
+            prefix = (tuple(token_ids), adapter)
+            limit = self._spec.limits.prefix_tokens
+            tokens = sum(len(ids) for ids, _ in {**state.prefixes, prefix: None})
+            if tokens > limit:
+                raise EvaluationError(
+                    f"with this prefix the program would keep {tokens} tokens; the served "
+                    f"model allows {limit} (ServingLimits.prefix_tokens). clear_kv_cache() "
+                    f"frees those that it keeps"
+                )
+            named = self._adapter(state, adapter)
+            await self._call(lambda engine: engine.cache_prefix(prefix[0], named))
+            state.prefixes[prefix] = None
+            return session in self._sessions  # else `_end` waits to free it
 
     async def clear_prefix_cache(self, session: str) -> bool:
-        """Have the engine free its prefixes, those of other drivers as well."""
-        if session not in self._sessions:
-            return False
+        """Have the engine free the driver's prefixes; those of others are computed again."""
+        async with self._loading:
+            state = self._sessions.get(session)
+            if state is None:
+                return False
+            state.prefixes.clear()
+            await self._keep_prefixes()
+            return True
+
+    async def _keep_prefixes(self) -> None:
+        """Replace the engine's prefixes by those of the sessions that have not ended."""
         await self._call(lambda engine: engine.clear_prefix_cache())
-        return True
+        for state in list(self._sessions.values()):
+            for token_ids, adapter in list(state.prefixes):
+                keep = functools.partial(
+                    _cache_prefix, token_ids=token_ids, adapter=self._adapter(state, adapter)
+                )
+                try:
+                    await self._call(keep)
+                except Exception:  # it is computed with each query then
+                    logger.exception("computing a prefix again raised")
 
     async def statistics(self, session: str) -> dict[str, Any]:
         """The engine's statistics."""
@@ -233,7 +374,7 @@ class Replica:
             "engine": self._spec.engine,
             "model": self._spec.model,
             "replicas": self._spec.replicas,
-            "versions": versions(),
+            "versions": versions(self._spec.engine),
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "seconds": time.time() - self._began_s,
@@ -242,16 +383,20 @@ class Replica:
             "statistics": self._statistics(),
         }
 
-    async def versions(self) -> dict[str, str]:
+    async def versions(self) -> dict[str, str | None]:
         """The versions here, known before the model is loaded."""
-        return versions()
+        return versions(self._spec.engine)
 
     # -- sessions ---------------------------------------------------------------------
 
     def _statistics(self) -> dict[str, Any]:
         """The engine's, the last ones if it raises: answers that go with them are not lost."""
         try:
-            self._last_statistics = dict(self._loop.statistics())
+            found = self._loop.statistics().items()
+            # Others might not be picklable, which would lose the answers that go with them.
+            self._last_statistics = {
+                name: value for name, value in found if isinstance(value, (int, float, str))
+            }
         except Exception:
             logger.exception("the engine's statistics raised")
         return self._last_statistics
@@ -259,6 +404,8 @@ class Replica:
     async def _engine(self) -> Engine:
         try:
             return await asyncio.wrap_future(self._loop.built)
+        except asyncio.CancelledError:  # the caller has gone
+            raise
         except GenlmError as error:
             raise picklable_error(error) from None
         except BaseException as error:  # noqa: BLE001 - raised in the driver
@@ -267,14 +414,24 @@ class Replica:
                 f"{type(error).__name__}: {error}"
             ) from None
 
-    async def _received(self, session: str, number: int, message: Questions) -> _Session | None:
-        """Take a message of a session when those before it are taken."""
+    async def _received(
+        self, session: str, number: int, message: ReplicaRequest
+    ) -> _Session | None:
+        """Take a message of a session when those before it are taken.
+
+        The session ends if one of those does not arrive for `driver_timeout_s`.
+        """
         state = self._sessions.get(session)
         if state is None:
             return None
         if state.next_message != number:
             turn = state.turns[number] = asyncio.Event()
-            await turn.wait()
+            try:
+                await asyncio.wait_for(turn.wait(), self._spec.driver_timeout_s)
+            except TimeoutError:
+                logger.warning("message %d of a session was lost", state.next_message)
+                await self._end(session)
+                return None
         state.seen_s = time.monotonic()
         try:
             if session in self._sessions:
@@ -286,8 +443,24 @@ class Replica:
                 turn_of_next.set()
         return state if session in self._sessions else None
 
-    def _take(self, state: _Session, session: str, message: Questions) -> None:
-        """Submit the queries of a message, then drop what it drops."""
+    def _take(self, state: _Session, session: str, message: ReplicaRequest) -> None:
+        """Drop the queries that a message aborts, submit its own, then forget sequences.
+
+        Raises:
+            EvaluationError: With them the driver would have more than it may; none was taken.
+        """
+        if message.aborted:
+            self._loop.abort(session, message.aborted)
+        limits, count = self._spec.limits, message.count
+        for what, used, limit in (
+            ("pending_queries", self._loop.pending(session), limits.pending_queries),
+            ("sequences", len(state.sequences), limits.sequences),
+        ):
+            if count and used + count > limit:
+                raise EvaluationError(
+                    f"this program has {used} {what.replace('_', ' ')} at a replica and sends "
+                    f"{count} queries; the served model allows {limit} (ServingLimits.{what})"
+                )
         queries = state.sequences.queries(message)
         renamed = [
             query
@@ -296,8 +469,6 @@ class Replica:
             for query in queries
         ]
         self._loop.submit(session, renamed)
-        if message.aborted:
-            self._loop.abort(session, message.aborted)
         for each in message.forgotten:
             forgotten = state.sequences.forget(each)
             if forgotten is not None:
@@ -312,22 +483,39 @@ class Replica:
         state.finished.set()
         for turn in state.turns.values():
             turn.set()
-        async with self._adapting:
+        async with self._loading:
             for name in state.adapters:
                 named = self._adapter(state, name)
                 try:
                     await self._call(functools.partial(_remove_adapter, name=named))
                 except Exception:  # it stays; the others are freed
                     logger.exception("freeing the adapter %r raised", named)
+            if state.prefixes:
+                try:
+                    await self._keep_prefixes()
+                except Exception:  # as above
+                    logger.exception("freeing the prefixes of a program raised")
 
-    async def _watch_drivers(self) -> None:
-        """End the sessions of drivers that have been silent for too long."""
-        timeout_s = self._spec.driver_timeout_s
+    async def _supervise(self) -> None:
+        """End silent sessions, slow reductions, and the process whose engine hangs."""
+        spec = self._spec
+        guards_process = ray.is_initialized() and ray.get_runtime_context().get_actor_id()
         while True:
-            await asyncio.sleep(min(1.0, timeout_s / 4))
-            oldest_s = time.monotonic() - timeout_s
+            if guards_process:  # if this loop hangs as well, a thread without the GIL acts
+                faulthandler.dump_traceback_later(
+                    spec.step_timeout_s + _GRACE_S, exit=True, file=2
+                )
+            await asyncio.sleep(min(1.0, spec.driver_timeout_s / 4))
+            step_s = self._loop.step_seconds
+            if step_s > spec.step_timeout_s:
+                _exit(TimeoutError(f"a step of the engine has taken {step_s:.0f} s"))
+            self._loop.fail_overdue_reductions()
+            oldest_s = time.monotonic() - spec.driver_timeout_s
             for name in [k for k, each in self._sessions.items() if each.seen_s < oldest_s]:
-                await self._end(name)
+                # Not awaited: freeing adapters waits for the step that is watched here.
+                ending = asyncio.create_task(self._end(name))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
     async def _call(self, function: Callable[[Any], Any]) -> Any:
         """Call a function on the engine's thread."""
@@ -353,7 +541,11 @@ def _remove_adapter(engine: Any, name: str | None) -> None:
         engine.remove_adapter(name)
 
 
+def _cache_prefix(engine: Any, *, token_ids: Sequence[int], adapter: str | None) -> None:
+    engine.cache_prefix(token_ids, adapter)
+
+
 def _exit(cause: BaseException) -> None:
     """End the process of an engine whose thread ended: Ray starts another."""
-    logger.error("the engine's thread ended", exc_info=cause)
+    logger.error("the engine ended, and its process with it", exc_info=cause)
     os._exit(1)

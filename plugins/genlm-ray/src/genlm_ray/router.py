@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from genlm.plugin import Query, TokenSequence
 
-__all__ = ["Context", "Placed", "Router"]
+__all__ = ["Context", "RoutedQuery", "Router"]
 
 ContextKey = tuple[str | None, bytes]
 """The adapter and the key of the sequence, whole: equal hashes must not become equal rows."""
@@ -80,7 +80,7 @@ class Context:
         return 0
 
 
-class Placed:
+class RoutedQuery:
     """A query, its context, the known beginning that it continues, and its replica."""
 
     __slots__ = ("context", "cost", "is_sent", "order", "parent", "query", "replica")
@@ -104,7 +104,7 @@ class Router:
         max_contexts: Most contexts to remember, least recently used first to go.
 
     Attributes:
-        tokens_asked: Tokens that the queries needed where they were first placed.
+        tokens_asked: Tokens that the queries needed where they were first routed.
         tokens_recomputed: Tokens that were assigned to a further replica.
         moved: Queries that left the replica of their parent.
     """
@@ -114,10 +114,10 @@ class Router:
         self._contexts: OrderedDict[ContextKey, Context] = OrderedDict()
         self._numbers = itertools.count()
         self._orders = itertools.count()
-        self._placed: dict[int, Placed] = {}
-        self._waiting: dict[int, dict[int, Placed]] = {}  # by replica, then by query
-        self._sent: dict[int, dict[int, Placed]] = {}
-        self._unassigned: dict[int, Placed] = {}
+        self._routed: dict[int, RoutedQuery] = {}
+        self._waiting: dict[int, dict[int, RoutedQuery]] = {}  # by replica, then by query
+        self._sent: dict[int, dict[int, RoutedQuery]] = {}
+        self._unassigned: dict[int, RoutedQuery] = {}
         self._work: dict[int, float] = {}
         self._least: list[tuple[float, int]] = []  # a heap, of which outdated items are left
         self._changed: set[int] = set()  # replicas whose work is not in the heap yet
@@ -150,7 +150,7 @@ class Router:
         unassigned, self._unassigned = self._unassigned, {}
         self._place(list(unassigned.values()))
 
-    def lost(self, replica: int) -> None:
+    def reassign_from(self, replica: int) -> None:
         """Assign what a replica had to the others, in the order in which it was asked."""
         requeued = {**self._sent.pop(replica), **self._waiting.pop(replica)}
         self._total -= self._work.pop(replica)
@@ -162,18 +162,18 @@ class Router:
 
     def assign(self, queries: Iterable[Query]) -> None:
         """Choose a replica for each query of a batch."""
-        placed = []
+        routed = []
         for query in queries:
             key = (query.adapter, query.sequence.key)
             parent = self._nearest(query, key)
             context = self._remember(query.adapter, query.sequence, key, parent)
-            each = Placed(query, next(self._orders), context, parent)
-            self._placed[query.query_id] = each
-            placed.append(each)
+            each = RoutedQuery(query, next(self._orders), context, parent)
+            self._routed[query.query_id] = each
+            routed.append(each)
             self.tokens_asked += max(1, context.length - (parent.length if parent else 0))
-        self._place(placed)
+        self._place(routed)
 
-    def take(self, replica: int, most: int) -> list[Placed]:
+    def take(self, replica: int, most: int) -> list[RoutedQuery]:
         """Return waiting queries of a replica, oldest first; they count as sent.
 
         If it has none, it gets some that wait for another one, where that ends sooner.
@@ -198,10 +198,10 @@ class Router:
         Returns:
             Whether the query was unanswered, and with that replica.
         """
-        each = self._placed.get(query_id)
+        each = self._routed.get(query_id)
         if each is None or (replica is not None and each.replica != replica):
             return False
-        del self._placed[query_id]
+        del self._routed[query_id]
         if each.replica < 0:
             del self._unassigned[query_id]
             return True
@@ -211,7 +211,7 @@ class Router:
 
     def sent_to(self, query_id: int) -> int | None:
         """The replica that is evaluating a query, None if it waits or is unknown."""
-        each = self._placed.get(query_id)
+        each = self._routed.get(query_id)
         return each.replica if each is not None and each.is_sent else None
 
     def waiting(self, replica: int) -> int:
@@ -224,11 +224,11 @@ class Router:
 
     def __len__(self) -> int:
         """Number of unanswered queries."""
-        return len(self._placed)
+        return len(self._routed)
 
     def query_ids(self) -> list[int]:
         """The unanswered queries, in the order in which they were asked."""
-        return [each.query.query_id for each in sorted(self._placed.values(), key=_order)]
+        return [each.query.query_id for each in sorted(self._routed.values(), key=_order)]
 
     # -- contexts ---------------------------------------------------------------------
 
@@ -311,17 +311,17 @@ class Router:
             self._drop(self._contexts.popitem(last=False)[1])
         return context
 
-    def _place(self, placed: list[Placed]) -> None:
+    def _place(self, routed: list[RoutedQuery]) -> None:
         if not self._work:
-            self._unassigned.update((each.query.query_id, each) for each in placed)
+            self._unassigned.update((each.query.query_id, each) for each in routed)
             return
-        groups: dict[int, dict[Context | None, list[Placed]]] = {}
-        for each in placed:
+        groups: dict[int, dict[Context | None, list[RoutedQuery]]] = {}
+        for each in routed:
             replica = self._preferred_replica(each.parent)
             self._put(each, replica)
             groups.setdefault(replica, {}).setdefault(each.parent, []).append(each)
         for replica in sorted(groups, key=lambda one: (-self._work[one], one)):
-            self._even_out(replica, groups[replica])
+            self._rebalance(replica, groups[replica])
 
     def _preferred_replica(self, parent: Context | None) -> int:
         """The holder of a context with the least work; else the replica with the least."""
@@ -351,8 +351,8 @@ class Router:
             heapq.heappop(self._least)
         return self._least[0][1]
 
-    def _even_out(
-        self, busy: int, groups: dict[Context | None, list[Placed]], *, now: bool = False
+    def _rebalance(
+        self, busy: int, groups: dict[Context | None, list[RoutedQuery]], *, now: bool = False
     ) -> None:
         """Move waiting queries of one replica to those with the least work.
 
@@ -391,7 +391,7 @@ class Router:
         difference: float,
         surplus: float,
         missing: int,
-        tail: list[Placed],
+        tail: list[RoutedQuery],
         sharing: int,
         *,
         now: bool,
@@ -412,14 +412,14 @@ class Router:
         if not queues:
             return
         busy = max(queues, key=lambda one: (self._work[one], -one))
-        groups: dict[Context | None, list[Placed]] = {}
+        groups: dict[Context | None, list[RoutedQuery]] = {}
         for each in self._waiting[busy].values():
             groups.setdefault(each.parent, []).append(each)
-        self._even_out(busy, groups, now=True)
+        self._rebalance(busy, groups, now=True)
 
     # -- bookkeeping ------------------------------------------------------------------
 
-    def _put(self, each: Placed, replica: int) -> None:
+    def _put(self, each: RoutedQuery, replica: int) -> None:
         parent, length = each.parent, each.context.length
         known = 0 if parent is None else parent.computed_by(replica)
         sampling = each.query.sampling
@@ -435,7 +435,7 @@ class Router:
         self._waiting[replica][each.query.query_id] = each
         self._set_work(replica, self._work[replica] + each.cost)
 
-    def _move(self, each: Placed, replica: int) -> None:
+    def _move(self, each: RoutedQuery, replica: int) -> None:
         self._set_work(each.replica, self._work[each.replica] - each.cost)
         del self._waiting[each.replica][each.query.query_id]
         each.context.replicas.pop(each.replica, None)
@@ -449,7 +449,7 @@ class Router:
         self._changed.add(replica)
 
 
-def _tail(group: list[Placed], surplus: float) -> list[Placed]:
+def _tail(group: list[RoutedQuery], surplus: float) -> list[RoutedQuery]:
     """The last queries of a group whose cost is at most `surplus`, one at least."""
     count, cost = 1, group[-1].cost
     while count < len(group) and cost + group[-count - 1].cost <= surplus:
@@ -462,5 +462,5 @@ def _missing(context: Context | None, replica: int) -> int:
     return 0 if context is None else context.length - context.computed_by(replica)
 
 
-def _order(placed: Placed) -> int:
-    return placed.order
+def _order(routed: RoutedQuery) -> int:
+    return routed.order

@@ -11,9 +11,10 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from genlm.plugin import GenlmError, ModelLoadError, find_backend
 from genlm_ray import cluster
-from genlm_ray.replica import ReplicaSpec, versions
+from genlm_ray.replica import ReplicaSpec, ServingLimits, version_of
 
 __all__ = [
+    "ServingLimits",
     "actors_of",
     "check_spec",
     "check_versions",
@@ -38,7 +39,9 @@ def serve(
     resources: cluster.Resources | None = None,
     address: str | None = None,
     max_restarts: int = -1,
+    limits: ServingLimits | None = None,
     driver_timeout_s: float = 60.0,
+    step_timeout_s: float = 3600.0,
     load_timeout_s: float = 1800.0,
     place_timeout_s: float = 60.0,
     ray_opts: Mapping[str, Any] | None = None,
@@ -52,28 +55,42 @@ def serve(
         replicas: Number of replicas.
         engine_opts: Options of that backend.
         resources: What a replica needs of the cluster, as for `RayEngine`.
-        address: Of the cluster; by default `RAY_ADDRESS` or the one of this machine.
+        address: Of the cluster; by default the one that this process has joined, or
+            `RAY_ADDRESS`.
         max_restarts: How often each replica is started again; -1 for no limit.
+        limits: What the programs that share a replica may use of it; by default
+            `ServingLimits()`.
         driver_timeout_s: Silence after which the requests of a program are dropped.
+        step_timeout_s: Longest step of its engine before a replica counts as hanging and ends
+            its process.
         load_timeout_s: How long replicas may take to load.
         place_timeout_s: How long to wait for resources of the cluster that are in use.
         ray_opts: Further arguments of `ray.init`; they count for the first connection of a
             process only.
 
     Raises:
-        ModelLoadError: The name exists, the cluster has not the resources, or the model cannot
-            be loaded; nothing is left.
+        ModelLoadError: No cluster was named, the name exists, the cluster has not the
+            resources, or the model cannot be loaded; nothing is left.
     """
     _check_name(name)
-    spec = ReplicaSpec(engine, model, dict(engine_opts or {}), name, replicas, driver_timeout_s)
+    spec = ReplicaSpec(
+        engine,
+        model,
+        dict(engine_opts or {}),
+        name,
+        replicas,
+        driver_timeout_s,
+        step_timeout_s,
+        limits or ServingLimits(),
+    )
     check_spec(spec)
-    cluster.connect(address, ray_opts or {}, may_start=False)
+    cluster.join(address, options=ray_opts)
     if name in _names() or cluster.reservations(name):
         raise ModelLoadError(
             f"asked to serve {name!r}, which this cluster serves already, or whose replicas "
             f"have died; choose another name, or end it: genlm serve --stop --name {name}"
         )
-    groups = cluster.place(
+    groups = cluster.reserve_resources(
         cluster.bundles_of(resources), replicas, name=name, timeout_s=place_timeout_s
     )
     actors: list[Any] = []
@@ -90,8 +107,12 @@ def serve(
 
 
 def served(address: str | None = None) -> list[dict[str, Any]]:
-    """Describe every replica that a cluster serves; `state` is `"up"` if it answered."""
-    cluster.connect(address, {}, may_start=False)
+    """Describe every replica that a cluster serves; `state` is `"up"` if it answered.
+
+    Raises:
+        ModelLoadError: No cluster was named.
+    """
+    cluster.join(address)
     found = []
     for name in _names():
         for index, actor in enumerate(_actors(name)):
@@ -109,9 +130,9 @@ def stop(name: str, address: str | None = None) -> int:
     Replicas that have died are counted too: their resources were still reserved.
 
     Raises:
-        ModelLoadError: The cluster serves no such model.
+        ModelLoadError: The cluster serves no such model, or none was named.
     """
-    cluster.connect(address, {}, may_start=False)
+    cluster.join(address)
     groups = cluster.reservations(name)
     actors = _actors(name) if groups else actors_of(name)
     for actor in actors:
@@ -142,14 +163,15 @@ def check_versions(actors: list[Any], timeout_s: float) -> None:
     Raises:
         ModelLoadError: They differ, or a replica cannot start.
     """
-    own = versions()
     for found in _ask_all(actors, "versions", timeout_s):
-        if found != own:
-            differ = ", ".join(
-                f"{name} {found.get(name)} there, {own[name]} here"
-                for name in own
-                if found.get(name) != own[name]
-            )
+        own = {name: version_of(name) for name in found}
+        differ = ", ".join(
+            f"{name} {found[name]} there, {own[name]} here"
+            for name in found
+            # A program that uses a served model need not have the plugin of its engine.
+            if own[name] is not None and own[name] != found[name]
+        )
+        if differ:
             raise ModelLoadError(
                 f"the replicas and this program have different versions: {differ}; install "
                 f"the same ones on every machine"

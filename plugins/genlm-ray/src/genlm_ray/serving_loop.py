@@ -7,6 +7,7 @@ ask for: the next query is that of the driver that was given the least so far.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import logging
 import threading
@@ -17,7 +18,12 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import Completion, Engine, Query, Reduced, reduce_rows
+from genlm.plugin import Completion, Engine, EvaluationError, Query
+from genlm_ray.client_reductions import (
+    ReductionThread,
+    has_client_code,
+    reduced_completions,
+)
 
 __all__ = ["ServingLoop"]
 
@@ -38,10 +44,17 @@ class _Driver:
         self.finished: list[Completion] = []
         self.on_finished = on_finished
         self.served = served  # tokens, as if it had always had its share
+        self.reducer: ReductionThread | None = None
+        self.with_own_code: set[int] = set()  # of those in the engine, until they are reduced
 
     @property
     def unanswered(self) -> int:
         return len(self.waiting) + len(self.in_engine)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it has a query for the engine, and few rows for its own reductions."""
+        return bool(self.waiting) and len(self.with_own_code) < SHARED_ROWS
 
 
 class ServingLoop:
@@ -50,12 +63,19 @@ class ServingLoop:
     Args:
         build: Makes the engine; called on that thread.
         on_death: Called on that thread with what ended it, if that was no `close`.
+        reduction_timeout_s: How long a driver's own reductions may take for a batch of rows.
     """
 
     def __init__(
-        self, build: Callable[[], Engine], on_death: Callable[[BaseException], None]
+        self,
+        build: Callable[[], Engine],
+        on_death: Callable[[BaseException], None],
+        *,
+        reduction_timeout_s: float = 3600.0,
     ) -> None:
         self.built: concurrent.futures.Future[Engine] = concurrent.futures.Future()
+        self.built.set_running_or_notify_cancel()  # a driver that leaves must not cancel it
+        self._reduction_timeout_s = reduction_timeout_s
         self._changed = threading.Condition()
         self._drivers: dict[str, _Driver] = {}
         self._calls: deque[tuple[Callable[[Engine], Any], concurrent.futures.Future[Any]]]
@@ -99,6 +119,8 @@ class ServingLoop:
             if driver is not None:
                 self._aborts.extend(driver.in_engine)
                 self._changed.notify()
+                if driver.reducer is not None:
+                    driver.reducer.close()
 
     def submit(self, name: str, queries: Sequence[Query]) -> None:
         """Queue the queries of a driver; ids are the driver's."""
@@ -121,6 +143,7 @@ class ServingLoop:
             of_engine = [mine for mine, theirs in driver.in_engine.items() if theirs in dropped]
             for query_id in of_engine:
                 del driver.in_engine[query_id]
+            driver.with_own_code.difference_update(of_engine)
             self._aborts.extend(of_engine)
             self._changed.notify()
             is_answered = not driver.unanswered
@@ -133,12 +156,44 @@ class ServingLoop:
             self._released.append((adapter, key))
             self._changed.notify()
 
-    def take_finished(self, name: str) -> tuple[list[Completion], int]:
+    def finished(self, name: str) -> tuple[list[Completion], int]:
         """Return a driver's completions, and how many queries it still waits for."""
         with self._changed:
             driver = self._drivers[name]
-            finished, driver.finished = driver.finished, []
-            return finished, driver.unanswered
+            return list(driver.finished), driver.unanswered
+
+    def discard_finished(self, name: str, count: int) -> None:
+        """Forget the first completions of a driver, which were packed."""
+        with self._changed:
+            del self._drivers[name].finished[:count]
+
+    def pending(self, name: str) -> int:
+        """How many queries of a driver are unanswered, or their answers not fetched."""
+        with self._changed:
+            driver = self._drivers[name]
+            return driver.unanswered + len(driver.finished)
+
+    def fail_overdue_reductions(self) -> None:
+        """Fail the queries of drivers whose own reductions take too long."""
+        with self._changed:
+            overdue = [each for each in self._drivers.values() if self._is_overdue(each)]
+            for driver in overdue:
+                for query_id in sorted(driver.with_own_code):
+                    theirs = driver.in_engine.pop(query_id)
+                    driver.finished.append(Completion(theirs, error=self._overdue_error()))
+                driver.with_own_code.clear()
+        for driver in overdue:
+            driver.on_finished()
+
+    def _is_overdue(self, driver: _Driver) -> bool:
+        reducer = driver.reducer
+        return reducer is not None and reducer.seconds > self._reduction_timeout_s
+
+    def _overdue_error(self) -> EvaluationError:
+        return EvaluationError(
+            f"a reduction of this program has run for more than {self._reduction_timeout_s:g} "
+            f"s in a replica; until it returns, no other reduction of its own is computed there"
+        )
 
     def call(self, function: Callable[[Engine], Any]) -> concurrent.futures.Future[Any]:
         """Call a function on the engine's thread between two steps."""
@@ -181,7 +236,7 @@ class ServingLoop:
             while not (
                 self._closed or self._calls or self._aborts or self._released or self._owners
             ):
-                if any(driver.waiting for driver in self._drivers.values()):
+                if any(driver.can_continue for driver in self._drivers.values()):
                     break
                 self._changed.wait()
             return not self._closed
@@ -194,10 +249,14 @@ class ServingLoop:
             self._remove(query_id)
             engine.abort(query_id)
         for function, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
-                future.set_result(function(engine))
+                result = function(engine)
             except Exception as error:  # noqa: BLE001 - raised where it is awaited
                 future.set_exception(error)
+            else:
+                future.set_result(result)
         finished = self._submit(engine)
         self._release(engine)  # after the submissions, which may use what is released
         if self._owners:
@@ -223,16 +282,30 @@ class ServingLoop:
         for name, query in chosen:
             query_id = query.query_id
             try:
-                engine.submit(query)
+                engine.submit(self._for_engine(name, query))
             except Exception as error:  # noqa: BLE001 - it fails this query alone
                 refused.append(Completion(query_id, error=error))
             self._owners[query_id] = (name, query)
             self._rows += query.sampling is None
         return refused
 
+    def _for_engine(self, name: str, query: Query) -> Query:
+        """Ask for the row only, where a reduction is the driver's own code.
+
+        Raises:
+            EvaluationError: Reductions of the driver take too long.
+        """
+        if not has_client_code(query):
+            return query
+        with self._changed:
+            driver = self._drivers.get(name)
+            if driver is not None and self._is_overdue(driver):
+                raise self._overdue_error()
+        return query.replace(outputs=_ROW_ONLY)
+
     def _chosen(self) -> list[tuple[str, Query]]:
         """Choose queries in fair shares, renamed to ids that are unique in the engine."""
-        asking = {name: one for name, one in self._drivers.items() if one.waiting}
+        asking = {name: one for name, one in self._drivers.items() if one.can_continue}
         busy = [name for name, one in self._drivers.items() if one.unanswered]
         room = SHARED_ROWS - self._rows if len(busy) > 1 else None
         chosen: list[tuple[str, Query]] = []
@@ -244,7 +317,9 @@ class ServingLoop:
             driver.in_engine[query_id] = query.query_id
             driver.served += _share(query)
             chosen.append((name, query.replace(query_id=query_id)))
-            if not driver.waiting:
+            if has_client_code(query):
+                driver.with_own_code.add(query_id)
+            if not driver.can_continue:
                 del asking[name]
         return chosen
 
@@ -262,46 +337,69 @@ class ServingLoop:
 
     def _reduced(self, completions: list[Completion]) -> list[Completion]:
         """Reduce rows of which something else is wanted, for engines that do not."""
-        places = [
-            place
-            for place, (query_id, result, _) in enumerate(completions)
-            if isinstance(result, torch.Tensor)
-            and query_id in self._owners
-            and self._owners[query_id][1].outputs != _ROW_ONLY
-        ]
-        if places:
-            rows: list[Any] = [completions[place].result for place in places]
-            wanted = [self._owners[completions[i].query_id][1].outputs for i in places]
-            results = reduce_rows(torch.stack(rows), wanted)
-            for place, result in zip(places, results, strict=True):
-                query_id = completions[place].query_id
-                completions[place] = (
-                    Completion(query_id, result)
-                    if isinstance(result, Reduced)
-                    else Completion(query_id, error=result)
-                )
+        places = []
+        members = []
+        for place, (query_id, result, _) in enumerate(completions):
+            _, query = self._owners.get(query_id, (None, None))
+            if query is None or query.outputs == _ROW_ONLY or has_client_code(query):
+                continue
+            if isinstance(result, torch.Tensor):
+                places.append(place)
+                members.append((query, result))
+        if members:
+            for place, reduced in zip(places, reduced_completions(members), strict=True):
+                completions[place] = reduced
         return completions
 
     def _deliver(self, finished: list[Completion]) -> None:
-        woken: dict[str, _Driver] = {}
+        """Pass on what the engine has finished, rows for a driver's own code to its thread."""
+        answered: dict[str, list[Completion]] = {}
+        to_reduce: dict[str, list[tuple[Query, torch.Tensor]]] = {}
+        for completion in finished:
+            name, query = self._remove(completion.query_id)
+            if query is None:
+                continue
+            row = completion.result
+            if isinstance(row, torch.Tensor) and has_client_code(query):
+                to_reduce.setdefault(name, []).append((query, row))
+            else:
+                answered.setdefault(name, []).append(completion)
+        for name, members in to_reduce.items():
+            self._reduce_apart(name, members)
+        for name, completions in answered.items():
+            self._answer(name, completions)
+
+    def _reduce_apart(self, name: str, members: list[tuple[Query, torch.Tensor]]) -> None:
         with self._changed:
-            for completion in finished:
-                name = self._remove(completion.query_id)
-                driver = None if name is None else self._drivers.get(name)
-                if name is None or driver is None:
-                    continue
+            driver = self._drivers.get(name)
+            if driver is None:
+                return
+            members = [each for each in members if each[0].query_id in driver.in_engine]
+            if not members:  # all were aborted
+                return
+            if driver.reducer is None:
+                driver.reducer = ReductionThread(functools.partial(self._answer, name))
+            driver.reducer.submit(members)
+
+    def _answer(self, name: str, completions: Sequence[Completion]) -> None:
+        """Hand completions, by the engine's ids, to their driver."""
+        with self._changed:
+            driver = self._drivers.get(name)
+            if driver is None:
+                return
+            for completion in completions:
+                driver.with_own_code.discard(completion.query_id)
                 query_id = driver.in_engine.pop(completion.query_id, None)
                 if query_id is not None:
                     driver.finished.append(completion._replace(query_id=query_id))
-                    woken[name] = driver
-        for driver in woken.values():
-            driver.on_finished()
+            self._changed.notify()  # the engine may wait for the driver's reductions
+        driver.on_finished()
 
-    def _remove(self, query_id: int) -> str | None:
-        name, query = self._owners.pop(query_id, (None, None))
+    def _remove(self, query_id: int) -> tuple[str, Query | None]:
+        name, query = self._owners.pop(query_id, ("", None))
         if query is not None:
             self._rows -= query.sampling is None
-        return name
+        return name, query
 
 
 def _share(query: Query) -> float:

@@ -29,15 +29,15 @@ from genlm.plugin import (
     Reduction,
     TokenSequence,
 )
-from genlm_ray.router import Placed
+from genlm_ray.router import RoutedQuery
 
 __all__ = [
-    "Answers",
-    "Questions",
+    "ReplicaRequest",
+    "ReplicaResponse",
     "Sequences",
     "completions",
-    "packed_answers",
     "packed_queries",
+    "packed_response",
     "picklable_error",
 ]
 
@@ -53,7 +53,7 @@ _PLAIN = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
 _RESULT, _ERROR = -1, -2
 
 
-class _Asked(NamedTuple):
+class _QueryColumns(NamedTuple):
     """The queries of a message, by column: few objects are faster to pickle than many.
 
     Attributes:
@@ -76,14 +76,14 @@ class _Asked(NamedTuple):
 _NO_OTHERS: tuple[None, None, tuple[int, ...]] = (None, None, ())
 
 
-class _Finished(NamedTuple):
+class _CompletionColumns(NamedTuple):
     """The completions of a message, by column.
 
     Attributes:
         query_ids: Of each completion.
         counts: How many of the values are its: the number of those of a `Reduced`, `_RESULT`
             or `_ERROR` for one that is the result or the error itself.
-        rows: The places of rows among the values, in the order of `Answers.rows`.
+        rows: The places of rows among the values, in the order of `ReplicaResponse.rows`.
         length: Number of values.
     """
 
@@ -107,27 +107,29 @@ class _Refused(Reduction):
 
 
 @dataclass
-class Questions:
+class ReplicaRequest:
     """A message to a replica.
 
     Attributes:
-        queries: Pickled `_Asked`, as a tuple.
+        queries: Pickled `_QueryColumns`, as a tuple.
         outputs: Those of the queries, one after the other.
+        count: Number of queries.
         aborted: Ids of queries to drop.
         forgotten: Numbers of sequences that are not named again.
     """
 
     queries: bytes = b""
     outputs: _Column = field(default_factory=list)
+    count: int = 0
     aborted: list[int] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
 
 
-class Answers(NamedTuple):
+class ReplicaResponse(NamedTuple):
     """A message from a replica.
 
     Attributes:
-        finished: Pickled `_Finished`, as a tuple.
+        finished: Pickled `_CompletionColumns`, as a tuple.
         values: Those of the completions, one after the other, without rows.
         rows: Shape `(n, vocab_size)`, float32.
         statistics: The engine's.
@@ -139,15 +141,15 @@ class Answers(NamedTuple):
     statistics: dict[str, Any]
 
 
-def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, _Column]:
+def packed_queries(routed: Sequence[RoutedQuery], replica: int) -> ReplicaRequest:
     """Pack queries for a replica, which then knows their sequences by number."""
-    asked = _Asked([], [], [], [], [], {})
+    asked = _QueryColumns([], [], [], [], [], {})
     packed: _Column = []
-    outputs = [each.query.outputs for each in placed]
+    outputs = [each.query.outputs for each in routed]
     if any(each != _ROW_ONLY for each in outputs):
         asked.counts.extend(map(len, outputs))
         packed = _packed([output for each in outputs for output in each], _not_sent)
-    for place, each in enumerate(placed):
+    for place, each in enumerate(routed):
         query, context, parent = each.query, each.context, each.parent
         known, begin = -1, 0
         if replica in context.sent:
@@ -164,7 +166,8 @@ def packed_queries(placed: Sequence[Placed], replica: int) -> tuple[bytes, _Colu
         others = (query.adapter, query.sampling, query.targets)
         if others != _NO_OTHERS:
             asked.others[place] = others
-    return pickle.dumps(tuple(asked), pickle.HIGHEST_PROTOCOL), packed
+    columns = pickle.dumps(tuple(asked), pickle.HIGHEST_PROTOCOL)
+    return ReplicaRequest(columns, packed, len(routed))
 
 
 class Sequences:
@@ -176,7 +179,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._known)
 
-    def queries(self, message: Questions) -> list[Query]:
+    def queries(self, message: ReplicaRequest) -> list[Query]:
         """Unpack the queries.
 
         Raises:
@@ -184,7 +187,7 @@ class Sequences:
         """
         if not message.queries:
             return []
-        asked = _Asked(*pickle.loads(message.queries))  # noqa: S301 - Ray pickles all it sends
+        asked = _QueryColumns(*pickle.loads(message.queries))  # noqa: S301 - Ray pickles all it sends
         outputs: list[Any] = [_ROW_ONLY] * len(asked.query_ids)
         if asked.counts:
             flat = iter(_unpacked(message.outputs, sum(asked.counts), _not_received))
@@ -214,10 +217,36 @@ class Sequences:
         return sequence
 
 
-def packed_answers(
+def packed_response(
     finished: Sequence[Completion], statistics: dict[str, Any], vocab_size: int
-) -> Answers:
-    """Pack completions: rows into one array, the rest by class."""
+) -> ReplicaResponse:
+    """Pack completions: rows into one array, the rest by class.
+
+    A completion that cannot be packed becomes an `EvaluationError`.
+    """
+    try:
+        return _packed_response(finished, statistics, vocab_size)
+    except Exception:  # noqa: BLE001 - whatever torch raises; it must not cost the others
+        packable = [_packable(each, vocab_size) for each in finished]
+        return _packed_response(packable, statistics, vocab_size)
+
+
+def _packable(completion: Completion, vocab_size: int) -> Completion:
+    try:
+        _packed_response([completion], {}, vocab_size)
+    except Exception as error:  # noqa: BLE001 - as above
+        cause = EvaluationError(
+            f"the result cannot be sent from the replica: packing it raised "
+            f"{type(error).__name__}"
+        )
+        cause.__cause__ = error
+        return Completion(completion.query_id, error=cause)
+    return completion
+
+
+def _packed_response(
+    finished: Sequence[Completion], statistics: dict[str, Any], vocab_size: int
+) -> ReplicaResponse:
     rows: list[torch.Tensor] = []
     values: list[Any] = []
     packed_rows: list[int] = []
@@ -248,19 +277,21 @@ def packed_answers(
     stacked: _Rows | None = None
     if rows:
         stacked = torch.stack([row.detach() for row in rows]).cpu().numpy()
-    packed = _Finished([each.query_id for each in finished], counts, packed_rows, len(values))
+    packed = _CompletionColumns(
+        [each.query_id for each in finished], counts, packed_rows, len(values)
+    )
     index = pickle.dumps(tuple(packed), pickle.HIGHEST_PROTOCOL)
-    return Answers(index, _packed(values, _not_returned), stacked, statistics)
+    return ReplicaResponse(index, _packed(values, _not_returned), stacked, statistics)
 
 
-def completions(answers: Answers) -> list[Completion]:
+def completions(response: ReplicaResponse) -> list[Completion]:
     """Unpack completions; each row is a copy, which its receiver owns."""
-    packed = _Finished(*pickle.loads(answers.finished))  # noqa: S301
-    values, begin = _unpacked(answers.values, packed.length, _not_read), 0
+    packed = _CompletionColumns(*pickle.loads(response.finished))  # noqa: S301
+    values, begin = _unpacked(response.values, packed.length, _not_read), 0
     for index, place in enumerate(packed.rows):
-        assert answers.rows is not None  # noqa: S101 - there are rows
-        values[place] = row = torch.empty(answers.rows.shape[1])
-        row.numpy()[:] = answers.rows[index]
+        assert response.rows is not None  # noqa: S101 - there are rows
+        values[place] = row = torch.empty(response.rows.shape[1])
+        row.numpy()[:] = response.rows[index]
     found = []
     for query_id, count in zip(packed.query_ids, packed.counts, strict=True):
         if count >= 0:

@@ -47,6 +47,7 @@ from genlm_sgl.loading import (
     environment,
     load_error,
     mapping_of,
+    runs_on_cpu,
     shown,
 )
 from genlm_sgl.process_state import QuietLogger, quiet
@@ -148,7 +149,7 @@ class SGLEngine:
     ) -> None:
         source = model_source(model)
         loading_stage("starting SGLang: weights, memory, kernels")
-        cpu = wanted.get("device") == "cpu" or not torch.cuda.is_available()
+        cpu = runs_on_cpu(wanted)
         variables = environment(cpu=cpu)
         with preserve_process_state(**variables), quiet(), cpu_shim.stub_packages():
             known = server_options()

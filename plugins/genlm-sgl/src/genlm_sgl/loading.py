@@ -21,11 +21,21 @@ __all__ = [
     "environment",
     "load_error",
     "mapping_of",
+    "runs_on_cpu",
     "shown",
 ]
 
-_ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes")
+_ONE_PROCESS = ("tp_size", "dp_size", "pp_size", "ep_size", "attn_cp_size", "nnodes")
 _MODEL_NAMES = ("model_path", "model", "base_gpu_id")
+
+_REFUSED = {
+    "speculative_algorithm": "its passes compute several tokens of a request, and draw them",
+    "dllm_algorithm": "a diffusion model has no row after each prefix",
+    "disaggregation_mode": "requests would wait for another server",
+    "is_embedding": "an embedding model computes no logits",
+    "skip_tokenizer_init": "the tokenizer's ids define the rows",
+}
+"""Options and why they are refused, unless they have no effect."""
 
 _LORA_RANK = 16
 
@@ -50,14 +60,20 @@ def environment(*, cpu: bool) -> dict[str, str]:
     return {"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {}
 
 
+def runs_on_cpu(options: Mapping[str, Any]) -> bool:
+    """Whether SGLang is to compute on the CPU: if it must, or has no accelerator."""
+    return options.get("device") == "cpu" or not torch.accelerator.is_available()
+
+
 def default_options(*, cpu: bool) -> dict[str, Any]:
     """Return the default arguments of `ServerArgs`.
 
-    Features of SGLang's server are off. On a CPU, SGLang has no overlap, no graphs, and only
-    its plain torch kernels.
+    Features of SGLang's server are off. Overlap would have a row wait for an iteration in which
+    nothing runs. On a CPU, SGLang has no graphs, and only its plain torch kernels.
     """
     options = {
         "disable_cuda_graph": cpu,
+        "disable_overlap_schedule": True,
         "grammar_backend": "none",
         "log_level": "error",
         "lora_strict_loading": True,
@@ -71,7 +87,6 @@ def default_options(*, cpu: bool) -> dict[str, Any]:
             "lora_backend": "torch_native",
             "attention_backend": "torch_native",
             "device": "cpu",
-            "disable_overlap_schedule": True,
             "dtype": "float32",
             "enable_mixed_chunk": True,  # one pass for contexts that continue and new ones
             # `max_total_tokens` sizes the cache. SGLang would shrink it, or refuse to start,
@@ -101,8 +116,8 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     """Return a copy of the caller's options.
 
     Raises:
-        ValueError: An option that the engine sets itself, that needs other processes, or an
-            unknown dtype.
+        ValueError: An option that the engine sets itself, that needs other processes or would
+            make rows wrong, or an unknown dtype.
         TypeError: An option that SGLang does not have.
     """
     for name in _ONE_PROCESS:
@@ -118,6 +133,9 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
                 f"engine_opts[{name!r}]: the model is load_model's first argument, the GPU "
                 f"its gpu_id"
             )
+    for name, reason in _REFUSED.items():
+        if options.get(name) not in {None, False, "null"}:
+            raise ValueError(f"engine_opts[{name!r}]={options[name]!r}: {reason}; leave it out")
     if options.get("lora_paths"):
         raise ValueError(
             "engine_opts['lora_paths']: pass enable_lora=True instead, and load each adapter "

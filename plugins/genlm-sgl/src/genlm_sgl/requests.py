@@ -63,8 +63,12 @@ class _PassRows:
             self._rows = rows_from_logits(logits, vocabulary)
 
     def take(self, place: int) -> Any:
-        """Return what one query asks for, or the error of its row."""
+        """Return what one query asks for, or the error of its row.
+
+        It is computed on the current stream, after `Request.computed`.
+        """
         if self._rows is not None:
+            _read_on_current_stream(self._rows)
             with torch.no_grad():
                 self._results = self._computed(self._rows)
             self._rows = None
@@ -97,6 +101,8 @@ class Request:
         scores: Its scores, if it has targets.
         answer: Returns the answer to a query for a row; set once the forward pass over its
             last token has run.
+        computed: Event after what was computed for it last, on a stream of SGLang's; None on a
+            CPU.
         seed: Seed of its continuation.
         invalid: For each drawn token, whether its row was not a distribution; scalars on the
             engine's device, read when the continuation finishes.
@@ -107,6 +113,7 @@ class Request:
     order: int
     scores: TextScores | None = None
     answer: Callable[[], Any] | None = None
+    computed: Any = None  # torch.Event
     seed: int = field(init=False)
     invalid: list[torch.Tensor] = field(default_factory=list)
 
@@ -114,6 +121,11 @@ class Request:
         if self.query.sampling is not None:
             seed = self.query.sampling.seed
             self.seed = secrets.randbits(63) if seed is None else seed
+
+    def wait(self) -> None:
+        """Have the current stream wait for what was computed for the query."""
+        if self.computed is not None:
+            self.computed.wait()
 
 
 class Requests:
@@ -168,6 +180,7 @@ class Requests:
         if request is None or request.answer is None:
             return None
         del self._by_rid[rid], self._rids[request.query.query_id]
+        request.wait()
         return _answered(request.query, request.answer)
 
     def drop(self, query_id: int) -> str | None:
@@ -211,8 +224,10 @@ class Requests:
                 logits = logits[[j for j, _ in wanted]]
             outputs = [request.query.outputs for _, request in wanted]
             computed = _PassRows(logits, self._vocabulary, outputs)
+        event = _event(logits)
         for place, (_, request) in enumerate(wanted):
             request.answer = functools.partial(computed.take, place)
+            request.computed = event
         self.rows_made += len(wanted)
 
     def on_hidden_states(
@@ -224,21 +239,27 @@ class Requests:
         compute_logits: ComputeLogits,
     ) -> None:
         """Score the targets that follow tokens of this pass."""
-        spans = []
+        spans: list[Span] = []
+        scoring: list[Request] = []
         row = 0
         for rid, begin, length in zip(rids, begins, lengths, strict=True):
             request = self._by_rid.get(rid)
-            scores = None if request is None else request.scores
-            if scores is not None and (targets := scores.wanted(begin, length)):
-                place = row + scores.position(targets.start) - begin
-                spans.append(Span(scores, targets, place))
+            if request is not None and request.scores is not None:
+                scores = request.scores
+                if targets := scores.wanted(begin, length):
+                    place = row + scores.position(targets.start) - begin
+                    spans.append(Span(scores, targets, place))
+                    scoring.append(request)
             row += length
         if spans:
-            if row != len(states):
+            if row > len(states):  # the graph of a pass may compute more, after these
                 raise EvaluationError(
                     f"SGLang computed {len(states)} hidden states in a pass over {row} tokens"
                 )
             score_spans(spans, states, compute_logits, self._vocabulary.size)
+            event = _event(states)
+            for each in scoring:
+                each.computed = event
             self.targets_scored += sum(len(each.targets) for each in spans)
 
     def draw(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> torch.Tensor:
@@ -261,8 +282,10 @@ class Requests:
             # vocabulary, and would make the whole next forward pass fail.
             invalid = rows[:, 0].isnan()
             drawn[list(places)] = tokens.masked_fill(invalid, 0)
+            event = _event(invalid)
             for request, flag in zip(requests, invalid.unbind(), strict=True):
                 request.invalid.append(flag)
+                request.computed = event
         self.tokens_drawn += len(drawing)
         return drawn
 
@@ -279,12 +302,30 @@ class Requests:
         return completions
 
 
+def _event(computed: torch.Tensor) -> Any:
+    """Return an event of the current stream after what it has computed; None on a CPU."""
+    if computed.device.type == "cpu":
+        return None
+    event: Any = torch.get_device_module(computed.device).Event()
+    event.record()
+    return event
+
+
+def _read_on_current_stream(*computed: torch.Tensor) -> None:
+    """Have the memory of what SGLang's stream computed not be used again before it was read."""
+    for each in computed:
+        if each.device.type != "cpu":
+            each.record_stream(torch.get_device_module(each.device).current_stream())
+
+
 def _completion(request: Request, finished: FinishedRequest) -> Completion:
     query = request.query
     if finished.abort_reason is not None:
         length = len(query)
         message = f"SGLang aborted a request of {length} tokens: {finished.abort_reason}"
         return Completion(query.query_id, error=EvaluationError(message))
+    request.wait()
+    _read_on_current_stream(*request.invalid)
     if request.invalid and bool(torch.stack(request.invalid).any()):
         message = (
             f"SGLang computed a row that is not a distribution in the continuation of a prompt "

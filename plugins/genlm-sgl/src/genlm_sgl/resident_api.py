@@ -30,8 +30,6 @@ _UNTESTED = {
     "enable_lora_overlap_loading": "enable_lora_overlap_loading",
     "enable_pdmux": "enable_pdmux",
     "enable_priority_preemption": "enable_priority_preemption",
-    "decode_offload_manager": "disaggregation",
-    "dllm_config": "a diffusion model",
 }
 """Attributes of the scheduler that are set where requests that stay were not tested."""
 
@@ -44,10 +42,6 @@ _UNTESTED_MODELS = {
 
 def obstacle_to_stay(scheduler: Any) -> str | None:
     """Return why requests cannot stay in this scheduler; None if they can."""
-    if not scheduler.spec_algorithm.is_none():
-        return "speculative decoding"
-    if str(scheduler.disaggregation_mode.value) != "null":
-        return "disaggregation"
     for place, names in ((scheduler, _UNTESTED), (scheduler.model_config, _UNTESTED_MODELS)):
         for name, reason in names.items():
             if getattr(place, name, None):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from genlm.plugin import EvaluationError
 from genlm_sgl.cpu_shim import Unpinned
 from genlm_sgl.decode_kernel import use_decode_kernel
 from genlm_sgl.lifecycle import (
@@ -338,7 +339,8 @@ class SchedulerApi:
                 processed, progressed = [], bool(batch)
                 if batch:
                     processed = list(batch.reqs)  # row j of the logits belongs to the j-th
-                    result = self._run(batch, processed)
+                    with self._running(processed):
+                        result = scheduler.run_batch(batch)
                     scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
         finished = _finished(processed) + self._aborted
@@ -356,10 +358,12 @@ class SchedulerApi:
         scheduler.cur_batch_for_debug = plan.batch_to_run
         return plan.batch_to_run
 
-    def _run(self, batch: Any, reqs: list[Any]) -> Any:
+    @contextlib.contextmanager
+    def _running(self, reqs: list[Any]) -> Iterator[None]:
+        """Have the hooks know whose the rows of a pass are."""
         self._reqs = reqs
         try:
-            return self._scheduler.run_batch(batch)
+            yield
         finally:
             self._reqs = []
 
@@ -372,15 +376,17 @@ class SchedulerApi:
         if sequential:
             processed += self._process_oldest()
         result = None
+        reqs = list(batch.reqs) if batch else []
         if batch:
-            reqs = list(batch.reqs)
-            result = self._run(batch, reqs)
+            with self._running(reqs):
+                result = scheduler.run_batch(batch)
             scheduler._apply_war_barrier()  # noqa: SLF001 - as SGLang's own loop
             scheduler.result_queue.append((batch.copy(), result))
             self._pending.append(reqs)
         if last and not sequential:
             processed += self._process_oldest()
-        scheduler.launch_batch_sample_if_needed(result, batch)
+        with self._running(reqs):  # it may draw now what `run_batch` has not drawn
+            scheduler.launch_batch_sample_if_needed(result, batch)
         return processed, bool(batch or last)
 
     def _process_oldest(self) -> list[Any]:
@@ -443,8 +449,9 @@ class SchedulerApi:
         """The torch modes and the stream in which SGLang's model code runs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode())
-            if "cuda" in self.device:
-                stack.enter_context(torch.cuda.stream(self._scheduler.schedule_stream))
+            if self.device != "cpu":
+                stream = self._scheduler.schedule_stream
+                stack.enter_context(torch.get_device_module(self.device).stream(stream))
             if self._unpinned:
                 stack.enter_context(Unpinned())
             yield
@@ -491,6 +498,11 @@ class SchedulerApi:
         def read(forward_batch: Any, states: torch.Tensor, compute: ComputeLogits) -> None:
             if not self._reqs:
                 return
+            if len(states) != len(forward_batch.input_ids):
+                raise EvaluationError(
+                    f"SGLang computed {len(states)} hidden states of "
+                    f"{len(forward_batch.input_ids)} tokens"
+                )
             rids, ends = self._rows(forward_batch)
             lengths = forward_batch.extend_seq_lens_cpu
             begins = [end - length for end, length in zip(ends, lengths, strict=True)]

@@ -24,15 +24,15 @@ ReadStates = Callable[[Any, torch.Tensor, ComputeLogits], None]
 def obstacle_to_score(scheduler: Any) -> str | None:
     """Return why hidden states cannot be read, or their logits would be wrong; else None."""
     runner = scheduler.tp_worker.model_runner
-    if not scheduler.spec_algorithm.is_none():
-        return "speculative decoding"
-    if scheduler.dllm_config is not None:
-        return "a diffusion model"
     if getattr(runner.lora_manager, "lm_head_module", None) is not None:
         return "adapters of lm_head"  # SGLang knows whose they are for one row of each request
-    if type(runner.prefill_cuda_graph_runner).__name__ not in {"NoneType", "EagerRunner"}:
-        return "graphs of prefills"  # run no code of Python
-    return None
+    graphs = runner.prefill_cuda_graph_runner
+    if type(graphs).__name__ in {"NoneType", "EagerRunner"}:
+        return None
+    # Most, such as those that are SGLang's default on CUDA, end before the logits.
+    if getattr(graphs, "_uses_eager_prefill_tail", lambda: False)():
+        return None
+    return "graphs of prefills"  # run no code of Python
 
 
 def read_hidden_states(model: Any, read: ReadStates) -> Any:

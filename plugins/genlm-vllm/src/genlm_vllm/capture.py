@@ -140,22 +140,20 @@ class Capture(_Runner1, _Runner2):  # type: ignore[misc]
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Store rows and draw tokens; return the logits, changed where tokens were drawn."""
-        whole: list[tuple[CaptureRow, int]] = []
-        reduced: list[tuple[CaptureRow, int]] = []
-        draws, drawing = [], []
+        rows: list[tuple[CaptureRow, int]] = []
+        draws: list[tuple[DrawToken, int, int]] = []
         for index, request, drawn in self._in_batch(logits.shape[0], ctx):
             if isinstance(request, DrawToken):
-                draws.append((request, drawn))
-                drawing.append(index)
+                draws.append((request, index, drawn))
             elif drawn == 0:
                 # Later chunks of a prompt replace the row of earlier ones.
-                (whole if request.outputs is None else reduced).append((request, index))
-        if ROW_BUFFER.active and (whole or reduced):
+                rows.append((request, index))
+        if ROW_BUFFER.active and rows:
             # vLLM computes in inference mode, whose tensors cannot be changed outside.
             with torch.inference_mode(False), torch.no_grad():
-                _store(logits, whole, reduced)
+                _store(logits, rows)
         if draws:
-            _draw(logits, drawing, draws)
+            _draw(logits, draws)
         return logits
 
     def _in_batch(self, count: int, ctx: Any) -> Iterator[tuple[int, CaptureRequest, int]]:
@@ -175,22 +173,13 @@ class Capture(_Runner1, _Runner2):  # type: ignore[misc]
                     yield row, request, 0
 
 
-def _store(
-    logits: torch.Tensor,
-    whole: list[tuple[CaptureRow, int]],
-    reduced: list[tuple[CaptureRow, int]],
-) -> None:
-    """Store the rows that are asked for, and those of which something else is asked."""
-    if whole:
-        rows = _rows(logits, [index for _, index in whole])
-        ROW_BUFFER.put([request.key for request, _ in whole], rows)
-    if reduced:
-        keys = [request.key for request, _ in reduced]
-        indices, wanted = [i for _, i in reduced], [request.wanted for request, _ in reduced]
-        if logits.device.type == "cpu":
-            ROW_BUFFER.put_reduced(keys, _selected(logits, indices), wanted)
-        else:
-            ROW_BUFFER.put_batch(keys, _rows(logits, indices), wanted)
+def _store(logits: torch.Tensor, rows: list[tuple[CaptureRow, int]]) -> None:
+    keys = [request.key for request, _ in rows]
+    try:
+        outputs = [None if each.outputs is None else each.wanted for each, _ in rows]
+        ROW_BUFFER.put(keys, _selected(logits, [index for _, index in rows]), outputs)
+    except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
+        ROW_BUFFER.fail(keys, error)
 
 
 def _selected(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
@@ -199,19 +188,20 @@ def _selected(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
     return logits
 
 
-def _rows(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    return rows_from_logits(_selected(logits, indices), cast("Vocabulary", ROW_BUFFER.ids))
-
-
-def _draw(logits: torch.Tensor, indices: list[int], draws: list[tuple[DrawToken, int]]) -> None:
-    index = torch.tensor(indices, device=logits.device)
-    rows = rows_from_logits(logits[index], cast("Vocabulary", ROW_BUFFER.ids))
-    temperatures = [draw.temperature for draw, _ in draws]
-    tokens = draw_tokens(rows, temperatures, [stream_uniform(d.seed, k) for d, k in draws])
-    # A row that is not a distribution is NaN everywhere; its draw may be any id.
-    invalid = rows[:, 0].isnan()
-    tokens.masked_fill_(invalid, 0)
-    if ROW_BUFFER.active:
-        ROW_BUFFER.put_draws([draw.key for draw, _ in draws], invalid)
-    logits.index_fill_(0, index, float("-inf"))
-    logits[index, tokens] = 0.0
+def _draw(logits: torch.Tensor, draws: list[tuple[DrawToken, int, int]]) -> None:
+    try:
+        index = torch.tensor([row for _, row, _ in draws], device=logits.device)
+        rows = rows_from_logits(logits[index], cast("Vocabulary", ROW_BUFFER.ids))
+        uniforms = [stream_uniform(plan.seed, drawn) for plan, _, drawn in draws]
+        tokens = draw_tokens(rows, [plan.temperature for plan, _, _ in draws], uniforms)
+        # A row that is not a distribution is NaN everywhere; its draw may be any id.
+        invalid = rows[:, 0].isnan()
+        tokens.masked_fill_(invalid, 0)
+        if ROW_BUFFER.active:
+            ROW_BUFFER.put_draws([plan.key for plan, _, _ in draws], invalid)
+        logits.index_fill_(0, index, float("-inf"))
+        logits[index, tokens] = 0.0
+    except Exception as error:
+        if not ROW_BUFFER.alone:  # other ranks go on with the tokens that they drew
+            raise
+        ROW_BUFFER.fail([plan.key for plan, _, _ in draws], error)

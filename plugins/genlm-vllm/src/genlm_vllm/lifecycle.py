@@ -58,7 +58,7 @@ def load_vllm(
     loading_stage("starting vLLM: weights, memory, kernels")
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(failures is not None))}
     if failures is not None:
-        variables[VARIABLE] = str(failures.path)
+        variables[VARIABLE] = failures.path
         if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
             variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     with preserve_process_state(**variables, **quiet()), warnings.catch_warnings():
@@ -93,7 +93,8 @@ def _built(
 
     def configured(**needed: Any) -> Any:
         wanted = vllm.EngineArgs(**{**arguments, **needed})
-        return wanted.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        # vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` are those of its `LLM`.
+        return wanted.create_engine_config(UsageContext.LLM_CLASS)
 
     config = configured()
     facts = facts_of(config)

@@ -43,10 +43,16 @@ DEFAULT_MAX_CPU_LORAS = 32
 _REFUSED = {
     "logits_processors": "they would change the log-probabilities",
     "worker_extension_cls": "genlm-vllm needs its own, which returns the rows",
-    "speculative_config": "vLLM does not run logits processors with it",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "vLLM does not run logits processors with speculative decoding",
+    ),
+    "enable_batch_sharded_sampling": "each rank would see the rows of a part of the requests",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
     "data_parallel_size": "rows of other replicas could not be fetched; load several models",
+    "prefill_context_parallel_size": "several ranks would store rows, which was not tested",
 }
+"""Options and why they are refused, unless they have no effect."""
 
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
@@ -100,13 +106,14 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"vllm.EngineArgs has no option {name!r}.{hint}")
-        if name in _REFUSED and value and (name, value) != ("data_parallel_size", 1):
+        if name in _REFUSED and value and not (name.endswith("_size") and value == 1):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_REFUSED[name]}; leave it out")
     on_cpu = current_platform.is_cpu()
     problem = _unsupported(engine_opts, current_platform)
     if problem is not None:
         raise ModelLoadError(f"asked vLLM for {shown(engine_opts)}; {problem}")
     arguments = {
+        "async_scheduling": False,  # a row would come one step later
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,

@@ -13,11 +13,9 @@ import logging
 import multiprocessing
 import os
 import select
-import tempfile
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from genlm import EngineDiedError
@@ -33,49 +31,54 @@ __all__ = [
 VARIABLE = "GENLM_VLLM_FAILURES"
 """Environment variable that names the file of a `FailureLog`."""
 
+_MOST_BYTES = 2**12
+"""A process writes no line that is longer, and nothing more after so many bytes."""
+
 
 class FailureLog:
-    """The exceptions that vLLM's processes log, in a file whose name they inherit.
+    """The first exception that vLLM's processes log, in memory that they write to.
 
-    Ray's workers on other machines do not write to it.
+    They find it by the path of this process's file descriptor. It has no name in the file
+    system, so nothing is left of it when this process is killed. Ray's workers on other
+    machines do not write to it.
     """
 
     def __init__(self) -> None:
-        handle, name = tempfile.mkstemp(prefix="genlm-vllm-", suffix=".log")
-        os.close(handle)
-        self.path = Path(name)
+        self._file = os.fdopen(os.memfd_create("genlm-vllm-failures"), "r+b", buffering=0)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def first(self) -> str | None:
-        """Return the first exception that a process logged, None without one."""
-        try:
-            lines = self.path.read_text("utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
+        """Return the first exception that a process logged, None without one or once closed."""
+        if self._file.closed:
             return None
-        return lines[0] if lines else None
+        text = os.pread(self._file.fileno(), _MOST_BYTES, 0).decode("utf-8", errors="replace")
+        return text.partition("\n")[0] or None
 
     def close(self) -> None:
-        """Remove the file."""
-        self.path.unlink(missing_ok=True)
+        """Free the memory."""
+        self._file.close()
 
 
 class _Recorder:
-    """A factory of log records that appends vLLM's logged exceptions to a file, a line each.
+    """A factory of log records that writes vLLM's first exceptions to a file, a line each.
 
     Not a handler: vLLM configures logging when its processes have started, which removes
     handlers.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, file: int) -> None:
         self._make_record = logging.getLogRecordFactory()
-        self._path = Path(path)
+        self._file = file
+        self._room = _MOST_BYTES
 
     def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
         record = self._make_record(*arguments, **options)
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None and record.name.startswith("vllm"):
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{text}\n")
+        if error is not None and record.name.startswith("vllm") and self._room > 0:
+            # Whatever goes wrong here, the exception that is logged matters more.
+            with contextlib.suppress(Exception):
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                self._room -= os.write(self._file, f"{text}\n".encode()[:_MOST_BYTES])
         return record
 
 
@@ -85,10 +88,12 @@ def record_failures() -> bool:
     Returns:
         Whether it does: this is a process of vLLM's on the machine that loaded the model.
     """
-    path = os.environ.get(VARIABLE)
-    if path is None or not Path(path).exists():
+    try:
+        # Open from here on: an exception may be logged when no file can be opened.
+        file = os.open(os.environ.get(VARIABLE, ""), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:
         return False
-    logging.setLogRecordFactory(_Recorder(path))
+    logging.setLogRecordFactory(_Recorder(file))
     return True
 
 

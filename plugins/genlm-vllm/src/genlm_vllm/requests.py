@@ -22,7 +22,7 @@ from genlm.plugin import (
     Vocabulary,
 )
 from genlm_vllm.forks import FORK, Fork
-from genlm_vllm.scores import SCORES, ScoreTargets
+from genlm_vllm.scores import SCORES, Scores, ScoreTargets
 from genlm_vllm.transport import pack_outputs, unpack_result
 from genlm_vllm.worker import call_workers
 
@@ -188,7 +188,7 @@ class LocalRows:
         results, scores, self.tokens_copied = call_workers(
             self._engine, "genlm_take", keys, abandoned
         )[0]
-        return results | {key: _scores(*packed) for key, packed in scores.items()}
+        return results | {key: _scores(packed) for key, packed in scores.items()}
 
     def close(self) -> None:
         """Drop all rows."""
@@ -224,14 +224,17 @@ class RemoteRows(LocalRows):
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
                     results |= {key: torch.tensor(row) for key, row in zip(found, values)}
                 results |= {key: unpack_result(each) for key, each in packed}
-                results |= {key: _scores(*each) for key, each in scores}
+                results |= {key: _scores(each) for key, each in scores}
         return results
 
     def close(self) -> None:
         """Do nothing: the workers' processes end."""
 
 
-def _scores(logprobs: bytes, is_top: bytes) -> TokenScores | EvaluationError:
+def _scores(packed: Scores) -> TokenScores | EvaluationError:
+    if isinstance(packed, str):
+        return EvaluationError(f"vLLM did not compute the scores: {packed}")
+    logprobs, is_top = packed
     found = np.frombuffer(logprobs, np.float32)
     nans = int(np.isnan(found).sum())
     if nans:

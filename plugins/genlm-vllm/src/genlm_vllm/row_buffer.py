@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from genlm.plugin import EvaluationError, Reduced, Reduction, reduce_logits, reduce_rows
+from genlm.plugin import (
+    EvaluationError,
+    Reduced,
+    Reduction,
+    reduce_logits,
+    reduce_rows,
+    rows_from_logits,
+)
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
 
-__all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds"]
+__all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds", "without_frames"]
 
 _MOST_FLAGS = 64
 """After so many tokens of a continuation what was noted for each becomes one tensor."""
 
 Outputs = tuple[Reduction | None, ...]
 """What is asked of a row, see `genlm.plugin.Query`."""
+
+_ROW: Outputs = (None,)
 
 
 @dataclass(frozen=True)
@@ -37,37 +46,17 @@ class VocabularyIds:
 
 @dataclass(frozen=True, slots=True)
 class _BufferedRow:
-    """Row `index` of a batch; on a GPU its computation may not have finished.
+    """Row `index` of a step's rows on a GPU, whose computation may not have finished.
 
     Attributes:
-        outputs: What is asked of the row; None for the row itself.
+        rows: All of them.
+        index: Which one.
+        outputs: What is asked of the row.
     """
 
     rows: torch.Tensor
     index: int
-    computed: Any = None  # torch.cuda.Event
-    outputs: Outputs | None = None
-
-    def owned(self) -> torch.Tensor:
-        """Wait for the computation and return the row in memory of its own."""
-        if self.computed is None:
-            return self.rows[self.index]
-        with self.on_callers_stream():
-            return self.rows[self.index].clone()
-
-    def on_callers_stream(self) -> Any:
-        """Wait for the computation; a context in which results belong to the caller's stream.
-
-        vLLM computes on its own stream. Copies belong to the default stream, on which the
-        caller reads them, so that their memory is not reused before.
-        """
-        if self.computed is not None:
-            self.computed.synchronize()
-        if not self.rows.is_cuda:
-            return torch.no_grad()
-        stream = torch.cuda.default_stream(self.rows.device)
-        self.rows.record_stream(stream)
-        return torch.cuda.stream(stream)
+    outputs: Outputs
 
 
 class RowBuffer:
@@ -76,56 +65,54 @@ class RowBuffer:
     Attributes:
         ids: The ids of the rows.
         active: Whether this process buffers rows: one of several tensor-parallel ranks does.
+        alone: Whether no other rank computes the same logits, so that an error here may be
+            handled here.
         tokens_copied: Tokens of forked requests that were copied instead of computed.
     """
 
     def __init__(self) -> None:
         self.ids = VocabularyIds(0)
         self.active = False
+        self.alone = True
         self.tokens_copied = 0
-        self._rows: dict[int, _BufferedRow | Reduced | Exception] = {}
+        self._results: dict[int, _BufferedRow | torch.Tensor | Reduced | Exception] = {}
         self._invalid: dict[int, list[torch.Tensor]] = {}  # whether each draw was
+        self._computed: Any = None  # torch.cuda.Event, after all that is stored
 
-    def reset(self, ids: VocabularyIds, *, active: bool) -> None:
+    def reset(self, ids: VocabularyIds, *, active: bool, alone: bool = True) -> None:
         """Drop all rows and set the attributes."""
-        self._rows.clear()
+        self._results.clear()
         self._invalid.clear()
         self.ids = ids
         self.active = active
+        self.alone = alone
         self.tokens_copied = 0
 
-    def put(self, keys: list[int], rows: torch.Tensor) -> None:
-        """Store rows, replacing earlier ones of the same keys."""
-        if rows.is_cuda:
-            computed = _event()
-            for index, key in enumerate(keys):
-                self._rows[key] = _BufferedRow(rows, index, computed)
-        else:
-            copies: Any = torch.unbind_copy(rows)  # type: ignore[func-returns-value]
-            for key, row in zip(keys, copies, strict=True):
-                self._rows[key] = _BufferedRow(row[None], 0)
-
-    def put_batch(self, keys: list[int], rows: torch.Tensor, outputs: list[Outputs]) -> None:
-        """Store rows on a device of which something else is asked; they stay in one tensor.
-
-        They are reduced when they are fetched: to do so here would wait for the device.
-        """
-        computed = _event() if rows.is_cuda else None
-        for index, (key, wanted) in enumerate(zip(keys, outputs, strict=True)):
-            self._rows[key] = _BufferedRow(rows, index, computed, wanted)
-
-    def put_reduced(
-        self, keys: list[int], logits: torch.Tensor, outputs: list[Outputs]
+    def put(
+        self, keys: list[int], logits: torch.Tensor, outputs: Sequence[Outputs | None]
     ) -> None:
-        """Store what is asked of the rows of logits on the CPU, without storing rows.
+        """Store rows, or what is asked of them, replacing what the same keys had.
 
-        For a part of a prompt this is of no use, and is replaced in a later step.
+        On a CPU nothing but results is stored. On a GPU the rows are, and are reduced when they
+        are fetched: to do so here would wait for the device.
+
+        Args:
+            keys: Key of each row.
+            logits: Of these rows, shape `(len(keys), width)`.
+            outputs: What is asked of each row; None for the row itself.
         """
-        try:
-            results = reduce_logits(logits, cast("Vocabulary", self.ids), outputs)
-        except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
-            results = [error] * len(keys)
-        self._rows.update(zip(keys, results, strict=True))
+        wanted = [_ROW if each is None else each for each in outputs]
+        vocabulary = cast("Vocabulary", self.ids)
+        results: Sequence[Any]
+        if logits.device.type != "cpu":
+            rows = rows_from_logits(logits, vocabulary)
+            results = [_BufferedRow(rows, i, each) for i, each in enumerate(wanted)]
+            self._record(rows)
+        elif all(each == _ROW for each in wanted):
+            results = _copies(rows_from_logits(logits, vocabulary))
+        else:
+            results = _unwrapped(reduce_logits(logits, vocabulary, wanted), wanted)
+        self._results.update(zip(keys, results, strict=True))
 
     def put_draws(self, keys: list[int], invalid: torch.Tensor) -> None:
         """Note for a token of each continuation whether its row was no distribution, `(n,)`."""
@@ -134,11 +121,31 @@ class RowBuffer:
             flags.append(flag)
             if len(flags) == _MOST_FLAGS:
                 flags[:] = [torch.stack(flags).any()]
+        self._record(invalid)
+
+    def _record(self, stored: torch.Tensor) -> None:
+        """Have `take` wait for what was stored, on whichever stream it runs."""
+        if stored.is_cuda:
+            self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._computed.record(torch.cuda.current_stream(stored.device))
+
+    def _wait_on_current_stream(self, stored: torch.Tensor) -> None:
+        """Have the current stream wait, and the memory not be used again before it has read."""
+        if stored.is_cuda:
+            stream = torch.cuda.current_stream(stored.device)
+            stream.wait_event(self._computed)
+            stored.record_stream(stream)
+
+    def fail(self, keys: list[int], error: Exception) -> None:
+        """Store an error, such as out of memory: if it were raised, vLLM would end."""
+        self._results.update(dict.fromkeys(keys, without_frames(error)))
 
     def take(
         self, keys: list[int], abandoned: list[int]
     ) -> dict[int, torch.Tensor | Reduced | Exception]:
         """Remove the stored rows of `keys` and return what is asked of them.
+
+        On a GPU everything is computed on the current stream, which waits for the rows.
 
         Args:
             keys: The keys of finished requests.
@@ -148,54 +155,79 @@ class RowBuffer:
             For each stored key the row, or a `Reduced`, or the error of a row that is not a
             distribution and of which something else is asked, or of a continuation with one.
         """
-        taken = {key: self._rows.pop(key) for key in keys if key in self._rows}
+        taken = {key: self._results.pop(key) for key in keys if key in self._results}
         invalid = [self._invalid.pop(key, []) for key in keys]
         for key in abandoned:
-            self._rows.pop(key, None)
+            self._results.pop(key, None)
             self._invalid.pop(key, None)
-        batches: dict[int, list[tuple[int, _BufferedRow]]] = {}
-        results: dict[int, torch.Tensor | Reduced | Exception] = {}
+        steps: dict[int, dict[int, _BufferedRow]] = {}
+        found: dict[int, Any] = dict(taken)
         for key, each in taken.items():
-            if not isinstance(each, _BufferedRow):
-                results[key] = each
-            elif each.outputs is None:
-                results[key] = each.owned()
-            else:
-                batches.setdefault(id(each.rows), []).append((key, each))
-        for members in batches.values():
-            reduced = _reduced([row for _, row in members])
-            results |= zip([key for key, _ in members], reduced, strict=True)
-        found = {key: results[key] for key in taken}
+            if isinstance(each, _BufferedRow):
+                steps.setdefault(id(each.rows), {})[key] = each
+        for members in steps.values():
+            self._wait_on_current_stream(next(iter(members.values())).rows)
+            found |= zip(members, _computed(list(members.values())), strict=True)
         for key, flags in zip(keys, invalid, strict=True):
-            if flags and bool(torch.stack(flags).any()):
-                found[key] = EvaluationError(
-                    "vLLM computed a row that is not a distribution in a continuation: NaN or "
-                    "infinite logits. Try dtype='float32'"
-                )
+            for flag in flags:
+                self._wait_on_current_stream(flag)
+            if flags and key not in found and (problem := _problem(flags)) is not None:
+                found[key] = problem
         return found
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._invalid)
+        return len(self._results) + len(self._invalid)
 
 
-def _event() -> Any:
-    computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    computed.record()
-    return computed
-
-
-def _reduced(members: Sequence[_BufferedRow]) -> Sequence[Reduced | Exception]:
-    """Reduce rows of one batch, all at once."""
-    rows = members[0].rows
+def _computed(members: Sequence[_BufferedRow]) -> Sequence[torch.Tensor | Reduced | Exception]:
+    """Return what is asked of rows of one step."""
+    rows, outputs = members[0].rows, [each.outputs for each in members]
     indices = [each.index for each in members]
-    outputs = [each.outputs or () for each in members]
     try:
-        with torch.inference_mode(False), torch.no_grad(), members[0].on_callers_stream():
+        with torch.inference_mode(False), torch.no_grad():
             if indices != list(range(len(rows))):
                 rows = rows[torch.tensor(indices, device=rows.device)]
-            return reduce_rows(rows, outputs, normalised=True)
+            if all(each == _ROW for each in outputs):
+                return _copies(rows)
+            return _unwrapped(reduce_rows(rows, outputs, normalised=True), outputs)
     except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
-        return [error] * len(members)
+        return [without_frames(error)] * len(members)
+
+
+def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Copy each row: a view would keep all of them alive."""
+    copies: Any = torch.unbind_copy(rows)  # type: ignore[func-returns-value]
+    return list(copies)
+
+
+def _unwrapped(
+    results: Sequence[Reduced | Exception], outputs: Sequence[Outputs]
+) -> list[torch.Tensor | Reduced | Exception]:
+    """Return a row itself where nothing else is asked of it."""
+    return [
+        result.values[0] if isinstance(result, Reduced) and each == _ROW else result
+        for result, each in zip(results, outputs, strict=True)
+    ]
+
+
+def _problem(flags: list[torch.Tensor]) -> Exception | None:
+    """Return the error of a continuation, given what was noted for its tokens."""
+    try:
+        invalid = bool(torch.stack(flags).any())
+    except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
+        return without_frames(error)
+    if not invalid:
+        return None
+    return EvaluationError(
+        "vLLM computed a row that is not a distribution in a continuation: NaN or infinite "
+        "logits. Try dtype='float32'"
+    )
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return an error without the frames of its traceback, which would keep tensors alive."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 ROW_BUFFER = RowBuffer()

@@ -37,8 +37,8 @@ piece reads the whole output embedding."""
 _VALUES_IN_CACHE = 2**18
 """Most logits that are normalised at once on a CPU, so that they stay in its caches."""
 
-PackedScores = tuple[bytes, bytes]
-"""Log-probabilities as float32, and whether each is the largest as bool."""
+Scores = tuple[bytes, bytes] | str
+"""Log-probabilities as float32, and whether each is the largest as bool; or an error."""
 
 
 class ScoreTargets(NamedTuple):
@@ -102,7 +102,7 @@ class ScoreBuffer:
     """
 
     def __init__(self) -> None:
-        self._scores: dict[int, _Scores] = {}
+        self._scores: dict[int, _Scores | Exception] = {}
 
     def reset(self) -> None:
         """Drop all scores."""
@@ -112,29 +112,37 @@ class ScoreBuffer:
         self, request: ScoreTargets, wanted: range, logprobs: torch.Tensor, is_top: torch.Tensor
     ) -> None:
         """Store the scores of some targets of a request, on the CPU."""
-        if request.key not in self._scores:
-            self._scores[request.key] = _Scores(len(request.targets))
-        scores = self._scores[request.key]
+        scores = self._scores.get(request.key)
+        if scores is None:
+            scores = self._scores[request.key] = _Scores(len(request.targets))
+        elif isinstance(scores, Exception):
+            return
         places = slice(wanted.start, wanted.stop)
         scores.logprobs[places] = logprobs.numpy()
         scores.is_top[places] = is_top.numpy()
         scores.known[places] = True
 
-    def take(self, keys: Iterable[int], abandoned: Iterable[int]) -> dict[int, PackedScores]:
+    def fail(self, request: ScoreTargets, error: Exception) -> None:
+        """Store an error, such as out of memory: if it were raised, vLLM would end."""
+        self._scores[request.key] = error.with_traceback(None)
+
+    def take(self, keys: Iterable[int], abandoned: Iterable[int]) -> dict[int, Scores]:
         """Remove and return the scores of requests; drop the `abandoned` ones.
 
         Returns:
             Those of which all targets are known: what vLLM's prefix cache served was not
-            computed.
+            computed. An error's message in place of scores that could not be computed.
         """
         taken = {key: self._scores.pop(key) for key in keys if key in self._scores}
         for key in abandoned:
             self._scores.pop(key, None)
-        return {
-            key: (scores.logprobs.tobytes(), scores.is_top.tobytes())
-            for key, scores in taken.items()
-            if scores.known.all()
-        }
+        packed: dict[int, Scores] = {}
+        for key, scores in taken.items():
+            if isinstance(scores, Exception):
+                packed[key] = f"{type(scores).__name__}: {scores}"
+            elif scores.known.all():
+                packed[key] = (scores.logprobs.tobytes(), scores.is_top.tobytes())
+        return packed
 
     def __len__(self) -> int:
         return len(self._scores)
@@ -152,8 +160,8 @@ def start_scores(runner: Any) -> bool:
         log-probabilities in another way than the supported versions.
     """
     mapping = _AdapterMapping(runner)
-    if not mapping.is_known:
-        return False
+    if not mapping.is_known or runner.cache_config.kv_sharing_fast_prefill:
+        return False  # the latter computes the hidden states of the last positions only
     if hasattr(runner, "prompt_logprobs_worker"):
         return _start_second_runner(runner, mapping)
     if not hasattr(runner, "_get_prompt_logprobs_dict"):
@@ -224,11 +232,26 @@ def _score(
     spans: Sequence[Span],
     mapping: _AdapterMapping,
 ) -> None:
-    """Compute the scores of a step in pieces and store them."""
+    """Compute the scores of a step in pieces and store them, or the error that this raises."""
     wanted = [(span.request, span.wanted, span.row + span.request.first - span.begin)
               for span in spans if span.wanted]  # fmt: skip
     if not wanted:
         return
+    try:
+        _store(compute_logits, hidden_states, wanted, mapping)
+    except Exception as error:
+        if not ROW_BUFFER.alone:  # other ranks compute logits together with this one
+            raise
+        for request, _, _ in wanted:
+            SCORE_BUFFER.fail(request, error)
+
+
+def _store(
+    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
+    hidden_states: torch.Tensor,
+    wanted: Sequence[tuple[ScoreTargets, range, int]],
+    mapping: _AdapterMapping,
+) -> None:
     device = hidden_states.device
     rows = torch.tensor([row + i for _, places, row in wanted for i in places], device=device)
     targets = torch.tensor(

@@ -84,12 +84,13 @@ def unpack_result(packed: list[bytes] | bytes) -> Reduced | Exception:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays: torch's own form takes more bytes and time."""
+    """Pickles tensors as arrays on the CPU: torch's own form takes more bytes and time."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.device.type == "cpu":
+        if type(value) is torch.Tensor:
+            value = value.detach().cpu()  # the other process may not use the device
             try:
-                return torch.from_numpy, (value.detach().numpy(),)
+                return torch.from_numpy, (value.numpy(),)
             except TypeError:  # bfloat16 and others that numpy does not have
                 own: Any = value.clone()  # not all of the memory of what it is a part of
                 return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

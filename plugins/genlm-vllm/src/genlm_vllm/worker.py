@@ -9,9 +9,10 @@ others in their queues and returns them for later calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from genlm.plugin import EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import record_failures, start_parent_watchdog
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
-from genlm_vllm.scores import SCORE_BUFFER, PackedScores, start_scores
+from genlm_vllm.scores import SCORE_BUFFER, Scores, start_scores
 from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
@@ -42,6 +43,22 @@ def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
     if problems:
         raise EvaluationError(problems[0])
     return [result for _, result in replies]
+
+
+@contextlib.contextmanager
+def _default_stream(device: torch.device) -> Iterator[None]:
+    """Run on a device's default stream, on which callers read results.
+
+    vLLM computes on a stream of its own, which is the current one of the engine's thread also
+    between its calls. It waits, so that the thread may read the results as well.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    own, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    with torch.cuda.stream(default):
+        yield
+    own.wait_stream(default)
 
 
 def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any]]:
@@ -66,10 +83,15 @@ class RowWorker:
 
         Tensor-parallel ranks compute the same logits; the first one stores rows.
         """
-        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+        from vllm.distributed import (
+            get_pp_group,
+            get_tensor_model_parallel_rank,
+            get_tensor_model_parallel_world_size,
+        )
 
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
-        ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first)
+        alone = get_tensor_model_parallel_world_size() == 1
+        ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first, alone=alone)
         SCORE_BUFFER.reset()
 
     @_replying
@@ -115,20 +137,22 @@ class RowWorker:
     @_replying
     def genlm_take(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[dict[int, Any], dict[int, PackedScores], int]:
-        """Return results within this process.
+    ) -> tuple[dict[int, Any], dict[int, Scores], int]:
+        """Return results within this process, on the device's default stream.
 
         Returns:
             What is asked of rows, see `RowBuffer.take`; scores, see `ScoreBuffer.take`;
             `tokens_copied`.
         """
-        results = ROW_BUFFER.take(keys, abandoned)
+        worker: Any = self
+        with _default_stream(worker.device):
+            results = ROW_BUFFER.take(keys, abandoned)
         return results, SCORE_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_take_bytes(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[list[int], bytes, list[tuple[int, Any]], list[tuple[int, PackedScores]], int]:
+    ) -> tuple[list[int], bytes, list[tuple[int, Any]], list[tuple[int, Scores]], int]:
         """Return results to another process.
 
         Returns:
@@ -136,14 +160,19 @@ class RowWorker:
             other results; keys and scores; `tokens_copied`.
         """
         results = ROW_BUFFER.take(keys, abandoned)
-        rows: dict[int, torch.Tensor] = {}
-        packed = []
-        for key, result in results.items():
-            if isinstance(result, torch.Tensor):
-                rows[key] = result
-            else:
-                packed.append((key, pack_result(result)))
-        data = torch.stack(list(rows.values())).cpu().numpy().tobytes() if rows else b""
+        rows = {key: each for key, each in results.items() if isinstance(each, torch.Tensor)}
+        data = b""
+        try:
+            if rows:  # on the stream on which `take` has copied them
+                data = torch.stack(list(rows.values())).cpu().numpy().tobytes()
+        except Exception as error:  # noqa: BLE001 - out of memory; other results are returned
+            results |= dict.fromkeys(rows, error)
+            rows.clear()
+        packed = [
+            (key, pack_result(each))
+            for key, each in results.items()
+            if not isinstance(each, torch.Tensor)
+        ]
         scores = list(SCORE_BUFFER.take(keys, abandoned).items())
         return list(rows), data, packed, scores, ROW_BUFFER.tokens_copied
 

@@ -219,9 +219,6 @@ class Registry:
                     raise TypeError(f"genlm_backends yielded {found}, expected BackendSpec")
                 yield spec
 
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-
 
 def _contradiction(name: str, specs: tuple[BackendSpec, ...]) -> str:
     """Say how specs contradict each other or the entry point's name, `""` if they do not."""

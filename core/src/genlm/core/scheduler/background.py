@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["run_in_background"]
+__all__ = ["run_in_background", "start_background_thread"]
+
+
+class _Background:
+    """The thread of this process and the functions that it is to run."""
+
+    def __init__(self) -> None:
+        self.functions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.is_started = False
+
+    def run(self) -> None:
+        while True:
+            self.functions.get()()
+
+
+_background = _Background()
+
+
+def start_background_thread() -> None:
+    """Start the thread unless it runs; never called in finalizers, which must not start one."""
+    if not _background.is_started:
+        _background.is_started = True
+        threading.Thread(target=_background.run, name="genlm-reaper", daemon=True).start()
 
 
 def run_in_background(function: Callable[[], object]) -> None:
-    """Run a function soon, on a thread of its own, one after another.
+    """Run a function soon on the thread, after those passed before.
 
     Finalizers run on any thread at any moment, also on one that holds a lock which the function
     takes. `SimpleQueue.put` is safe there.
     """
-    _functions().put(function)
+    _background.functions.put(function)
 
 
-@functools.cache
-def _functions() -> queue.SimpleQueue[Callable[[], object]]:
-    functions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-
-    def run() -> None:
-        while True:
-            functions.get()()
-
-    threading.Thread(target=run, name="genlm-reaper", daemon=True).start()
-    return functions
+def _renew() -> None:
+    """Forget the thread, which a forked process does not inherit."""
+    _background.functions = queue.SimpleQueue()
+    _background.is_started = False
 
 
-if hasattr(os, "register_at_fork"):  # a fork does not inherit the thread
-    os.register_at_fork(after_in_child=_functions.cache_clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)

@@ -14,13 +14,12 @@ grace period that is a small share of the step's duration, whichever is shorter.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from genlm.core.scheduler.request_table import RequestTable
-from genlm.core.validation import checked_integer, checked_number
+from genlm.core.validation import checked_integer
 
 __all__ = ["BatchingPolicy", "IdleFlush", "Limits"]
 
@@ -40,7 +39,6 @@ class Limits:
     """How requests are batched; see `Scheduler`."""
 
     max_batch_size: int | None = None
-    max_wait_s: float = 0.0
     max_pending: int | None = None
 
     def __post_init__(self) -> None:
@@ -48,16 +46,13 @@ class Limits:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, checked_integer(name, value, 1))
-        # Python's own numbers from here on, and no longer than a lock can wait.
-        max_wait_s = min(checked_number("max_wait_s", self.max_wait_s), threading.TIMEOUT_MAX)
-        object.__setattr__(self, "max_wait_s", max_wait_s)
 
 
 class BatchingPolicy:
     """Decides how long the inbox of an idle engine waits; guarded by the worker's lock."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, max_batch_size: int | None) -> None:
+        self._max_batch_size = max_batch_size
         self._is_flushed = False
         self._grace_until_s: float | None = None
 
@@ -68,7 +63,7 @@ class BatchingPolicy:
 
     def joins_running_batch(self, table: RequestTable) -> bool:
         """Whether requests that an engine can take while it works are complete."""
-        return self._is_flushed or table.admitted_late
+        return self._is_flushed or table.needs_flush
 
     def hold(self) -> None:
         """Keep later requests until the next flush."""
@@ -89,18 +84,14 @@ class BatchingPolicy:
 
     def seconds_to_dispatch(self, table: RequestTable) -> float | None:
         """When the inbox is dispatched if nothing else happens; None: at the next flush."""
-        inbox, limits = table.inbox, self._limits
-        if not inbox:
+        if not table.inbox:
             return None
-        if limits.max_batch_size is not None and len(inbox) >= limits.max_batch_size:
+        is_full = self._max_batch_size is not None and len(table.inbox) >= self._max_batch_size
+        if is_full or self._is_flushed or table.needs_flush:
             return 0.0
-        is_flushed = self._is_flushed or table.admitted_late
-        if is_flushed and not limits.max_wait_s:
-            return 0.0
-        now_s = time.perf_counter()
-        if is_flushed:
-            return next(iter(inbox.values())).arrived_s + limits.max_wait_s - now_s
-        return None if self._grace_until_s is None else self._grace_until_s - now_s
+        return (
+            None if self._grace_until_s is None else self._grace_until_s - time.perf_counter()
+        )
 
 
 class IdleFlush:

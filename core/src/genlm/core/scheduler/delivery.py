@@ -1,4 +1,4 @@
-"""Delivery of answers to the callers that wait for them.
+"""Delivery of results to the callers that wait for them.
 
 Callers wait on an `asyncio.Future` (coroutines) or a `concurrent.futures.Future` (threads).
 """
@@ -8,55 +8,67 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from genlm.core.errors import EvaluationError, GenlmError, described
+from genlm.core.scheduler.request_table import Evaluation, Request
 
-__all__ = ["Delivery", "Waiter"]
+__all__ = ["Delivery", "Outcome", "distribute"]
 
-Waiter = asyncio.Future[Any] | concurrent.futures.Future[Any]
+Outcome = Sequence[Any] | Exception
+"""Results of an evaluation by the place of the output, exceptions among them; or its error."""
+
+
+def distribute(
+    evaluation: Evaluation, outcome: Outcome, copy_result: Callable[[Any], Any]
+) -> None:
+    """Write what each request wants of an evaluation into it.
+
+    The first consumer of a result gets the result itself, every other one a copy; each gets an
+    exception object of its own. An exception of `copy_result` is the result of this consumer.
+    """
+    given: set[int] = set()
+    for request, place, output in evaluation.consumers:
+        if request.is_abandoned:
+            continue
+        value = outcome if isinstance(outcome, Exception) else outcome[output]
+        try:
+            if isinstance(value, Exception):
+                value = _copy_error(value)
+            elif output in given:
+                value = copy_result(value)
+            given.add(output)
+        except Exception as error:  # noqa: BLE001 - out of memory
+            value = _copy_error(error)
+        request.values[place] = value
 
 
 class Delivery:
-    """Answers of one step, grouped so that each event loop is woken once.
+    """Finished requests, grouped so that each event loop is woken once.
 
     Used by one thread; the futures may meanwhile be cancelled by their owners.
     """
 
     def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any, bool]]] = {}
-        self._by_thread: list[tuple[concurrent.futures.Future[Any], Any, bool]] = []
+        self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Any]]] = {}
+        self._by_thread: list[tuple[Request, Any]] = []
 
-    def add_result(
-        self, waiters: list[Waiter], result: Any, copy_result: Callable[[Any], Any]
-    ) -> None:
-        """Give the first waiter the result itself and every other one a copy."""
-        for position, waiter in enumerate(waiters):
-            try:
-                own = copy_result(result) if position else result
-            except Exception as error:  # noqa: BLE001 - out of memory; only this waiter fails
-                self._add(waiter, _own_error(error), failed=True)
-            else:
-                self._add(waiter, own, failed=False)
-
-    def add_error(self, waiters: list[Waiter], error: BaseException) -> None:
-        """Give every waiter an exception object of its own."""
-        for waiter in waiters:
-            self._add(waiter, _own_error(error), failed=True)
-
-    def _add(self, waiter: Waiter, value: Any, *, failed: bool) -> None:
-        if isinstance(waiter, concurrent.futures.Future):
-            self._by_thread.append((waiter, value, failed))
+    def add(self, request: Request, error: BaseException | None = None) -> None:
+        """Add a request that ends with its values, or with a copy of an error."""
+        own = None if error is None else _copy_error(error)
+        future = request.future
+        if isinstance(future, concurrent.futures.Future):
+            self._by_thread.append((request, own))
         else:
-            loop = waiter.get_loop()
+            loop = future.get_loop()
             if loop not in self._by_loop:
                 self._by_loop[loop] = []
-            self._by_loop[loop].append((waiter, value, failed))
+            self._by_loop[loop].append((request, own))
 
     @property
     def reaches_loops(self) -> bool:
-        """Whether some answer goes to a coroutine."""
+        """Whether some request is that of a coroutine."""
         return bool(self._by_loop)
 
     def send(
@@ -67,38 +79,40 @@ class Delivery:
         Args:
             afterwards: Called with and on every event loop that got answers, after them.
         """
-        for loop, answers in self._by_loop.items():
+        for loop, finished in self._by_loop.items():
             try:
-                loop.call_soon_threadsafe(_finish_on_loop, answers, loop, afterwards)
+                loop.call_soon_threadsafe(_finish_on_loop, finished, loop, afterwards)
             except RuntimeError:
                 # The loop is closed: its futures can never be awaited again.
                 continue
-        for waiter, value, failed in self._by_thread:
-            if waiter.set_running_or_notify_cancel():  # from here on it cannot be cancelled
-                _finish(waiter, value, failed=failed)
+        for request, error in self._by_thread:
+            future = request.future
+            assert isinstance(future, concurrent.futures.Future)  # noqa: S101 - see `add`
+            if future.set_running_or_notify_cancel():  # it cannot be cancelled from here on
+                _finish(request, error)
 
 
 def _finish_on_loop(
-    answers: list[tuple[Any, Any, bool]],
+    finished: list[tuple[Request, Any]],
     loop: asyncio.AbstractEventLoop,
     afterwards: Callable[[asyncio.AbstractEventLoop], None] | None,
 ) -> None:
-    for future, value, failed in answers:
-        if not future.done():  # not cancelled by its owner while the engine worked
-            _finish(future, value, failed=failed)
+    for request, error in finished:
+        if not request.future.done():  # not cancelled by its owner while the engine worked
+            _finish(request, error)
     if afterwards is not None:
         afterwards(loop)
 
 
-def _finish(future: Waiter, value: Any, *, failed: bool) -> None:
-    if failed:
-        future.set_exception(value)
+def _finish(request: Request, error: BaseException | None) -> None:
+    if error is None:
+        request.future.set_result(request.values)
     else:
-        future.set_result(value)
+        request.future.set_exception(error)
 
 
-def _own_error(error: BaseException) -> BaseException:
-    """An exception that one waiter can raise without changing another's traceback."""
+def _copy_error(error: BaseException) -> BaseException:
+    """Return an exception that one caller can raise without changing another's."""
     own: BaseException
     if isinstance(error, GenlmError):
         try:
@@ -106,6 +120,8 @@ def _own_error(error: BaseException) -> BaseException:
         except Exception:  # noqa: BLE001 - a plugin's own class may not be copyable
             own = EvaluationError(f"the engine raised {described(error)}")
         own.__cause__ = error.__cause__ if type(own) is type(error) else error
+        if notes := getattr(error, "__notes__", None):
+            own.__notes__ = list(notes)
         return own
     own = EvaluationError(f"the engine raised {described(error)}")
     own.__cause__ = error

@@ -1,4 +1,4 @@
-"""What the outside sees of an engine's steps: log records and OpenTelemetry spans.
+"""Step logging and tracing: log records and OpenTelemetry spans.
 
 Logger `genlm.batches`: a DEBUG record for each step, a WARNING for slow ones. In a program that
 has set a tracer provider of OpenTelemetry, also a span for each step. OpenTelemetry is never
@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from genlm.core.query import Completion
+from genlm.core.scheduler.delivery import Outcome
+from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["SLOW_STEP_S", "StepObserver"]
+__all__ = ["SLOW_STEP_S", "Finished", "StepObserver"]
 
 logger = logging.getLogger("genlm.batches")
 
-Step = Callable[[Any], list[Completion]]
+Finished = list[tuple[Evaluation, Outcome]]
+"""Evaluations that have ended, and how."""
+
+Step = Callable[[Any], Finished]
 """Given the engine, does one step of it."""
 
 SLOW_STEP_S = 10.0
@@ -35,7 +39,7 @@ class StepObserver:
     """Reports the steps of one engine; used on its thread.
 
     Args:
-        name: Of the engine, in records and spans.
+        name: Engine name in records and spans.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,54 +48,45 @@ class StepObserver:
         self._warned_s: float | None = None
         self._unreported = 0
 
-    def observe(self, step: Step, engine: Any, queries: int) -> tuple[list[Completion], float]:
-        """Call `step(engine)`, which works on `queries` queries, and report it.
-
-        Returns:
-            What `step` returned, and the seconds it took.
-        """
+    def observe(self, step: Step, engine: Any, queries: int) -> float:
+        """Call and report `step(engine)`, which has `queries` queries; return its seconds."""
         if self._tracer is None and "opentelemetry.trace" in sys.modules:
             self._tracer = _configured_tracer()
         is_logged = logger.isEnabledFor(logging.DEBUG)
         if self._tracer is None and not is_logged:
             start_s = time.perf_counter()
-            completions = step(engine)
+            step(engine)
             step_s = time.perf_counter() - start_s
         else:
-            completions, step_s = self._observe_closely(step, engine, queries, is_logged)
+            step_s = self._observe_closely(step, engine, queries, is_logged)
         if step_s >= SLOW_STEP_S:
             self._warn(queries, step_s)
-        return completions, step_s
+        return step_s
 
-    def _observe_closely(
-        self,
-        step: Callable[[Any], list[Completion]],
-        engine: Any,
-        queries: int,
-        is_logged: bool,
-    ) -> tuple[list[Completion], float]:
+    def _observe_closely(self, step: Step, engine: Any, queries: int, is_logged: bool) -> float:
         """Do what `observe` does where something records it."""
         with self._span() as span:  # current meanwhile: what the engine traces belongs to it
             is_traced = span is not None and span.is_recording()
             if not is_logged and not is_traced:
                 start_s = time.perf_counter()
-                return step(engine), time.perf_counter() - start_s
+                step(engine)
+                return time.perf_counter() - start_s
             before = _tokens_computed(engine)
             start_s = time.perf_counter()
-            completions = step(engine)
+            finished = step(engine)
             step_s = time.perf_counter() - start_s
             after = _tokens_computed(engine)
             tokens = None if before is None or after is None else after - before
-            failed = sum(each.error is not None for each in completions)
+            failed = sum(isinstance(outcome, Exception) for _, outcome in finished)
             if is_logged:
-                self._log(queries, len(completions), failed, tokens, step_s)
+                self._log(queries, len(finished), failed, tokens, step_s)
             if is_traced:
-                counts = {"queries": queries, "finished": len(completions), "failed": failed}
+                counts = {"queries": queries, "finished": len(finished), "failed": failed}
                 if tokens is not None:
                     counts["tokens_computed"] = tokens
                 span.set_attribute("genlm.engine", self._name)
                 span.set_attributes({f"genlm.batch.{key}": counts[key] for key in counts})
-            return completions, step_s
+            return step_s
 
     def _span(self) -> contextlib.AbstractContextManager[Any]:
         if self._tracer is None:

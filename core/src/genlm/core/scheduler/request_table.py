@@ -1,24 +1,31 @@
-"""The request table: where each unfinished request is, and who waits for it.
+"""The request table: where each unfinished evaluation is, and who waits for it.
 
-Bookkeeping only: no threads, no event loops, no engine. The worker guards it with
-its lock. Every operation but `has_query` and `clear` is
-O(1) in the number of requests.
+Bookkeeping only: no threads, no event loops, no engine. The worker guards it with its lock.
+Every operation on one evaluation but `has_query` and `clear` is O(1) in the number of them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from genlm.core.scheduler.delivery import Waiter
 from genlm.core.statistics import SchedulerStatistics
 
-__all__ = ["Identified", "PendingRequest", "RequestTable"]
+__all__ = ["Evaluation", "Future", "Identified", "Request", "RequestTable"]
+
+Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
+"""What a coroutine or a thread waits on."""
+
+
+_ROW_ONLY: dict[Hashable, int] = {None: 0}
+"""The outputs of most evaluations; not changed."""
 
 
 class Identified(Protocol):
-    """Anything that can be scheduled: it has an id of its own."""
+    """A query that can be scheduled."""
 
     @property
     def query_id(self) -> int:
@@ -26,46 +33,75 @@ class Identified(Protocol):
         ...
 
 
-class PendingRequest:
-    """One evaluation and the callers that wait for it; guarded by the worker's lock.
+class Request:
+    """A request of one caller for one evaluation or several, which end together.
 
-    Finishing a request removes its waiters, so that a caller who is cancelled at that
-    moment finds itself removed already.
+    Attributes:
+        future: Finished with `values` once all evaluations have ended.
+        values: The evaluations by their place in the request, each until its result takes the
+            place; an exception if it failed. Results are written on the engine's thread.
+        unfinished: Number of places without a result; guarded by the worker's lock.
+        is_abandoned: Whether the caller has left.
+    """
+
+    __slots__ = ("future", "is_abandoned", "unfinished", "values")
+
+    def __init__(self, future: Future, places: int) -> None:
+        self.future = future
+        self.values: list[Any] = [None] * places
+        self.unfinished = places
+        self.is_abandoned = False
+
+
+class Evaluation:
+    """One query and the requests that wait for it; guarded by the worker's lock.
 
     Attributes:
         query: What the engine is asked.
         key: Requests with equal keys share an evaluation; None is never shared.
-        waiters: Futures of the callers, and what each wants: the place of its output in
-            `outputs`. Empty means abandoned.
+        consumers: Requests, the place in each, and the place in `outputs` of what it wants.
+        waiting: Number of consumers whose caller has not left; 0 once the evaluation has ended.
         outputs: What is wanted of the evaluation, by place; None is the whole result.
         arrived_s: `time.perf_counter()` at arrival.
     """
 
-    __slots__ = ("arrived_s", "key", "outputs", "query", "waiters")
+    __slots__ = ("arrived_s", "consumers", "key", "outputs", "query", "waiting")
 
-    def __init__(
-        self, query: Any, key: Hashable, waiter: Waiter, output: Hashable, arrived_s: float
-    ) -> None:
+    def __init__(self, query: Any, key: Hashable, output: Hashable, arrived_s: float) -> None:
         self.query = query
         self.key = key
-        self.waiters: dict[Waiter, int] = {waiter: 0}
-        self.outputs: dict[Hashable, int] = {output: 0}
+        self.consumers: list[tuple[Request, int, int]] = []
+        self.waiting = 0
+        self.outputs: dict[Hashable, int] = _ROW_ONLY if output is None else {output: 0}
         self.arrived_s = arrived_s
 
-    def add(self, waiter: Waiter, output: Hashable) -> None:
-        """Add a caller and, if it is new, what it wants."""
-        self.waiters[waiter] = self.outputs.setdefault(output, len(self.outputs))
+    def add(self, request: Request, place: int, output: Hashable) -> None:
+        """Add a consumer and, if it is new, what it wants."""
+        if output not in self.outputs:
+            if self.outputs is _ROW_ONLY:
+                self.outputs = _ROW_ONLY.copy()
+            self.outputs[output] = len(self.outputs)
+        wanted = self.outputs[output]
+        self.consumers.append((request, place, wanted))
+        self.waiting += 1
+        request.values[place] = self
 
     def drop_unwanted(self) -> None:
         """Remove the outputs that only callers who left wanted."""
         if len(self.outputs) == 1:
             return
-        wanted = set(self.waiters.values())
+        consumers = [each for each in self.consumers if not each[0].is_abandoned]
+        wanted = {output for _, _, output in consumers}
         kept = [output for output, place in self.outputs.items() if place in wanted]
         if len(kept) < len(self.outputs):
             moved = {self.outputs[output]: place for place, output in enumerate(kept)}
             self.outputs = {output: place for place, output in enumerate(kept)}
-            self.waiters = {waiter: moved[place] for waiter, place in self.waiters.items()}
+            self.consumers = [(r, place, moved[output]) for r, place, output in consumers]
+
+    def end(self) -> None:
+        """Forget the consumers, which refer to it."""
+        self.waiting = 0
+        self.consumers = []
 
     @property
     def is_whole(self) -> bool:
@@ -76,138 +112,158 @@ class PendingRequest:
         """Return the key under which an output is stored; None if it is not."""
         return self.key if output is None or self.key is None else (self.key, output)
 
-    def take_waiters(self) -> list[tuple[Waiter, int]]:
-        """Remove and return all waiters, with the places of their outputs."""
-        waiters = list(self.waiters.items())
-        self.waiters.clear()
-        return waiters
-
 
 class RequestTable:
-    """All unfinished requests, in order of arrival, and the counters about them.
+    """All unfinished evaluations, in order of arrival, and the counters about them.
 
-    A request is held back by `max_pending`, then in the inbox, then in the engine.
+    An evaluation is in the backlog of `max_pending`, then in the inbox, then in the engine.
 
     Attributes:
-        inbox: Requests admitted and not yet in the engine, by query id.
-        in_engine: Requests that the engine works on, by query id.
-        admitted_late: Whether the inbox has requests that were held back first: no caller
-            will flush the inbox for them.
+        inbox: Evaluations admitted and not yet in the engine, by query id.
+        in_engine: Evaluations that the engine works on, by query id.
+        needs_flush: Whether the inbox has evaluations from the backlog: no caller will flush
+            the inbox for them.
     """
 
     def __init__(self, max_pending: int | None) -> None:
-        self.inbox: OrderedDict[int, PendingRequest] = OrderedDict()
-        self.in_engine: dict[int, PendingRequest] = {}
-        self.admitted_late = False
-        self._held_back: OrderedDict[int, PendingRequest] = OrderedDict()
-        self._joinable: dict[Hashable, PendingRequest] = {}
+        self.inbox: OrderedDict[int, Evaluation] = OrderedDict()
+        self.in_engine: dict[int, Evaluation] = {}
+        self.needs_flush = False
+        self._backlog: OrderedDict[int, Evaluation] = OrderedDict()
+        self._joinable: dict[Hashable, Evaluation] = {}
         self._max_pending = max_pending
         self._joined = self._answered = self._failed = self._abandoned = 0
         self._batch_sizes: Counter[int] = Counter()
         self._dispatched = 0
         self._queue_seconds = 0.0
 
-    def enqueue(
+    def enqueue(  # noqa: PLR0917
         self,
+        request: Request,
+        place: int,
         query: Identified,
         key: Hashable,
-        waiter: Waiter,
+        output: Hashable,
         arrived_s: float,
-        output: Hashable = None,
-    ) -> PendingRequest:
-        """Add a request, or let its caller join the request with the same key.
+    ) -> None:
+        """Add a query, or let the request join the unfinished evaluation with the same key.
 
-        What the engine was asked for is fixed: of a request that it works on, a caller can
-        only share an output that somebody else wants.
+        What the engine was asked for is fixed: of an evaluation that it works on, a request
+        can only share an output that another one wants.
 
         Raises:
-            ValueError: An unfinished request has the same id.
+            ValueError: An unfinished query has the same id.
         """
-        request = self._joinable.get(key) if key is not None else None
-        if request is not None and (
-            output in request.outputs or request.query.query_id not in self.in_engine
+        evaluation = self._joinable.get(key) if key is not None else None
+        if evaluation is not None and (
+            output in evaluation.outputs or evaluation.query.query_id not in self.in_engine
         ):
-            request.add(waiter, output)
+            evaluation.add(request, place, output)
             self._joined += 1
-            return request
+            return
         query_id = query.query_id
-        if query_id in self.inbox or query_id in self.in_engine or query_id in self._held_back:
+        if query_id in self.inbox or query_id in self.in_engine or query_id in self._backlog:
             raise ValueError(
                 f"query id {query_id} is that of an unanswered request; every query of a "
                 f"scheduler needs an id of its own (itertools.count, for example)"
             )
-        request = PendingRequest(query, key, waiter, output, arrived_s)
-        place = self._held_back if self._held_back or self._is_full else self.inbox
-        place[query_id] = request
-        if key is not None:  # last: Ctrl-C may keep a request from its place, not from joiners
-            self._joinable[key] = request
-        return request
+        evaluation = Evaluation(query, key, output, arrived_s)
+        evaluation.add(request, place, output)
+        queue = self._backlog if self._backlog or self._is_full else self.inbox
+        queue[query_id] = evaluation
+        if key is not None:  # last: Ctrl-C may keep it from its queue, not from joiners
+            self._joinable[key] = evaluation
 
-    def leave(self, request: PendingRequest, waiter: Waiter) -> bool:
-        """Remove a waiter; True if the engine should now abort the request."""
-        if waiter not in request.waiters:
-            return False
-        del request.waiters[waiter]
-        if request.waiters:
-            return False
-        aborts = request.query.query_id in self.in_engine
-        self._remove(request)
-        self._abandoned += 1
-        return aborts
+    def leave(self, request: Request) -> list[int]:
+        """Forget a request whose caller has left.
 
-    def take(self, limit: int | None, now_s: float) -> list[PendingRequest]:
-        """Move up to `limit` requests from the inbox to the engine, oldest first."""
+        Returns:
+            Ids of the queries that no other request waits for, which the engine must abort.
+        """
+        if request.is_abandoned:
+            return []
+        request.is_abandoned = True
+        aborted = []
+        for evaluation in request.values:
+            if type(evaluation) is not Evaluation or not evaluation.waiting:  # it has ended
+                continue
+            evaluation.waiting -= 1
+            if not evaluation.waiting:
+                if evaluation.query.query_id in self.in_engine:
+                    aborted.append(evaluation.query.query_id)
+                self._remove(evaluation)
+                self._abandoned += 1
+        return aborted
+
+    def take(self, limit: int | None, now_s: float) -> list[Evaluation]:
+        """Move up to `limit` evaluations from the inbox to the engine, oldest first."""
         if limit is None or limit >= len(self.inbox):
             taken = list(self.inbox.values())
             self.inbox.clear()
         else:
             taken = [self.inbox.popitem(last=False)[1] for _ in range(limit)]
-        self.admitted_late = self.admitted_late and bool(self.inbox)
-        for request in taken:
-            request.drop_unwanted()
-            self.in_engine[request.query.query_id] = request
-            self._queue_seconds += now_s - request.arrived_s
+        self.needs_flush = self.needs_flush and bool(self.inbox)
+        for evaluation in taken:
+            evaluation.drop_unwanted()
+            self.in_engine[evaluation.query.query_id] = evaluation
+            self._queue_seconds += now_s - evaluation.arrived_s
         self._dispatched += len(taken)
         return taken
 
-    def finish(self, query_id: int, *, failed: bool) -> list[tuple[Waiter, int]]:
-        """Remove an answered request and return its waiters; none if it was abandoned.
+    def close_to_joiners(self, evaluation: Evaluation) -> None:
+        """Let no further request join an evaluation."""
+        if evaluation.key is not None and self._joinable.get(evaluation.key) is evaluation:
+            del self._joinable[evaluation.key]
 
-        With each waiter comes the place of what it wants in the request's `outputs`.
+    def finish(self, evaluation: Evaluation, *, failed: bool) -> list[Request]:
+        """Remove an evaluation whose results are in its requests; does nothing if it has ended.
+
+        Returns:
+            The requests of which this was the last evaluation.
         """
-        request = self.in_engine.pop(query_id, None)
-        if request is None:
+        if not evaluation.waiting:
             return []
-        self._close_to_joiners(request)
-        if self._held_back:
-            self._admit()
+        self._remove(evaluation, finished=True)
         if failed:
             self._failed += 1
         else:
             self._answered += 1
-        return request.take_waiters()
+        finished = []
+        for request, _, _ in evaluation.consumers:
+            request.unfinished -= 1
+            if not request.unfinished and not request.is_abandoned:
+                finished.append(request)
+        evaluation.end()
+        return finished
+
+    def drop(self, evaluation: Evaluation) -> None:
+        """Remove an evaluation whose results are lost, unless it has ended."""
+        if evaluation.waiting:
+            self._remove(evaluation)
+            self._failed += 1
 
     def has_query(self, matches: Callable[[Any], bool]) -> bool:
-        """Whether `matches` is true for the query of an unfinished request."""
-        places = (self.in_engine, self.inbox, self._held_back)
-        return any(matches(request.query) for place in places for request in place.values())
+        """Whether `matches` is true for the query of an unfinished evaluation."""
+        queues = (self.in_engine, self.inbox, self._backlog)
+        return any(matches(each.query) for queue in queues for each in queue.values())
 
     def count_batch(self, size: int) -> None:
         """Record that one step finished `size` evaluations."""
         self._batch_sizes[size] += 1
 
-    def clear(self) -> list[Waiter]:
-        """Remove all requests and return all waiters; the caller fails them."""
-        requests = [
-            *self.in_engine.values(),
-            *self.inbox.values(),
-            *self._held_back.values(),
-        ]
-        for places in (self.in_engine, self.inbox, self._held_back, self._joinable):
-            places.clear()
-        self.admitted_late = False
-        self._failed += len(requests)
-        return [waiter for request in requests for waiter, _ in request.take_waiters()]
+    def clear(self) -> list[Request]:
+        """Remove all evaluations and return their requests; the caller fails them."""
+        queues = (self.in_engine, self.inbox, self._backlog)
+        evaluations = [each for queue in queues for each in queue.values()]
+        for table in (*queues, self._joinable):
+            table.clear()
+        self.needs_flush = False
+        self._failed += len(evaluations)
+        consumers = [each for evaluation in evaluations for each in evaluation.consumers]
+        for evaluation in evaluations:
+            evaluation.end()
+        waiting = (request for request, _, _ in consumers if not request.is_abandoned)
+        return list(dict.fromkeys(waiting))
 
     def statistics(self) -> SchedulerStatistics:
         """A snapshot of the counters."""
@@ -221,7 +277,7 @@ class RequestTable:
             batch_sizes=dict(self._batch_sizes),
             queue_seconds=self._queue_seconds,
             pending=self._pending,
-            waiting=len(self._held_back),
+            waiting=len(self._backlog),
         )
 
     @property
@@ -232,20 +288,14 @@ class RequestTable:
     def _is_full(self) -> bool:
         return self._max_pending is not None and self._pending >= self._max_pending
 
-    def _admit(self) -> None:
-        """Fill the inbox up to `max_pending` with what was held back."""
-        while self._held_back and not self._is_full:
-            query_id, request = self._held_back.popitem(last=False)
-            self.inbox[query_id] = request
-            self.admitted_late = True
-
-    def _remove(self, request: PendingRequest) -> None:
-        self._close_to_joiners(request)
-        for place in (self.in_engine, self.inbox, self._held_back):
-            if place.pop(request.query.query_id, None) is not None:
+    def _remove(self, evaluation: Evaluation, *, finished: bool = False) -> None:
+        self.close_to_joiners(evaluation)
+        for queue in (self.in_engine, self.inbox, self._backlog):
+            if queue.pop(evaluation.query.query_id, None) is not None:
                 break
-        self._admit()
-
-    def _close_to_joiners(self, request: PendingRequest) -> None:
-        if request.key is not None and self._joinable.get(request.key) is request:
-            del self._joinable[request.key]
+        if not finished:
+            evaluation.end()
+        while self._backlog and not self._is_full:
+            query_id, admitted = self._backlog.popitem(last=False)
+            self.inbox[query_id] = admitted
+            self.needs_flush = True

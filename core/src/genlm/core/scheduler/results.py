@@ -1,33 +1,36 @@
-"""What becomes of an engine's results before their callers get them.
-
-Results are checked, reduced to what callers want of them, and stored; `ResultHandler` says how.
-Everything here runs on the engine's thread.
-"""
+"""`ResultHandler`: post-processing of results between an engine's step and their delivery."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from genlm.core.errors import EvaluationError
 from genlm.core.query import Completion, Reduced
-from genlm.core.scheduler.request_table import PendingRequest
+from genlm.core.scheduler.delivery import Outcome
+from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["ResultHandler", "checked", "reduced", "stored"]
-
-FindRequest = Callable[[int], PendingRequest | None]
-"""From a query id to its request; None if it was abandoned."""
+__all__ = ["ResultHandler"]
 
 
 class ResultHandler:
-    """Checks, reduces, stores and copies results; this one accepts them as they are.
+    """Checks, reduces, stores and copies results; this one returns them unchanged.
 
-    Methods are called on the engine's thread, except `copy`, which is called on any.
+    Subclasses override the public methods. They are called on the engine's thread. What they
+    raise fails the evaluations concerned, and the engine goes on.
     """
 
-    def find_invalid(self, engine: Any, results: Sequence[Any]) -> Mapping[int, Exception]:
-        """Return an error for each invalid result of a step, by its position."""
-        del engine, results
+    def find_invalid(
+        self, engine: Any, queries: Sequence[Any], results: Sequence[Any]
+    ) -> Mapping[int, Exception]:
+        """Return an error for each invalid result of a step, by its position.
+
+        Args:
+            engine: The engine.
+            queries: As the engine got them.
+            results: The result of each query; a `Reduced` has been checked for its length.
+        """
+        del engine, queries, results
         return {}
 
     def reduce(
@@ -57,78 +60,75 @@ class ResultHandler:
     def release(self, engine: Any, items: list[Any]) -> None:
         """Release items that were given to `Scheduler.release`. What it raises is logged."""
 
+    def outcomes(
+        self, engine: Any, finished: Sequence[tuple[Evaluation, Completion]]
+    ) -> list[tuple[Evaluation, Outcome]]:
+        """Check what a step returned and reduce what the engine left whole; never raises."""
+        outcomes: dict[Evaluation, Outcome] = {}
+        try:
+            self._add_outcomes(engine, finished, outcomes)
+        except Exception as error:  # noqa: BLE001 - it fails those without an outcome so far
+            for evaluation, _ in finished:
+                outcomes.setdefault(evaluation, error)
+        return list(outcomes.items())
 
-def checked(
-    handler: ResultHandler, engine: Any, completions: list[Completion]
-) -> list[Completion]:
-    """Replace invalid results by their errors, and errors that cannot be raised."""
-    for i, (query_id, _, error) in enumerate(completions):
-        if not isinstance(cast("object", error), Exception | None):
-            refused = EvaluationError(f"the engine returned as an error {error!r}")
-            completions[i] = Completion(query_id, error=refused)
-    places = [i for i, each in enumerate(completions) if each.result is not None]
-    try:
-        invalid = handler.find_invalid(engine, [completions[i].result for i in places])
-    except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
-        invalid = dict.fromkeys(range(len(places)), error)
-    for position, problem in invalid.items():
-        query_id = completions[places[position]].query_id
-        completions[places[position]] = Completion(query_id, error=problem)
-    return completions
+    def _add_outcomes(
+        self,
+        engine: Any,
+        finished: Sequence[tuple[Evaluation, Completion]],
+        outcomes: dict[Evaluation, Outcome],
+    ) -> None:
+        results: dict[Evaluation, Any] = {}
+        for evaluation, (_, result, error) in finished:
+            problem = _problem(evaluation, result, error)
+            if problem is None:
+                results[evaluation] = result
+            else:
+                outcomes[evaluation] = problem
+        queries = [evaluation.query for evaluation in results]
+        invalid = self.find_invalid(engine, queries, list(results.values()))
+        whole: dict[Evaluation, Any] = {}
+        for position, (evaluation, result) in enumerate(results.items()):
+            if position in invalid:
+                outcomes[evaluation] = invalid[position]
+            elif isinstance(result, Reduced):
+                outcomes[evaluation] = result.values
+            elif evaluation.is_whole:
+                outcomes[evaluation] = (result,)
+            else:
+                whole[evaluation] = result
+        if whole:
+            wanted = [tuple(evaluation.outputs) for evaluation in whole]
+            reduced = self.reduce(list(whole.values()), wanted)
+            for evaluation, answer in zip(whole, reduced, strict=True):
+                outcomes[evaluation] = (
+                    answer if isinstance(answer, Exception) else answer.values
+                )
+
+    def stored(self, evaluation: Evaluation, outcome: Outcome) -> Outcome:
+        """Store the results of an evaluation, and return them, or the error of storing them."""
+        if isinstance(outcome, Exception) or evaluation.key is None:
+            return outcome
+        try:
+            for output, value in zip(evaluation.outputs, outcome, strict=True):
+                if not isinstance(value, Exception):
+                    self.store(evaluation.output_key(output), value)
+        except Exception as error:  # noqa: BLE001 - it fails this evaluation alone
+            return error
+        return outcome
 
 
-def reduced(
-    handler: ResultHandler, find_request: FindRequest, completions: list[Completion]
-) -> list[Completion]:
-    """Reduce results of which something else is wanted and that the engine left whole."""
-    places, wanted = [], []
-    for place, (query_id, result, error) in enumerate(completions):
-        request = find_request(query_id)
-        if request is None or request.is_whole or error is not None or result is None:
-            continue
-        if not isinstance(result, Reduced):
-            places.append(place)
-            wanted.append(tuple(request.outputs))
-        elif len(result.values) != len(request.outputs):
-            problem = EvaluationError(
-                f"the engine returned {len(result.values)} values for a query with "
-                f"{len(request.outputs)} outputs"
-            )
-            completions[place] = Completion(query_id, error=problem)
-    if not places:
-        return completions
-    results: Sequence[Reduced | Exception]
-    try:
-        results = handler.reduce([completions[place].result for place in places], wanted)
-    except Exception as error:  # noqa: BLE001 - out of memory; the engine goes on
-        results = [error] * len(places)
-    for place, answer in zip(places, results, strict=True):
-        query_id = completions[place].query_id
-        if isinstance(answer, Exception):
-            completions[place] = Completion(query_id, error=answer)
-        else:
-            completions[place] = Completion(query_id, answer)
-    return completions
-
-
-def stored(
-    handler: ResultHandler, find_request: FindRequest, completion: Completion
-) -> Completion:
-    """Store what was computed for a request; its error becomes that of the completion."""
-    request = find_request(completion.query_id)
-    if request is None or completion.error is not None:
-        return completion
-    if completion.result is None:
-        error = EvaluationError("the engine returned neither a result nor an error")
-        return Completion(completion.query_id, error=error)
-    if request.key is None:
-        return completion
-    result = completion.result
-    values = result.values if isinstance(result, Reduced) else (result,)
-    try:
-        for output, value in zip(request.outputs, values, strict=True):
-            if not isinstance(value, Exception):
-                handler.store(request.output_key(output), value)
-    except Exception as error:  # noqa: BLE001 - it fails this query alone
-        return Completion(completion.query_id, error=error)
-    return completion
+def _problem(evaluation: Evaluation, result: Any, error: Any) -> Exception | None:
+    """Return the error of a completion, or what is wrong with its form."""
+    if error is not None:
+        if isinstance(error, Exception):
+            return error
+        return EvaluationError(f"the engine returned as an error {error!r}")
+    if result is None:
+        return EvaluationError("the engine returned neither a result nor an error")
+    if isinstance(result, Reduced) and len(result.values) != len(evaluation.outputs):
+        return EvaluationError(
+            f"the engine returned {len(result.values)} values for a query with "
+            f"{len(evaluation.outputs)} outputs"
+        )
+    return None

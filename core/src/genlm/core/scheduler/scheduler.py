@@ -10,16 +10,16 @@ import atexit
 import concurrent.futures
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from genlm.core.blocking import is_blocking, run_blocking
 from genlm.core.errors import EngineClosedError, QueryResetError
-from genlm.core.scheduler.background import run_in_background
+from genlm.core.scheduler.background import run_in_background, start_background_thread
 from genlm.core.scheduler.batching import Limits
-from genlm.core.scheduler.delivery import Waiter
-from genlm.core.scheduler.request_table import Identified, PendingRequest
+from genlm.core.scheduler.request_table import Identified, Request
 from genlm.core.scheduler.results import ResultHandler
-from genlm.core.scheduler.worker import Worker
+from genlm.core.scheduler.worker import Submission, Worker
 from genlm.core.statistics import SchedulerStatistics
 from genlm.core.validation import checked_builder
 
@@ -27,9 +27,6 @@ __all__ = ["Scheduler"]
 
 EngineT = TypeVar("EngineT")
 T = TypeVar("T")
-
-Asked = tuple[Identified, Hashable] | tuple[Identified, Hashable, Hashable]
-"""A query, its key, and what is wanted of it."""
 
 EXIT_TIMEOUT_S = 10.0
 """How long the interpreter's exit waits for an engine to end its step and close."""
@@ -51,16 +48,14 @@ class Scheduler(Generic[EngineT]):
             query with a `query_id`.
         results: Checks, reduces, stores and copies what the engine returns; by default
             callers get it as it is.
-        max_batch_size: Most queries in the engine at a time, None for no limit.
-        max_wait_s: How long an incomplete batch waits for more requests when the
-            engine is idle; 0 for no timer.
-        max_pending: Most queries accepted at a time; further requests wait,
+        max_batch_size: Maximum number of queries in the engine, None for no limit.
+        max_pending: Maximum number of accepted queries; further requests wait,
             first come, first served. None for no limit.
-        name: Of the engine's thread.
+        name: Name of the engine's thread.
 
     Raises:
         TypeError: `build_engine` cannot be called, or a limit is not a number.
-        ValueError: A limit below 1, or a wait that is negative or not finite.
+        ValueError: A limit below 1.
         Exception: Whatever `build_engine` raised.
     """
 
@@ -70,18 +65,18 @@ class Scheduler(Generic[EngineT]):
         *,
         results: ResultHandler | None = None,
         max_batch_size: int | None = None,
-        max_wait_s: float = 0.0,
         max_pending: int | None = None,
         name: str = "genlm-engine",
     ) -> None:
         self._worker = Worker(
             checked_builder(build_engine),
             results=results or ResultHandler(),
-            limits=Limits(max_batch_size, max_wait_s, max_pending),
+            limits=Limits(max_batch_size, max_pending),
             name=name,
         )
+        start_background_thread()  # here: a finalizer must not start it
         try:
-            self.engine: EngineT = self._worker.wait_until_built()
+            self._worker.wait_until_built()
         except BaseException:  # interrupted: what is still being built is closed once it is
             self._worker.stop(_closed())
             raise
@@ -91,8 +86,24 @@ class Scheduler(Generic[EngineT]):
         weakref.finalize(self, run_in_background, stop).atexit = False
 
     def __repr__(self) -> str:
-        closed = "; closed" if self.closed else ""
-        return f"<Scheduler of {type(self.engine).__name__}{closed}>"
+        if self.closed:
+            return "<Scheduler; closed>"
+        return f"<Scheduler of {type(self.engine).__name__}>"
+
+    @property
+    def engine(self) -> EngineT:
+        """The engine; no longer referred to once it was closed.
+
+        Raises:
+            EngineClosedError: It was closed.
+            EngineDiedError: Its thread ended.
+        """
+        engine: EngineT = self._worker.engine
+        return engine
+
+    def engine_statistics(self) -> Mapping[str, Any]:
+        """Return the engine's own figures; after its end, those that it had then."""
+        return self._worker.engine_statistics()
 
     async def answer(
         self, query: Identified, key: Hashable = None, output: Hashable = None
@@ -116,58 +127,79 @@ class Scheduler(Generic[EngineT]):
             QueryResetError: `reset` came before the answer.
             ValueError: An unanswered query has the same `query_id`.
         """
-        future, request = self._enqueue(query, key, output)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            # Not on GeneratorExit: garbage collection may raise it on a thread that
-            # holds the worker's lock. The evaluation then goes on, for the cache.
-            self._worker.leave(request, future)
-            raise
+        request = self.submit([(query, key, output)])
+        [value] = await self.results(request)
+        if isinstance(value, Exception):
+            raise value
+        return value
 
-    async def answer_all(self, queries: Sequence[Asked]) -> list[Any]:
-        """Have the engine answer several queries, given as the arguments of `answer`.
-
-        Returns:
-            The results, in order.
-
-        Raises:
-            GenlmError: As `answer`; the first error in order, the rest is abandoned.
-        """
-        asked: list[tuple[asyncio.Future[Any], PendingRequest]] = []
-        try:
-            for each in queries:  # one by one: those before an error are abandoned
-                asked.append(self._enqueue(*each))  # noqa: PERF401
-            return [await future for future, _ in asked]
-        except GeneratorExit:  # as in `answer`
-            raise
-        except BaseException:
-            self._abandon(asked)
-            raise
-
-    def answer_sync(self, queries: Sequence[Asked]) -> list[Any]:
-        """Have the engine answer several queries, given as the arguments of `answer`, and wait.
+    def answer_sync(
+        self, query: Identified, key: Hashable = None, output: Hashable = None
+    ) -> Any:
+        """Have the engine answer a query and wait; see `answer`.
 
         Works in and outside a running event loop, which it blocks.
 
+        Raises:
+            RuntimeError: Called on the engine's own thread, which would wait for itself.
+            GenlmError: As `answer`.
+        """
+        return run_blocking(self.answer(query, key, output))
+
+    def submit(self, submissions: Sequence[Submission]) -> Request:
+        """Start answering several queries, given as the arguments of `answer`.
+
+        The caller must await `results`, or call `abandon`.
+        """
+        if not submissions:
+            return Request(concurrent.futures.Future(), 0)
+        if is_blocking():
+            self.refuse_own_thread()
+            request = Request(concurrent.futures.Future(), len(submissions))
+        else:
+            request = Request(asyncio.get_running_loop().create_future(), len(submissions))
+        try:
+            self._worker.enqueue(request, submissions)
+        except BaseException:
+            self.abandon(request)
+            raise
+        return request
+
+    async def results(self, request: Request) -> list[Any]:
+        """Wait until all queries of a request have ended.
+
         Returns:
-            The results, in order.
+            The result of each, in order; an exception object for one that failed.
 
         Raises:
-            GenlmError: As `answer`; the first error in order, the rest is abandoned.
-            RuntimeError: Called on the engine's own thread, which would wait for itself.
+            EngineError: As `answer`; those that end all requests.
         """
-        self.refuse_own_thread()
-        asked: list[tuple[Waiter, PendingRequest]] = []
+        if not request.values:
+            return []
+        future = request.future
         try:
-            for query, key, *output in queries:
-                waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
-                asked.append((waiter, self._worker.enqueue(query, key, waiter, *output)))
-            self._worker.flush()
-            return [future.result() for future, _ in asked]
-        except BaseException:
-            self._abandon(asked)
+            if isinstance(future, concurrent.futures.Future):
+                self._worker.flush()
+                values: list[Any] = future.result()
+            else:
+                values = await future
+        except GeneratorExit:
+            # Garbage collection may raise it on a thread that holds the worker's lock. The
+            # evaluations then go on, for the cache.
             raise
+        except BaseException:
+            self.abandon(request)
+            raise
+        return values
+
+    def abandon(self, request: Request) -> None:
+        """Drop a request, whose results nobody waits for; does nothing if it has ended."""
+        self._worker.leave(request)
+        future = request.future
+        if future.done() and not future.cancelled():
+            future.exception()  # retrieved, so that asyncio does not complain
+        else:
+            future.cancel()
 
     def run(self, function: Callable[[EngineT], T]) -> T:
         """Call `function(engine)` on the engine's thread between two steps, and wait.
@@ -182,18 +214,18 @@ class Scheduler(Generic[EngineT]):
         return result
 
     def run_after(
-        self, blocks: Callable[[Any], bool], function: Callable[[EngineT], object]
+        self, wait_for: Callable[[Any], bool], function: Callable[[EngineT], object]
     ) -> None:
-        """Have `function(engine)` called once no unfinished query is one that `blocks`.
+        """Have `function(engine)` called once no unfinished query is one to `wait_for`.
 
         Returns at once; the call happens on the engine's thread between two steps. What it
         raises is logged. When the engine is closed first, the call does not happen.
 
         Args:
-            blocks: Whether the call must wait for a query to end; called under a lock.
+            wait_for: Whether the call must wait for a query to end; called under a lock.
             function: What to call.
         """
-        self._worker.call_after(blocks, function)
+        self._worker.call_after(wait_for, function)
 
     @property
     def release(self) -> Callable[[Any], None]:
@@ -225,21 +257,6 @@ class Scheduler(Generic[EngineT]):
     def statistics(self) -> SchedulerStatistics:
         """Counters since the start."""
         return self._worker.statistics()
-
-    def _enqueue(
-        self, query: Identified, key: Hashable = None, output: Hashable = None
-    ) -> tuple[asyncio.Future[Any], PendingRequest]:
-        """Start answering a query for the running event loop; returns its future."""
-        future = asyncio.get_running_loop().create_future()
-        return future, self._worker.enqueue(query, key, future, output)
-
-    def _abandon(self, asked: Sequence[tuple[Waiter, PendingRequest]]) -> None:
-        for future, request in asked:
-            self._worker.leave(request, future)
-            if future.done() and not future.cancelled():
-                future.exception()  # retrieved, so that asyncio does not complain
-            else:
-                future.cancel()
 
     def refuse_own_thread(self) -> None:
         """Raise `RuntimeError` on the engine's own thread, which would wait for itself."""

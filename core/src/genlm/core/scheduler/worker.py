@@ -2,8 +2,10 @@
 
 The worker drives an engine with `submit`, `step`, `abort` and `close`. `request_table` does
 the bookkeeping, `batching` decides when a batch is dispatched, `results` checks and stores what
-was computed, and `delivery` wakes the callers. One lock guards what several threads use; the
-module is longer than others so that everything under that lock can be read together.
+was computed, and `delivery` wakes the callers. One lock guards what several threads use.
+
+An evaluation leaves the table together with its delivery: whatever raises between a step and
+the delivery becomes the result of the evaluations concerned.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import concurrent.futures
 import logging
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +24,25 @@ from genlm.core.errors import (
     EngineClosedError,
     EngineDiedError,
     EngineError,
+    EvaluationError,
     described,
 )
 from genlm.core.forking import renew_in_forks
-from genlm.core.query import Completion, Reduced
+from genlm.core.query import Completion, GroupQuery
 from genlm.core.scheduler.background import run_in_background
 from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
-from genlm.core.scheduler.delivery import Delivery, Waiter
-from genlm.core.scheduler.observation import StepObserver
-from genlm.core.scheduler.request_table import Identified, PendingRequest, RequestTable
-from genlm.core.scheduler.results import ResultHandler, checked, reduced, stored
+from genlm.core.scheduler.delivery import Delivery, distribute
+from genlm.core.scheduler.observation import Finished, StepObserver
+from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
+from genlm.core.scheduler.results import ResultHandler
 from genlm.core.statistics import SchedulerStatistics
 
-__all__ = ["Worker"]
+__all__ = ["Submission", "Worker"]
 
 logger = logging.getLogger("genlm")
+
+Submission = tuple[Identified, Hashable, Hashable]
+"""A query, its key, and what is wanted of it."""
 
 RELEASE_DELAY_S = 0.01
 """How long an idle engine waits for more items to release before it is woken for them."""
@@ -45,12 +52,12 @@ RELEASE_DELAY_S = 0.01
 class Call:
     """A function to run on the engine's thread and the future of its result.
 
-    If it has `blocks`, it waits until no unfinished query is one that blocks it, and until
+    If it has `wait_for`, it waits until no unfinished query is one that it waits for, and until
     the engine was told of all aborts.
     """
 
     function: Callable[[Any], Any]
-    blocks: Callable[[Any], bool] | None = None
+    wait_for: Callable[[Any], bool] | None = None
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
     def run(self, engine: Any) -> None:
@@ -86,7 +93,7 @@ class Worker:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(limits.max_pending)
-        self._policy = BatchingPolicy(limits)
+        self._policy = BatchingPolicy(limits.max_batch_size)
         self._observer = StepObserver(name)
         self._max_batch_size = limits.max_batch_size
         self._aborts: list[int] = []
@@ -94,6 +101,8 @@ class Worker:
         self._released: deque[Any] = deque()
         self._release_scheduled = self._release_due = False
         self._stopped: EngineError | None = None  # why nothing is accepted any more
+        self._engine: Any = None
+        self._final_statistics: Mapping[str, Any] = {}
         self._wake_engine: Callable[[], None] | None = None
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -117,34 +126,45 @@ class Worker:
         """Whether it refuses requests, for good."""
         return self._stopped is not None
 
-    def wait_until_built(self) -> Any:
-        """Return the engine once it is built, or raise what its construction raised; once."""
+    def wait_until_built(self) -> None:
+        """Return once the engine is built, or raise what its construction raised; once."""
         try:
-            return self._built.result()
+            self._built.result()
         finally:
             del self._built
 
-    def enqueue(
-        self, query: Identified, key: Hashable, waiter: Waiter, output: Hashable = None
-    ) -> PendingRequest:
+    @property
+    def engine(self) -> Any:
+        """The engine; raises the error that stopped the worker once the engine is closed."""
+        engine = self._engine
+        if engine is None:
+            self._raise_if_stopped()
+        return engine
+
+    def engine_statistics(self) -> Mapping[str, Any]:
+        """Return the engine's own figures; after its end, those that it had then."""
+        engine = self._engine
+        return self._final_statistics if engine is None else engine.statistics()
+
+    def enqueue(self, request: Request, submissions: Iterable[Submission]) -> None:
         """Accept a request; raises the error that stopped the worker, if it is.
 
         A request of a coroutine is dispatched once its event loop has run what is ready,
         one of a thread at the next `flush`.
         """
+        arrived_s = time.perf_counter()
         with self._lock:
             self._raise_if_stopped()
-            request = self._table.enqueue(query, key, waiter, time.perf_counter(), output)
-        if not isinstance(waiter, concurrent.futures.Future):
-            self._idle_flush.schedule(waiter.get_loop())
-        return request
+            for place, (query, key, output) in enumerate(submissions):
+                self._table.enqueue(request, place, query, key, output, arrived_s)
+        if not isinstance(request.future, concurrent.futures.Future):
+            self._idle_flush.schedule(request.future.get_loop())
 
-    def leave(self, request: PendingRequest, waiter: Waiter) -> None:
-        """Forget a caller; the evaluation is dropped when it was the last one."""
+    def leave(self, request: Request) -> None:
+        """Forget a request; evaluations that no other one waits for are dropped."""
         with self._lock:
-            if self._table.leave(request, waiter):
-                self._aborts.append(request.query.query_id)
-            if self._aborts or self._calls or self._table.admitted_late:
+            self._aborts += self._table.leave(request)
+            if self._aborts or self._calls or self._table.needs_flush:
                 self._notify()
 
     def flush(self) -> None:
@@ -159,10 +179,10 @@ class Worker:
         return self._add_call(Call(function))
 
     def call_after(
-        self, blocks: Callable[[Any], bool], function: Callable[[Any], object]
+        self, wait_for: Callable[[Any], bool], function: Callable[[Any], object]
     ) -> None:
-        """Run `function(engine)` as `call` does, once no query and no abort blocks it."""
-        self._add_call(Call(function, blocks)).add_done_callback(_log_failure)
+        """Run `function(engine)` as `call` does, after such queries and all aborts."""
+        self._add_call(Call(function, wait_for)).add_done_callback(_log_failure)
 
     def _add_call(self, call: Call) -> concurrent.futures.Future[Any]:
         with self._lock:
@@ -246,7 +266,8 @@ class Worker:
     def _fail_all(self, error: EngineError) -> Delivery:
         self._aborts.extend(self._table.in_engine)
         delivery = Delivery()
-        delivery.add_error(self._table.clear(), error)
+        for request in self._table.clear():
+            delivery.add(request, error)
         return delivery
 
     # -- the engine's side: the worker's thread only ----------------------------------
@@ -262,7 +283,9 @@ class Worker:
             del built  # else the error, whose traceback has this frame, would hold itself
             return
         self._wake_engine = getattr(engine, "wake", None)
-        built.set_result(engine)
+        self._engine = engine
+        built.set_result(None)
+        del built
         try:
             self._serve(engine)
         except BaseException as error:  # noqa: BLE001 - every waiter gets it
@@ -273,6 +296,12 @@ class Worker:
             engine.close()
         except Exception:
             logger.exception("closing %s raised", type(engine).__name__)
+        try:
+            self._final_statistics = dict(getattr(engine, "statistics", dict)())
+        except Exception:
+            logger.exception("the statistics of %s raised", type(engine).__name__)
+        self._engine = None
+        del engine  # an error that ended the thread refers to this frame
 
     def _die(self, cause: BaseException) -> None:
         logger.error("the engine's thread ended", exc_info=cause)
@@ -281,6 +310,7 @@ class Worker:
         )
         error.__cause__ = cause
         self.stop(error)
+        traceback.clear_frames(cause.__traceback__)  # which refer to the engine
 
     def _serve(self, engine: Any) -> None:
         while self._wait_for_work():
@@ -290,24 +320,33 @@ class Worker:
         """Run aborts, calls and submissions, and one step if queries are in the engine."""
         with self._lock:
             aborts, self._aborts = self._aborts, []
-            requests = self._take_requests()
+            evaluations = self._take()
         for query_id in aborts:
             engine.abort(query_id)
         self._run_calls(engine)
-        refused = self._submit(engine, requests)
+        refused = self._submit(engine, evaluations)
         if refused:
             self._hand_over(refused)
         # After the submissions, which may use what would be released.
         if self._released or self._release_due:
             self._release(engine)
         if self._table.in_engine:
-            queries = len(self._table.in_engine)
-            completions, step_s = self._observer.observe(self._complete, engine, queries)
-            self._hand_over(completions, step_s=step_s)
+            self._step_once(engine)
 
-    def _complete(self, engine: Any) -> list[Completion]:
-        completions = checked(self._results, engine, self._step(engine))
-        return reduced(self._results, self._table.in_engine.get, completions)
+    def _step_once(self, engine: Any) -> None:
+        finished: Finished = []
+
+        def step(engine: Any) -> Finished:
+            completed = self._step(engine)
+            finished.extend(self._results.outcomes(engine, completed))
+            return finished
+
+        step_s = 0.0
+        try:
+            step_s = self._observer.observe(step, engine, len(self._table.in_engine))
+        except Exception:  # `step` raises none
+            logger.exception("reporting a step raised")
+        self._hand_over(finished, step_s=step_s, is_step=True)
 
     def _release(self, engine: Any) -> None:
         self._release_scheduled = self._release_due = False
@@ -330,8 +369,8 @@ class Worker:
 
     def _is_blocked(self, call: Call) -> bool:
         # The table no longer has the queries that the engine is yet to be told to abort.
-        return call.blocks is not None and (
-            bool(self._aborts) or self._table.has_query(call.blocks)
+        return call.wait_for is not None and (
+            bool(self._aborts) or self._table.has_query(call.wait_for)
         )
 
     def _wait_for_work(self) -> bool:
@@ -348,7 +387,7 @@ class Worker:
                 self._changed.wait(wait_s)
             return False
 
-    def _take_requests(self) -> list[PendingRequest]:
+    def _take(self) -> list[Evaluation]:
         if self._table.in_engine:
             # A running batch is joined at any time; one that only waits, by whole batches.
             if self._wake_engine and not self._policy.joins_running_batch(self._table):
@@ -360,68 +399,99 @@ class Worker:
         room = None
         if self._max_batch_size is not None:
             room = self._max_batch_size - len(self._table.in_engine)
-        requests = self._table.take(room, time.perf_counter())
+        evaluations = self._table.take(room, time.perf_counter())
         if not self._table.inbox:
             self._policy.hold()
-        return requests
+        return evaluations
 
-    def _submit(self, engine: Any, requests: list[PendingRequest]) -> list[Completion]:
-        """Give the requests to the engine; returns the answers of those it refused."""
-        refused = []
-        for request in requests:
-            query = request.query
-            if not request.is_whole:
-                query = query.replace(outputs=tuple(request.outputs))
+    def _submit(self, engine: Any, evaluations: list[Evaluation]) -> Finished:
+        """Give the queries to the engine; returns the evaluations that it refused."""
+        refused: Finished = []
+        for evaluation in evaluations:
             try:
+                query = evaluation.query
+                if isinstance(query, GroupQuery):
+                    engine.submit_group(query)
+                    continue
+                if not evaluation.is_whole:
+                    query = query.replace(outputs=tuple(evaluation.outputs))
                 engine.submit(query)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
-                refused.append(Completion(request.query.query_id, error=error))
+                refused.append((evaluation, error))
         return refused
 
-    def _step(self, engine: Any) -> list[Completion]:
+    def _step(self, engine: Any) -> list[tuple[Evaluation, Completion]]:
+        """Step the engine; returns the evaluations that finished, all if the step raises."""
         try:
-            return list(engine.step())
+            finished: dict[Evaluation, Completion] = {}
+            for completion in list(engine.step()):
+                if not isinstance(completion, Completion):
+                    raise EvaluationError(
+                        f"{type(engine).__name__}.step returned {type(completion).__name__!r}; "
+                        f"expected genlm.Completion objects"
+                    )
+                evaluation = self._table.in_engine.get(completion.query_id)
+                if evaluation is not None:  # else it was aborted
+                    finished.setdefault(evaluation, completion)
+            return list(finished.items())
         except Exception as error:  # noqa: BLE001 - every query in the engine gets it
             with self._lock:
-                query_ids = list(self._table.in_engine)
-            for query_id in query_ids:
-                engine.abort(query_id)
-            return [Completion(query_id, error=error) for query_id in query_ids]
-
-    def _hand_over(self, completions: list[Completion], *, step_s: float = 0.0) -> None:
-        """Store the results, remove their requests from the table and wake the callers."""
-        # Stored before the requests end: a repeated request in between would find neither
-        # the row nor the request, and be evaluated again.
-        find = self._table.in_engine.get
-        completions = [stored(self._results, find, each) for each in completions]
-        with self._lock:
-            finished = [
-                (answer, self._table.finish(answer.query_id, failed=answer.error is not None))
-                for answer in completions
+                evaluations = list(self._table.in_engine.values())
+            for evaluation in evaluations:
+                engine.abort(evaluation.query.query_id)
+            return [
+                (each, Completion(each.query.query_id, error=error)) for each in evaluations
             ]
-            size = sum(1 for _, waiters in finished if waiters)
-            if step_s and size:
-                self._table.count_batch(size)
-        delivery = Delivery()
-        for completion, waiters in finished:
-            if completion.error is not None:
-                delivery.add_error([waiter for waiter, _ in waiters], completion.error)
-            else:
-                self._add_results(delivery, waiters, completion.result)
-        with self._lock:
-            idle = delivery.reaches_loops and not self._table.in_engine
-            waits = idle and self._policy.begin_grace_period(step_s)
-        delivery.send(afterwards=self._idle_flush.schedule if waits else None)
 
-    def _add_results(
-        self, delivery: Delivery, waiters: list[tuple[Waiter, int]], result: Any
+    def _hand_over(
+        self, finished: Finished, *, step_s: float = 0.0, is_step: bool = False
     ) -> None:
-        values = result.values if isinstance(result, Reduced) else (result,)
-        wanting: list[list[Waiter]] = [[] for _ in values]
-        for waiter, place in waiters:
-            wanting[place].append(waiter)
-        for value, its_waiters in zip(values, wanting, strict=True):
-            if isinstance(value, Exception):
-                delivery.add_error(its_waiters, value)
-            else:
-                delivery.add_result(its_waiters, value, self._results.copy)
+        """Store the results, write them into their requests, and wake the callers."""
+        requests: list[Request] = []  # of the evaluations; they end here, whatever happens
+        try:
+            # Stored before the evaluations end: a repeated request in between would find
+            # neither the row nor the evaluation, and be evaluated again.
+            finished = [(each, self._results.stored(each, end)) for each, end in finished]
+            with self._lock:
+                for evaluation, _ in finished:
+                    self._table.close_to_joiners(evaluation)
+                    requests += [request for request, _, _ in evaluation.consumers]
+            for evaluation, outcome in finished:
+                distribute(evaluation, outcome, self._results.copy)
+            delivery = Delivery()
+            with self._lock:
+                self._finish(finished, delivery, is_step=is_step)
+                idle = delivery.reaches_loops and not self._table.in_engine
+                waits = idle and self._policy.begin_grace_period(step_s)
+            delivery.send(afterwards=self._idle_flush.schedule if waits else None)
+        except BaseException as error:
+            self._fail(finished, requests, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _finish(self, finished: Finished, delivery: Delivery, *, is_step: bool) -> None:
+        size = sum(_sequences(each.query) for each, _ in finished if each.waiting > 0)
+        for evaluation, outcome in finished:
+            failed = isinstance(outcome, Exception)
+            for request in self._table.finish(evaluation, failed=failed):
+                delivery.add(request)
+        if is_step and size:
+            self._table.count_batch(size)
+
+    def _fail(self, finished: Finished, requests: list[Request], error: BaseException) -> None:
+        """Fail the requests of evaluations whose results could not be delivered."""
+        logger.error("results of the engine could not be delivered", exc_info=error)
+        delivery = Delivery()
+        with self._lock:
+            for evaluation, _ in finished:
+                requests += [request for request, _, _ in evaluation.consumers]
+                self._table.drop(evaluation)
+            for request in dict.fromkeys(requests):
+                if not request.is_abandoned and not request.future.done():
+                    delivery.add(request, error)
+                self._aborts += self._table.leave(request)
+        delivery.send()
+
+
+def _sequences(query: Any) -> int:
+    return len(query.wanted) if isinstance(query, GroupQuery) else 1

@@ -4,7 +4,6 @@
 that users see; each remaining module adds one ability to it.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,6 @@ if TYPE_CHECKING:
     from genlm.core.trie.async_trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie.layout import TrieLayout as TrieLayout
     from genlm.core.trie.trie import TokenCharacterTrie as TokenCharacterTrie
-
-    TokenTrie = TokenCharacterTrie
 
 # Imported on first use: the registry imports `plugin` in this package, without numpy.
 _HOME = {
@@ -28,13 +25,6 @@ __all__ = ["AsyncTokenCharacterTrie", "TokenCharacterTrie", "TrieLayout"]
 if not TYPE_CHECKING:  # as in `genlm`
 
     def __getattr__(name: str) -> Any:
-        if name == "TokenTrie":
-            warnings.warn(
-                "genlm.TokenTrie is deprecated until 1.1; use genlm.TokenCharacterTrie",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-            name = "TokenCharacterTrie"
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -176,7 +176,6 @@ class AsyncTokenCharacterTrie:
 
     def _after_fork(self) -> None:
         """Reset in a forked process, which does not have the worker thread."""
-        self._lock = threading.Lock()
         self._scheduler = None
 
     async def __aenter__(self) -> AsyncTokenCharacterTrie:

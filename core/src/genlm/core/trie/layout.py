@@ -16,7 +16,6 @@ Nodes are numbered so that every child comes before its parent:
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,16 +90,6 @@ class TrieLayout:
     def nbytes(self) -> int:
         """Memory of all arrays, in bytes."""
         return sum(array.nbytes for array in vars(self).values())
-
-    @property
-    def letter(self) -> npt.NDArray[Any]:
-        """Deprecated name of `symbol`, until 1.1."""
-        warnings.warn(
-            "TrieLayout.letter is deprecated until 1.1; use symbol",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.symbol
 
     def ranks_below(
         self, nodes: npt.NDArray[np.integer[Any]]

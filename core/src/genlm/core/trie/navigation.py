@@ -6,7 +6,6 @@ All methods read the layout's arrays; they build and cache nothing.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -149,25 +148,6 @@ class Navigation:
         """The tokens that start with a node's prefix, in sorted order; read-only."""
         lo, hi = self.interval(node)
         return self.layout.order[lo:hi]
-
-    def child_letters(self, node: int) -> list[Any]:
-        """Deprecated name of `child_symbols`, until 1.1."""
-        warnings.warn(
-            "child_letters is deprecated until 1.1; use child_symbols",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.child_symbols(node)
-
-    @property
-    def letter_objects(self) -> tuple[Hashable, ...]:
-        """Deprecated name of `symbol_objects`, until 1.1."""
-        warnings.warn(
-            "letter_objects is deprecated until 1.1; use symbol_objects",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.symbol_objects
 
     def _checked(self, node: int) -> int:
         node = operator.index(node)

@@ -6,9 +6,8 @@ all nodes and `partial` over some, `navigation` and `mappings` look up nodes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ from genlm.core.trie.mappings import TrieMappings
 from genlm.core.trie.partial import partial_weights
 from genlm.core.trie.reductions import Operation, Workspace, reduce_rows
 from genlm.core.trie.segment_tree import SegmentTree
-from genlm.core.trie.storage import StoredTrie, load_trie, save_trie
 from genlm.core.trie.symbols import Symbols, item_key
 from genlm.core.trie.visualisation import dot_source, node_values, visible_tree
 from genlm.core.trie.weights import Returns, Weights
@@ -65,15 +63,10 @@ class TokenCharacterTrie(TrieMappings):
     """
 
     def __init__(self, decode: Any, *, compiled: bool | None = None) -> None:
-        self.decode: list[Any]
-        if isinstance(decode, StoredTrie):
-            self.decode = decode.decode
-            super().__init__(decode.layout, decode.symbol_objects)
-        else:
-            self.decode = _items(decode)
-            symbols = Symbols.of(self.decode)
-            super().__init__(TrieLayout.build(symbols), symbols.objects)
-            _check_distinct(self.decode, self.layout)
+        self.decode: list[Any] = _items(decode)
+        symbols = Symbols.of(self.decode)
+        super().__init__(TrieLayout.build(symbols), symbols.objects)
+        _check_distinct(self.decode, self.layout)
         self.compiled = use_compiled(compiled, len(self))
 
     def visualize(self, ws: Any = None, *, max_nodes: int = 200) -> Any:
@@ -102,35 +95,6 @@ class TokenCharacterTrie(TrieMappings):
                 "visualize", ["graphviz"], "pip install genlm-core[draw]"
             ) from error
         return graphviz.Source(source, format="svg")
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trie to a file for `load`, without pickle.
-
-        The file contains the vocabulary only if all items are tokens or bytes.
-        """
-        save_trie(path, self.decode, self.layout)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        decode: Sequence[Any] | None = None,
-        **options: Any,
-    ) -> Self:
-        """Read a trie that `save` wrote.
-
-        Args:
-            path: The file.
-            decode: The vocabulary, compared with the trie in the file. Required only if it
-                has items other than tokens and bytes.
-            **options: Further arguments of the class.
-
-        Raises:
-            VocabularyError: The vocabulary is missing or differs, or the file is not a trie
-                of this format.
-            OSError: The file cannot be read.
-        """
-        return cls(load_trie(path, decode), **options)
 
     # -- all nodes ----------------------------------------------------------------------
 

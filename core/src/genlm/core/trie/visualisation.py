@@ -5,7 +5,6 @@ Both are computed without Graphviz, which is needed to render the source.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import json
@@ -22,7 +21,7 @@ from genlm.core.trie.navigation import Navigation
 from genlm.core.trie.weights import Weights
 from genlm.core.validation import checked_integer
 
-__all__ = ["VisibleNode", "dot_source", "node_values", "text_lines", "visible_tree"]
+__all__ = ["VisibleNode", "dot_source", "node_values", "visible_tree"]
 
 MOST_CHILDREN = 16
 """Children of one node beyond this number are collapsed, those of least weight first."""
@@ -128,36 +127,6 @@ def dot_source(top: VisibleNode, trie: Navigation) -> str:
             )
             lines.append(f"  {name} -> collapsed{number} [style=dashed];")
     return "\n".join([*lines, "}"]) + "\n"
-
-
-def text_lines(top: VisibleNode) -> Iterator[str]:
-    """Format the visible tree as indented text; symbols without a branch share a line."""
-    yield f"root  {top.value:.4g}"
-    yield from _indented(top, "")
-
-
-def _indented(shown: VisibleNode, indent: str) -> Iterator[str]:
-    rows: list[VisibleNode | None] = [*shown.children, *([None] if shown.collapsed else [])]
-    for row in rows:
-        last = row is rows[-1]
-        branch = "└─ " if last else "├─ "
-        if row is None:
-            yield f"{indent}{branch}{_more(shown.collapsed)}"
-            continue
-        end = _unbranched(row)
-        yield f"{indent}{branch}{_edge(end)}  {end.value:.4g}"
-        yield from _indented(end, indent + ("   " if last else "│  "))
-
-
-def _unbranched(shown: VisibleNode) -> VisibleNode:
-    """Join a node with its descendants up to the next branch or token into one edge."""
-    edge = shown.edge
-    while len(shown.children) == 1 and not shown.collapsed:
-        (child,) = shown.children
-        if child.leaf or child.value != shown.value:
-            break
-        edge, shown = [*edge, *child.edge], child
-    return dataclasses.replace(shown, edge=edge)
 
 
 def _every_node(top: VisibleNode) -> Iterator[VisibleNode]:

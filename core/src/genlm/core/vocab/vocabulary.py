@@ -129,8 +129,8 @@ class Vocabulary:
                 `bytes`; its result counts as true or false.
 
         Returns:
-            Bools, shape `(size,)`, on the CPU, the caller's. False for special tokens and for
-            ids without a token.
+            Bools, shape `(size,)`, on the CPU, the caller's. False for special tokens, the one
+            that ends a text among them, and for ids without a token.
 
         Raises:
             TypeError: `predicate` is not a function, or does not take `bytes`.

@@ -81,7 +81,9 @@ def inverse_cdf(logps: torch.Tensor) -> torch.Tensor:
     """
     rows = _wide(logps).reshape(-1, logps.shape[-1])
     uniforms = torch.rand((len(rows),), dtype=rows.dtype, device=rows.device).tolist()
-    return draw_tokens(rows, [1.0] * len(rows), uniforms).reshape(logps.shape[:-1])
+    drawn = draw_tokens(rows, [1.0] * len(rows), uniforms)
+    # Rows without support have -1; the other methods return an index of theirs too.
+    return drawn.clamp_(min=0).reshape(logps.shape[:-1])
 
 
 DRAW_METHODS: dict[str, Picker] = {

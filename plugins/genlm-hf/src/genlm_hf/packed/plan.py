@@ -26,17 +26,21 @@ from genlm.prefix import (
 )
 
 __all__ = [
+    "GATHER_COST",
+    "GROUP_COST",
     "PackedPlan",
     "PrefillChunk",
     "QueryGroup",
     "group_tokens",
     "plan_forward",
+    "saves_gathering",
+    "similar_lengths",
 ]
 
 # In slots read, measured on two CPU cores: a group costs as much as reading 2,000
 # slots, and gathering a slot as much as reading three.
-_GROUP_COST = 2000
-_GATHER_COST = 3
+GROUP_COST = 2000
+GATHER_COST = 3
 
 # Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.
 _GATHERED_AT_ONCE = 2**16
@@ -176,25 +180,43 @@ def _nodes_above(nodes: Iterable[Node]) -> Iterable[Node]:
 
 def _is_worth_a_group(node: Node, members: int, prefix: int) -> bool:
     """Whether a prefix of that length saves more than the parent's does."""
-    saved = _GATHER_COST * members * (prefix - node.start)
-    if saved <= _GROUP_COST + prefix:
+    return saves_gathering(members, prefix - node.start, prefix, node.slots)
+
+
+def saves_gathering(members: int, added: int, prefix: int, slots: NDArray[np.integer]) -> bool:
+    """Whether a group of its own saves gathering more than it costs.
+
+    Args:
+        members: Its query tokens.
+        added: How many more slots these share than they do without the group.
+        prefix: All slots that they share.
+        slots: Some of these; a prefix whose slots are contiguous costs less.
+    """
+    saved = GATHER_COST * members * added
+    if saved <= GROUP_COST + prefix:
         return False
-    is_contiguous = bool((np.diff(node.slots) == 1).all())
-    return saved > _GROUP_COST + (1 if is_contiguous else _GATHER_COST) * prefix
+    is_contiguous = bool((slots[1:] - slots[:-1] == 1).all())
+    return saved > GROUP_COST + (1 if is_contiguous else GATHER_COST) * prefix
 
 
 def _cut_to_size(
     nodes: Sequence[Node], positions: Integers, members: Integers, prefix: int
 ) -> Iterator[QueryGroup]:
     """Group similar lengths and bound the slots gathered and the scores computed at once."""
-    most = max(1, min(len(members), _SCORES_AT_ONCE // max(1, prefix)))
-    limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=most)
     lengths = positions[members] + 1 - prefix
-    for chosen in plan_batches(lengths, limits):
+    for chosen in similar_lengths(lengths, prefix):
         own = members[chosen]
         paths = [nodes[i] for i in own.tolist()]
         suffixes = _suffixes(paths, prefix, lengths[chosen])
         yield QueryGroup(own, paths[0].path_slots(0, prefix), suffixes)
+
+
+def similar_lengths(lengths: Integers, prefix: int) -> Iterator[Integers]:
+    """Divide tokens with suffixes of these lengths into groups that attend at once."""
+    most = max(1, min(len(lengths), _SCORES_AT_ONCE // max(1, prefix)))
+    limits = BatchLimits(max_tokens=_GATHERED_AT_ONCE, max_rows=most)
+    for chosen in plan_batches(lengths, limits):
+        yield np.array(chosen)
 
 
 def _suffixes(nodes: Sequence[Node], prefix: int, lengths: Integers) -> Slots:

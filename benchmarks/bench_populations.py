@@ -1,0 +1,178 @@
+"""How fast does `genlm-hf` serve a population, and what does it cost beside the model?
+
+A `Population` is one request for all members, with arrays from the caller to the model. Two
+questions:
+
+- Beside the model (`host`): members are extended by a token of 64, rows are computed and
+  reduced to a column, and every fourth step resampled, after a prompt of 512 tokens. The
+  forward pass computes nothing: its logits are zeros. What remains is the work of the
+  population, the scheduler, the block table and the plan of the pass, in microseconds a
+  member and step. It should not depend on how many members there are; the limit is a few
+  passes of the memory over some arrays.
+- With the model: the particles of `bench_hf_particles.py` as a population, against lockstep
+  decoding, the model's own `[N, 1]` forward pass with a cache for every member, and against
+  one coroutine for each particle. All compute whole rows. The limit is the time of the linear
+  layers.
+
+Figures are the CPU time of the whole process (`--clock wall` for elapsed time). All contestants
+run in turn in every round; the ratio is lockstep's time by a contestant's in the same round,
+the median over rounds. Model: a Llama of 31 million parameters with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from bench_hf_particles import genlm, lockstep
+from particle_model import VOCAB_SIZE, llama, tokenizer
+from particle_population import CLOCKS, Clock, Population
+from report import in_turn, print_cases
+
+from genlm import AsyncLM, OutputCache
+from genlm.core.query import GroupReduction
+from genlm.prefix import ForwardResult, TableBatch
+from genlm_hf.engine import HFEngine
+from genlm_hf.packed.attention import PackedForward
+from genlm_hf.packed.tables import plan_table
+
+SEED = 5
+HOST_STEPS, HOST_PROMPT, HOST_TOKENS, HOST_VOCABULARY = 24, 512, 64, 300
+RESAMPLE_EVERY = 4
+
+
+class FirstColumn(GroupReduction):
+    """The log-probability of token 0: what costs least."""
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        del members
+        return (rows[:, 0][row_of],)
+
+
+@contextmanager
+def no_forward(results: int) -> Iterator[None]:
+    """Let passes of populations return zeros after they are planned; prompts are computed."""
+    zeros = torch.zeros(results, HOST_VOCABULARY)
+    compute = PackedForward.run_table
+
+    def run_table(_self: PackedForward, batch: TableBatch, _: str | None) -> ForwardResult:
+        plan = plan_table(batch)
+        return ForwardResult(zeros[: len(plan.results)], len(plan.tokens), forwards=1)
+
+    PackedForward.run_table = run_table  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PackedForward.run_table = compute  # type: ignore[method-assign]
+
+
+def decode(lm: AsyncLM, case: Population, tokens: int, clock: Clock) -> float:
+    """Seconds a step; the prompt is computed before."""
+
+    async def run() -> float:
+        random = np.random.default_rng(SEED)
+        prompt = [token % lm.vocabulary.size for token in case.prompt]
+        members = lm.population(prompt, case.count)
+        await members.reduce(FirstColumn())
+        seconds = 0.0
+        for step in range(case.steps):
+            drawn = random.integers(0, tokens, case.count)
+            parents = np.sort(random.integers(0, case.count, case.count))
+            start = clock()
+            members = members.extend(drawn)
+            await members.reduce(FirstColumn())
+            if case.every and step % case.every == case.every - 1:
+                members = members[parents]
+            seconds += clock() - start
+        return seconds / case.steps
+
+    lm.clear_kv_cache()
+    return asyncio.run(run())
+
+
+def host_costs(options: argparse.Namespace, clock: Clock) -> dict[str, dict[str, list[float]]]:
+    """Microseconds a member and step beside the model."""
+    found = {}
+    for count in options.host:
+        case = Population(count, HOST_PROMPT, 0, RESAMPLE_EVERY, HOST_STEPS)
+        engine = functools.partial(
+            HFEngine.from_model,
+            llama(HOST_VOCABULARY),
+            tokenizer(HOST_VOCABULARY),
+            max_tokens_per_batch=count,
+        )
+        with AsyncLM(engine, output_cache=OutputCache(0)) as lm, no_forward(count):
+            run = functools.partial(decode, lm, case, HOST_TOKENS, clock)
+            found[f"host {case}"] = in_turn(
+                {"population": lambda run=run, n=count: run() / n * 1e6},
+                options.rounds,
+                f"host {case}",
+            )
+    return found
+
+
+def with_the_model(
+    options: argparse.Namespace, clock: Clock
+) -> dict[str, dict[str, list[float]]]:
+    """Microseconds a member and step, the model included."""
+    found = {}
+    model = llama()
+    with AsyncLM(
+        lambda: HFEngine.from_model(model, tokenizer(), prepack=True),
+        output_cache=OutputCache(0),
+    ) as lm:
+        for text in options.cases:
+            count, prompt, steps, every = map(int, text.split("/"))
+            case = Population(count, prompt, 0, every, steps)
+            contestants: dict[str, Callable[[], float]] = {
+                "lockstep": lambda c=case: lockstep(model, c, clock, preallocated=False) * 1e3,
+                "population": lambda c=case: decode(lm, c, VOCAB_SIZE, clock) * 1e6,
+            }
+            if count <= options.most_coroutines:
+                contestants["coroutines"] = lambda c=case: genlm(lm, c, clock) * 1e3
+            each = {
+                name: lambda run=run, n=count: run() / n for name, run in contestants.items()
+            }
+            name = f"{case} over {steps}"
+            found[name] = in_turn(each, options.rounds, name)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", type=int, nargs="*", default=[1000, 10_000])
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=["50/64/24/0", "200/64/24/0", "1000/64/8/0", "200/512/6/0", "50/64/160/4"],
+        help="members/prompt/steps/resample every",
+    )
+    parser.add_argument("--most-coroutines", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    clock = CLOCKS[options.clock]
+    found = host_costs(options, clock)
+    if options.cases:
+        found |= with_the_model(options, clock)
+    print_cases(
+        "populations",
+        found,
+        base="lockstep",
+        unit="us a member and step",
+        extra={"seed": SEED, "clock": options.clock},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Blocking twins of coroutine methods, all derived in the same way.
+
+`blocking` runs the coroutine itself on the caller's thread. What a coroutine of genlm awaits is
+either a request, whose future blocks the thread while a twin runs, or `off_loop`. So the
+coroutine never suspends, and neither an event loop nor another thread is needed: twins work in
+and outside a running event loop, and Ctrl-C ends the wait as a cancellation does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+__all__ = ["blocking", "blocking_as", "is_blocking", "off_loop", "run_blocking"]
+
+S = TypeVar("S")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Thread(threading.local):
+    """Whether the coroutine that a thread runs is that of a blocking twin."""
+
+    is_blocking = False
+
+
+_thread = _Thread()
+
+
+def blocking(
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], T]:
+    """Return the blocking twin of a coroutine method, with its signature and docstring.
+
+    Its name is that of the method and `_sync`.
+
+    Args:
+        method: Awaits only requests, `off_loop`, and other such methods.
+    """
+
+    @functools.wraps(method)
+    def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(method(self, *args, **kwargs))
+
+    twin.__name__ = f"{method.__name__}_sync"
+    twin.__qualname__ = f"{method.__qualname__}_sync"
+    summary, _, details = (inspect.getdoc(method) or "").partition("\n")
+    twin.__doc__ = (
+        f"{summary}\n\nThe blocking form of `{method.__name__}`: waits on the calling thread, "
+        f"also in a running\nevent loop, which it blocks. Ctrl-C ends the wait and cancels the "
+        f"request.\n{details}"
+    )
+    return twin
+
+
+def blocking_as(
+    name: str, method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
+) -> Callable[Concatenate[S, P], T]:
+    """Return the blocking twin of a coroutine method under another name than `..._sync`."""
+    twin = blocking(method)
+    twin.__qualname__ = twin.__qualname__.removesuffix(twin.__name__) + name
+    twin.__name__ = name
+    return twin
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of genlm to its end on the calling thread.
+
+    Raises:
+        RuntimeError: The coroutine awaits something that only an event loop can answer.
+    """
+    before, _thread.is_blocking = _thread.is_blocking, True
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        _thread.is_blocking = before
+    coroutine.close()
+    raise RuntimeError("the coroutine of a blocking method awaits something else than genlm")
+
+
+def is_blocking() -> bool:
+    """Whether the coroutine that runs on this thread is that of a blocking twin."""
+    return _thread.is_blocking
+
+
+async def off_loop(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that takes long: on another thread, or here in a blocking twin."""
+    if is_blocking():
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

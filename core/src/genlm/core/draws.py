@@ -1,0 +1,560 @@
+"""Drawing from all rows of a batch at once, and the mass of sets of tokens.
+
+A draw inverts the cumulative distribution at a uniform number, in the order of the ids. It
+depends on its row, its number and its settings alone, not on the other rows of the batch.
+Rows are computed a part at a time: the memory that is needed beside them is bounded, whatever
+their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.row_masks import RowMasks
+from genlm.core.rows import logprob_parts
+from genlm.core.selection import (
+    SUM_BLOCK,
+    batch_token_logprobs,
+    block_sums,
+    truncated,
+    wide,
+)
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from genlm.core.row_masks import MasksLike
+
+    Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
+
+__all__ = ["Draws", "batch_draw", "batch_draw_without_replacement", "batch_log_mass", "biases"]
+
+_FAINT = 1e-20
+"""A sum of weights below it has underflowed in float32."""
+
+_LEAST_TEMPERATURE = 1e-30
+"""Lower temperatures are raised to it: only the most likely id keeps a weight above 0."""
+
+_INF = float("inf")
+
+
+class Draws(NamedTuple):
+    """Tokens drawn from rows, on the device of the rows.
+
+    A row without any token that may be drawn has -1 for `token_ids`, and `-inf` for the others.
+
+    Attributes:
+        token_ids: Shape `(n,)`, or `(n, k)` for several draws from each row; int64.
+        logprobs: The log-probability of each token in its row, of the same shape, float32.
+        log_mass: Log of the sum of `exp(logprob + bias)` over the tokens of each row's mask,
+            shape `(n,)`, float32; 0 without mask and bias.
+        draw_logprob: The log-probability with which each token was drawn: under mask, bias,
+            temperature, top-k and top-p. Shape of `token_ids`, float32.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    log_mass: torch.Tensor
+    draw_logprob: torch.Tensor
+
+
+def batch_draw(
+    rows: torch.Tensor,
+    uniforms: Numbers,
+    masks: MasksLike | None = None,
+    mask_index: Numbers | None = None,
+    *,
+    temperature: float | Numbers = 1.0,
+    bias: float | Numbers | None = None,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | Sequence[float] | None = None,
+    row_of: torch.Tensor | None = None,
+    normalised: bool = True,
+) -> Draws:
+    """Draw a token from each row, with probability proportional to its weight.
+
+    The weight of token v is `exp((logprob[v] + bias[v]) / temperature)`, 0 outside the mask,
+    top-k and top-p. At temperature 0 the token with the largest `logprob + bias` is taken, the
+    lowest of equals.
+
+    Args:
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32, or logits of any floating
+            dtype; on any device; not changed.
+        uniforms: A number in [0, 1) for each draw, shape `(n,)`, or that of `row_of`, float64.
+        masks: The tokens that may be drawn, as `RowMasks` takes them; None for all.
+        mask_index: The mask of each row, shape `(n,)`; by default mask i is that of row i, or
+            one mask that of all.
+        temperature: A number that is finite and not negative, or one for each row.
+        bias: What is added to log-probabilities: a number, or numbers of shape `(n,)`,
+            `(n, 1)`, `(vocab_size,)`, `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes
+            a token.
+        top_k: Draw from the k tokens with the largest weights; of equals the lowest count
+            first. A number or one for each row, None for all tokens.
+        top_p: Draw from the fewest tokens with the largest weights that have this share of the
+            sum, in (0, 1], after top-k. A number or one for each row.
+        row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
+            from several times or not at all; by default draw i is from row i.
+        normalised: Whether `rows` are log-probabilities. Logits are normalised a part at a
+            time, and the draws are those of `rows_from_logits`.
+
+    Raises:
+        ValueError: Numbers, a mask or a bias of another shape.
+    """
+    settings = _Settings(rows, masks, mask_index, temperature, bias, normalised)
+    numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
+    limits = _limits(top_k, top_p, len(rows), rows.shape[1])
+    parts = []
+    for part in settings.parts():
+        own, here = part.places, None
+        if row_of is not None:
+            ends = torch.tensor([own.start, own.stop])
+            own = slice(*torch.searchsorted(row_of, ends).tolist())
+            here = (row_of[own] - part.places.start).to(rows.device)
+        parts.append(_drawn(part, numbers[own], limits, here))
+    return _joined(parts, rows, ())
+
+
+def batch_draw_without_replacement(
+    rows: torch.Tensor,
+    uniforms: Numbers,
+    masks: MasksLike | None = None,
+    mask_index: Numbers | None = None,
+    *,
+    temperature: float | Numbers = 1.0,
+    bias: float | Numbers | None = None,
+    normalised: bool = True,
+) -> Draws:
+    """Draw several different tokens from each row, one after the other.
+
+    Each token is drawn as by `batch_draw` from those that are left, the first with the same
+    number the same. Ordered sequences of tokens then have the distribution of the Gumbel-top-k
+    trick (Kool, van Hoof, Welling: "Stochastic beams and where to find them", 2019), and the
+    sum of `draw_logprob` is the log-probability of the sequence.
+
+    Args:
+        rows: As `batch_draw`.
+        uniforms: Numbers in [0, 1), shape `(n, k)`, float64: one for each draw.
+        masks: As `batch_draw`.
+        mask_index: As `batch_draw`.
+        temperature: As `batch_draw`, above 0: `batch_top_k` takes the most likely tokens.
+        bias: As `batch_draw`.
+        normalised: As `batch_draw`.
+
+    Returns:
+        Draws of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
+        `log_mass` is that of all tokens.
+
+    Raises:
+        ValueError: Numbers, a mask or a bias of another shape, or a temperature of 0.
+    """
+    settings = _Settings(rows, masks, mask_index, temperature, bias, normalised)
+    if not settings.temperatures.all():
+        raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
+    numbers = _numbers(uniforms, len(rows), 2)
+    parts = [_drawn_in_turn(part, numbers[part.places]) for part in settings.parts()]
+    return _joined(parts, rows, (numbers.shape[1],))
+
+
+def batch_log_mass(
+    rows: torch.Tensor,
+    masks: MasksLike | None = None,
+    mask_index: Numbers | None = None,
+    *,
+    bias: float | Numbers | None = None,
+    normalised: bool = True,
+) -> torch.Tensor:
+    """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
+
+    Args:
+        rows: As `batch_draw`.
+        masks: As `batch_draw`.
+        mask_index: As `batch_draw`.
+        bias: As `batch_draw`.
+        normalised: As `batch_draw`.
+
+    Returns:
+        Shape `(n,)`, float32, on the device of `rows`; `-inf` for an empty set, 0 without
+        mask and bias.
+
+    Raises:
+        ValueError: A mask or bias of another shape.
+    """
+    settings = _Settings(rows, masks, mask_index, 1.0, bias, normalised)
+    parts = [_weighted(part).log_mass for part in settings.parts()]
+    return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
+
+
+class _Part(NamedTuple):
+    """Rows that are computed at once, and their settings."""
+
+    rows: torch.Tensor
+    """Log-probabilities."""
+    places: slice
+    """Places among all rows."""
+    temperatures: npt.NDArray[np.float64]
+    factors: torch.Tensor | None
+    """1 for the tokens of the mask and 0 for others, for all rows or each."""
+    unrestricted: torch.Tensor | None
+    """Which rows have no mask where others have one."""
+    bias: torch.Tensor | None
+    """Numbers for each token, for all rows or each."""
+    offset: torch.Tensor | None
+    """A number for each row."""
+    memory: torch.Tensor
+    """Memory for weights, of the shape of the rows."""
+
+
+class _Settings:
+    """Masks, temperatures and biases of all rows."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        rows: torch.Tensor,
+        masks: MasksLike | None,
+        mask_index: Numbers | None,
+        temperature: float | Numbers,
+        bias: float | Numbers | None,
+        normalised: bool,
+    ) -> None:
+        count, size = rows.shape
+        self._rows, self._normalised = rows, normalised
+        if masks is None or isinstance(masks, RowMasks):
+            self._masks = masks
+        else:
+            self._masks = RowMasks(masks, count, size, mask_index)
+        self._unrestricted = None if self._masks is None else self._masks.unrestricted
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.cpu().numpy()
+        given = np.asarray(temperature, np.float64)
+        self.temperatures = np.broadcast_to(given, (count,))
+        self._bias, self._offset = biases(bias, count, size)
+
+    def parts(self) -> Iterator[_Part]:
+        """Yield the parts of the rows with their settings, on the device of the rows."""
+        masks, free, device = self._masks, self._unrestricted, self._rows.device
+        memory: torch.Tensor | None = None
+        for begin, rows in logprob_parts(self._rows, normalised=self._normalised):
+            end = begin + len(rows)
+            if memory is None:
+                memory = rows.new_empty(rows.shape)
+            yield _Part(
+                rows,
+                slice(begin, end),
+                self.temperatures[begin:end],
+                None if masks is None else masks.factors(begin, end, device),
+                None if free is None else free[begin:end].to(device),
+                _shown(self._bias, begin, end, device),
+                _shown(self._offset, begin, end, device),
+                memory[: end - begin],
+            )
+
+
+def _shown(
+    values: torch.Tensor | None, begin: int, end: int, device: torch.device
+) -> torch.Tensor | None:
+    if values is None:
+        return None
+    own = values if len(values) == 1 else values[begin:end]
+    return own.to(torch.float32).to(device)
+
+
+def biases(
+    bias: float | Numbers | None, count: int, size: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what is added to each token, `(1 or n, size)`, and to each row, `(1 or n,)`."""
+    if bias is None:
+        return None, None
+    if isinstance(bias, np.ndarray):
+        bias = torch.from_numpy(np.require(bias, requirements="W"))  # else torch warns
+    values = torch.as_tensor(bias).detach()
+    shape = tuple(values.shape)
+    if shape in {(count,), (size,)} and count == size:
+        raise ValueError(
+            f"a bias of shape {shape} for {count} rows over {size} tokens may be of rows or of "
+            f"tokens; pass shape ({count}, 1) or (1, {size})"
+        )
+    if shape in {(), (1, 1), (count,), (count, 1)}:
+        return None, values.reshape(-1)
+    if shape in {(size,), (1, size), (count, size)}:
+        return values.reshape(-1, size), None
+    raise ValueError(
+        f"a bias of shape {shape} for {count} rows over {size} tokens; expected a number, "
+        f"({count},), ({size},) or ({count}, {size})"
+    )
+
+
+class _Limits(NamedTuple):
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+
+
+def _limits(top_k: Any, top_p: Any, count: int, size: int) -> _Limits | None:
+    """Return top-k and top-p of each row; None if no row has any."""
+    if top_k is None and top_p is None:
+        return None
+    ks = [top_k] if top_k is None or isinstance(top_k, int) else top_k
+    ps = [top_p] if top_p is None or isinstance(top_p, (int, float)) else top_p
+    k = np.array([size if each is None else min(each, size) for each in ks], np.int64)
+    p = np.array([1.0 if each is None else each for each in ps], np.float64)
+    if (k == size).all() and (p >= 1).all():
+        return None
+    return _Limits(np.broadcast_to(k, (count,)), np.broadcast_to(p, (count,)))
+
+
+def _numbers(values: Numbers, count: int, ndim: int) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        numbers = values.double()
+    else:
+        numbers = torch.tensor(values, dtype=torch.float64)
+    if numbers.ndim != ndim or len(numbers) != count:
+        expected = "(n,)" if ndim == 1 else "(n, k)"
+        raise ValueError(
+            f"uniform numbers of shape {tuple(numbers.shape)} for {count} rows; expected "
+            f"shape {expected}"
+        )
+    return numbers
+
+
+class _Weighted(NamedTuple):
+    """What tokens are drawn in proportion to."""
+
+    scores: torch.Tensor
+    """Log-probabilities plus bias."""
+    weights: torch.Tensor
+    sums: torch.Tensor
+    """`block_sums` of the weights."""
+    log_mass: torch.Tensor
+
+
+def _weighted(part: _Part) -> _Weighted:
+    """Return weights of rows.
+
+    Weights are shares of the row's sum, which torch computes in one operation that is fast
+    for any values; on CPUs the exponential of -inf is slow. Where the tokens of the mask are so
+    unlikely that their shares underflow, weights are computed again, relative to the likeliest
+    of these.
+    """
+    rows = part.rows
+    scores = rows if part.bias is None else rows + part.bias
+    log_mass = rows.new_zeros(len(rows))
+    is_tempered = bool(np.any((part.temperatures != 0) & (part.temperatures != 1)))
+    has_mass = part.factors is not None or part.bias is not None
+    totals = None
+    if has_mass or not is_tempered:
+        weights = torch.softmax(scores, -1, out=part.memory)
+        if part.bias is not None:
+            log_mass += scores.amax(-1) - weights.amax(-1).log()  # of the sum of all tokens
+        sums = _masked_sums(weights, part.factors)
+        totals = sums.sum(-1)
+        if part.factors is not None:
+            shares = totals.log().to(log_mass)
+            if part.unrestricted is not None:
+                shares.masked_fill_(part.unrestricted, 0.0)
+            log_mass += shares
+    if is_tempered:
+        tempered_scores = _tempered(scores, part.temperatures)
+        weights = torch.softmax(tempered_scores, -1, out=part.memory)
+        sums = _masked_sums(weights, part.factors)
+        tempered = sums.sum(-1)
+        totals = tempered if totals is None else torch.minimum(totals, tempered)
+    assert totals is not None  # noqa: S101 - one of the two was computed
+    faint = (~(totals >= _FAINT)).nonzero()[:, 0]  # NaN where no token is possible
+    if len(faint):
+        places = faint.to(rows.device)
+        possible = _masked_scores(scores, part.factors, places)
+        log_mass[places] = possible.logsumexp(-1)
+        _reweight(weights, sums, possible, part.temperatures, faint)
+    if part.offset is not None:
+        log_mass += part.offset
+    return _Weighted(scores, weights, sums, log_mass)
+
+
+def _reweight(
+    weights: torch.Tensor,
+    sums: torch.Tensor,
+    scores: torch.Tensor,
+    temperatures: npt.NDArray[np.float64],
+    rows: torch.Tensor,
+) -> None:
+    """Compute the weights of some rows in place, relative to the largest of their scores."""
+    chosen = temperatures[rows.cpu().numpy()]
+    made = _tempered(scores, chosen).exp_()
+    weights[rows.to(weights.device)] = made
+    sums[rows] = block_sums(made)
+
+
+def _masked_sums(weights: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Multiply weights by 0 or 1 in place, and return their `block_sums`."""
+    if factors is not None:
+        weights.mul_(factors)
+    return block_sums(weights)
+
+
+def _masked_scores(
+    scores: torch.Tensor, factors: torch.Tensor | None, places: torch.Tensor
+) -> torch.Tensor:
+    """Return scores of some rows, `-inf` outside their masks."""
+    if factors is None:
+        return scores[places]
+    of_rows = factors if len(factors) == 1 else factors[places]
+    return scores[places].masked_fill_(of_rows == 0, -_INF)
+
+
+def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> torch.Tensor:
+    """Return scores less the largest, divided by temperatures; by 1 instead of 0."""
+    largest = scores.amax(-1, keepdim=True)
+    # Rows without a possible token would become NaN.
+    shifted = scores - largest.masked_fill(largest.isneginf(), 0.0)
+    # The largest is 0 before the division, which could make all of them -inf.
+    divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _LEAST_TEMPERATURE))
+    by = torch.from_numpy(divisors).to(shifted.dtype).to(shifted.device)
+    return shifted.div_(by[:, None])
+
+
+def _drawn(
+    part: _Part, uniforms: torch.Tensor, limits: _Limits | None, row_of: torch.Tensor | None
+) -> Draws:
+    rows = part.rows
+    is_greedy = part.temperatures == 0
+    if is_greedy.all() and part.factors is None and part.bias is None:
+        certain = rows.new_zeros(len(rows))
+        log_mass = certain if part.offset is None else certain + part.offset
+        best = _found(rows, rows.argmax(-1), log_mass, certain)
+        return best if row_of is None else Draws(*(column[row_of] for column in best))
+    scores, weights, sums, log_mass = _weighted(part)
+    if limits is not None:
+        top_k, top_p = limits.top_k[part.places], limits.top_p[part.places]
+        chosen = np.flatnonzero(~is_greedy & ((top_k < rows.shape[1]) | (top_p < 1)))
+        if len(chosen):
+            places = torch.from_numpy(chosen).to(rows.device)
+            kept = truncated(weights[places], top_k[chosen], top_p[chosen])
+            weights[places] = kept
+            sums[places.to(sums.device)] = block_sums(kept)
+    if is_greedy.any():
+        places = torch.from_numpy(np.flatnonzero(is_greedy)).to(rows.device)
+        best_ids = _masked_scores(scores, part.factors, places).argmax(-1)
+        # The only token that is left, of any weight: a draw takes it.
+        weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
+        sums[places.to(sums.device)] = block_sums(weights[places])
+    each = torch.arange(len(rows)).to(rows.device) if row_of is None else row_of
+    token_ids, totals = _inverted(weights, sums, uniforms, each)
+    found = weights[each, token_ids]
+    draw_logprob = (found / totals.to(found)).log()
+    return _found(rows, token_ids, log_mass, draw_logprob, each)
+
+
+def _drawn_in_turn(part: _Part, uniforms: torch.Tensor) -> Draws:
+    rows = part.rows
+    scores, weights, sums, log_mass = _weighted(part)
+    count, each = uniforms.shape[1], torch.arange(len(rows)).to(rows.device)
+    token_ids = torch.empty(len(rows), count, dtype=torch.long, device=rows.device)
+    draw_logprob = torch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
+    for turn in range(count):
+        chosen, totals = _inverted(weights, sums, uniforms[:, turn], each)
+        found = weights.gather(1, chosen[:, None])
+        draw_logprob[:, turn] = (found[:, 0] / totals.to(found)).log()
+        token_ids[:, turn] = torch.where(found[:, 0] > 0, chosen, -1)
+        if turn == count - 1:
+            break
+        weights.scatter_(1, chosen[:, None], 0.0)
+        block = chosen.to(sums.device)[:, None] // SUM_BLOCK
+        inside, _ = _inside(weights, chosen // SUM_BLOCK, each)
+        sums.scatter_(1, block, wide(inside.sum(-1))[:, None])
+        faint = (sums.sum(-1) < _FAINT).nonzero()[:, 0]
+        if len(faint):
+            places = faint.to(rows.device)
+            possible = _masked_scores(scores, part.factors, places)
+            earlier = token_ids[places, : turn + 1]
+            is_drawn = torch.zeros_like(possible, dtype=torch.bool)
+            is_drawn.scatter_(1, earlier.clamp(min=0), earlier >= 0)
+            possible = possible.masked_fill(is_drawn, -_INF)
+            _reweight(weights, sums, possible, part.temperatures, faint)
+    return _found(rows, token_ids, log_mass, draw_logprob)
+
+
+def _found(
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    log_mass: torch.Tensor,
+    draw_logprob: torch.Tensor,
+    row_of: torch.Tensor | None = None,
+) -> Draws:
+    """Return draws, those of rows without a possible token marked."""
+    if row_of is None:
+        columns = token_ids if token_ids.ndim == 2 else token_ids[:, None]
+        logprobs = batch_token_logprobs(rows, columns).view_as(token_ids)
+    else:
+        logprobs, log_mass = rows[row_of, token_ids], log_mass[row_of]
+    mass = log_mass if token_ids.ndim == 1 else log_mass[:, None]
+    is_dead = (logprobs == -_INF) | (mass == -_INF)
+    return Draws(
+        token_ids.masked_fill(is_dead, -1),
+        logprobs.masked_fill(is_dead, -_INF),
+        log_mass,
+        draw_logprob.masked_fill(is_dead, -_INF),
+    )
+
+
+def _joined(parts: list[Draws], rows: torch.Tensor, shape: tuple[int, ...]) -> Draws:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        ids = torch.empty(0, *shape, dtype=torch.long, device=rows.device)
+        numbers = rows.new_empty(0, *shape)
+        return Draws(ids, numbers, rows.new_empty(0), numbers.clone())
+    return Draws(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _inverted(
+    weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor, row_of: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw an id from rows in proportion to their weights; return the rows' sums too.
+
+    Two levels: only the sums of blocks and one block of each row are in float64.
+    """
+    places = row_of.to(sums.device)
+    share = uniforms.to(sums.device)
+    if sums.shape[1] == 1:
+        block, totals = torch.zeros_like(row_of), sums[places, 0]
+    else:
+        cumulative, own = sums.cumsum(-1)[places], sums[places]
+        totals = cumulative[:, -1]
+        # A multiple of 2**-53 below 1 times the total is below the total, rounded too.
+        thresholds = share * totals
+        blocks = torch.searchsorted(cumulative, thresholds[:, None], right=True)
+        blocks = blocks.clamp_(max=sums.shape[1] - 1)  # rows of zeros
+        end, width = cumulative.gather(1, blocks)[:, 0], own.gather(1, blocks)[:, 0]
+        share = ((thresholds - (end - width)) / width).clamp(0, 1)
+        block = blocks.to(weights.device)[:, 0]
+    inside, first = _inside(weights, block, row_of)
+    within = wide(inside).cumsum(-1)
+    place = torch.searchsorted(within, (share * within[:, -1])[:, None], right=True)[:, 0]
+    # A share that was rounded to 1 stands for the last id that has a weight.
+    last = torch.searchsorted(within, within[:, -1:].contiguous())[:, 0]
+    inner = torch.minimum(place, last)
+    inner.masked_fill_(inner >= within.shape[1], 0)  # rows of NaN
+    return first + inner.to(weights.device), totals
+
+
+def _inside(
+    weights: torch.Tensor, block: torch.Tensor, row_of: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return as many weights of some rows as a block has, and the id of the first of them.
+
+    They end with the row if the block is its last one; weights before the block are then 0.
+    """
+    size = weights.shape[1]
+    if size <= SUM_BLOCK:
+        return weights[row_of], torch.zeros_like(row_of)
+    begin = block * SUM_BLOCK
+    first = begin.clamp(max=size - SUM_BLOCK)
+    found = weights.unfold(1, SUM_BLOCK, 1)[row_of, first]
+    if size % SUM_BLOCK:
+        ids = first[:, None] + torch.arange(SUM_BLOCK, device=first.device)
+        found.masked_fill_(ids < begin[:, None], 0.0)
+    return found, first

@@ -1,0 +1,195 @@
+"""Populations on engines that answer single sequences: a query for each distinct sequence.
+
+The reduction of a group is computed where the engine computes other reductions: each query asks
+for an entry of the group's columns for each member that has the sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from genlm.core.errors import EvaluationError
+from genlm.core.generations import Integers64
+from genlm.core.groups import members_by_row
+from genlm.core.query import Completion, GroupQuery, GroupReduction, GroupResult, Query, Reduced
+from genlm.core.reductions import Reduction, reduce_rows
+
+if TYPE_CHECKING:
+    from genlm.core.engine import Engine
+
+__all__ = ["ExpandedGroups", "MemberColumns", "with_groups"]
+
+_FIRST_QUERY_ID = 2**40
+"""Ids of the queries of groups, which are apart from those of the scheduler's queries."""
+
+
+class MemberColumns(Reduction):
+    """The entries of a group's columns for the members that share one row.
+
+    Args:
+        reduction: The group's.
+        members: Of the row, shape `(m,)`.
+    """
+
+    is_reproducible = False
+
+    def __init__(self, reduction: GroupReduction, members: Integers64) -> None:
+        self.reduction = reduction
+        self.members = members
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[MemberColumns]) -> Sequence[Any]:
+        """Reduce the rows of each group at once."""
+        results: list[Any] = [None] * len(requests)
+        groups: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault(id(request.reduction), []).append(place)
+        for places in groups.values():
+            counts = [len(requests[place].members) for place in places]
+            row_of = torch.arange(len(places)).repeat_interleave(torch.tensor(counts))
+            members = np.concatenate([requests[place].members for place in places])
+            own = rows if len(places) == len(rows) else rows[torch.tensor(places)]
+            columns = requests[places[0]].reduction.compute(
+                own, row_of, torch.from_numpy(members)
+            )
+            divided = zip(*(torch.split(each.cpu(), counts) for each in columns), strict=True)
+            for place, values in zip(places, divided, strict=True):
+                results[place] = values
+        return results
+
+
+class _Expansion:
+    """A group query, the queries for its sequences, and their answers.
+
+    Attributes:
+        query: The group query.
+        answers: By place in `query.wanted`: columns of the members that have the sequence, or
+            the sequence's error.
+    """
+
+    def __init__(self, query: GroupQuery) -> None:
+        self.query = query
+        self.answers: dict[int, tuple[torch.Tensor, ...] | Exception] = {}
+        order = members_by_row(query.row_of)
+        ends = np.searchsorted(query.row_of[order], np.arange(len(query.wanted)), side="right")
+        begins = [0, *ends.tolist()]
+        self._members = [order[a:b] for a, b in itertools.pairwise(begins)]
+
+    def queries(self, query_ids: Iterator[int]) -> Iterator[Query]:
+        """Yield a query for each place in `query.wanted`, in order."""
+        lineage = self.query.generation.lineage
+        for place, members in zip(self.query.wanted.tolist(), self._members, strict=True):
+            wanted = MemberColumns(self.query.reduction, members)
+            sequence = lineage.sequence(place)
+            yield Query(next(query_ids), sequence, self.query.adapter, outputs=(wanted,))
+
+    def add(self, place: int, completion: Completion) -> None:
+        """Record the answer to the query for a place."""
+        answer: Any = completion.error or completion.result
+        if isinstance(answer, torch.Tensor):  # an engine that leaves reductions to the core
+            wanted = MemberColumns(self.query.reduction, self._members[place])
+            [answer] = reduce_rows(answer[None], [(wanted,)])
+        if isinstance(answer, Reduced) and len(answer.values) == 1:
+            [answer] = answer.values
+        if not isinstance(answer, (tuple, Exception)) or isinstance(answer, Reduced):
+            answer = EvaluationError(
+                f"the engine answered a query for a reduction of a row with {answer!r}"
+            )
+        self.answers[place] = answer
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all sequences are answered."""
+        return len(self.answers) == len(self._members)
+
+    def result(self) -> GroupResult:
+        """Put the columns of all members together."""
+        errors: dict[int, Exception] = {}
+        members, parts = [], []
+        for place, answer in self.answers.items():
+            if isinstance(answer, Exception):
+                errors[place] = answer
+            else:
+                members.append(self._members[place])
+                parts.append(answer)
+        if not parts:
+            return GroupResult((), errors)
+        places = torch.from_numpy(np.concatenate(members))
+        columns = []
+        for each in zip(*parts, strict=True):
+            found = torch.cat(each)
+            column = found.new_empty((len(self.query.row_of), *found.shape[1:]))
+            column[places] = found
+            columns.append(column)
+        return GroupResult(tuple(columns), errors)
+
+
+class ExpandedGroups:
+    """Adds `submit_group` to an engine, whose other attributes it has as well.
+
+    Args:
+        engine: Answers queries for single sequences.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._query_ids = itertools.count(_FIRST_QUERY_ID)
+        self._groups: dict[int, _Expansion] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # by query id: group, place in it
+        self._refused: list[Completion] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Submit a query for each distinct sequence of a group."""
+        expansion = self._groups[group.query_id] = _Expansion(group)
+        for place, each in enumerate(expansion.queries(self._query_ids)):
+            self._places[each.query_id] = group.query_id, place
+            try:
+                self.engine.submit(each)
+            except Exception as error:  # noqa: BLE001 - it fails this sequence alone
+                self._refused.append(Completion(each.query_id, error=error))
+
+    def step(self) -> Iterable[Completion]:
+        """Do a step of the engine; a group is complete with its last sequence."""
+        found: Iterable[Completion] = self._refused
+        if found:
+            self._refused = []
+        else:
+            found = self.engine.step()
+        completions = []
+        for each in found:
+            group_id, place = self._places.pop(each.query_id, (None, 0))
+            group = self._groups.get(group_id) if group_id is not None else None
+            if group_id is None:
+                completions.append(each)
+            elif group is not None:
+                group.add(place, each)
+                if group.is_complete:
+                    group.query.keep_contexts()
+                    del self._groups[group_id]
+                    completions.append(Completion(group_id, group.result()))
+        return completions
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query or a group."""
+        if self._groups.pop(query_id, None) is None:
+            self.engine.abort(query_id)
+            return
+        own = [key for key, (group_id, _) in self._places.items() if group_id == query_id]
+        for key in own:
+            del self._places[key]
+            self.engine.abort(key)
+
+
+def with_groups(engine: Engine) -> Engine:
+    """Return the engine if it has `submit_group`, else one that adds it."""
+    if hasattr(engine, "submit_group"):
+        return engine
+    return ExpandedGroups(engine)

@@ -1,0 +1,185 @@
+"""`RowMasks`: the sets of tokens that the rows of a batch are restricted to.
+
+Masks stay packed, a bit for each id, until a part of the rows is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.core.masks import Mask
+
+if TYPE_CHECKING:
+    from genlm.core.masks import MaskLike
+
+    MasksLike: TypeAlias = (
+        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor"
+    )
+
+__all__ = ["RowMasks"]
+
+
+class RowMasks:
+    """A set of tokens for each row of a batch.
+
+    Args:
+        masks: One of
+            - one mask for all rows, in any form that `Mask` takes;
+            - a list of masks, each in such a form, or None for all tokens;
+            - booleans, shape `(m, vocab_size)`, numpy or torch on any device;
+            - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
+              word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
+              device. Bits beyond the vocabulary are ignored.
+
+            Arrays are not copied: they must not change while they are in use.
+        count: Number of rows.
+        vocab_size: Number of ids in the vocabulary.
+        index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
+            row i has mask i, or all rows have the only one.
+
+    Raises:
+        ValueError: Another number of masks than of rows, or masks of another size.
+        TokenIdError: An id outside the vocabulary.
+        TokenTypeError: None of these forms.
+    """
+
+    def __init__(
+        self,
+        masks: MasksLike,
+        count: int,
+        vocab_size: int,
+        index: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor | None = None,
+    ) -> None:
+        self._size = vocab_size
+        self._factors: dict[torch.device, torch.Tensor] = {}
+        self._rows, self._is_packed, full, places = _table(masks, vocab_size)
+        shown = len(self._rows) if places is None else len(places)
+        if index is not None:
+            chosen = torch.as_tensor(index, dtype=torch.long).cpu()
+            _check_index(chosen, count, shown)
+            places = chosen if places is None else places[chosen]
+        elif shown not in {1, count}:
+            raise ValueError(
+                f"{shown} masks for {count} rows; pass one for all, one for each, or an index "
+                f"with the mask of each row"
+            )
+        if len(self._rows) == 1:
+            places = torch.zeros(count, dtype=torch.long)
+        self._index = places
+        self._unrestricted = None if full is None or not full.any() else full
+
+    @property
+    def unrestricted(self) -> torch.Tensor | None:
+        """Which rows have None for a mask, shape `(count,)`, on the CPU; None if no row has."""
+        full = self._unrestricted
+        return full if full is None or self._index is None else full[self._index]
+
+    def of(self, chosen: npt.NDArray[np.int64]) -> RowMasks:
+        """Return the masks of some rows, repeated or not."""
+        found = object.__new__(RowMasks)
+        vars(found).update(vars(self))
+        found._index = self.places[torch.from_numpy(chosen)]
+        return found
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Which mask each row has: equal places are equal masks. Shape `(count,)`, int64."""
+        return torch.arange(len(self._rows)) if self._index is None else self._index
+
+    @property
+    def is_empty(self) -> npt.NDArray[np.bool_]:
+        """Which rows have a mask without any token, shape `(count,)`."""
+        rows = self._rows
+        if self._is_packed:
+            whole, rest = divmod(self._size, 8)
+            last = rows[:, whole : whole + 1] & (2**rest - 1)  # bits beyond the vocabulary
+            rows = torch.cat([rows[:, :whole], last], 1)
+        empty: npt.NDArray[np.bool_] = rows.amax(1).eq(0).cpu()[self.places].numpy()
+        return empty
+
+    def factors(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        """Return 1 for the tokens that rows may have, 0 for others.
+
+        Returns:
+            Shape `(end - begin, vocab_size)`, uint8, on `device`; `(1, vocab_size)` and float32
+            if all rows have the same mask.
+        """
+        if len(self._rows) == 1:
+            if device not in self._factors:
+                # torch multiplies by floats nearly twice as fast as by bytes.
+                self._factors[device] = self._unpacked(self._rows, device).float()
+            return self._factors[device]
+        if self._index is None:
+            return self._unpacked(self._rows[begin:end], device)
+        places = self._index[begin:end]
+        if self._rows.device != device and len(self._rows) < end - begin:
+            return self._unpacked(self._rows.to(device)[places.to(device)], device)  # each once
+        return self._unpacked(self._rows[places.to(self._rows.device)], device)
+
+    def _unpacked(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        rows = rows.to(device)
+        if not self._is_packed:
+            return rows
+        if device.type == "cpu":
+            bits = np.unpackbits(rows.numpy(), axis=1, count=self._size, bitorder="little")
+            return torch.from_numpy(bits)
+        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        return ((rows[:, :, None] >> shifts) & 1).flatten(1)[:, : self._size]
+
+
+def _table(
+    masks: Any, size: int
+) -> tuple[torch.Tensor, bool, torch.Tensor | None, torch.Tensor | None]:
+    """Return masks as rows of a table.
+
+    Returns:
+        The table, uint8, of bits or of bytes; whether it is of bits; which of its rows are
+        None; and the place of each mask in it, None if mask i has place i.
+    """
+    if getattr(masks, "ndim", 0) == 2:
+        return *_array_table(masks, size), None, None
+    if not (isinstance(masks, (list, tuple)) and masks and _is_mask(masks[0])):
+        masks = [masks]
+    distinct = {id(mask): mask for mask in masks}
+    place_of = {key: place for place, key in enumerate(distinct)}
+    every = np.full(-(-size // 8), 255, np.uint8)
+    made = [every if each is None else Mask(each, size).packed for each in distinct.values()]
+    table = torch.from_numpy(np.stack(made))
+    if len(distinct) == len(masks):
+        places = None
+    else:
+        places = torch.tensor([place_of[id(mask)] for mask in masks])
+    return table, True, torch.tensor([each is None for each in distinct.values()]), places
+
+
+def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> Any:
+    if isinstance(masks, np.ndarray):
+        masks = torch.from_numpy(np.require(masks, requirements="W"))  # else torch warns
+    table = masks
+    widths = {torch.bool: size, torch.int32: -(-size // 32)}
+    if table.dtype not in widths or table.shape[1] != widths[table.dtype]:
+        raise ValueError(
+            f"masks of shape {tuple(table.shape)}, {table.dtype}; expected booleans of shape "
+            f"(masks, {size}), or packed bits, int32, of shape (masks, {-(-size // 32)})"
+        )
+    return table.contiguous().view(torch.uint8), table.dtype == torch.int32
+
+
+def _is_mask(value: object) -> bool:
+    """Whether an entry of a list is a mask, not a token id or a boolean."""
+    return value is None or (hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
+
+
+def _check_index(index: torch.Tensor, count: int, masks: int) -> None:
+    if tuple(index.shape) != (count,):
+        raise ValueError(f"an index of shape {tuple(index.shape)} for {count} rows")
+    if count and not 0 <= int(index.min()) <= int(index.max()) < masks:
+        raise ValueError(
+            f"an index of masks from {int(index.min())} to {int(index.max())}; there are "
+            f"{masks}, from 0 to {masks - 1}"
+        )

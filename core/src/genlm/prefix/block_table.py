@@ -1,0 +1,146 @@
+"""Block tables: the slots of many sequences as arrays, and how many refer to each slot.
+
+A row of a `BlockTable` has the slots of one sequence, in order. Slots form a tree by their
+parents, so `SlotReferences` counts the ends of rows and the children of a slot only: copying a
+row costs one operation, whatever its length is. This module does not depend on torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm.core.generations import Integers64
+from genlm.prefix.node import SCRATCH_SLOT, Slots
+
+__all__ = ["BlockTable", "SlotReferences"]
+
+# References to the scratch slot, which stands for "no slot" and is never freed.
+_ALWAYS = 2**30
+
+# Of the dtype of the counts: numpy is 25 times slower with another.
+_ONE = np.int32(1)
+
+
+class SlotReferences:
+    """Counts the rows that end in each slot and the slots that continue it.
+
+    Args:
+        capacity: The largest slot.
+
+    Attributes:
+        counts: References to each slot.
+        parents: The slot of the token before each; `SCRATCH_SLOT` for none.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.counts = np.zeros(capacity + 1, np.int32)
+        self.parents = np.zeros(capacity + 1, np.int32)
+        self.counts[SCRATCH_SLOT] = _ALWAYS
+
+    def hold(self, slots: NDArray[np.integer]) -> None:
+        """Count a reference to each slot."""
+        np.add.at(self.counts, slots, _ONE)
+        self.counts[SCRATCH_SLOT] = _ALWAYS
+
+    def connect(self, slots: Slots, parents: NDArray[np.integer]) -> None:
+        """Set the parents of slots, which are referred to from now on."""
+        self.parents[slots] = parents
+        self.hold(parents)
+
+    def release(self, slots: NDArray[np.integer]) -> Slots:
+        """Count a reference less to each slot.
+
+        Returns:
+            The slots without references: some of these, and ancestors that only they continued.
+        """
+        freed = []
+        while len(slots):
+            np.subtract.at(self.counts, slots, _ONE)
+            self.counts[SCRATCH_SLOT] = _ALWAYS
+            freed.append(np.unique(slots[self.counts[slots] == 0]))
+            slots = self.parents[freed[-1]]
+        return np.concatenate([np.empty(0, np.int64), *freed])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTable:
+    """The slots of n sequences.
+
+    Attributes:
+        trunk: Slots that all rows begin with, never all slots of a row.
+        slots: The slots after the trunk, shape `(n, longest)`, int32; what follows the end of
+            a row means nothing.
+        lengths: Slots of each row after the trunk, shape `(n,)`.
+    """
+
+    trunk: Slots
+    slots: NDArray[np.int32]
+    lengths: Integers64
+
+    @classmethod
+    def of_nothing(cls, count: int) -> BlockTable:
+        """Return a table of rows without slots."""
+        slots = np.empty((count, 0), np.int32)
+        return cls(np.empty(0, np.int64), slots, np.zeros(count, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> Integers64:
+        """Number of tokens of each row that have slots, shape `(n,)`."""
+        return self.lengths + len(self.trunk)
+
+    @property
+    def last(self) -> Slots:
+        """The last slot of each row, shape `(n,)`; `SCRATCH_SLOT` for none."""
+        if not self.slots.shape[1]:
+            return np.full(len(self), SCRATCH_SLOT)
+        found: Slots = self.slots[np.arange(len(self)), self.lengths - 1].astype(np.int64)
+        found[self.lengths == 0] = SCRATCH_SLOT
+        return found
+
+    def select(self, rows: Integers64) -> BlockTable:
+        """Return a table of some rows, repeated or not, with the longest trunk of these."""
+        lengths = self.lengths[rows]
+        longest = int(lengths.max(initial=0))
+        return _with_trunk(BlockTable(self.trunk, self.slots[rows, :longest], lengths))
+
+    def replaced(self, rows: Integers64, paths: Sequence[Slots]) -> BlockTable:
+        """Return the table with all slots of some rows replaced."""
+        lengths, trunk = self.tokens, len(self.trunk)
+        lengths[rows] = [len(path) for path in paths]
+        width = trunk + self.slots.shape[1]
+        slots = np.zeros((len(self), max(width, int(lengths.max()))), np.int32)
+        slots[:, :trunk], slots[:, trunk:width] = self.trunk, self.slots
+        for row, path in zip(rows.tolist(), paths, strict=True):
+            slots[row, : len(path)] = path
+        return _with_trunk(BlockTable(np.empty(0, np.int64), slots, lengths))
+
+    def continued(
+        self, rows: Integers64, slots: NDArray[np.int32], lengths: Integers64
+    ) -> BlockTable:
+        """Return the table with longer rows in place of some; the slots after the trunk."""
+        if len(rows) == len(self):  # all of them, in order
+            return BlockTable(self.trunk, slots, lengths)
+        width = max(self.slots.shape[1], slots.shape[1])
+        all_slots, all_lengths = np.zeros((len(self), width), np.int32), self.lengths.copy()
+        all_slots[:, : self.slots.shape[1]] = self.slots
+        all_slots[rows, : slots.shape[1]], all_lengths[rows] = slots, lengths
+        return BlockTable(self.trunk, all_slots, all_lengths)
+
+
+def _with_trunk(table: BlockTable) -> BlockTable:
+    """Move leading columns in which all rows are equal to the trunk."""
+    slots, shared = table.slots, 0
+    limit = int(table.lengths.min()) - 1 if len(table) else 0
+    while shared < limit and (slots[:, shared] == slots[0, shared]).all():
+        shared += 1
+    if not shared:
+        return table
+    trunk = np.concatenate([table.trunk, slots[0, :shared].astype(np.int64)])
+    return BlockTable(trunk, slots[:, shared:], table.lengths - shared)

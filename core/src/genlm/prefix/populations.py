@@ -1,0 +1,279 @@
+"""`Populations`: next-token logits of generations from block tables.
+
+The slots come from the pool of a prefix tree. The first sequences of a population are computed
+through the tree, which keeps them while rows refer to them; what extends them has slots here,
+and no object for a sequence. A table that is evicted is computed again through the tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from genlm.core.generations import NO_TOKEN, Integers64, Lineage
+from genlm.core.query import GroupQuery
+from genlm.core.sequence import TokenSequence
+from genlm.prefix.block_table import BlockTable, SlotReferences
+from genlm.prefix.continuation import TableBatch, continuation
+from genlm.prefix.node import SCRATCH_SLOT
+from genlm.prefix.tree import OutOfSlotsError, PrefixTree
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Populations"]
+
+RunTable = Callable[[TableBatch, str | None], "torch.Tensor"]
+"""Computes a pass of an adapter; returns logits, shape `(results, width)`."""
+
+# Sequences with more new tokens are computed through the tree, as prefill chunks.
+_MOST_TOKENS = 32
+
+# Sequences that are looked up to estimate how many tokens of a first generation are new.
+_SAMPLED = 32
+
+
+class Populations:
+    """The block tables of generations, least recently used first.
+
+    Tables are released when their generation is dropped, on any thread: the next call on the
+    engine's thread frees their slots. When the tree lacks slots it evicts its own nodes first,
+    then tables.
+
+    Args:
+        tree: Provides slots, and keeps the first sequences of populations.
+        max_tokens: Most tokens of a pass.
+        max_rows: Most results of a pass.
+    """
+
+    def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
+        self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
+        self._keys = itertools.count()
+        self.clear()
+        tree.evict_others = self._evict_oldest
+
+    def clear(self) -> None:
+        """Forget all tables, before the tree is cleared."""
+        self._references = SlotReferences(self._tree.capacity)
+        self._tables: OrderedDict[int, _Kept] = OrderedDict()
+        self._leased: dict[int, tuple[str | None, TokenSequence]] = {}
+        self._dropped: deque[int] = deque()
+        self._current: int | None = None
+
+    def drop(self, adapter: str) -> None:
+        """Release the tables of an adapter, before the tree drops its tokens."""
+        for key in [key for key, each in self._tables.items() if each.adapter == adapter]:
+            self._free(self._tables.pop(key).table)
+
+    def collect(self) -> None:
+        """Free the slots of tables whose generations were dropped."""
+        while self._dropped:
+            kept = self._tables.pop(self._dropped.popleft(), None)
+            if kept is not None:
+                self._free(kept.table)
+
+    def limit(self, group: GroupQuery) -> int:
+        """Return how many sequences of a group take about one pass."""
+        self.collect()
+        lineage, wanted = group.generation.lineage, group.wanted
+        table = self._table(group)
+        missing = np.empty(0)
+        if table is not None:
+            missing = np.maximum(1, lineage.lengths[wanted] - table.tokens[wanted])
+            missing = missing[missing <= _MOST_TOKENS]
+        if not len(missing):
+            sample = wanted[:: -(-len(wanted) // _SAMPLED)].tolist()
+            sequences = map(lineage.sequence, sample)
+            missing = np.array([1 + self._tree.missing(group.adapter, s) for s in sequences])
+        return max(1, min(self._max_rows, int(self._max_tokens / missing.mean())))
+
+    def logits(
+        self, group: GroupQuery, places: Integers64, run: RunTable
+    ) -> torch.Tensor | None:
+        """Compute the next-token logits of some of the sequences of a group.
+
+        When this raises, everything is as it was before the pass that failed.
+
+        Args:
+            group: The sequences and their adapter, which is active.
+            places: Which of `group.wanted`.
+            run: Computes a pass.
+
+        Returns:
+            Shape `(len(places), width of the model's output)`. None if the generation has no
+            table, slots are few, or many tokens are new: such sequences are computed through
+            the tree, then `adopt` is called.
+        """
+        self.collect()
+        table = self._table(group)
+        if table is None:
+            return None
+        lineage, rows = group.generation.lineage, group.wanted[places]
+        missing = lineage.lengths[rows] - table.tokens[rows]
+        if missing.max() > min(self._max_tokens, _MOST_TOKENS):
+            return None
+        counts = np.maximum(missing, 1)
+        tokens = _last_tokens(lineage, rows, counts)
+        repeated = tokens.max(axis=1)
+        tokens[missing == 0] = NO_TOKEN
+        logits: torch.Tensor | None = None
+        for part in self._passes(counts):
+            try:
+                found = self._pass(group, rows[part], tokens[part], repeated[part], run)
+            except OutOfSlotsError:
+                return None
+            if len(found) == len(rows):
+                return found
+            if logits is None:
+                logits = found.new_empty((len(rows), found.shape[1]))
+            logits[part] = found
+        return logits
+
+    def adopt(self, group: GroupQuery, places: Integers64) -> None:
+        """Keep sequences of a group that the tree has computed, if it still has them."""
+        self.collect()
+        lineage, tree, adapter = group.generation.lineage, self._tree, group.adapter
+        table = self._table(group)
+        if table is None:
+            table = BlockTable.of_nothing(len(lineage))
+        rows, paths = [], []
+        for row in group.wanted[places].tolist():
+            sequence = lineage.sequence(row)
+            if tree.missing(adapter, sequence):
+                continue
+            rows.append(row)
+            paths.append(tree.find(adapter, sequence).path_slots(0, len(sequence)))
+            last = int(paths[-1][-1])
+            if last not in self._leased:
+                tree.pin(adapter, sequence)
+                self._leased[last] = adapter, sequence
+                self._references.parents[last] = SCRATCH_SLOT
+        self._keep(group, table.replaced(np.array(rows, np.int64), paths))
+
+    # -- parts ------------------------------------------------------------------------
+
+    def _passes(self, counts: Integers64) -> Iterator[slice]:
+        """Divide sequences of so many tokens each into passes."""
+        ends, first = np.cumsum(counts), 0
+        while first < len(counts):
+            before = int(ends[first] - counts[first])
+            end = int(np.searchsorted(ends, before + self._max_tokens, side="right"))
+            end = min(end, first + self._max_rows)
+            yield slice(first, end)
+            first = end
+
+    def _pass(
+        self,
+        group: GroupQuery,
+        rows: Integers64,
+        tokens: Integers64,
+        repeated: Integers64,
+        run: RunTable,
+    ) -> torch.Tensor:
+        """Compute what follows some rows, see `continuation`, and keep the longer table.
+
+        Raises:
+            OutOfSlotsError: There are not enough slots; nothing has changed.
+        """
+        table = self._table(group)
+        assert table is not None  # noqa: S101 - the current table is not evicted
+        self._current = group.generation.state.key
+        try:
+            step = continuation(table, rows, tokens, repeated, self._tree.allocate)
+        finally:
+            self._current = None
+        try:
+            logits = run(step.batch, group.adapter)
+        except BaseException:
+            self._tree.free(step.new)
+            raise
+        self._references.connect(step.new, step.parents)
+        self._keep(group, table.continued(rows, step.batch.slots, step.lengths))
+        return logits
+
+    def _table(self, group: GroupQuery) -> BlockTable | None:
+        """Return the table of a generation, by default of the one that it extends, if kept."""
+        generation, lineage = group.generation, group.generation.lineage
+        base = generation.with_state()
+        if base is None or not isinstance(base.state, _State):
+            return None
+        kept = self._tables.get(base.state.key)
+        if kept is None or kept.adapter != group.adapter:
+            return None
+        self._tables.move_to_end(base.state.key)
+        if base is generation:
+            return kept.table
+        rows = lineage.suffixes(np.arange(len(lineage)), base.lineage).places
+        table = kept.table.select(rows)
+        self._keep(group, table)
+        return table
+
+    def _keep(self, group: GroupQuery, table: BlockTable) -> None:
+        """Keep a table for a generation, in place of the one that it has."""
+        self._references.hold(table.last)
+        state = group.generation.state
+        kept = self._tables.get(state.key) if isinstance(state, _State) else None
+        if kept is None:
+            state = _State(next(self._keys), self._dropped)
+            group.generation.keep(state)
+        else:
+            self._free(kept.table)
+        self._tables[state.key] = _Kept(group.adapter, table)
+
+    def _evict_oldest(self) -> bool:
+        """Release a table, but not that of the current pass; False if there is none."""
+        self.collect()
+        key = next((key for key in self._tables if key != self._current), None)
+        if key is None:
+            return False
+        self._free(self._tables.pop(key).table)
+        return True
+
+    def _free(self, table: BlockTable) -> None:
+        """Release the slots of a table; those of first sequences go back to the tree."""
+        freed = self._references.release(table.last)
+        first = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
+        leased = [slot for slot in first if slot in self._leased]
+        for slot in leased:
+            self._tree.unpin(*self._leased.pop(slot))
+        self._tree.free(freed[~np.isin(freed, leased)] if leased else freed)
+
+
+class _Kept(NamedTuple):
+    adapter: str | None
+    table: BlockTable
+
+
+class _State:
+    """Refers to a table of a generation, which is released with it.
+
+    It is dropped on any thread, and during garbage collections within other calls.
+    """
+
+    __slots__ = ("_dropped", "key")
+
+    def __init__(self, key: int, dropped: deque[int]) -> None:
+        self.key, self._dropped = key, dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self.key)
+
+
+def _last_tokens(lineage: Lineage, rows: Integers64, counts: Integers64) -> Integers64:
+    """Return the last tokens of rows, shape `(rows, k)`, in order, among `NO_TOKEN`."""
+    columns, left = [], counts.copy()
+    while lineage.parent is not None and left.any():
+        column = np.where(left > 0, lineage.token_ids[rows], NO_TOKEN)
+        columns.append(column)
+        left -= column >= 0
+        rows, lineage = lineage.ancestors[rows], lineage.parent
+    columns.reverse()
+    first = np.full((len(rows), int(left.max())), NO_TOKEN)
+    for place in np.flatnonzero(left).tolist():  # of first sequences
+        sequence = lineage.sequence(int(rows[place]))
+        first[place, : left[place]] = sequence.ids_from(len(sequence) - int(left[place]))
+    return np.concatenate([first, *(column[:, None] for column in columns)], axis=1)

@@ -1,0 +1,277 @@
+"""Checks of populations: sequences that are extended, drawn from and copied as arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from genlm import Capability, OutputCache, Population
+from genlm.plugin import stream_seeds, stream_uniform
+from genlm.testing.background import on_thread
+from genlm.testing.check import engine_check
+from genlm.testing.engine_fixture import EngineFixture
+from genlm.testing.failure import NotApplicable, expect
+from genlm.testing.strategies import TokenTuple
+
+MEMBERS = 4
+STEPS = 3
+
+
+def _checked_rows(
+    fixture: EngineFixture,
+    population: Population,
+    expected: list[TokenTuple],
+    adapter: str | None = None,
+    **example: Any,
+) -> None:
+    """Compare the sequences and the rows of all members with what they should be."""
+    found = [context.token_ids for context in population]
+    expect(found == expected, f"members {expected}", found, **example)
+    rows = fixture.run(population.next_token_logprobs())
+    fixture.check_rows(rows, expected, adapter, **example)
+
+
+def _extended(
+    fixture: EngineFixture, population: Population, members: list[TokenTuple], seed: int
+) -> tuple[Population, list[TokenTuple]]:
+    """Copy some members and extend them by one or several tokens, or by none."""
+    generator = np.random.default_rng(seed)
+    chosen = generator.integers(0, len(members), len(members))
+    fixture.saw("resampled", len(set(chosen.tolist())) < len(members))
+    population, members = population[chosen], [members[i] for i in chosen]
+    width = int(generator.integers(1, 3))
+    ids = generator.choice(np.asarray(fixture.token_ids), (len(members), width))
+    for member, token_ids in enumerate(members):
+        room = min(fixture.max_length - len(token_ids), int(generator.integers(0, width + 1)))
+        ids[member, room:] = -1
+    fixture.saw("several tokens", bool((ids >= 0).all(1).any()) and width > 1)
+    fixture.saw("no token", bool((ids < 0).all(1).any()))
+    members = [
+        (*token_ids, *(new for new in added if new >= 0))
+        for token_ids, added in zip(members, ids.tolist(), strict=True)
+    ]
+    return population.extend(ids if width > 1 else ids[:, 0]), members
+
+
+@engine_check(cases=("resampled", "several tokens", "no token", "dropped before it was asked"))
+def populations_equal_lists(fixture: EngineFixture) -> None:
+    """Members that are copied and extended as arrays have the rows of their sequences."""
+    lm = fixture.load(output_cache=OutputCache(0))
+
+    def holds(prompt: TokenTuple, seed: int) -> None:
+        population, members = lm.population(prompt, MEMBERS), [prompt] * MEMBERS
+        for step in range(STEPS):
+            population, members = _extended(fixture, population, members, seed + step)
+            if (seed + step) % 3 == 0:  # its extension is then computed from an earlier one
+                fixture.saw("dropped before it was asked")
+                continue
+            _checked_rows(fixture, population, members, prompt=prompt, seed=seed, step=step)
+
+    # Whatever the examples are, all cases occur.
+    first = fixture.some_sequences(1)[0][: max(1, fixture.max_length - 2 * STEPS)]
+    for seed in range(4):
+        holds(first, seed)
+    fixture.for_all(
+        holds,
+        examples=max(3, fixture.profile.examples // 4),
+        prompt=fixture.sequences(shorter_by=min(2 * STEPS, fixture.max_length - 1)),
+        seed=st.integers(0, 2**32),
+    )
+
+
+@engine_check(cases=("masked", "dead", "finished", "copies differ"))
+def population_draws_are_those_of_the_rows(fixture: EngineFixture) -> None:
+    """Draws of members depend on their rows, masks and random numbers; ended ones have none."""
+    lm = fixture.load(output_cache=OutputCache(0))
+    size = lm.vocab_size
+    possible = np.zeros(size, bool)
+    possible[list(fixture.token_ids)] = True
+    for place, token_ids in enumerate(fixture.some_sequences(3)):
+        prompt = token_ids[: fixture.max_length - 1]
+        generator = np.random.default_rng([fixture.seed, place])
+        masks = np.stack([possible & (generator.random(size) < 0.5), possible, possible])
+        masks[0, fixture.token_ids[0]] = True
+        masks[2] = False
+        index = np.array([0, 1, 2, 0, 1, 1])
+        population = lm.population(prompt, len(index))
+        population = population.finish(np.arange(len(index)) == 5)
+        drawn = fixture.run(population.draw(masks, mask_index=index, seed=7 + place))
+        row = fixture.expected(prompt)
+        for member in (0, 1, 3, 4):
+            fixture.saw("masked")
+            token = int(drawn.token_ids[member])
+            mask = masks[index[member]]
+            mass = float(row[torch.from_numpy(mask)].logsumexp(0))
+            found = [float(column[member]) for column in drawn[1:]]
+            wanted = [float(row[token]), mass, float(row[token]) - mass]
+            limit = 4 * fixture.target.largest_error
+            expect(bool(mask[token]), f"a token of mask {index[member]}", token)
+            expect(np.allclose(found, wanted, atol=limit, rtol=0), f"{wanted}", found)
+        again = fixture.run(population.draw(masks, mask_index=index, seed=7 + place))
+        expect(torch.equal(drawn.token_ids, again.token_ids), "the same draws again", again)
+        for member, case, mass in ((2, "dead", -np.inf), (5, "finished", 0.0)):
+            found = [float(drawn.token_ids[member]), float(drawn.log_mass[member])]
+            expect(found == [-1, mass], f"token -1 and mass {mass} of a {case} member", found)
+            fixture.saw(case)
+        many = fixture.run(lm.population(prompt, 64).draw(masks[1], seed=place))
+        several = len(set(many.token_ids.tolist())) > 1
+        expect(several, "different draws of 64 copies", many.token_ids)
+        fixture.saw("copies differ")
+        extended = population.extend(drawn.token_ids)
+        ends = [() if token < 0 else (token,) for token in drawn.token_ids.tolist()]
+        _checked_rows(fixture, extended, [(*prompt, *end) for end in ends])
+
+
+@engine_check(cases=("first step", "later step", "beside ended members"))
+def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
+    """The seed, a member's index and the step draw its token, under masks and temperatures."""
+    lm = fixture.load(output_cache=OutputCache(0))
+    ids = np.asarray(fixture.token_ids)
+    for place, token_ids in enumerate(fixture.some_sequences(3)):
+        prompt = token_ids[: max(1, fixture.max_length - 2)]
+        generator = np.random.default_rng([fixture.seed, place])
+        masks = np.zeros((3, lm.vocab_size), bool)
+        masks[0, generator.choice(ids, 8)] = True
+        masks[1, ids] = True
+        index = generator.permutation([0, 1, 2, 0, 1, 1, 0, 1])
+        temperatures = generator.uniform(0.5, 2, len(index))
+        seeds = stream_seeds(fixture.seed + place, len(index))
+        ended = np.arange(len(index)) == 1
+        population = lm.population(prompt, len(index)).finish(ended)
+        for step, case in enumerate(("first step", "later step")):
+            drawn = fixture.run(
+                population.draw(
+                    masks,
+                    mask_index=index,
+                    temperature=temperatures,
+                    seed=fixture.seed + place,
+                )
+            )
+            for member in np.flatnonzero((index != 2) & ~ended).tolist():
+                row = fixture.expected(population[member].token_ids)
+                allowed = torch.where(torch.from_numpy(masks[index[member]]), row, -torch.inf)
+                uniform = stream_uniform(seeds[member], step)
+                _check_drawn(
+                    fixture,
+                    allowed / float(temperatures[member]),
+                    int(drawn.token_ids[member]),
+                    uniform,
+                    float(drawn.draw_logprob[member]),
+                )
+                fixture.saw(case)
+            fixture.saw("beside ended members")
+            population = population.extend(drawn.token_ids)
+
+
+def _check_drawn(
+    fixture: EngineFixture, logits: torch.Tensor, token: int, uniform: float, logprob: float
+) -> None:
+    """Raise `CheckFailure` unless the number draws the token, whatever the rounding."""
+    cumulative = logits.softmax(-1).cumsum(-1)
+    low, high = float(cumulative[token - 1]) if token else 0.0, float(cumulative[token])
+    slack = 2 * fixture.target.largest_error + 1e-6
+    expect(
+        token >= 0 and low - slack <= uniform <= high + slack,
+        f"the token that {uniform:.6f} draws",
+        f"{token}, which numbers from {low:.6f} to {high:.6f} draw",
+    )
+    share = float(np.exp(logprob))
+    expect(abs(share - (high - low)) <= slack, f"drawn with probability {high - low}", share)
+
+
+@engine_check(cases=("two populations", "beside other requests", "cancelled"))
+def populations_share_the_engine(fixture: EngineFixture) -> None:
+    """Populations and other requests that run or are cancelled together do not interfere."""
+    lm, probe = fixture.load_probed(output_cache=OutputCache(0))
+    first, second, *others = fixture.some_sequences(5)
+    ids = list(fixture.token_ids)[:3]
+    lists = [token_ids[: fixture.max_length - 1] for token_ids in (first, second)]
+    populations = [
+        lm.population(token_ids, len(ids)).extend(ids) if len(token_ids) else None
+        for token_ids in lists
+    ]
+    expected = [[(*token_ids, last) for last in ids] for token_ids in lists]
+
+    async def together() -> list[Any]:
+        asked = [each.next_token_logprobs() for each in populations if each is not None]
+        return list(
+            await asyncio.gather(*asked, *(lm.next_token_logprobs(each) for each in others))
+        )
+
+    one, two, *rows = fixture.run(together())
+    fixture.check_rows(one, expected[0], asked="together")
+    fixture.check_rows(two, expected[1], asked="together")
+    fixture.check_rows(rows, others, asked="together")
+    fixture.saw("two populations")
+    fixture.saw("beside other requests")
+
+    async def cancelled() -> None:
+        probe.hold()
+        busy = asyncio.ensure_future(lm.next_token_logprobs(others[0]))
+        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        task = asyncio.ensure_future(lm.population(second, len(ids)).next_token_logprobs())
+        try:
+            await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.sleep(0)
+        finally:
+            probe.release()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        fixture.saw("cancelled", task.cancelled())
+        fixture.check_row(await busy, others[0], asked="beside a cancelled population")
+
+    fixture.run(cancelled())
+    many = [ids[i % len(ids)] for i in range(40)]
+    whole = lm.population(lists[0], len(many)).extend(many)
+    wanted = [(*lists[0], last) for last in many]
+    _checked_rows(fixture, whole, wanted, asked="after a cancelled population")
+    pending = lm.statistics().pending
+    expect(pending == 0, "nothing pending", pending)
+
+
+@engine_check(needs=Capability.LORA, cases=("two adapters", "base model"))
+def populations_have_their_adapter(fixture: EngineFixture) -> None:
+    """Populations of different adapters at once have the rows of their own adapters."""
+    lm = fixture.load(adapters=True, output_cache=OutputCache(0))
+    names = [*fixture.adapter_names()[:2], None]
+    prompt = fixture.some_sequences(1)[0][: fixture.max_length - 1]
+    ids = list(fixture.token_ids)[:2]
+
+    async def together(populations: list[Population]) -> list[torch.Tensor]:
+        return list(await asyncio.gather(*(each.next_token_logprobs() for each in populations)))
+
+    populations = [lm.population(prompt, len(ids), lora_name=name) for name in names]
+    for step in range(2):
+        expected = [prompt] * 2 if step == 0 else [(*prompt, last) for last in ids]
+        for name, rows in zip(names, fixture.run(together(populations)), strict=True):
+            fixture.check_rows(rows, expected, name, step=step)
+        populations = [each.extend(ids) for each in populations]
+    fixture.saw("two adapters")
+    fixture.saw("base model")
+
+
+@engine_check(cases=("more tokens than fit",))
+def tight_budgets_change_no_population(fixture: EngineFixture) -> None:
+    """Several populations are right when the engine's own caches have almost no room."""
+    variants = fixture.target.tight_variants
+    if not variants:
+        raise NotApplicable("the target names no tight_options")
+    for salt, options in enumerate(variants):
+        lm = fixture.load(engine_options=options, output_cache=OutputCache(0))
+        prompts = [
+            token_ids[: max(1, fixture.max_length - 2 * STEPS)]
+            for token_ids in fixture.some_sequences(3, salt=100 + salt)
+        ]
+        kept = [(lm.population(prompt, MEMBERS), [prompt] * MEMBERS) for prompt in prompts]
+        for step in range(STEPS):
+            for place, (population, members) in enumerate(kept):
+                seed = 1000 * salt + 10 * step + place
+                kept[place] = _extended(fixture, population, members, seed)
+                _checked_rows(fixture, *kept[place], engine_options=options, seed=seed)
+        fixture.saw("more tokens than fit")

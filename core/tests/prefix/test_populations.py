@@ -1,0 +1,445 @@
+"""Populations over block tables: rows of every member, and the reference counts of slots."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from genlm import Query, Token, TokenIdError, Vocabulary
+from genlm.core.generations import Generation, Lineage
+from genlm.core.query import GroupQuery, GroupReduction, GroupResult
+from genlm.core.sequence import TokenSequence
+from genlm.prefix import (
+    ForwardResult,
+    PathChoice,
+    PrefixEngine,
+    PrefixRows,
+    TableBatch,
+    TreeBatch,
+    prefill_stages,
+)
+
+from .test_engine import Adapters
+from .test_rows import SIZE, TOKEN_BYTES, expected
+from .test_tree import check as check_tree
+from .test_tree import prefixes
+
+Ids = tuple[int, ...]
+
+
+class Rows(GroupReduction):
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return (rows[row_of],)
+
+
+class Model:
+    """Keeps in each slot the adapter and the sequence that ends there."""
+
+    def __init__(self, capacity: int) -> None:
+        self.slots: list[tuple[str | None, Ids] | None] = [None] * (capacity + 1)
+        self.largest = (0, 0)
+        self.fail = False
+        self.table_tokens = 0
+
+    def __call__(self, batch: TreeBatch) -> ForwardResult:
+        tokens = 0
+        found = {}
+        for segment in (one for stage in prefill_stages(batch) for one in stage):
+            for i, (token, write) in enumerate(
+                zip(segment.tokens, segment.writes, strict=True), segment.past
+            ):
+                known = self._sequence(batch.adapter, segment.slots[:i])
+                self.slots[write] = (batch.adapter, (*known, token))
+                found[int(segment.slots[i])] = (*known, token)
+                tokens += 1
+        return self._result(batch.adapter, tokens, [found[slot] for slot in batch.last_slots])
+
+    def run_table(self, batch: TableBatch, adapter: str | None) -> ForwardResult:
+        found = []
+        for token, position, write, row in zip(
+            batch.tokens.tolist(), batch.positions.tolist(), batch.writes, batch.rows,
+            strict=True,
+        ):  # fmt: skip
+            own = position - len(batch.trunk)
+            assert own >= 0
+            past = [*batch.trunk, *batch.slots[row, :own]]
+            found.append((*self._sequence(adapter, past), token))
+            slot = batch.slots[row, own]
+            if write:
+                assert write == slot
+                self.slots[write] = (adapter, found[-1])
+            assert self.slots[slot] == (adapter, found[-1])
+        self.table_tokens += len(found)
+        return self._result(adapter, len(found), [found[i] for i in batch.results])
+
+    def _sequence(self, adapter: str | None, slots: Sequence[int]) -> Ids:
+        ids: Ids = ()
+        for slot in slots:
+            known = self.slots[slot]
+            assert known is not None
+            assert known == (adapter, (*ids, known[1][-1]))
+            ids = known[1]
+        return ids
+
+    def _result(self, adapter: str | None, tokens: int, ends: list[Ids]) -> ForwardResult:
+        if self.fail:
+            raise RuntimeError("no memory")
+        self.largest = max(self.largest[0], tokens), max(self.largest[1], len(ends))
+        logits = torch.stack([expected(adapter, ids) for ids in ends])
+        return ForwardResult(logits, tokens, 1)
+
+
+class Engine(PrefixEngine):
+    backend = "toy"
+
+    def __init__(self, capacity: int, *, embedded: int = SIZE, **limits: int) -> None:
+        tokens = [Token(i, bytes([65 + i])) for i in range(SIZE)]
+        self.vocabulary = Vocabulary(None, tokens, [str(token) for token in tokens])
+        self.model = Model(capacity)
+        self.loaded = Adapters()
+        self.loaded.names = ("red",)
+        self.path = PrefixRows(
+            self.model,
+            without_cache=lambda ids: expected(self.loaded.active, ids)[None],
+            vocabulary=self.vocabulary,
+            budget_bytes=(capacity + 1) * TOKEN_BYTES,
+            bytes_per_token=TOKEN_BYTES,
+            **{"max_tokens": 20, "max_rows": 8} | limits,
+        )
+        self.serve(PathChoice("tree", self.path, ""), self.loaded, embedding_rows=embedded)
+
+    def answer(self, query: Query | GroupQuery) -> Any:
+        """The result of the only query."""
+        self.submit_group(query) if isinstance(query, GroupQuery) else self.submit(query)
+        while not (found := self.step()):
+            pass
+        [completion] = found
+        if completion.error is not None:
+            raise completion.error
+        return completion.result
+
+    @property
+    def tables(self) -> Any:
+        return self.path.populations
+
+
+class Members:
+    """A population: a generation, the place of each member, and what each should be."""
+
+    def __init__(self, prompts: list[Ids], adapter: str | None = None) -> None:
+        distinct = list(dict.fromkeys(prompts))
+        lineage = Lineage.of_sequences([TokenSequence.of(ids) for ids in distinct])
+        self.generation = Generation(lineage)
+        self.places = np.array([distinct.index(ids) for ids in prompts])
+        self.ids = list(prompts)
+        self.adapter = adapter
+
+    def extend(self, tokens: list[Ids]) -> None:
+        lineage = self.generation.lineage
+        for column in np.array(tokens).T:
+            lineage, self.places = lineage.extended(self.places, column)
+        self.generation = Generation(lineage, self.generation)
+        self.ids = [
+            (*ids, *(i for i in new if i >= 0))
+            for ids, new in zip(self.ids, tokens, strict=True)
+        ]
+
+    def resample(self, members: list[int]) -> None:
+        self.places = self.places[members]
+        self.ids = [self.ids[i] for i in members]
+
+    def query(self, members: list[int]) -> GroupQuery:
+        wanted, row_of = np.unique(self.places[members], return_inverse=True)
+        return GroupQuery(0, self.generation, wanted, row_of, Rows(), self.adapter)
+
+    def ask(self, engine: Engine, members: list[int] | None = None) -> GroupResult:
+        chosen = list(range(len(self.ids))) if members is None else members
+        result: GroupResult = engine.answer(self.query(chosen))
+        if not result.errors:
+            wanted = torch.stack([expected(self.adapter, self.ids[i]) for i in chosen])
+            torch.testing.assert_close(result.columns[0], wanted, rtol=0, atol=1e-6)
+        return result
+
+
+def check(engine: Engine) -> None:
+    """Reference counts, free slots and pins against what the tables say, row by row."""
+    tables, tree = engine.tables, engine.path._tree
+    tables.collect()
+    in_tree = prefixes(tree)
+    counts: Counter[int] = Counter()
+    parents: dict[int, int] = {}
+    for adapter, table in tables._tables.values():
+        for row in range(len(table)):
+            path = [*table.trunk, *table.slots[row, : table.lengths[row]]]
+            path = [int(slot) for slot in path]
+            assert len(path) == table.tokens[row]
+            if path:
+                counts[path[-1]] += 1
+            engine.model._sequence(adapter, path)
+            shared = [i for i, slot in enumerate(path) if slot in tables._leased]
+            begin = shared[-1] + 1 if shared else 0
+            assert set(path[:begin]) <= set(in_tree.values())
+            for i in range(begin, len(path)):
+                parents[path[i]] = path[i - 1] if i else 0
+    assert not parents.keys() & set(in_tree.values())
+    counts.update(parents.values())
+    free = tree._free.numbers()
+    everything = set(range(1, tree.capacity + 1))
+    assert len(tree._free) == len(free)
+    assert free | set(in_tree.values()) | parents.keys() == everything
+    assert not free & (set(in_tree.values()) | parents.keys())
+    found = tables._references.counts
+    assert {slot: found[slot] for slot in everything if found[slot]} == {
+        slot: count for slot, count in counts.items() if slot
+    }
+    for slot, parent in parents.items():
+        assert tables._references.parents[slot] == parent
+    assert tables._leased.keys() == counts.keys() & set(in_tree.values())
+    pins: Counter[Any] = Counter()
+    nodes = [node for root in tree._roots.values() for node in root.below()]
+    for slot, (adapter, sequence) in tables._leased.items():
+        assert in_tree[adapter, sequence.token_ids] == slot
+        [node] = [node for node in nodes if node.slots[-1] == slot]
+        while node.parent is not None:
+            pins[node] += 1
+            node = node.parent
+    assert {node: node.pinned for node in nodes if node.pinned} == pins
+
+
+TOKEN = st.integers(-1, 2)
+ASK = st.tuples(st.just("ask"), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=6))
+IDS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+PROGRAM = st.lists(
+    st.one_of(
+        ASK,
+        ASK,
+        st.tuples(
+            st.just("extend"),
+            st.integers(0, 3),
+            st.integers(1, 3),
+            st.lists(TOKEN, max_size=30),
+        ),
+        st.tuples(
+            st.just("new"),
+            st.lists(IDS, min_size=1, max_size=5),
+            st.sampled_from([None, "red"]),
+        ),
+        st.tuples(
+            st.just("resample"), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=8)
+        ),
+        st.tuples(st.just("copy"), st.integers(0, 3)),
+        st.tuples(st.just("drop"), st.integers(0, 3)),
+        st.tuples(st.just("fail"), st.integers(0, 3)),
+        st.tuples(st.just("list"), IDS),
+        st.tuples(st.just("pin"), st.lists(st.integers(0, 2), min_size=1, max_size=4)),
+        st.tuples(st.sampled_from(["clear", "drop adapter"])),
+    ),
+    min_size=8,
+    max_size=25,
+)  # fmt: skip
+SEEN: Counter[str] = Counter()
+
+
+def run(engine: Engine, program: list[Any]) -> None:
+    populations = [Members([(1, 2, 0)] * 4)]
+    for name, *arguments in program:
+        if name == "new":
+            prompts, adapter = arguments
+            populations = [*populations, Members([tuple(ids) for ids in prompts], adapter)][-4:]
+        elif name == "list":
+            ids = tuple(arguments[0])
+            row = engine.answer(Query(0, ids))
+            torch.testing.assert_close(row, expected(None, ids), rtol=0, atol=1e-6)
+        elif name == "pin":
+            if len(arguments[0]) * 4 < engine.path._tree.capacity:
+                engine.cache_prefix(arguments[0], None)
+                engine.clear_prefix_cache()
+        elif name == "clear":
+            engine.clear_prefix_cache()
+        elif name == "drop adapter":
+            engine.path.drop("red")
+        elif populations:
+            which = arguments[0] % len(populations)
+            population = populations[which]
+            members = list(range(len(population.ids)))
+            if name == "extend":
+                k, tokens = arguments[1:]
+                padded = (tokens + [0] * 1000)[: k * len(members)]
+                if members:
+                    population.extend([tuple(padded[i * k : i * k + k]) for i in members])
+            elif name == "resample" and members:
+                population.resample([i % len(members) for i in arguments[1]])
+            elif name == "drop":
+                del populations[which], population
+            elif name == "copy":
+                copied = Members.__new__(Members)
+                copied.__dict__.update(population.__dict__)
+                populations = [*populations, copied][-4:]
+            elif name == "ask" and members:
+                chosen = [i % len(members) for i in arguments[1]] or members
+                assert not population.ask(engine, chosen).errors
+                SEEN["asked"] += 1
+            elif name == "fail" and members:
+                engine.model.fail = True
+                SEEN["failed"] += bool(population.ask(engine).errors)
+                engine.model.fail = False
+        check(engine)
+    populations.clear()
+    population = copied = None  # type: ignore[assignment]
+    gc.collect()  # tracebacks of failures refer to populations
+    check(engine)
+    assert not engine.tables._tables
+    assert not engine.tables._leased
+    check_tree(engine.path._tree)
+    assert engine.model.largest[0] <= engine.path._max_tokens
+    assert engine.model.largest[1] <= engine.path._max_rows
+    SEEN["by tables"] += engine.model.table_tokens
+    SEEN["tokens"] += int(engine.statistics()["tokens_computed"])
+
+
+LONGER = ("extend", 0, 1, [0, 1, 2, 1])
+EXAMPLE = [("ask", 0, []), LONGER, ("fail", 0), *[("ask", 0, []), LONGER] * 12]
+
+
+@settings(max_examples=60, deadline=None)
+@example(500, 20, EXAMPLE)
+@example(14, 5, EXAMPLE)
+@given(st.sampled_from([0, 2, 6, 14, 40, 500]), st.sampled_from([2, 5, 20]), PROGRAM)
+def test_members_have_the_rows_of_their_sequences_and_slots_are_counted_exactly(
+    capacity: int, max_tokens: int, program: list[Any]
+) -> None:
+    run(Engine(capacity, max_tokens=max_tokens, max_rows=4), program)
+
+
+def test_the_random_programs_used_tables_and_failed_at_times() -> None:
+    assert SEEN["asked"] > 20
+    assert SEEN["failed"] > 0
+    assert SEEN["by tables"] > 20
+
+
+def test_tokens_of_a_population_are_computed_once() -> None:
+    engine = Engine(500)
+    population = Members([(1, 2, 0, 1)] * 7)
+    assert not population.ask(engine).errors
+    population.extend([(0,), (1,), (0,), (-1,), (2,), (2,), (1,)])
+    assert not population.ask(engine).errors
+    population.resample([0, 0, 3, 5])
+    population.extend([(1, 2), (1, 3), (-1, -1), (0, -1)])
+    assert not population.ask(engine).errors
+    assert engine.statistics()["tokens_computed"] == 4 + (3 + 1) + (3 + 1 + 1)
+    # Asked again, only the last tokens are computed.
+    assert not population.ask(engine).errors
+    assert engine.statistics()["tokens_computed"] == 13 + 4
+    check(engine)
+
+
+def test_members_that_were_not_asked_for_catch_up_without_their_beginnings() -> None:
+    engine = Engine(500)
+    population = Members([(1, 2, 0, 1)] * 3)
+    assert not population.ask(engine).errors
+    for step in range(3):
+        population.extend([(0,), (1,), (step + 2,)])
+        assert not population.ask(engine, [0, 1]).errors
+    before = engine.statistics()["tokens_computed"]
+    assert not population.ask(engine, [2]).errors
+    assert engine.statistics()["tokens_computed"] == before + 3
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_slots_of_a_dropped_population_are_freed_at_the_next_step(in_a_thread: bool) -> None:
+    engine = Engine(500)
+    populations = [Members([(1, 2, 0)] * 4), Members([(1, 2, 0)] * 4)]
+    for population in populations:
+        population.ask(engine)
+        population.extend([(0,), (1,), (2,), (3,)])
+        population.ask(engine)
+    assert engine.statistics()["kv_tokens"] == 3 + 4 + 4
+    if in_a_thread:
+        thread = threading.Thread(target=populations.clear)
+        thread.start()
+        thread.join()
+    else:
+        populations.clear()
+    del population
+    engine.answer(Query(0, (1, 2)))
+    assert engine.statistics()["kv_tokens"] == 3
+    check(engine)
+
+
+def test_a_prompt_is_not_evicted_while_a_population_begins_with_it() -> None:
+    engine = Engine(12)
+    population = Members([(1, 2, 0)] * 2)
+    population.ask(engine)
+    population.extend([(0,), (1,)])
+    population.ask(engine)
+    for token in range(6):
+        engine.answer(Query(0, (token, token, 0, 1)))
+    before = engine.statistics()["tokens_computed"]
+    population.ask(engine)
+    assert engine.statistics()["tokens_computed"] == before + 2
+
+
+def test_populations_are_evicted_for_single_requests_the_oldest_first() -> None:
+    engine = Engine(12)
+    old, recent = Members([(1, 2)] * 4), Members([(1, 2)] * 4)
+    for population in (old, recent):
+        population.ask(engine)
+        population.extend([(0,), (1,), (2,), (3,)])
+        population.ask(engine)
+    engine.answer(Query(0, (3, 3, 3, 3)))
+    assert engine.statistics()["contexts_without_cache"] == 0
+    before = engine.statistics()["tokens_computed"]
+    recent.ask(engine)
+    assert engine.statistics()["tokens_computed"] == before + 4
+    old.ask(engine)  # through the tree, which has the prompt
+    check(engine)
+
+
+def test_an_adapter_that_is_removed_takes_its_tables_with_it() -> None:
+    engine = Engine(100)
+    base, red = Members([(1, 2)] * 2), Members([(1, 2)] * 2, "red")
+    for population in (base, red):
+        population.ask(engine)
+        population.extend([(0,), (1,)])
+        population.ask(engine)
+    engine.path.drop("red")
+    assert engine.statistics()["kv_tokens"] == 4
+    check(engine)
+    before = engine.statistics()["tokens_computed"]
+    base.ask(engine)
+    assert engine.statistics()["tokens_computed"] == before + 2
+
+
+def test_tokens_that_the_model_cannot_embed_are_refused() -> None:
+    engine = Engine(100, embedded=SIZE - 1)
+    population = Members([(1, 2), (2, 3)])
+    population.ask(engine)
+    population.extend([(1,), (SIZE - 1,)])
+    with pytest.raises(TokenIdError):
+        engine.submit_group(population.query([0, 1]))
+    with pytest.raises(TokenIdError):
+        engine.submit_group(Members([(1, 2), (SIZE - 1, 1)]).query([0, 1]))
+    assert not population.ask(engine, [0]).errors
+
+
+def test_lists_that_fit_one_after_the_other_leave_populations_alone() -> None:
+    engine = Engine(12)
+    population = Members([(1, 2)] * 4)
+    population.ask(engine)
+    population.extend([(0,), (1,), (2,), (3,)])
+    population.ask(engine)
+    engine.path.rows(None, [(3, 3, 3, 3), (4, 4, 4, 4)])
+    before = engine.statistics()["tokens_computed"]
+    population.ask(engine)
+    assert engine.statistics()["tokens_computed"] == before + 4

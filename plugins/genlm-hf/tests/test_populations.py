@@ -1,0 +1,99 @@
+"""Populations of `packed` against unbatched forward passes without a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from genlm import AsyncLM
+from genlm.core.population import Population
+from genlm_hf.engine import HFEngine
+from genlm_hf.packed import plan, tables
+
+from .families import FAMILIES
+from .population import Oracle, used
+from .test_adapters import make_adapter
+from .test_cached import MODELS
+from .tiny import build_model, ids_of_lengths
+
+CASES = {**MODELS} | {name: FAMILIES[name] for name in ("gpt_oss", "gemma2 with capped scores")}
+
+
+def serve(model: Any, tokenizer: Any, slots: int | None = None, **options: Any) -> HFEngine:
+    engine = HFEngine.from_model(model, tokenizer, execution_path="packed", **options)
+    if slots is not None:
+        size = engine._choice.path.forward.storage.bytes_per_token
+        options = {**options, "kv_budget_bytes": slots * size}
+        engine = HFEngine.from_model(model, tokenizer, execution_path="packed", **options)
+    return engine
+
+
+async def run(oracle: Oracle, populations: list[Population], steps: int) -> None:
+    """Extend, resample and ask populations, a few members or all."""
+    for step in range(steps):
+        for place, before in enumerate(populations):
+            members = list(range(len(before)))
+            if step % 3 == 2:
+                members = random.choices(members, k=len(members))
+            width = random.choice([1, 1, 1, 2, 5])
+            tokens = torch.randint(3, 9, (len(members), width))
+            tokens[torch.rand(tokens.shape) < 0.15] = -1
+            tokens = tokens[:, 0] if width == 1 else tokens
+            population = populations[place] = before[members].extend(tokens)
+            count = random.choice([1, len(population) // 2, len(population)])
+            asked = population[random.sample(range(len(population)), count)]
+            rows = await asked.next_token_logprobs()
+            sequences = [context.token_ids for context in asked]
+            assert oracle.largest_error(sequences, list(rows)) <= 1e-4
+
+
+@pytest.mark.parametrize("slots", [None, 130, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_members_have_the_rows_of_their_sequences(
+    name: str, slots: int | None, tokenizer: Any
+) -> None:
+    random.seed(5)
+    torch.manual_seed(5)
+    model_type, settings = CASES[name]
+    model = build_model(model_type, **settings)
+    engine = serve(model, tokenizer, slots)
+    with AsyncLM(lambda: engine) as lm:
+        prompt, *others = ids_of_lengths(20, 3, 7, 1, 7)
+        populations = [lm.population(prompt, 6), lm.population([prompt, *others])]
+        asyncio.run(run(Oracle(model), populations, 6))
+        assert used(engine, "kv_bytes_used") <= used(engine, "kv_budget_bytes")
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "a window of 4 tokens", "gpt_oss"])
+def test_members_that_are_divided_into_small_clusters_have_the_same_rows(
+    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "GROUP_COST", -1000)
+    monkeypatch.setattr(tables, "GROUP_COST", 0)
+    random.seed(6)
+    torch.manual_seed(6)
+    model = build_model(CASES[name][0], **CASES[name][1])
+    with AsyncLM(lambda: serve(model, tokenizer)) as lm:
+        prompts = ids_of_lengths(20, 3, 7, 11)
+        populations = [lm.population([prompt for prompt in prompts for _ in range(3)])]
+        asyncio.run(run(Oracle(model), populations, 8))
+
+
+def test_members_have_the_rows_of_their_adapter(
+    llama: Any, tokenizer: Any, tmp_path: Any
+) -> None:
+    make_adapter(llama, tmp_path, 1)
+    with AsyncLM(lambda: HFEngine.from_model(llama, tokenizer)) as lm:
+        lm.add_new_lora(str(tmp_path), "one")
+        prompt = ids_of_lengths(12)[0]
+        pairs = [lm.population(prompt, 3), lm.population(prompt, 3, lora_name="one")]
+        for step in range(3):
+            pairs = [each.extend([3, 4, 5 + step]) for each in pairs]
+            for each in pairs:
+                rows = asyncio.run(each.next_token_logprobs())
+                listed = lm.batch_next_token_logprobs_sync(list(each))
+                torch.testing.assert_close(rows, listed, rtol=0, atol=1e-4)

@@ -1,0 +1,96 @@
+"""Plans of passes over block tables: tokens read their own slots, clusters share theirs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from genlm.prefix import SCRATCH_SLOT, TableBatch
+from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.packed.tables import plan_table
+
+
+def batch_of(paths: list[list[int]], trunk: int = 0, tokens: int = 1) -> TableBatch:
+    """The last tokens of sequences whose slots are given."""
+    slots = np.zeros((len(paths), max(map(len, paths)) - trunk), np.int32)
+    queries = []
+    for row, path in enumerate(paths):
+        slots[row, : len(path) - trunk] = path[trunk:]
+        queries += [(row, i, path[i]) for i in range(max(trunk, len(path) - tokens), len(path))]
+    random.shuffle(queries)
+    rows, positions, writes = map(np.array, zip(*queries, strict=True))
+    results = [queries.index((i, len(path) - 1, path[-1])) for i, path in enumerate(paths)]
+    return TableBatch(
+        tokens=writes * 10,
+        positions=positions,
+        writes=writes,
+        trunk=np.array(paths[0][:trunk], np.int64),
+        slots=slots,
+        rows=rows,
+        results=np.array(results),
+    )
+
+
+def check(plan: PackedPlan, batch: TableBatch, paths: list[list[int]]) -> None:
+    members = np.concatenate([group.members for group in plan.groups])
+    assert sorted(members.tolist()) == list(range(len(batch.tokens)))
+    assert plan.tokens.tolist() == batch.tokens[members].tolist()
+    assert plan.writes.tolist() == batch.writes[members].tolist()
+    assert plan.positions.tolist() == batch.positions[members].tolist()
+    assert members[plan.results].tolist() == batch.results.tolist()
+    for group in plan.groups:
+        for query, suffix in zip(group.members.tolist(), group.suffixes.tolist(), strict=True):
+            path = paths[batch.rows[query]][: batch.positions[query] + 1]
+            found = [*group.prefix.tolist(), *suffix]
+            assert len(group.prefix) < len(path)
+            assert found[: len(path)] == path
+            assert set(found[len(path) :]) <= {path[-1]}
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_reads_the_slots_of_its_sequence(seed: int, tokens: int) -> None:
+    random.seed(seed)
+    numbers = iter(random.sample(range(1, 10**6), 10**5))
+    begin = [[next(numbers) for _ in range(random.choice([1, 90]))]]
+    paths = list(begin)
+    for _ in range(random.randrange(60)):  # each continues the beginning of another
+        before = random.choice(paths)
+        kept = before[: random.randint(len(begin[0]), len(before))]
+        own = random.choice([0, 1, 40]) if tokens == 1 else 5
+        paths.append(kept + [next(numbers) for _ in range(own)])
+    paths = [[*path, next(numbers), next(numbers), next(numbers)] for path in paths]
+    trunk = random.choice([0, len(begin[0])])
+    batch = batch_of(paths, trunk, tokens)
+    check(plan_table(batch), batch, paths)
+
+
+def test_members_of_several_prompts_read_each_prompt_once() -> None:
+    prompts = [list(range(first, first + 300)) for first in (1000, 2000, 3000)]
+    paths = [[*prompts[i % 3], 1 + i] for i in range(60)]
+    batch = batch_of(paths)
+    plan = plan_table(batch)
+    check(plan, batch, paths)
+    assert sorted(group.prefix.tolist() for group in plan.groups) == prompts
+    assert {group.suffixes.shape for group in plan.groups} == {(20, 1)}
+
+
+def test_clusters_within_a_cluster_are_found() -> None:
+    prompt = list(range(1000, 1400))
+    halves = [[*prompt, *range(first, first + 400)] for first in (2000, 3000)]
+    paths = [[*halves[i % 2], 1 + i] for i in range(80)] + [
+        [*prompt, 100 + i] for i in range(9)
+    ]
+    batch = batch_of(paths)
+    plan = plan_table(batch)
+    check(plan, batch, paths)
+    assert sorted(group.prefix.tolist() for group in plan.groups) == [prompt, *halves]
+
+
+def test_few_tokens_with_short_suffixes_are_one_group() -> None:
+    paths = [[*range(1, 65), 100 + i % 2, 200 + i] for i in range(50)]
+    plan = plan_table(batch_of(paths, trunk=64))
+    assert [group.suffixes.shape for group in plan.groups] == [(50, 2)]
+    assert SCRATCH_SLOT not in plan.groups[0].suffixes

@@ -1,0 +1,236 @@
+"""One replica in this process: messages that are lost or fail, limits, supervision."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import threading
+
+import pytest
+import torch
+
+from genlm import AdapterError, ModelLoadError
+from genlm.plugin import EvaluationError, Query
+from genlm_ray import replica, wire
+from genlm_ray.replica import Replica, ReplicaSpec, ServingLimits
+from genlm_ray.router import Router
+
+SPEC = ReplicaSpec("reference", "demo", {}, "chat", 1, driver_timeout_s=60.0)
+
+
+def _run(main, **changes):
+    """Run a test with a replica of the reference engine, within a minute."""
+
+    async def run():
+        served = Replica(dataclasses.replace(SPEC, **changes))
+        try:
+            await main(served, await served._engine())
+        finally:
+            if served._supervisor is not None:
+                served._supervisor.cancel()
+            served._loop.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def _request(*prompts, router=None):
+    router = Router() if router is None else router
+    if not router.replicas:
+        router.add(0)
+    first = len(router)
+    router.assign([Query(first + i, ids) for i, ids in enumerate(prompts)])
+    return wire.packed_queries(router.take(0, 100), 0)
+
+
+def test_answers_that_could_not_be_packed_are_sent_with_the_next_message(monkeypatch):
+    packed = replica.packed_response
+
+    def broken(*arguments):
+        monkeypatch.setattr(replica, "packed_response", packed)
+        raise RuntimeError("no memory")
+
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+        monkeypatch.setattr(replica, "packed_response", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            await served.exchange("session", 0, _request((1, 2), (3, 4)))
+        found, message = [], 1
+        while len(found) < 2:
+            response = await served.exchange("session", message, wire.ReplicaRequest())
+            answered = wire.completions(response)
+            assert answered
+            found += answered
+            message += 1
+        assert sorted(each.query_id for each in found) == [0, 1]
+        assert all(torch.is_tensor(each.result) for each in found)
+
+    _run(main)
+
+
+def test_statistics_that_cannot_be_pickled_cost_no_answer():
+    async def main(served, engine):
+        engine.statistics = lambda: {"lock": threading.Lock(), "rows": 3}
+        await served.attach("driver", "session", {}, [])
+        response = await served.exchange("session", 0, _request((1, 2)))
+        assert response.statistics == {"rows": 3}
+
+    _run(main)
+
+
+def test_a_message_that_never_arrives_ends_the_session_although_pings_are_answered():
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+
+        async def ping():
+            while True:
+                await served.ping("session")
+                await asyncio.sleep(0.01)
+
+        pinging = asyncio.create_task(ping())
+        assert await served.exchange("session", 1, _request((1, 2))) is None  # 0 was lost
+        assert "session" not in served._sessions
+        pinging.cancel()
+
+    _run(main, driver_timeout_s=0.3)
+
+
+def test_a_program_may_have_so_many_queries_and_sequences_and_the_rest_is_refused():
+    async def main(served, _engine):
+        await served.attach("driver", "session", {}, [])
+        router, messages = Router(), itertools.count()
+
+        async def answered(*prompts):
+            request = _request(*prompts, router=router)
+            found = wire.completions(await served.exchange("session", next(messages), request))
+            while len(found) < len(prompts):
+                request = wire.ReplicaRequest()
+                response = await served.exchange("session", next(messages), request)
+                found += wire.completions(response)
+            return len(found)
+
+        with pytest.raises(EvaluationError, match=r"allows 3 .ServingLimits.pending_queries"):
+            await answered((1,), (2,), (3,), (4,))
+        assert await answered((5,), (6,), (7,)) == 3
+        assert await answered((8,), (9,)) == 2
+        with pytest.raises(EvaluationError, match="has 5 sequences at a replica and sends 1"):
+            await answered((10,))
+
+    _run(main, limits=ServingLimits(pending_queries=3, sequences=5))
+
+
+def test_a_replica_serves_so_many_programs():
+    async def main(served, _engine):
+        await served.attach("one", "first", {}, [])
+        with pytest.raises(ModelLoadError, match="serves 1 programs, the most"):
+            await served.attach("two", "second", {}, [])
+        await served.attach("one", "third", {}, [])  # begins anew
+        await served.detach("third")
+        await served.attach("two", "fourth", {}, [])
+
+    _run(main, limits=ServingLimits(clients=1))
+
+
+def test_a_program_may_load_so_many_adapters(tmp_path):
+    (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+
+    async def main(served, _engine):
+        await served.attach("driver", "session", {"poet": str(tmp_path)}, [])
+        with pytest.raises(AdapterError, match="loaded 1 adapters"):
+            await served.add_adapter("session", "bard", str(tmp_path))
+        await served.remove_adapter("session", "poet")
+        assert await served.add_adapter("session", "bard", str(tmp_path))
+
+    _run(main, limits=ServingLimits(adapters=1))
+
+
+class Kept:
+    """The prefixes that an engine keeps."""
+
+    def __init__(self, engine):
+        self.prefixes = []
+        engine.cache_prefix = lambda ids, adapter: self.prefixes.append((tuple(ids), adapter))
+        engine.clear_prefix_cache = self.prefixes.clear
+
+
+def test_prefixes_are_kept_for_their_program_and_as_long_as_it_is_attached():
+    async def main(served, engine):
+        kept = Kept(engine)
+        await served.attach("one", "first", {}, [])
+        await served.attach("two", "second", {}, [((7, 8), None)])
+        for ids in ([1, 2], [3, 4], [1, 2]):  # one of them twice
+            assert await served.cache_prefix("first", ids, None)
+        with pytest.raises(EvaluationError, match=r"would keep 5 tokens; .* allows 4"):
+            await served.cache_prefix("first", [5], None)
+        await served.clear_prefix_cache("first")
+        assert kept.prefixes == [((7, 8), None)]
+        await served.cache_prefix("first", [5], None)
+        await served.detach("second")
+        assert kept.prefixes == [((5,), None)]
+
+    _run(main, limits=ServingLimits(prefix_tokens=4))
+
+
+def test_prefixes_of_an_adapter_that_was_freed_are_not_computed_again(tmp_path):
+    (tmp_path / "text.txt").write_text("roses are red\n\nviolets are blue\n")
+
+    async def main(served, engine):
+        kept = Kept(engine)
+        await served.attach("one", "first", {"poet": str(tmp_path)}, [((1, 2), "poet")])
+        assert kept.prefixes == [((1, 2), "poet-one")]
+        await served.remove_adapter("first", "poet")
+        await served.attach("two", "second", {}, [])
+        await served.clear_prefix_cache("second")
+        assert kept.prefixes == []
+
+    _run(main)
+
+
+def test_a_program_that_leaves_while_the_model_is_loaded_does_not_prevent_it(monkeypatch):
+    may_load = threading.Event()
+    build = Replica._build
+
+    def slow(self):
+        assert may_load.wait(60)
+        return build(self)
+
+    monkeypatch.setattr(Replica, "_build", slow)
+
+    async def run():
+        served = Replica(SPEC)
+        attaching = asyncio.create_task(served.attach("driver", "session", {}, []))
+        await asyncio.sleep(0)
+        attaching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await attaching
+        may_load.set()
+        description = await served.attach("other", "another", {}, [])
+        assert description["max_context"] == served._loop.built.result().max_context
+        served._supervisor.cancel()
+        served._loop.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_replica_ends_its_process_when_a_step_takes_too_long(monkeypatch):
+    ended = asyncio.Event()
+    causes = []
+
+    def end(cause):
+        causes.append(cause)
+        ended.set()
+
+    monkeypatch.setattr(replica, "_exit", end)
+
+    async def main(served, engine):
+        may_go_on = threading.Event()
+        engine.step = lambda: may_go_on.wait(60) and []
+        await served.attach("driver", "session", {}, [])
+        asking = asyncio.create_task(served.exchange("session", 0, _request((1, 2))))
+        await ended.wait()
+        may_go_on.set()
+        asking.cancel()
+        assert "a step of the engine has taken" in str(causes[0])
+
+    _run(main, driver_timeout_s=1.0, step_timeout_s=0.1)

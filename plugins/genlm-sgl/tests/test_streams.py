@@ -1,0 +1,98 @@
+"""Answers are computed after SGLang's passes, although on another stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from recorded_streams import RecordedStreams
+
+from genlm import Query, SamplingParams
+from genlm.core.reductions import TopK
+from genlm.plugin import draw_tokens, stream_uniform
+from genlm_sgl.requests import Requests
+from genlm_sgl.scheduler_api import FinishedRequest
+
+WIDTH = 8
+
+
+class Ids:
+    """The part of a vocabulary that makes rows."""
+
+    size = 6
+    missing_ids = ()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
+    streams = RecordedStreams(monkeypatch)
+    with streams:
+        yield streams
+    assert streams.hazards == []
+
+
+def answer(requests: Requests, rid: str, output_ids: list[int] | None = None) -> Any:
+    [completion] = requests.completions([FinishedRequest(rid, output_ids or [], None)])
+    assert completion.error is None, completion.error
+    return completion.result
+
+
+def test_rows_and_what_is_asked_of_them_follow_their_pass(streams: RecordedStreams) -> None:
+    requests = Requests(Ids())
+    outputs = [(None,), (TopK(2), None), (None,)]
+    rids = [
+        requests.add(Query(i, (1, 2, 3), outputs=each), 0) for i, each in enumerate(outputs)
+    ]
+    logits = torch.randn(3, WIDTH)
+    with streams.on():
+        requests.on_logits(rids, [3, 3, 3], streams.on_device(logits.clone()))
+    expected = logits[:, : Ids.size].log_softmax(-1)
+    with streams.on():
+        requests.on_logits([], [], streams.on_device(logits.clone()))  # the next pass runs
+    assert torch.allclose(answer(requests, rids[0]).cpu(), expected[0])
+    top, row = answer(requests, rids[1]).values
+    assert torch.allclose(row.cpu(), expected[1])
+    assert torch.allclose(top.logprobs.cpu(), expected[1].topk(2).values)
+    assert torch.allclose(answer(requests, rids[2]).cpu(), expected[2])
+
+
+def test_rows_of_requests_that_stay_follow_their_pass(streams: RecordedStreams) -> None:
+    requests = Requests(Ids())
+    rid = requests.add(Query(0, (1, 2)), 0)
+    logits = torch.randn(1, WIDTH)
+    with streams.on():
+        requests.on_logits([rid], [2], streams.on_device(logits.clone()))
+    completion = requests.take_row(rid)
+    assert completion is not None
+    row = completion.result
+    assert torch.allclose(row.cpu(), logits[0, : Ids.size].log_softmax(-1))
+
+
+def test_draws_are_checked_after_their_passes(streams: RecordedStreams) -> None:
+    requests = Requests(Ids())
+    rid = requests.add(Query(0, (1, 2), sampling=SamplingParams(2, 1.0, seed=4)), 2)
+    expected = []
+    with streams.on():
+        for place in range(2):
+            logits = torch.randn(1, WIDTH)
+            drawn = requests.draw([rid], [2 + place], streams.on_device(logits.clone()))
+            rows = logits[:, : Ids.size].log_softmax(-1)
+            expected.append(int(draw_tokens(rows, [1.0], [stream_uniform(4, place)])))
+            assert int(drawn.cpu()) == expected[-1]
+    assert answer(requests, rid, expected) == expected
+
+
+def test_scores_follow_their_passes(streams: RecordedStreams) -> None:
+    requests = Requests(Ids())
+    rid = requests.add(Query(0, (1, 2, 3, 4), targets=(3, 4, 5)), 0)
+    states = torch.randn(6, 4)
+    head = torch.randn(4, WIDTH)
+    with streams.on():
+        on_device = streams.on_device(head.clone())
+        padded = streams.on_device(states.clone())  # as graphs compute them
+        requests.on_hidden_states([rid], [0], [4], padded, lambda some: some @ on_device)
+    found = answer(requests, rid)
+    rows = (states[1:4] @ head)[:, : Ids.size].log_softmax(-1)
+    assert torch.allclose(found.logprobs, rows[[0, 1, 2], [3, 4, 5]], atol=1e-5)

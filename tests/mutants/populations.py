@@ -1,0 +1,121 @@
+"""Faults of populations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+import genlm.core.population
+from genlm import BatchEngine
+from genlm.core.generations import Lineage
+from genlm.core.group_reductions import WeightColumns
+from genlm.core.groups import GroupWork
+from genlm.core.population import Population
+
+from .baselines import cached_target
+from .mutant import core_mutant, engine_mutant
+from .prefixes import EvictedMemoryReused
+
+
+@core_mutant(Lineage, "sequence", killed_by="populations-equal-lists")
+def a_sequence_of_the_place_before(sequence):
+    """Computes the sequence of another member."""
+    return lambda self, place: sequence(self, max(0, place - 1))
+
+
+@core_mutant(Lineage, "extended", killed_by="populations-equal-lists")
+def copies_take_the_token_of_the_first(extended):
+    """Extends all copies of a member by the token of the first of them."""
+
+    def broken(self, places, token_ids):
+        _, first, inverse = np.unique(places, return_index=True, return_inverse=True)
+        return extended(self, places, token_ids[first][inverse])
+
+    return broken
+
+
+@core_mutant(GroupWork, "_add", killed_by="populations-equal-lists")
+def columns_in_the_order_of_the_rows(_add):
+    """Returns results in the order of the distinct rows, not of the members."""
+    return lambda self, members, columns: _add(self, np.sort(members)[::-1].copy(), columns)
+
+
+@core_mutant(WeightColumns, "of", killed_by="population-draws-are-those-of-the-rows")
+def masks_by_place(of):
+    """Draws under the masks of the first members, whichever members are drawn from."""
+    return lambda self, members: of(self, np.arange(len(members)))
+
+
+@core_mutant(
+    genlm.core.population, "uniforms", killed_by="population-draws-are-those-of-the-rows"
+)
+def one_random_number_for_all(uniforms):
+    """Draws with the random number of the first member for all."""
+    return lambda seed, members, *more: uniforms(seed, members * 0, *more)
+
+
+@core_mutant(Population, "finish", killed_by="population-draws-are-those-of-the-rows")
+def finished_members_go_on(finish):
+    """Draws from finished members."""
+    return lambda self, members: finish(self, np.zeros_like(members))
+
+
+@core_mutant(
+    genlm.core.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
+)
+def random_numbers_by_place_among_the_active(uniforms):
+    """Draws with the random numbers of the first members, whichever are drawn from."""
+    return lambda seed, members, *more: uniforms(seed, np.arange(len(members)), *more)
+
+
+@core_mutant(
+    genlm.core.population, "uniforms", killed_by="population-draws-are-those-of-the-seed"
+)
+def step_of_a_population_forgotten(uniforms):
+    """Draws with the random numbers of the first step at every step."""
+    return lambda seed, members, step, *more: uniforms(seed, members, 0 * step, *more)
+
+
+@core_mutant(
+    genlm.core.population, "RowMasks", killed_by="population-draws-are-those-of-the-seed"
+)
+def mask_index_ignored(row_masks):
+    """Gives members masks in turn, whatever `mask_index` says."""
+
+    def broken(masks, count, size, index):
+        in_turn = None if index is None else np.arange(count) % len(masks)
+        return row_masks(masks, count, size, in_turn)
+
+    return broken
+
+
+@core_mutant(
+    BatchEngine, "evaluate_group", killed_by="populations-share-the-engine", on=cached_target
+)
+def sequences_of_the_other_population(evaluate_group):
+    """Computes the sequences of another population that waits."""
+
+    def broken(self, group, places):
+        waiting = [work.query for work in self._groups.values()]
+        fitting = [each for each in waiting if len(each.wanted) > places.max()]
+        return evaluate_group(self, fitting[0] if fitting else group, places)
+
+    return broken
+
+
+@engine_mutant(killed_by="tight-budgets-change-no-population")
+class MemoryOfPopulationsReused(EvictedMemoryReused):
+    """Frees the memory of an evicted prefix although members still use it."""
+
+
+@core_mutant(
+    BatchEngine, "evaluate_group", killed_by="populations-have-their-adapter", on=cached_target
+)
+def populations_of_the_base_model(evaluate_group):
+    """Computes populations without their adapter."""
+
+    def broken(self, group, places):
+        return evaluate_group(self, replace(group, adapter=None), places)
+
+    return broken

@@ -22,10 +22,11 @@
 Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _HOME
+from genlm.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.adapter_files import read_adapter_config as read_adapter_config
     from genlm.core.adapter_files import read_lora_config as read_lora_config
     from genlm.core.dtypes import dtype_name as dtype_name
@@ -102,59 +103,5 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
-
-_HOME = {
-    "genlm.core.adapter_files": "read_adapter_config read_lora_config",
-    "genlm.core.dtypes": "dtype_name",
-    "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
-    "genlm.core.errors": (
-        "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "
-        "EmptySequenceError EvaluationError GenlmError MissingRequirementError "
-        "ModelLoadError PluginApiError PluginError QueryError TokenIdError "
-        "UnknownAdapterError UnknownBackendError UnsupportedCapabilityError "
-        "VocabularyError WeightsError"
-    ),
-    "genlm.core.generations": "Generation Lineage",
-    "genlm.core.memory": "cache_budget_bytes free_memory_bytes",
-    "genlm.core.model_facts": "ModelFacts rope_settings",
-    "genlm.core.model_source": "model_source",
-    "genlm.core.plugins": (
-        "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
-        "refresh"
-    ),
-    "genlm.core.process_state": "claim_process preserve_process_state release_process",
-    "genlm.core.progress": "loading_stage",
-    "genlm.core.query": (
-        "Completion GroupQuery GroupReduction GroupResult GroupValues Query Reduced "
-        "SamplingParams TokenScores"
-    ),
-    "genlm.core.reductions": "Reduction reduce_logits reduce_rows",
-    "genlm.core.rows": "rows_from_logits",
-    "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
-    "genlm.core.scheduler": "ResultHandler Scheduler",
-    "genlm.core.sequence": "TokenSequence",
-    "genlm.core.text": "Tokenizer",
-    "genlm.core.trie": "TokenCharacterTrie TrieLayout",
-    "genlm.core.validation": "check_query",
-    "genlm.core.verified": (
-        "UnverifiedModelWarning VerifiedFamilies check_causal check_verified"
-    ),
-    "genlm.core.vocab": "Token Vocabulary decode_vocab",
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot go stale
-
-
-if not TYPE_CHECKING:  # as in `genlm`
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULE_OF[name]), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

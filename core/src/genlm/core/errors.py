@@ -247,10 +247,6 @@ class UnsupportedCapabilityError(GenlmError, NotImplementedError):
         return f"engine {self.engine!r} does not support {str(self.capability)!r}; {hint}"
 
 
-UnsupportedCapability = UnsupportedCapabilityError
-"""The earlier name of `UnsupportedCapabilityError`."""
-
-
 class EngineError(GenlmError, RuntimeError):
     """The engine could not answer a valid request."""
 

@@ -62,10 +62,10 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.statistics import Statistics as Statistics
     from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
-    from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.core.version import __version__ as __version__
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import decode_vocab as decode_vocab
+    from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.plugin import *  # noqa: F403 - not public here
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__spec__)

@@ -27,9 +27,6 @@ from typing import TYPE_CHECKING
 from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
-    from genlm.core.adapter_files import read_adapter_config as read_adapter_config
-    from genlm.core.adapter_files import read_lora_config as read_lora_config
-    from genlm.core.dtypes import dtype_name as dtype_name
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
     from genlm.core.engine import Engine as Engine
@@ -55,11 +52,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
-    from genlm.core.memory import cache_budget_bytes as cache_budget_bytes
-    from genlm.core.memory import free_memory_bytes as free_memory_bytes
-    from genlm.core.model_facts import ModelFacts as ModelFacts
-    from genlm.core.model_facts import rope_settings as rope_settings
-    from genlm.core.model_source import model_source as model_source
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
     from genlm.core.plugins import find_backend as find_backend
@@ -68,9 +60,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.plugins import hookimpl as hookimpl
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import refresh as refresh
-    from genlm.core.process_state import claim_process as claim_process
-    from genlm.core.process_state import preserve_process_state as preserve_process_state
-    from genlm.core.process_state import release_process as release_process
     from genlm.core.progress import loading_stage as loading_stage
     from genlm.core.query import Completion as Completion
     from genlm.core.query import GroupQuery as GroupQuery
@@ -96,12 +85,23 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.validation import check_query as check_query
-    from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
-    from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
-    from genlm.core.verified import check_causal as check_causal
-    from genlm.core.verified import check_verified as check_verified
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
+    from genlm.engines.adapter_files import read_adapter_config as read_adapter_config
+    from genlm.engines.adapter_files import read_lora_config as read_lora_config
+    from genlm.engines.dtypes import dtype_name as dtype_name
+    from genlm.engines.memory import cache_budget_bytes as cache_budget_bytes
+    from genlm.engines.memory import free_memory_bytes as free_memory_bytes
+    from genlm.engines.model_facts import ModelFacts as ModelFacts
+    from genlm.engines.model_facts import rope_settings as rope_settings
+    from genlm.engines.model_source import model_source as model_source
+    from genlm.engines.process_state import claim_process as claim_process
+    from genlm.engines.process_state import preserve_process_state as preserve_process_state
+    from genlm.engines.process_state import release_process as release_process
+    from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
+    from genlm.engines.verified import VerifiedFamilies as VerifiedFamilies
+    from genlm.engines.verified import check_causal as check_causal
+    from genlm.engines.verified import check_verified as check_verified
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__spec__)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from genlm import MissingRequirementError, ModelLoadError, Query
-from genlm.core import memory
+from genlm.engines import memory
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,

@@ -29,10 +29,10 @@ from genlm.cli.comparison.contexts import (
 )
 from genlm.core.errors import TokenizerError
 from genlm.core.lm import load_model
-from genlm.core.model_facts import ModelFacts
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
 from genlm.core.text import text_ids
+from genlm.engines.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm import ModelLoadError, cache_budget_bytes, free_memory_bytes
-from genlm.core import memory
+from genlm.engines import memory
 
 GIB = 2**30
 UNLIMITED_V1 = 2**63 - 4096

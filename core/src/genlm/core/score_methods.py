@@ -82,7 +82,7 @@ class ScoreMethods:
                 comes before it is a prompt.
             with_top: Whether to return `TokenScores`, which also tell of each token whether
                 it was the most likely one.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             `log p(token_ids[i] | token_ids[:i])` for i from `start` on, shape

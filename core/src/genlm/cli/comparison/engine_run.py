@@ -95,7 +95,7 @@ def _answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 async def _rows(llm: AsyncLM, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     """Ask for all at once, and of the engine, not of the output cache."""
-    asked = [llm.next_token_logprobs_uncached(ids) for ids in sequences]
+    asked = [llm.next_token_logprobs(ids, use_cache=False) for ids in sequences]
     return np.stack([row.cpu().numpy() for row in await asyncio.gather(*asked)])
 
 

@@ -237,9 +237,7 @@ class Scheduler(Generic[EngineT]):
 
     def reset(self) -> None:
         """End all unanswered requests with `QueryResetError`; the engine stays usable."""
-        self._worker.reset(
-            QueryResetError("the request was dropped by reset_async_queries; ask again")
-        )
+        self._worker.reset(QueryResetError("the request was dropped by cancel_all; ask again"))
 
     def close(self) -> None:
         """End all unanswered requests with `EngineClosedError` and close the engine.

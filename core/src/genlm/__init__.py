@@ -55,9 +55,9 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.population import Population as Population
     from genlm.core.population import SampledTokens as SampledTokens
     from genlm.core.query import GroupReduction as GroupReduction
+    from genlm.core.query import Reduction as Reduction
     from genlm.core.query import TokenScores as TokenScores
     from genlm.core.reductions import DrawnToken as DrawnToken
-    from genlm.core.reductions import Reduction as Reduction
     from genlm.core.reductions import TopTokens as TopTokens
     from genlm.core.statistics import Statistics as Statistics
     from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie

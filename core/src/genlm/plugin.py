@@ -68,9 +68,9 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.query import GroupValues as GroupValues
     from genlm.core.query import Query as Query
     from genlm.core.query import Reduced as Reduced
+    from genlm.core.query import Reduction as Reduction
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.query import TokenScores as TokenScores
-    from genlm.core.reductions import Reduction as Reduction
     from genlm.core.reductions import reduce_logits as reduce_logits
     from genlm.core.reductions import reduce_rows as reduce_rows
     from genlm.core.rows import rows_from_logits as rows_from_logits

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 from genlm.core.errors import TokenIdError
 from genlm.core.forking import renew_in_forks
@@ -15,12 +15,17 @@ from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_integers, checked_token_ids
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from genlm.core.lm import AsyncLM
     from genlm.core.masks import MaskLike
-    from genlm.core.reductions import DrawnToken, Reduction, TopTokens
+    from genlm.core.query import Reduction
+    from genlm.core.reductions import DrawnToken, TopTokens
     from genlm.core.validation import Integers
+
+    TokenIds: TypeAlias = Integers | "Context"
+    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 __all__ = ["Context", "ContextKey", "ContextLease", "LeaseTable"]
 

@@ -45,8 +45,9 @@ from genlm.core.validation import (
 from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.engine import PrefixCacheEngine
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
 

@@ -37,8 +37,8 @@ from genlm.core.group_reductions import (
     TopColumns,
     WeightColumns,
 )
-from genlm.core.query import GroupReduction
-from genlm.core.reductions import Reduction, TopTokens
+from genlm.core.query import GroupReduction, Reduction
+from genlm.core.reductions import TopTokens
 from genlm.core.row_masks import RowMasks
 from genlm.core.sampling import uniforms
 from genlm.core.sequence import TokenSequence

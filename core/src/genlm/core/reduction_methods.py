@@ -16,11 +16,11 @@ import torch
 from genlm.core.blocking import blocking
 from genlm.core.errors import each_in_batch
 from genlm.core.masks import Mask
+from genlm.core.query import Reduction
 from genlm.core.reductions import (
     Draw,
     DrawnToken,
     LogMass,
-    Reduction,
     TokenLogprobs,
     TopK,
     TopTokens,
@@ -37,9 +37,10 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.masks import MaskLike
     from genlm.core.requests import Requests
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["ReductionMethods"]

@@ -21,9 +21,9 @@ from genlm.core.errors import (
     each_in_batch,
     with_places,
 )
-from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query
+from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
-from genlm.core.reductions import Reduction, TargetScore, reduce_rows
+from genlm.core.reductions import TargetScore, reduce_rows
 from genlm.core.row_results import is_cacheable
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
@@ -31,12 +31,13 @@ from genlm.core.validation import checked_batch, checked_integer, checked_token_
 if TYPE_CHECKING:
     from genlm.core.adapters import Adapters
     from genlm.core.cache import OutputCache
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.generations import Generation, Integers64
     from genlm.core.population import Population
     from genlm.core.scheduler import Scheduler
     from genlm.core.scheduler.request_table import Request as ScheduledRequest
     from genlm.core.statistics import RequestCounters
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["COPIED_ON_LOOP", "Item", "Requests", "RowKey", "drop_results"]
 

@@ -30,9 +30,10 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.query import Query
     from genlm.core.requests import Item, Requests
-    from genlm.core.validation import Integers, Stop, TokenBatch, TokenIds
+    from genlm.core.validation import Integers, Stop
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["SampleMethods"]

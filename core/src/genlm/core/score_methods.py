@@ -20,8 +20,9 @@ from genlm.core.query import TokenScores
 from genlm.core.validation import checked_batch, is_several
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.requests import Requests
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["ScoreMethods"]
 

@@ -24,7 +24,8 @@ from genlm.backend.tokenization.vocab import bytes_to_strs
 from genlm.plugin import Completion, Engine, Reduced, get_backend
 
 if TYPE_CHECKING:
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.context import TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["ServedLM", "installed_engine", "output_cache", "with_rows_on_cpu"]
 

@@ -5,7 +5,7 @@
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
-  `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
+  `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `Generation`,
   `Lineage`
@@ -75,7 +75,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.reductions import reduce_rows as reduce_rows
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.sampling import draw_tokens as draw_tokens
-    from genlm.core.sampling import sample_continuation as sample_continuation
     from genlm.core.sampling import stream_seeds as stream_seeds
     from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import ResultHandler as ResultHandler

@@ -27,11 +27,11 @@ from genlm.cli.comparison.contexts import (
     limits_of,
     longest_of,
 )
+from genlm.cli.text_ids import text_ids
 from genlm.core.errors import TokenizerError
 from genlm.core.lm import load_model
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
-from genlm.core.text import text_ids
 from genlm.engines.model_facts import ModelFacts
 
 if TYPE_CHECKING:

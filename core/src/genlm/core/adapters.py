@@ -101,7 +101,7 @@ class Adapters:
         self._scheduler.run(load)
 
     def remove(self, name: str) -> None:
-        """Take away an adapter; see `AsyncLM.unload_lora`."""
+        """Unload an adapter; see `AsyncLM.unload_lora`."""
         own = self._loaded(name).folder == _MODEL_ITSELF
         if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(

@@ -31,7 +31,7 @@ class Suffixes(NamedTuple):
 
     Attributes:
         places: The sequence of the earlier lineage that each begins with, shape `(n,)`.
-        token_ids: What follows it, shape `(n, k)`, `NO_TOKEN` where a column adds nothing.
+        token_ids: Tokens after it, shape `(n, k)`, `NO_TOKEN` where a column adds nothing.
     """
 
     places: Integers64

@@ -251,7 +251,7 @@ class Requests:
 
         Args:
             items: What `build_query` returned, each with what is wanted.
-            sequences: What the caller passed for each, if contexts may be among them.
+            sequences: The caller's argument for each item, if it may be a context.
             places: The place in the caller's batch of each, for errors; None for one request.
 
         Raises:

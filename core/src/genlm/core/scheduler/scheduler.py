@@ -113,7 +113,7 @@ class Scheduler(Generic[EngineT]):
         Args:
             query: Its `query_id` must be unique among this scheduler's queries.
             key: Requests with equal keys share an evaluation; None is never shared.
-            output: What is wanted of the evaluation, such as a `Reduction`; None for the whole
+            output: Requested output, such as a `Reduction`; None for the whole
                 result. Equal outputs of one evaluation are computed once.
 
         Returns:
@@ -223,7 +223,7 @@ class Scheduler(Generic[EngineT]):
 
         Args:
             wait_for: Whether the call must wait for a query to end; called under a lock.
-            function: What to call.
+            function: Called with the engine.
         """
         self._worker.call_after(wait_for, function)
 
@@ -237,7 +237,7 @@ class Scheduler(Generic[EngineT]):
 
     def reset(self) -> None:
         """End all unanswered requests with `QueryResetError`; the engine stays usable."""
-        self._worker.reset(QueryResetError("the request was dropped by cancel_all; ask again"))
+        self._worker.reset(QueryResetError("cancel_all dropped the request; repeat it"))
 
     def close(self) -> None:
         """End all unanswered requests with `EngineClosedError` and close the engine.

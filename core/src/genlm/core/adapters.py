@@ -60,13 +60,7 @@ class Adapters:
         return tuple(self._by_name)
 
     def engine_name(self, name: str) -> str:
-        """Return the engine's name of a loaded adapter.
-
-        Raises:
-            UnknownAdapterError: `name` is not loaded.
-            UnsupportedCapabilityError: The engine serves no adapters.
-            TypeError: `name` is not a string.
-        """
+        """Return the engine's name of a loaded adapter."""
         return self._loaded(name).engine_name
 
     def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from genlm.core.blocking import is_blocking, run_blocking
+from genlm.core.blocking import is_blocking
 from genlm.core.errors import EngineClosedError, QueryResetError
 from genlm.core.scheduler.background import run_in_background, start_background_thread
 from genlm.core.scheduler.request_table import Identified, Request
@@ -132,19 +132,6 @@ class Scheduler(Generic[EngineT]):
         if isinstance(value, Exception):
             raise value
         return value
-
-    def answer_sync(
-        self, query: Identified, key: Hashable = None, output: Hashable = None
-    ) -> Any:
-        """Have the engine answer a query and wait; see `answer`.
-
-        Works in and outside a running event loop, which it blocks.
-
-        Raises:
-            RuntimeError: Called on the engine's own thread, which would wait for itself.
-            GenlmError: As `answer`.
-        """
-        return run_blocking(self.answer(query, key, output))
 
     def submit(self, submissions: Sequence[Submission]) -> Request:
         """Start answering several queries, given as the arguments of `answer`.

@@ -153,7 +153,9 @@ class Population:
         self._finished = np.zeros(len(places), bool) if finished is None else finished
         self._step = step
         self.lora_name = lora_name
+        """Name of the LoRA adapter of all members, None for the base model."""
         self.adapter = adapter
+        """The engine's name for that adapter."""
 
     # -- members ----------------------------------------------------------------------
 

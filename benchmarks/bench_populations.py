@@ -167,7 +167,14 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         nargs="*",
-        default=["50/64/24/0", "200/64/24/0", "1000/64/8/0", "200/512/6/0", "50/64/160/4"],
+        default=[
+            "50/64/24/0",
+            "200/64/24/0",
+            "1000/64/8/0",
+            "200/512/6/0",
+            "1000/512/2/0",
+            "50/64/160/4",
+        ],
         help="members/prompt/steps/resample every",
     )
     parser.add_argument("--most-coroutines", type=int, default=200)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from genlm.core.dtypes import dtype_name
 from genlm.core.errors import GenlmError
 from genlm.core.plugins import list_backends
 from genlm.core.plugins.spec import Kind
+from genlm.engines.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM

@@ -133,7 +133,7 @@ def demo(
 
 async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], None]) -> Report:
     """Draw the samples, then the particles, from independent streams of one seed."""
-    from genlm.core.text import text_ids
+    from genlm.cli.text_ids import text_ids
 
     ids = text_ids(llm.vocabulary, plan.prompt)
     end = llm.vocabulary.eos_token_id

@@ -114,7 +114,7 @@ def _cores() -> str:
 
 
 def _free_memory() -> str:
-    from genlm.core.memory import free_memory_bytes
+    from genlm.engines.memory import free_memory_bytes
 
     return f"{free_memory_bytes() / 2**30:.1f} GiB"
 

@@ -27,10 +27,10 @@ _UNUSABLE = {"broken", "incompatible", "disabled"}
 """Statuses of backends that cannot be loaded; what they offer may be unknown."""
 
 _CAPABILITIES = {
-    "lora": "LoRA adapters per request: llm.add_new_lora(folder, name), lora_name=name",
+    "lora": "LoRA adapters per request: llm.load_lora(folder, name), lora_name=name",
     "sample": "draws continuations itself: llm.sample",
     "score": "scores all tokens of a text in one pass: llm.score, llm.batch_score",
-    "prefix_cache": "keeps computed prefixes: llm.cache_kv, llm.clear_kv_cache",
+    "prefix_cache": "keeps computed prefixes: llm.pin_prefix, llm.clear_kv_cache",
 }
 
 

@@ -163,7 +163,7 @@ def _encoded(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_Encoded]:
 
 def _begin(vocabulary: Vocabulary) -> list[int]:
     """Return what a model needs before the first token: what begins a text, or ends another."""
-    from genlm.core.text import text_ids
+    from genlm.cli.text_ids import text_ids
 
     begin = text_ids(vocabulary, "")
     ends = vocabulary.eos_token_id
@@ -172,7 +172,7 @@ def _begin(vocabulary: Vocabulary) -> list[int]:
 
 def _ids(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _Encoded:
     """Encode a text and its prompt, as one text where the tokenizer splits it between them."""
-    from genlm.core.text import text_ids
+    from genlm.cli.text_ids import text_ids
 
     def begun(of: str) -> list[int]:
         ids = text_ids(vocabulary, of)

@@ -100,7 +100,7 @@ class EngineFixture(Fixture):
             self._resources.callback(probe.release)
         if adapters:
             for name, path in self.target.adapters.items():
-                self.call(functools.partial(lm.add_new_lora, path, name))
+                self.call(functools.partial(lm.load_lora, path, name))
         return lm
 
     def load_probed(self, **options: Any) -> tuple[AsyncLM, EngineProbe]:

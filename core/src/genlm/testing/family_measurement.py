@@ -7,6 +7,7 @@ and, where the engine needs it, a process of its own.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +114,7 @@ class _Program:
         await self._request(sequences)  # from the output cache
         if Capability.PREFIX_CACHE in self._llm.capabilities:
             self._llm.clear_kv_cache()
-        self._llm.clear_cache()
+        self._llm.clear_output_cache()
         await self._request(self._shuffled(sequences))
         for ids in sequences[:3]:
             await self._request([ids], cached=False)
@@ -145,9 +146,7 @@ class _Program:
         self, sequences: Sequence[_Ids], *, cached: bool = True, cancel_some: bool = False
     ) -> None:
         """Request rows concurrently; with `cancel_some`, cancel some further requests."""
-        ask = self._llm.next_token_logprobs
-        if not cached:
-            ask = self._llm.next_token_logprobs_uncached
+        ask = functools.partial(self._llm.next_token_logprobs, use_cache=cached)
         extra = [self._ids(min(20, self._longest)), *sequences[:1]] if cancel_some else []
         cancelled = [asyncio.ensure_future(ask(ids)) for ids in extra]
         wanted = [asyncio.ensure_future(ask(ids)) for ids in sequences]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from genlm.core.model_facts import ModelFacts
+from genlm.engines.model_facts import ModelFacts
 
 __all__ = ["Context", "contexts_of", "limits_of", "longest_of"]
 

@@ -27,12 +27,12 @@ from genlm.cli.comparison.contexts import (
     limits_of,
     longest_of,
 )
+from genlm.cli.text_ids import text_ids
 from genlm.core.errors import TokenizerError
 from genlm.core.lm import load_model
-from genlm.core.model_facts import ModelFacts
 from genlm.core.plugins import find_backend, get_backend
 from genlm.core.reference.tokenizer import default_text
-from genlm.core.text import text_ids
+from genlm.engines.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
@@ -95,7 +95,7 @@ def _answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 async def _rows(llm: AsyncLM, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     """Ask for all at once, and of the engine, not of the output cache."""
-    asked = [llm.next_token_logprobs_uncached(ids) for ids in sequences]
+    asked = [llm.next_token_logprobs(ids, use_cache=False) for ids in sequences]
     return np.stack([row.cpu().numpy() for row in await asyncio.gather(*asked)])
 
 

@@ -21,7 +21,7 @@ def batch_equals_map(fixture: EngineFixture) -> None:
     def holds(batch: list[TokenTuple], data: st.DataObject) -> None:
         shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
         for asked in (batch, shuffled):
-            fixture.lm.clear_cache()
+            fixture.lm.clear_output_cache()
             rows = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
             fixture.check_rows(rows, asked, batch=asked)
         fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
@@ -40,7 +40,7 @@ def concurrent_equals_alone(fixture: EngineFixture) -> None:
     """A request answered together with others gets the row that it gets alone."""
 
     def holds(batch: list[TokenTuple]) -> None:
-        fixture.lm.clear_cache()
+        fixture.lm.clear_output_cache()
         asked = [*batch, batch[0]]
         fixture.check_rows(fixture.run(_gathered(fixture.lm, asked)), asked, asked=asked)
         fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)

@@ -119,7 +119,7 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> BenchReport:
-    from genlm.cli.comparison.engine_run import device_memory, peak_memory
+    from genlm.cli.engine_process import device_memory, peak_memory
     from genlm.cli.env import environment
     from genlm.core.cache import OutputCache
 

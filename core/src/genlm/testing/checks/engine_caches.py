@@ -8,7 +8,8 @@ import torch
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapabilityError
 from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture, row_error
+from genlm.testing.comparison import largest_difference
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import NotApplicable, Skipped, expect
 from genlm.testing.strategies import TokenTuple, near_misses
 
@@ -113,7 +114,9 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
         for how, miss in misses.items():
             fixture.saw(how)
             # A wrong row can be detected only if the two rows differ.
-            differs = row_error(fixture.expected(miss), own) > fixture.target.largest_error
+            differs = (
+                largest_difference(fixture.expected(miss), own) > fixture.target.largest_error
+            )
             fixture.saw("another row", differs)
         one_by_one = [fixture.run(fixture.lm.next_token_logprobs(token_ids))]
         one_by_one += [

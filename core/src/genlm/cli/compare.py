@@ -49,27 +49,28 @@ class Outcome:
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="A hub id or a path that every engine loads.")],
+    model: Annotated[str, typer.Argument(help="Model id or path that every engine loads.")],
     *,
     backends: Annotated[
         str,
         typer.Option(
-            help="Two or more engines, separated by commas; the first is the baseline."
+            help="Names of two or more engines, separated by commas; the first is the baseline."
         ),
     ],
     dtype: Annotated[
-        str, typer.Option(help="Dtype in which they compute.", callback=checked_dtype)
+        str, typer.Option(help="Dtype of the computation.", callback=checked_dtype)
     ] = "float32",
     texts: Annotated[
-        Path | None, typer.Option(help="File of texts to compare on, one a line.")
+        Path | None, typer.Option(help="File of texts to compare on, one per line.")
     ] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="File of token ids to compare on, a JSON array a line.")
+        Path | None,
+        typer.Option(help="File of token ids to compare on, one JSON array per line."),
     ] = None,
     bound: Annotated[
         float | None,
         typer.Option(
-            help="Largest accepted difference of log-probabilities; default by dtype."
+            help="Maximum difference of log-probabilities; the default depends on the dtype."
         ),
     ] = None,
     longest: Annotated[
@@ -85,17 +86,18 @@ def compare(
     seed: SeedOption = 0,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Time limit per engine in seconds; default no limit."),
+        typer.Option(help="Time limit per engine in seconds; no limit by default."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the rows that several engines compute of one model, one engine after the other.
+    """Compare the rows that several engines compute with the same model.
 
-    Contexts are short, fork, and go beyond the windows that the model's config states. Each
-    engine runs in a process of its own.
+    The contexts include short contexts, contexts with a shared prefix, and contexts beyond the
+    attention windows of the model's config. The engines run one after the other, each in its
+    own process.
 
-    Exit code 0: all agree within the bound. 1: one does not, or failed. 2: an
-    argument is invalid.
+    Exit code 0: all engines agree within the bound. 1: an engine failed or exceeds the bound.
+    2: an argument is invalid.
     """
     if texts is not None and ids is not None:
         raise typer.BadParameter("give --texts or --ids, not both")

@@ -201,4 +201,6 @@ def entry_differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor
     """Absolute difference of each entry of two rows of one shape; float64, on the CPU."""
     found, right = row.detach().cpu().double(), expected.cpu().double()
     same = found == right  # the difference of equal infinities is NaN
-    return torch.where(same, 0.0, (found - right).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    return torch.where(same, 0.0, (found - right).abs()).nan_to_num(
+        nan=math.inf, posinf=math.inf
+    )

@@ -17,24 +17,6 @@ SMALL = 3
 """Rows in a small output cache: fewer than the sequences of a check."""
 
 
-@engine_check(cases=("answered from the cache", "asked again uncached"))
-def warm_equals_cold(fixture: EngineFixture) -> None:
-    """A repeated request gets the same row as the first, from the cache or uncached."""
-
-    def holds(token_ids: TokenTuple) -> None:
-        fixture.lm.clear_cache()
-        before = fixture.lm.statistics().cache_hits
-        for time in ("first", "second", "third"):
-            row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
-            fixture.check_row(row, token_ids, time=time)
-        fixture.saw("answered from the cache", fixture.lm.statistics().cache_hits - before)
-        row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
-        fixture.check_row(row, token_ids, time="uncached")
-        fixture.saw("asked again uncached")
-
-    fixture.for_all(holds, token_ids=fixture.sequences())
-
-
 @engine_check(cases=("size 0", "size 1", "small", "unbounded", "evicted", "hit"))
 def output_cache_sizes(fixture: EngineFixture) -> None:
     """Rows are the same with an output cache of any size, which is never exceeded."""

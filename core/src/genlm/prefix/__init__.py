@@ -9,6 +9,7 @@ the base class of such engines; `choose_path` selects the fastest execution path
 right rows.
 """
 
+from genlm.core.text_scores import PieceScores, ScoredText, TextResult
 from genlm.prefix.continuation import TableBatch
 from genlm.prefix.engine import Adapters, PrefixEngine
 from genlm.prefix.execution_path import (
@@ -42,7 +43,6 @@ from genlm.prefix.padding import (
     prefill_stages,
 )
 from genlm.prefix.rows import PrefixRows
-from genlm.prefix.scoring import PieceScores, ScoredText, divided_scores
 from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
 
 __all__ = [
@@ -72,12 +72,12 @@ __all__ = [
     "Slots",
     "TableBatch",
     "TableForward",
+    "TextResult",
     "TokenRun",
     "Tokens",
     "TreeBatch",
     "UnsupportedModelError",
     "choose_path",
-    "divided_scores",
     "group_segments",
     "places_of",
     "plan_batches",

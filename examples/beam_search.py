@@ -34,7 +34,7 @@ def beam_search(llm, prompt, width, *, max_tokens):
 
 
 if __name__ == "__main__":
-    with genlm.load_model("demo", *sys.argv[1:2]) as llm:  # an engine's name is optional
+    with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         prompt = llm.encode("The function returns")
         beams, scores = beam_search(llm, prompt, 10, max_tokens=8)
         for beam, score in zip(beams, scores.tolist()):

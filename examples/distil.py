@@ -41,7 +41,7 @@ def divergences(teacher, teacher_prompt, student, student_prompt, text, piece=12
 
 
 if __name__ == "__main__":
-    with genlm.load_model("demo", *sys.argv[1:2]) as llm:  # an engine's name is optional
+    with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         short, text = llm.encode("The method"), llm.encode(" raises an error.", begin=False)
         prompt = llm.encode("If the file cannot be opened, the method")
         best = Each(lambda rows: rows.topk(4))

@@ -1,8 +1,7 @@
 """Two models with different tokenizers as one: a product or a mixture over bytes.
 
-`genlm.ByteReader` gives the distribution of the next byte, summed over tokenizations. Texts are
-drawn from the normalised product of the models' probabilities, or from their mixture, whose
-weights are all equal. arXiv 2603.05432.
+`genlm.ByteReader` sums over tokenizations. Texts are drawn from the normalised product of the
+models' probabilities, or from their mixture, whose weights are all equal. arXiv 2603.05432.
 """
 
 import asyncio
@@ -46,6 +45,6 @@ async def ensemble(models, prompt, size, *, combine=np.add, max_bytes, seed=0):
 
 
 if __name__ == "__main__":
-    models = genlm.load_model("demo", *sys.argv[1:2]), genlm.load_model("demo", "reference")
+    models = genlm.load_model(*sys.argv[1:] or ["demo"]), genlm.load_model("demo", "reference")
     for found in zip(*asyncio.run(ensemble(models, b"The function ", 8, max_bytes=16))):
         print(*found)

@@ -37,7 +37,7 @@ def power_smc(llm, prompt, size, *, alpha, max_tokens, block=1, seed=0):
 
 
 if __name__ == "__main__":
-    with genlm.load_model("demo", *sys.argv[1:2]) as llm:  # an engine's name is optional
+    with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         prompt = llm.encode("The function returns")
         particles, log_weights = power_smc(llm, prompt, 32, alpha=4, max_tokens=12)
         totals = Counter()

@@ -35,7 +35,7 @@ def reward_smc(particles, judge, *, scale, blocks, block, stop=(), seed=0):
 
 
 if __name__ == "__main__":
-    with genlm.load_model("demo", *sys.argv[1:2]) as llm:  # an engine's name is optional
+    with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         particles = llm.population(llm.encode("The method"), 32)
         judge = llm.population(llm.encode("If the file cannot be opened, the method"), 32)
         particles, log_weights = reward_smc(particles, judge, scale=1, blocks=3, block=4)

@@ -43,7 +43,7 @@ def twisted(llm, prompt, size, *, spaces, max_tokens, seed=0):
 
 
 if __name__ == "__main__":
-    with genlm.load_model("demo", *sys.argv[1:2]) as llm:  # an engine's name is optional
+    with genlm.load_model(*sys.argv[1:] or ["demo"]) as llm:  # a model and an engine
         found = twisted(llm, llm.encode("The function"), 20, spaces=3, max_tokens=8)
         for particle, log_weight in zip(*found):
             print(f"{log_weight:8.3f} {llm.decode(particle.token_ids)!r}")

@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.query import Reduced as Reduced
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.query import TokenScores as TokenScores
+    from genlm.core.reductions import PositionReduction as PositionReduction
     from genlm.core.reductions import Reduction as Reduction
     from genlm.core.reductions import reduce_logits as reduce_logits
     from genlm.core.reductions import reduce_rows as reduce_rows
@@ -128,7 +129,7 @@ _HOME = {
         "Completion GroupQuery GroupReduction GroupResult GroupValues Query Reduced "
         "SamplingParams TokenScores"
     ),
-    "genlm.core.reductions": "Reduction reduce_logits reduce_rows",
+    "genlm.core.reductions": "PositionReduction Reduction reduce_logits reduce_rows",
     "genlm.core.rows": "rows_from_logits",
     "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
     "genlm.core.scheduler": "ResultHandler Scheduler",

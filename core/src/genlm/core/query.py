@@ -310,8 +310,8 @@ class Completion(NamedTuple):
         query_id: The query that this answers.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
             query with `sampling` the list of drawn token ids, for one with `targets` and no
-            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its memory with no
-            other tensor; it belongs to the receiver.
+            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its
+            memory with no other tensor; it belongs to the receiver.
         error: The error, if the query failed.
     """
 

@@ -1,7 +1,7 @@
 """Scores of texts: the log-probability of each of their tokens after those before it.
 
-Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`), or reduce
-the rows of all of them; for others each position is a request for a reduction of its row.
+Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`), or
+reduce all of their rows; for others each position is a request for a reduction of its row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What is computed of all positions of texts, from logits that come in pieces.
 
 A query with `targets` asks for the log-probability of each target, or, with a
-`PositionReduction` among its outputs, for a reduction of the rows that predict them. Engines hand
-over logits of positions, a few at a time and in any order; the rows of a text are never in memory
-together.
+`PositionReduction` as its output, for a reduction of the rows that predict them. Engines hand
+over logits of positions, a few at a time and in any order; the rows of a text are never in
+memory together.
 """
 
 from __future__ import annotations
@@ -127,6 +127,11 @@ class PieceScores:
             self._parts.append((own, torch.stack(found)))
         if not scored.all():
             self._reduce(logits, rows[~scored], members[~scored])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the logits before all targets were added."""
+        return bool(self._known.all())
 
     def put(self, index: int, result: TextResult) -> None:
         """Set the result of a text that was computed by other means."""

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -205,8 +206,9 @@ class LlamaCppEngine(BatchEngine):
     def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
         self._arrange(queries)
         texts = [ScoredText.of(query) for query in queries]
+        requests = [(text.sequence, text.first) for text in texts]
         scores = _Scores(texts, self.vocabulary)
-        self._compute(queries[0].adapter, [(text.sequence, text.first) for text in texts], scores)
+        self._compute(queries[0].adapter, requests, scores)
         return scores.result()
 
     def close(self) -> None:

@@ -18,7 +18,10 @@ from genlm.core.context import Context, LeaseTable
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import (
     ContextLengthError,
+    EvaluationError,
+    GenlmError,
     UnknownAdapterError,
+    described,
     each_in_batch,
     with_places,
 )
@@ -427,7 +430,10 @@ class Requests:
         places = np.arange(len(lineage))
         answer = await self.group(Generation(lineage), places, places, reduction, adapter)
         if answer.errors:
-            raise answer.errors[min(answer.errors)]
+            error = answer.errors[min(answer.errors)]
+            if isinstance(error, GenlmError):
+                raise error
+            raise EvaluationError(f"the engine raised {described(error)}") from error
         return answer.columns
 
 

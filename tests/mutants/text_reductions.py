@@ -9,9 +9,7 @@ from .baselines import cached_target
 from .mutant import core_mutant
 
 
-@core_mutant(
-    requests, "_beginnings", killed_by="text-reductions-are-of-the-rows"
-)
+@core_mutant(requests, "_beginnings", killed_by="text-reductions-are-of-the-rows")
 def rows_after_the_token(beginnings):
     """Reduces the row after each token, not the one that predicts it."""
 
@@ -44,9 +42,7 @@ def texts_fail_together(results):
     return broken
 
 
-@core_mutant(
-    PieceScores, "add", killed_by="text-reductions-are-of-the-rows", on=cached_target
-)
+@core_mutant(PieceScores, "add", killed_by="text-reductions-are-of-the-rows", on=cached_target)
 def a_position_too_early(add):
     """Computes what is wanted of each row from the row before it."""
     return lambda self, keys, logits: add(self, keys, logits.roll(1, 0))

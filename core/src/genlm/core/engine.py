@@ -554,6 +554,8 @@ def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str
             if wrong is None:
                 return ""
             found = f"{_shown(wrong[0])} for a query of {len(wrong[1].targets)} targets"
+    if queries and queries[0].outputs != ROW_ONLY:
+        return f"{engine}.reduce_texts returned {found}; expected one Reduced for each query"
     return (
         f"{engine}.score returned {found}; expected one TokenScores(logprobs, is_top) for each "
         f"query, tensors of shape (number of targets,)"

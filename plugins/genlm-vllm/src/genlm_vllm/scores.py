@@ -67,7 +67,6 @@ class ScoreTargets(NamedTuple):
         # In another process a named tuple arrives as a list.
         return None if found is None else cls(*found)
 
-
     def pieces(self) -> PieceScores:
         """Return what reduces the rows before the targets.
 

@@ -96,8 +96,7 @@ def a_failing_text_reduction_fails_alone(fixture: EngineFixture) -> None:
 
     async def ask() -> list[Any]:
         reductions = [
-            ChosenLogprobs(text[1:][::-1], fails=place == 1)
-            for place, text in enumerate(texts)
+            ChosenLogprobs(text[1:][::-1], fails=place == 1) for place, text in enumerate(texts)
         ]
         asked = [lm.reduce_text(*each) for each in zip(texts, reductions, strict=True)]
         return await asyncio.gather(*asked, return_exceptions=True)

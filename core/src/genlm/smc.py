@@ -21,10 +21,11 @@ import torch
 from genlm.core.blocking import run_blocking
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenIds
     from genlm.core.lm import AsyncLM
     from genlm.core.population import Population
     from genlm.core.row_masks import MasksLike
-    from genlm.core.validation import Integers, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = [
     "Constraint",

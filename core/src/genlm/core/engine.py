@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from genlm.core.generations import Integers64
     from genlm.core.groups import GroupWork
-    from genlm.core.query import GroupQuery
-    from genlm.core.reductions import Reduction
+    from genlm.core.query import GroupQuery, Reduction
 
 __all__ = [
     "BatchEngine",

@@ -11,8 +11,7 @@ import torch
 
 from genlm.core.draws import batch_draw, batch_draw_without_replacement, batch_log_mass, biases
 from genlm.core.errors import EvaluationError
-from genlm.core.query import GroupReduction
-from genlm.core.reductions import Reduction
+from genlm.core.query import GroupReduction, Reduction
 from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:

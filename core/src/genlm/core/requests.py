@@ -26,9 +26,9 @@ from genlm.core.errors import (
     with_places,
 )
 from genlm.core.generations import Generation, Lineage
-from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query
+from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
-from genlm.core.reductions import PositionReduction, Reduction, TargetScore, reduce_rows
+from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
 from genlm.core.row_results import is_cacheable
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
@@ -36,12 +36,13 @@ from genlm.core.validation import checked_batch, checked_integer, checked_token_
 if TYPE_CHECKING:
     from genlm.core.adapters import Adapters
     from genlm.core.cache import OutputCache
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.generations import Integers64
     from genlm.core.population import Population
     from genlm.core.scheduler import Scheduler
     from genlm.core.scheduler.request_table import Request as ScheduledRequest
     from genlm.core.statistics import RequestCounters
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["COPIED_ON_LOOP", "Item", "Requests", "RowKey", "drop_results"]
 
@@ -174,10 +175,10 @@ class Requests:
 
     def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
         """Return the engine's name of a context's adapter, if this model can answer it."""
-        if not context.is_of(self._model):
+        if not context._is_of(self._model):  # noqa: SLF001 - a part of AsyncLM, as this
             raise ValueError(
-                f"{context!r} is a context of another model than the one that is asked; make "
-                f"it with that model's method context"
+                f"{context!r} belongs to a different model; make it with this model's method "
+                f"{type(context).__name__.lower()}"
             )
         if lora_name is not None and lora_name != context.lora_name:
             raise ValueError(
@@ -186,7 +187,7 @@ class Requests:
             )
         if context.lora_name is None:
             return None
-        adapter = context.adapter
+        adapter = context._adapter  # noqa: SLF001
         if self._adapters.engine_name(context.lora_name) != adapter:
             raise UnknownAdapterError(context.lora_name, self._adapters.names)
         return adapter
@@ -194,12 +195,12 @@ class Requests:
     # -- answers ----------------------------------------------------------------------
 
     async def row(
-        self, token_ids: TokenIds, lora_name: str | None, *, uses_cache: bool = True
+        self, token_ids: TokenIds, lora_name: str | None, *, use_cache: bool = True
     ) -> Any:
         """Return the row of a sequence; the caller's."""
         query, key = self.build_query(token_ids, lora_name)
         row = None
-        if uses_cache and key in self._cache:
+        if use_cache and key in self._cache:
             if 4 * self.vocab_size <= COPIED_ON_LOOP:
                 row = self._cache.get(key)
             else:
@@ -344,7 +345,7 @@ class Requests:
     def _keep(self, token_ids: object, *, is_computed: bool) -> None:
         """Keep the engine's state of a context while the context is referred to."""
         if self._leases is not None and isinstance(token_ids, Context):
-            token_ids.keep(self._leases, is_computed=is_computed)
+            token_ids._keep(self._leases, is_computed=is_computed)  # noqa: SLF001
 
     # -- texts ------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from genlm.core.cache import OutputCache, copied
 from genlm.core.context import LeaseTable
 from genlm.core.engine import Engine
 from genlm.core.errors import EvaluationError
-from genlm.core.query import ROW_ONLY, Query, Reduced, TokenScores
-from genlm.core.reductions import Draw, Reduction, reduce_rows
+from genlm.core.query import ROW_ONLY, Query, Reduced, Reduction, TokenScores
+from genlm.core.reductions import Draw, reduce_rows
 from genlm.core.rows import invalid_rows
 from genlm.core.scheduler import ResultHandler
 

@@ -21,10 +21,10 @@ from genlm.core.query import TokenScores
 from genlm.core.validation import checked_batch, is_several
 
 if TYPE_CHECKING:
-    from genlm.core.query import GroupReduction
-    from genlm.core.reductions import Reduction
+    from genlm.core.context import TokenBatch, TokenIds
+    from genlm.core.query import GroupReduction, Reduction
     from genlm.core.requests import Requests
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["ScoreMethods"]
 
@@ -85,7 +85,7 @@ class ScoreMethods:
                 comes before it is a prompt.
             with_top: Whether to return `TokenScores`, which also tell of each token whether
                 it was the most likely one.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             `log p(token_ids[i] | token_ids[:i])` for i from `start` on, shape

@@ -10,9 +10,9 @@ random weights, float32. The limit is the time of the linear layers over each ne
 - reward: `reward_smc`, whose reward is the log-probability under another prompt, against
   requests to an endpoint that keeps nothing between them: each block generates after a prefill
   of all tokens so far, and scores whole texts. The requests of a block are one batch.
-- distil: the divergence of a student from a teacher at each position of a text, and the
-  teacher's best tokens, against the logits of both in memory. 32,000 ids; each contestant in
-  a process of its own, which also tells the growth of its peak memory.
+- distil: the divergence of a student from a teacher at each position of a text, against the
+  logits of both in memory. 32,000 ids; each contestant in a process of its own, which also
+  tells the growth of its peak memory.
 
 All contestants run in turn in every round. Figures are the CPU time of the whole process
 (`--clock wall` for elapsed time); the ratio is the peer's time by the program's in the same
@@ -186,21 +186,12 @@ def reward(model: Any, llm: AsyncLM, blocks: int) -> Contestants:
 
 
 @torch.inference_mode()
-def whole_logits(teacher: Any, student: Any, text: list[int]) -> tuple[torch.Tensor, ...]:
-    """Divergences and the teacher's best tokens, with the logits of both in memory."""
+def whole_logits(teacher: Any, student: Any, text: list[int]) -> torch.Tensor:
+    """Divergences, with the logits of both in memory."""
     ids = torch.tensor([text[:-1]])
     first, second = (model(ids).logits[0].log_softmax(-1) for model in (teacher, student))
-    divergence = torch.nn.functional.kl_div(second, first, log_target=True, reduction="none")
-    return divergence.sum(1), first.topk(4).indices
-
-
-def distilled(
-    distil: Any, teacher: AsyncLM, student: AsyncLM, text: list[int]
-) -> tuple[torch.Tensor, ...]:
-    """The same by the program."""
-    pair = (teacher, text[:1], student, text[:1], text[1:])
-    best = distil["Each"](lambda rows: rows.topk(4))
-    return distil["divergences"](*pair), teacher.reduce_text_sync(text, best)[1]
+    terms = torch.nn.functional.kl_div(second, first, log_target=True, reduction="none")
+    return terms.sum(1)
 
 
 @contextmanager
@@ -223,20 +214,21 @@ def distil_contestant(
     ):
         for llm in (first, second):
             llm.score_sync(text[:8])
-        yield functools.partial(distilled, program("distil"), first, second, text)
+        divergences = program("distil")["divergences"]
+        yield lambda: divergences(first, text[:1], second, text[:1], text[1:])
 
 
 def distil_in_process(name: str, tokens: int, clock: Clock, **options: Any) -> None:
-    """Print the seconds and MiB of a contestant, and a check sum of its results."""
+    """Print the seconds and MiB of a contestant, and the mean of its results."""
     text = (prompt_of(tokens) * 2)[:tokens]
     with distil_contestant(name, text, **options) as run:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
         before = resident_bytes("VmHWM")
         start = clock()
-        divergence, best = run()
+        divergence = run()
         elapsed = clock() - start
         grown = (resident_bytes("VmHWM") - before) / 2**20
-        print(elapsed, grown, float(divergence.double().mean()), int(best[:, 0].sum()))
+        print(elapsed, grown, float(divergence.double().mean()))
 
 
 def distil(rounds: int, tokens: int, more: list[str]) -> dict[str, dict[str, list[float]]]:
@@ -245,15 +237,15 @@ def distil(rounds: int, tokens: int, more: list[str]) -> dict[str, dict[str, lis
     times: dict[str, list[float]] = {name: [] for name in names}
     memory: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
-        results = []
+        means = []
         for name in names:
             command = [sys.executable, __file__, "--distil", str(tokens), *more, "--only", name]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            elapsed, grown, mean, best = map(float, done.stdout.split()[-4:])
+            elapsed, grown, mean = map(float, done.stdout.split()[-3:])
             times[name].append(elapsed)
             memory[name].append(grown)
-            results.append((mean, best))
-        np.testing.assert_allclose(results[0], results[1], rtol=1e-3)
+            means.append(mean)
+        np.testing.assert_allclose(means[1], means[0], rtol=1e-3)
     print("distil", times, memory, flush=True)
     return {f"distil {tokens}": times, f"distil {tokens}, MiB": memory}
 

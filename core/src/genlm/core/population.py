@@ -32,10 +32,10 @@ from genlm.core.group_reductions import (
     MassColumns,
     Rows,
     SeveralDrawColumns,
-    SharedReduction,
     TokenColumns,
     TopColumns,
     WeightColumns,
+    checked_reduction,
 )
 from genlm.core.query import GroupReduction, Reduction
 from genlm.core.reductions import TopTokens
@@ -378,12 +378,7 @@ class Population:
             EvaluationError: Its `compute` raised.
             PopulationError: As `next_token_logprobs`.
         """
-        if isinstance(reduction, Reduction):
-            reduction = SharedReduction(reduction)
-        elif not isinstance(reduction, GroupReduction):
-            raise TypeError(
-                f"expected a genlm.GroupReduction or a genlm.Reduction; found {reduction!r}"
-            )
+        reduction = checked_reduction(reduction)
         if len(self):
             columns = await self._reduced(reduction)
         else:

@@ -92,6 +92,7 @@ docs: $(READY) $(SGL_READY)  ## write again what is generated from the code and 
 	for backend in hf mlx vllm; do $(BIN)/python scripts/architectures.py --backend $$backend || exit 1; done
 	$(SGL)/bin/python scripts/architectures.py --backend sgl
 	$(BIN)/python scripts/plot_figures.py
+	$(BIN)/python scripts/particle_animation.py
 	$(BIN)/python scripts/run_notebooks.py
 	$(BIN)/python scripts/gpu_page.py
 

@@ -9,10 +9,11 @@ questions:
   population, the scheduler, the block table and the plan of the pass, in microseconds a
   member and step. It should not depend on how many members there are; the limit is a few
   passes of the memory over some arrays.
-- With the model: the particles of `bench_hf_particles.py` as a population, against lockstep
-  decoding, the model's own `[N, 1]` forward pass with a cache for every member, and against
-  one coroutine for each particle. All compute whole rows. The limit is the time of the linear
-  layers.
+- With the model: a population whose members are extended by the tokens that are drawn for them,
+  with a second copy of the weights (`prepack=True`) and without, against lockstep decoding, the
+  model's own `[N, 1]` forward pass with a cache for every member and whole rows, which draws
+  nothing, and against one coroutine that asks for whole rows for each particle. The limit is
+  the time of the linear layers.
 
 Figures are the CPU time of the whole process (`--clock wall` for elapsed time). All contestants
 run in turn in every round; the ratio is lockstep's time by a contestant's in the same round,
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from bench_hf_particles import genlm, lockstep
-from particle_model import VOCAB_SIZE, llama, tokenizer
+from particle_model import llama, tokenizer
 from particle_population import CLOCKS, Clock, Population
 from report import in_turn, print_cases
 
@@ -73,8 +74,13 @@ def no_forward(results: int) -> Iterator[None]:
         PackedForward.run_table = compute  # type: ignore[method-assign]
 
 
-def decode(lm: AsyncLM, case: Population, tokens: int, clock: Clock) -> float:
-    """Seconds a step; the prompt is computed before."""
+def decode(
+    lm: AsyncLM, case: Population, clock: Clock, *, tokens: int = 0, draws: bool = False
+) -> float:
+    """Seconds a step; the prompt is computed before.
+
+    Members are extended by tokens below `tokens`, or by what is drawn for them.
+    """
 
     async def run() -> float:
         random = np.random.default_rng(SEED)
@@ -83,11 +89,14 @@ def decode(lm: AsyncLM, case: Population, tokens: int, clock: Clock) -> float:
         await members.reduce(FirstColumn())
         seconds = 0.0
         for step in range(case.steps):
-            drawn = random.integers(0, tokens, case.count)
+            token_ids = None if draws else random.integers(0, tokens, case.count)
             parents = np.sort(random.integers(0, case.count, case.count))
             start = clock()
-            members = members.extend(drawn)
-            await members.reduce(FirstColumn())
+            if token_ids is None:
+                members = members.extend((await members.draw(seed=SEED)).token_ids)
+            else:
+                members = members.extend(token_ids)
+                await members.reduce(FirstColumn())
             if case.every and step % case.every == case.every - 1:
                 members = members[parents]
             seconds += clock() - start
@@ -109,7 +118,7 @@ def host_costs(options: argparse.Namespace, clock: Clock) -> dict[str, dict[str,
             max_tokens_per_batch=count,
         )
         with AsyncLM(engine, output_cache=OutputCache(0)) as lm, no_forward(count):
-            run = functools.partial(decode, lm, case, HOST_TOKENS, clock)
+            run = functools.partial(decode, lm, case, clock, tokens=HOST_TOKENS)
             found[f"host {case}"] = in_turn(
                 {"population": lambda run=run, n=count: run() / n * 1e6},
                 options.rounds,
@@ -124,16 +133,21 @@ def with_the_model(
     """Microseconds a member and step, the model included."""
     found = {}
     model = llama()
-    with AsyncLM(
-        lambda: HFEngine.from_model(model, tokenizer(), prepack=True),
-        output_cache=OutputCache(0),
-    ) as lm:
+
+    def served(prepack: bool) -> AsyncLM:
+        return AsyncLM(
+            lambda: HFEngine.from_model(model, tokenizer(), prepack=prepack),
+            output_cache=OutputCache(0),
+        )
+
+    with served(True) as lm, served(False) as unpacked:
         for text in options.cases:
             count, prompt, steps, every = map(int, text.split("/"))
             case = Population(count, prompt, 0, every, steps)
             contestants: dict[str, Callable[[], float]] = {
                 "lockstep": lambda c=case: lockstep(model, c, clock, preallocated=False) * 1e3,
-                "population": lambda c=case: decode(lm, c, VOCAB_SIZE, clock) * 1e6,
+                "population": lambda c=case: decode(lm, c, clock, draws=True) * 1e6,
+                "without prepack": lambda c=case: decode(unpacked, c, clock, draws=True) * 1e6,
             }
             if count <= options.most_coroutines:
                 contestants["coroutines"] = lambda c=case: genlm(lm, c, clock) * 1e3
@@ -153,7 +167,14 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         nargs="*",
-        default=["50/64/24/0", "200/64/24/0", "1000/64/8/0", "200/512/6/0", "50/64/160/4"],
+        default=[
+            "50/64/24/0",
+            "200/64/24/0",
+            "1000/64/8/0",
+            "200/512/6/0",
+            "1000/512/2/0",
+            "50/64/160/4",
+        ],
         help="members/prompt/steps/resample every",
     )
     parser.add_argument("--most-coroutines", type=int, default=200)

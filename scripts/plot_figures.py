@@ -1,7 +1,5 @@
 """Draws the stored results of benchmarks: the SVG files of docs/figures.md.
 
-The picture of the README is drawn from what `genlm demo` finds, in docs/assets/demo.svg.
-
 Every picture keeps the numbers that it shows in its metadata, as JSON, so that a test can
 compare them with `benchmarks/results/` whatever the version of matplotlib. The background is
 transparent and the text grey, to be read on light and on dark pages.
@@ -12,9 +10,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,19 +110,6 @@ def vllm_rows() -> Plot:
     }
 
 
-def demo() -> Plot:
-    """The eight heaviest texts of `genlm demo`, with the summed weights of their particles."""
-    command = [sys.executable, "-m", "genlm", "demo", "--backend", "hf", "--json"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    weights: dict[str, float] = {}
-    for particle in json.loads(done.stdout)["particles"]:
-        text = particle["text"].replace("\n", " ")
-        weights[text] = weights.get(text, 0) + particle["weight"]
-    heaviest = sorted(weights, key=lambda text: -weights[text])[:8]
-    shown = {text: round(weights[text], 3) for text in heaviest}
-    return {"Texts without a word of more than five letters": {"weight": shown}}
-
-
 FIGURES: dict[str, tuple[Callable[[], Plot], str, str, str]] = {
     "hf-particles": (hf_particles, "lines", "particles", "times the speed of lockstep"),
     "serving-particles": (
@@ -148,29 +130,6 @@ def shown_in(picture: Path) -> Plot:
     [found] = re.findall(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)
     plot: Plot = json.loads(html.unescape(found))
     return plot
-
-
-def draw_demo(plot: Plot) -> None:
-    """Write the picture of the README: a bar for each text, as long as its weight."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    [(title, lines)] = plot.items()
-    weights = lines["weight"]
-    with mpl.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(7.5, 3))
-        axis.barh(range(len(weights)), [*weights.values()], color=COLOURS[0])
-        labels = [textwrap.shorten(text, 60, placeholder=" ...") for text in weights]
-        axis.set_yticks(range(len(weights)), labels, parse_math=False)
-        axis.tick_params(axis="y", length=0)
-        axis.invert_yaxis()
-        axis.set(xlabel="weight of the particles with this text")
-        figure.suptitle(title, fontsize=10)
-        figure.tight_layout()
-        _save(figure, "demo", plot)
-        plt.close(figure)
 
 
 def draw(name: str, plot: Plot) -> None:
@@ -234,7 +193,6 @@ def main() -> None:
     """Read the results and write the pictures."""
     for name, (numbers, *_) in FIGURES.items():
         draw(name, numbers())
-    draw_demo(demo())
 
 
 if __name__ == "__main__":

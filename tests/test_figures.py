@@ -8,10 +8,16 @@ import re
 import pytest
 from documents import REPOSITORY
 
-path = REPOSITORY / "scripts" / "plot_figures.py"
-spec = importlib.util.spec_from_file_location("plot_figures", path)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+
+def load(name):
+    path = REPOSITORY / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script, animation = load("plot_figures"), load("particle_animation")
 
 
 @pytest.mark.parametrize("name", script.FIGURES)
@@ -35,10 +41,24 @@ def test_a_picture_is_shown_and_has_no_background(name):
     assert "fill: none" in patch
 
 
-def test_the_picture_of_the_readme_shows_what_the_demo_finds():
-    picture = script.PICTURES / "demo.svg"
-    [[shown]] = [lines.values() for lines in script.shown_in(picture).values()]
-    [[found]] = [lines.values() for lines in script.demo().values()]
-    assert list(shown) == list(found), "run python scripts/plot_figures.py"
-    assert shown == pytest.approx(found, abs=0.002)
-    assert "](docs/assets/demo.svg)" in (REPOSITORY / "README.md").read_text("utf-8")
+def test_the_animation_of_the_readme_shows_what_the_filter_finds():
+    shown, found = animation.shown_in(animation.PICTURE), animation.record()
+    for one, another in zip(shown, found, strict=True):
+        weights = another.pop("weights")
+        assert one.pop("weights") == pytest.approx(weights, abs=0.002)
+        assert one == another, "run python scripts/particle_animation.py"
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    assert "](docs/assets/particles.svg)" in readme
+
+
+def test_each_frame_of_the_animation_has_its_texts_and_time():
+    frames = animation.shown_in(animation.PICTURE)
+    text = animation.PICTURE.read_text("utf-8")
+    assert text == animation.drawn(frames)
+    groups = re.findall(r'<g class="frame" id="(f\d+)">(.*?)</g>', text, re.DOTALL)
+    assert [name for name, _ in groups] == [f"f{i}" for i in range(len(frames))]
+    for (_, group), frame in zip(groups, frames, strict=True):
+        assert group.count("<rect") == len(frame["texts"])
+        resampled = frame["ancestors"] != list(range(len(frame["texts"])))
+        assert ("<path" in group) == resampled
+    assert any("<path" in group for _, group in groups)

@@ -73,6 +73,30 @@ def test_a_single_request_is_evaluated_between_two_parts(make_model):
     assert len(engine.batches) == 4
 
 
+def test_a_population_that_is_cancelled_after_a_part_computes_no_other(make_model):
+    engine = Parts(SIZE)
+    llm = make_model(engine)
+    population = llm.population(PROMPTS)
+
+    async def cancelled() -> None:
+        engine.hold()
+        try:
+            group = asyncio.ensure_future(population.next_token_logprobs())
+            while not engine.batches:
+                await asyncio.sleep(0)
+            group.cancel()
+            await asyncio.sleep(0)
+        finally:
+            engine.release()
+        await llm.next_token_logprobs((9, 9))
+        assert group.cancelled()
+
+    asyncio.run(cancelled())
+    assert [list(batch) for batch in engine.batches] == [PROMPTS[:3], [(9, 9)]]
+    assert llm.statistics().pending == 0
+    assert torch.equal(population.next_token_logprobs_sync(), rows(PROMPTS))
+
+
 def test_a_sequence_that_raises_fails_its_members_alone(make_model):
     engine = Parts(SIZE, poison=[4])
     population = make_model(engine).population([*PROMPTS, PROMPTS[4]])

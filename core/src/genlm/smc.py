@@ -32,6 +32,7 @@ __all__ = [
     "Particles",
     "effective_sample_size",
     "normalised_weights",
+    "resampled",
     "steer",
     "steer_sync",
     "systematic_resampling",
@@ -287,6 +288,36 @@ def systematic_resampling(
     if isinstance(log_weights, torch.Tensor):
         return torch.from_numpy(chosen).to(log_weights.device)
     return chosen
+
+
+def resampled(
+    log_weights: LogWeights, uniform: float, below: float = 0.5
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Choose ancestors if weights have become too unequal; keep all particles otherwise.
+
+        ancestors, log_weights = resampled(log_weights, rng.random())
+        population = population[ancestors]
+
+    Resampled particles all have the mean weight, so the mean of the weights at the end is an
+    unbiased estimate of the evidence.
+
+    Args:
+        log_weights: One number for each particle, shape `(particles,)`.
+        uniform: A random number, as `systematic_resampling` takes it.
+        below: Share of the particles below which the effective sample size leads to resampling.
+
+    Returns:
+        The ancestor of each particle, shape `(particles,)`, int64, and its log-weight, float64.
+
+    Raises:
+        ValueError: As `systematic_resampling`.
+    """
+    given = _float64(log_weights)
+    size = len(given)
+    if effective_sample_size(given) >= below * size:
+        return np.arange(size), given
+    log_mean = np.logaddexp.reduce(given) - np.log(size)
+    return systematic_resampling(given, uniform), np.full(size, log_mean)
 
 
 def _float64(values: LogWeights) -> Floats:

@@ -64,8 +64,10 @@ class Adapters:
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
         self.active = name
-        yield
-        self.active = None
+        try:
+            yield
+        finally:
+            self.active = None
 
 
 class Engine(PrefixEngine):

@@ -193,14 +193,6 @@ def test_unknown_options_are_refused(trie) -> None:
         DeviceTrie(WORDS, device="gpu")
 
 
-def test_a_trie_is_saved_and_loaded_with_its_options(tmp_path) -> None:
-    trie = on_cpu()
-    trie.save(tmp_path / "trie.npz")
-    loaded = DeviceTrie.load(tmp_path / "trie.npz", kernels="torch")
-    assert loaded.kernels == "torch"
-    np.testing.assert_array_equal(loaded.weight_sum(WS), trie.weight_sum(WS))
-
-
 def test_coroutines_share_its_batches() -> None:
     async def values() -> list[torch.Tensor]:
         async with AsyncTokenCharacterTrie.from_vocab(WORDS, "cuda", kernels="torch") as front:

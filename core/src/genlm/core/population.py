@@ -32,10 +32,10 @@ from genlm.core.group_reductions import (
     MassColumns,
     Rows,
     SeveralDrawColumns,
-    SharedReduction,
     TokenColumns,
     TopColumns,
     WeightColumns,
+    checked_reduction,
 )
 from genlm.core.query import GroupReduction, Reduction
 from genlm.core.reductions import TopTokens
@@ -153,6 +153,7 @@ class Population:
         self._finished = np.zeros(len(places), bool) if finished is None else finished
         self._step = step
         self.lora_name = lora_name
+        """Name of the LoRA adapter of all members, None for the base model."""
         self._adapter = adapter
 
     # -- members ----------------------------------------------------------------------
@@ -377,12 +378,7 @@ class Population:
             EvaluationError: Its `compute` raised.
             PopulationError: As `next_token_logprobs`.
         """
-        if isinstance(reduction, Reduction):
-            reduction = SharedReduction(reduction)
-        elif not isinstance(reduction, GroupReduction):
-            raise TypeError(
-                f"expected a genlm.GroupReduction or a genlm.Reduction; found {reduction!r}"
-            )
+        reduction = checked_reduction(reduction)
         if len(self):
             columns = await self._reduced(reduction)
         else:

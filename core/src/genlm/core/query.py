@@ -66,9 +66,11 @@ class Query:
             (only engines with `Capability.SAMPLE` receive such queries).
         outputs: Requested outputs: the row itself (None) and reductions. An engine may
             ignore them and return the row, which the core then reduces.
-        targets: If not empty, the query asks for `TokenScores` in place of outputs: how likely
+        targets: If not empty, the query asks for `TokenScores` in place of a row: how likely
             each of these ids is at the end of the sequence, where all but the last of them
-            are its last ids (only engines with `Capability.SCORE` receive such queries).
+            are its last ids (only engines with `Capability.SCORE` receive such queries). Its
+            output may be a `PositionReduction`, which is then computed of the rows before the
+            targets.
     """
 
     __slots__ = (
@@ -338,9 +340,9 @@ class Completion(NamedTuple):
     Attributes:
         query_id: The query that this answers.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
-            query with `sampling` the list of drawn token ids, for one with `targets` its
-            `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its memory with no
-            other tensor; it belongs to the receiver.
+            query with `sampling` the list of drawn token ids, for one with `targets` and no
+            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its
+            memory with no other tensor; it belongs to the receiver.
         error: The error, if the query failed.
     """
 

@@ -24,7 +24,7 @@ import torch
 from genlm.core.draws import batch_draw, batch_log_mass
 from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask
-from genlm.core.query import Reduced, Reduction
+from genlm.core.query import GroupReduction, Reduced, Reduction
 from genlm.core.rows import copied_rows, invalid_rows, row_parts, rows_from_logits
 from genlm.core.selection import batch_top_k
 
@@ -35,6 +35,7 @@ __all__ = [
     "Draw",
     "DrawnToken",
     "LogMass",
+    "PositionReduction",
     "ScoredToken",
     "TargetScore",
     "TokenLogprobs",
@@ -205,6 +206,32 @@ class TargetScore(Reduction):
         logprobs = rows.gather(1, ids[:, None])[:, 0]
         is_top = logprobs >= rows.amax(-1)
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
+
+
+class PositionReduction(Reduction):
+    """A reduction of the rows of all targets of a text: the columns of a `GroupReduction`.
+
+    It is among the outputs of queries with targets only. Equal to itself alone.
+
+    Args:
+        reduction: Its columns have an entry for each target.
+    """
+
+    is_reproducible = False
+
+    def __init__(self, reduction: GroupReduction) -> None:
+        self.reduction = reduction
+
+    @classmethod
+    def compute(
+        cls, rows: torch.Tensor, requests: Sequence[PositionReduction]
+    ) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Reduce each row as that of a text with one target."""
+        first = torch.zeros(1, dtype=torch.long)
+        return [
+            request.reduction.compute(row[None], first, first)
+            for row, request in zip(rows, requests, strict=True)
+        ]
 
 
 def reduce_rows(

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
+    from genlm.core.text_scores import PieceScores as PieceScores
+    from genlm.core.text_scores import ScoredText as ScoredText
+    from genlm.core.text_scores import TextResult as TextResult
     from genlm.prefix.continuation import TableBatch as TableBatch
     from genlm.prefix.engine import Adapters as Adapters
     from genlm.prefix.engine import PrefixEngine as PrefixEngine
@@ -45,9 +48,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.prefix.padding import plan_batches as plan_batches
     from genlm.prefix.padding import prefill_stages as prefill_stages
     from genlm.prefix.rows import PrefixRows as PrefixRows
-    from genlm.prefix.scoring import PieceScores as PieceScores
-    from genlm.prefix.scoring import ScoredText as ScoredText
-    from genlm.prefix.scoring import divided_scores as divided_scores
     from genlm.prefix.tree import OutOfSlotsError as OutOfSlotsError
     from genlm.prefix.tree import PrefixTree as PrefixTree
     from genlm.prefix.tree import Tokens as Tokens

@@ -7,6 +7,7 @@ does; each model has an `EngineHandle`, which forwards calls to that thread.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
 import queue
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from genlm import Capability, Completion, Engine, Query, Vocabulary
+from genlm.plugin import GroupQuery
 
 __all__ = ["EngineHandle", "SharedEngine"]
 
@@ -69,10 +71,14 @@ class SharedEngine:
 
     # -- on the engine's thread -------------------------------------------------------
 
-    def submit(self, query: Query, handle: EngineHandle) -> int:
-        """Submit a query to the engine; returns its id there."""
+    def submit(self, query: Query | GroupQuery, handle: EngineHandle) -> int:
+        """Submit a query or a group to the engine; returns its id there."""
         query_id = next(self._query_ids)
-        self.engine.submit(query._replace(query_id=query_id))
+        if isinstance(query, GroupQuery):
+            group = dataclasses.replace(query, query_id=query_id)
+            self.engine.submit_group(group)  # type: ignore[attr-defined]
+        else:
+            self.engine.submit(query._replace(query_id=query_id))
         self._owners[query_id] = (handle, query.query_id)
         return query_id
 
@@ -125,8 +131,8 @@ class EngineHandle:
         self.capability_hints = getattr(shared.engine, "capability_hints", {})
         self.adapters = shared.own_adapters
 
-    def submit(self, query: Query) -> None:
-        """Submit a query under an id that is unique in the engine."""
+    def submit(self, query: Query | GroupQuery) -> None:
+        """Submit a query or a group under an id that is unique in the engine."""
         self._ids[query.query_id] = self._shared.call(lambda: self._shared.submit(query, self))
 
     def step(self) -> list[Completion]:
@@ -165,5 +171,7 @@ class EngineHandle:
         method = getattr(engine, name)  # raises AttributeError if the engine lacks it
         if name == "wake":  # called from any thread, while the engine's own one steps
             return method
+        if name == "submit_group":
+            return self.submit
         target = getattr(self._shared, name) if name in _ADAPTER_METHODS else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

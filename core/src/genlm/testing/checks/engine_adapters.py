@@ -19,7 +19,8 @@ from genlm import (
 )
 from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture, row_error
+from genlm.testing.comparison import largest_difference
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
@@ -46,7 +47,7 @@ def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
             fixture.check_row(row, token_ids, name, how=how)
             fixture.saw(how)
         base, adapted = fixture.expected(token_ids), fixture.expected(token_ids, name)
-        fixture.saw("differs from the base", row_error(adapted, base) > 0.01)
+        fixture.saw("differs from the base", largest_difference(adapted, base) > 0.01)
         fixture.check_row(fixture.run(lm.next_token_logprobs(token_ids)), token_ids, after=name)
 
     fixture.for_all(holds, token_ids=fixture.sequences(), name=st.sampled_from(names))

@@ -8,30 +8,13 @@ import torch
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapabilityError
 from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture, row_error
+from genlm.testing.comparison import largest_difference
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import NotApplicable, Skipped, expect
 from genlm.testing.strategies import TokenTuple, near_misses
 
 SMALL = 3
 """Rows in a small output cache: fewer than the sequences of a check."""
-
-
-@engine_check(cases=("answered from the cache", "asked again uncached"))
-def warm_equals_cold(fixture: EngineFixture) -> None:
-    """A repeated request gets the same row as the first, from the cache or uncached."""
-
-    def holds(token_ids: TokenTuple) -> None:
-        fixture.lm.clear_output_cache()
-        before = fixture.lm.statistics().cache_hits
-        for time in ("first", "second", "third"):
-            row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
-            fixture.check_row(row, token_ids, time=time)
-        fixture.saw("answered from the cache", fixture.lm.statistics().cache_hits - before)
-        row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
-        fixture.check_row(row, token_ids, time="uncached")
-        fixture.saw("asked again uncached")
-
-    fixture.for_all(holds, token_ids=fixture.sequences())
 
 
 @engine_check(cases=("size 0", "size 1", "small", "unbounded", "evicted", "hit"))
@@ -113,7 +96,9 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
         for how, miss in misses.items():
             fixture.saw(how)
             # A wrong row can be detected only if the two rows differ.
-            differs = row_error(fixture.expected(miss), own) > fixture.target.largest_error
+            differs = (
+                largest_difference(fixture.expected(miss), own) > fixture.target.largest_error
+            )
             fixture.saw("another row", differs)
         one_by_one = [fixture.run(fixture.lm.next_token_logprobs(token_ids))]
         one_by_one += [

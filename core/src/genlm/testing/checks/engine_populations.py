@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,9 @@ def _check_drawn(
     expect(abs(share - (high - low)) <= slack, f"drawn with probability {high - low}", share)
 
 
-@engine_check(cases=("two populations", "beside other requests", "cancelled"))
+@engine_check(
+    cases=("two populations", "beside other requests", "several threads", "cancelled")
+)
 def populations_share_the_engine(fixture: EngineFixture) -> None:
     """Populations and other requests that run or are cancelled together do not interfere."""
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
@@ -209,6 +212,14 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     fixture.check_rows(rows, others, asked="together")
     fixture.saw("two populations")
     fixture.saw("beside other requests")
+
+    def on_a_thread(prompt: TokenTuple) -> None:
+        rows = lm.population(prompt, len(ids)).extend(ids).next_token_logprobs_sync()
+        fixture.check_rows(rows, [(*prompt, last) for last in ids], asked="on a thread")
+
+    prompts = [token_ids[: fixture.max_length - 1] for token_ids in others]
+    fixture.call_together([functools.partial(on_a_thread, prompt) for prompt in prompts])
+    fixture.saw("several threads")
 
     async def cancelled() -> None:
         probe.hold()

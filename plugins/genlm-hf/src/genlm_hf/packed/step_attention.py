@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from genlm_hf.packed.device_plan import pinned
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
 from genlm_hf.packed.plan import Integers
 from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
@@ -60,9 +61,7 @@ class StepMemory:
 
     def write(self, numbers: Integers) -> None:
         """Copy numbers to the device, without waiting for it."""
-        source = torch.from_numpy(numbers)
-        if self._numbers.device.type == "cuda":
-            source = source.pin_memory()
+        source = pinned(torch.from_numpy(numbers), self._numbers.device)
         self._numbers[: len(source)].copy_(source, non_blocking=True)
 
     def parts(self, size: StepSize, tile: int) -> Sections[torch.Tensor]:

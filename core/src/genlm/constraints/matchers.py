@@ -113,13 +113,14 @@ class LLGuidance(MatcherLibrary):
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
         self._library = library = imported(self.name)
         self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_ByteTokenizer(texts)))
-        matcher = library.LLMatcher
-        if form == "lark":
-            grammar = matcher.grammar_from_lark(source)
-        else:
-            schema = source if isinstance(source, str) else json.dumps(source)
-            grammar = matcher.grammar_from_json_schema(schema, overrides=dict(options))
-        self._first = matcher(self._tokenizer, grammar, log_level=0)
+        if form == "json_schema":
+            schema = json.loads(source) if isinstance(source, str) else source
+            if options:
+                schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
+            source = f"start: %json {json.dumps(schema)}"
+        # Else only one way to write a text that is certain would be in the masks.
+        grammar = f'%llguidance {{"no_forcing": true}}\n{source}'
+        self._first = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._first.is_error():
             message = self._first.get_error()
             raise ValueError(f"llguidance does not accept the grammar: {message}")

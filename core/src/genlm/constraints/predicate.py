@@ -226,7 +226,7 @@ class _Tested(Constraint):
             As `Constraint.draw`; `log_mass` is the log of an estimate without bias.
         """
         is_over = population.finished.numpy() | self.finished
-        search = _Search(self, np.flatnonzero(~is_over))
+        search = _Search(self, ~is_over)
         masks, index = self.masks()
         count, seeds = _FIRST_DRAWS, stream_seeds(seed, _MAX_ROUNDS)
         for round_seed in seeds:
@@ -249,11 +249,16 @@ class _Tested(Constraint):
 class _Search:
     """The draws of one step for all members, until each has an accepted token."""
 
-    def __init__(self, constraint: _Tested, members: Integers64) -> None:
+    def __init__(self, constraint: _Tested, active: Flags) -> None:
         self._constraint = constraint
         self._size = len(constraint)
         extra = constraint._language.extra_draws
-        self._rejections = {member: Rejection(extra) for member in members.tolist()}
+        self._rejections = {
+            member: Rejection(extra) for member in np.flatnonzero(active).tolist()
+        }
+        for member in np.flatnonzero(np.isneginf(constraint.log_potential)).tolist():
+            if member in self._rejections:
+                self._rejections[member].end()
         self._drawn: dict[int, list[int]] = {member: [] for member in self._rejections}
         self._token_ids = np.full(self._size, -1)
         self._logprobs = np.zeros(self._size)

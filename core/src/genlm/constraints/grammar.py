@@ -23,7 +23,6 @@ from genlm.constraints.protocol import (
     chosen_members,
     token_column,
 )
-from genlm.core.blocking import off_loop
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
@@ -177,6 +176,15 @@ def _advanced(
     return _filled(compiled, matchers)
 
 
+class _PendingMasks(NamedTuple):
+    """The masks of states that the thread of the constraint computes."""
+
+    states: Future[_Matchers]
+
+    def result(self) -> torch.Tensor:
+        return torch.from_numpy(self.states.result().masks)
+
+
 class _Matched(Constraint):
     """The matcher of each member among those of the population's distinct histories."""
 
@@ -197,10 +205,24 @@ class _Matched(Constraint):
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw as `Constraint.draw`, without blocking the event loop while masks are filled."""
-        if not self._state.done():
-            await off_loop(self._state.result)
-        return await super().draw(population, temperature=temperature, seed=seed)
+        """Draw as `Constraint.draw`; the masks are filled while the model runs.
+
+        Args:
+            population: As `Constraint.draw`.
+            temperature: As `Constraint.draw`.
+            seed: As `Constraint.draw`.
+        """
+        dead = np.isneginf(self.log_potential) & ~population.finished.numpy() & ~self.finished
+        drawn = await population.finish(self.finished | dead).draw(
+            _PendingMasks(self._state),
+            mask_index=self._index,
+            temperature=temperature,
+            seed=seed,
+        )
+        if dead.any():
+            for column in drawn[1:]:
+                column[torch.from_numpy(dead)] = -np.inf
+        return drawn
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Find the distinct new states, and let another thread compute them."""

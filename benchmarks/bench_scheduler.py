@@ -108,11 +108,11 @@ async def measure() -> dict[str, list[float]]:
     }
     seconds: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
-        cached.clear_cache()
+        cached.clear_output_cache()
         for name, ask in contestants.items():
             many = await microseconds_each(ask, contexts)
             seconds.setdefault(f"{name}, {CONCURRENT} at once", []).append(many)
-        cached.clear_cache()
+        cached.clear_output_cache()
         hop = microseconds_there_and_back()
         seconds.setdefault("two threads, there and back, one alone", []).append(hop)
         for name, ask in contestants.items():

@@ -158,7 +158,7 @@ class Bench(abc.ABC):
 
     def begin(self) -> None:
         prefix = self._random(PREFIX)
-        self.llm.cache_kv(prefix)
+        self.llm.pin_prefix(prefix)
         self.contexts = [(*prefix, *self._random(1)) for _ in range(PARTICLES)]
         asyncio.run(self._gather(self.llm.next_token_logprobs))
 
@@ -196,7 +196,7 @@ class Bench(abc.ABC):
         if not shared:
             return [self._random(LENGTH) for _ in range(TEXTS)]
         prompt = self._random(SHARED)
-        self.llm.cache_kv(prompt)
+        self.llm.pin_prefix(prompt)
         return [(*prompt, *self._random(LENGTH - SHARED)) for _ in range(TEXTS)]
 
     def batch_score(self, texts: Sequence[Ids], start: int) -> list[list[float]]:
@@ -404,7 +404,7 @@ def measure_texts(bench: Bench, rounds: int, samples: Samples) -> None:
                 found.append(samples.add(bench, name, work) if number else work())
                 bench.llm.clear_kv_cache()  # the other one would find the texts there
                 if shared:
-                    bench.llm.cache_kv(texts[0][:SHARED])
+                    bench.llm.pin_prefix(texts[0][:SHARED])
             error = np.abs(np.array(found[0]) - np.array(found[1])).max()
             assert error <= 1e-4, error
 

@@ -94,7 +94,7 @@ class Bench:
 
     def grown(self, count: int) -> Prompts:
         prefix = self._random(PREFIX)
-        self.lm.cache_kv(prefix)
+        self.lm.pin_prefix(prefix)
         tokens = self.generator.sample(range(self.vocab_size), count)
         return [(*prefix, token) for token in tokens]
 

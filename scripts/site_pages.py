@@ -1,8 +1,9 @@
 """Collects the pages of the site: a hook of mkdocs.
 
 Markdown pages keep their places in the repository, so that relative links between them need no
-change. Links to other files become links to the repository's host. The pages of the examples
-show their sources, those of the notebooks their cells and stored outputs; the pages of the API
+change. Links to other files become links to the repository's host. A link to an example that
+stands alone in a line becomes its source. The pages of the other examples show their sources,
+those of the notebooks their cells and stored outputs; the pages of the API
 reference hold instructions for mkdocstrings, which reads docstrings and signatures from the
 sources.
 """
@@ -34,6 +35,9 @@ PAGES = (
 )
 ASSETS = "docs/**/*.svg", "docs/assets/site.css"
 EXAMPLES = "examples/*.py"
+PROGRAMS = "docs/programs"
+"""Has a page for some of the examples, by their names."""
+
 NOTEBOOKS = ("docs/tutorials/first-steps.ipynb", "docs/tutorials/steering.ipynb")
 """In the order in which they are to be read."""
 
@@ -129,13 +133,15 @@ _log = logging.getLogger("mkdocs.hooks.site_pages")  # strict builds fail on its
 
 # READMEs of distributions have absolute links, because package indexes show them.
 ABSOLUTE = re.compile(rf"\]\({HOST}/(?:blob|tree)/main/([^)\s#]+)")
+SOURCE = re.compile(r"^\[\w+\.py\]\(../../examples/(\w+\.py)\)$", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 
 
 def on_config(config: Any) -> Any:
     """Fill in the parts of the navigation that follow from files."""
     lists = {
-        "TUTORIALS": [_page_of(place) for place in (*NOTEBOOKS, *_under(EXAMPLES))],
+        "TUTORIALS": [_page_of(place) for place in (*NOTEBOOKS, *_other_examples())],
+        "PROGRAMS": [f"{PROGRAMS}/README.md", *_under(f"{PROGRAMS}/[a-z]*.md")],
         "REFERENCE": ["docs/commands.md", *(f"reference/{name}.md" for name in _reference())],
         "DECISIONS": ["docs/decisions/README.md", *_under("docs/decisions/0*.md")],
     }
@@ -168,7 +174,7 @@ def on_files(files: Files, config: Any) -> Files:
         for place in _under(pattern):
             path = str(REPOSITORY / place)
             kept.append(File.generated(config, place, abs_src_path=path))
-    for place in _under(EXAMPLES):
+    for place in _other_examples():
         text = (REPOSITORY / place).read_text("utf-8")
         page = f"# {place}\n\n[In the repository]({place.partition('/')[2]})\n\n"
         page += f"```python\n{text}```\n"
@@ -203,8 +209,16 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
             return f"{before}{HOST}/{kind}/main/{place}{anchor}{after}"
         return f"{before}{posixpath.relpath(target, folder or '.')}{anchor}{after}"
 
-    markdown = LINK.sub(pointed, ABSOLUTE.sub(relative, markdown))
-    return "\n".join(_nested(markdown.splitlines()))
+    parts = SOURCE.split(markdown)  # every second one is the name of an example
+    parts[::2] = [LINK.sub(pointed, ABSOLUTE.sub(relative, part)) for part in parts[::2]]
+    parts[1::2] = [_source(name) for name in parts[1::2]]
+    return "\n".join(_nested("".join(parts).splitlines()))
+
+
+def _source(name: str) -> str:
+    """Return a program of examples/ as a block of code."""
+    text = (REPOSITORY / "examples" / name).read_text("utf-8")
+    return f"```python\n{text}```"
 
 
 def _nested(lines: Iterable[str]) -> Iterator[str]:
@@ -257,6 +271,11 @@ def _under(pattern: str) -> list[str]:
     return [path.relative_to(REPOSITORY).as_posix() for path in found]
 
 
+def _other_examples() -> list[str]:
+    """Programs of examples/ that have no page in docs/programs/."""
+    return [place for place in _under(EXAMPLES) if not _page_of(place).startswith(PROGRAMS)]
+
+
 def _in_docs(file: File) -> bool:
     source = file.abs_src_path
     return source is not None and Path(source).is_relative_to(REPOSITORY / "docs")
@@ -279,5 +298,6 @@ def _cells(notebook: dict[str, Any]) -> Iterator[str]:
 def _page_of(place: str) -> str:
     """The page that shows a program of examples/ or a notebook; other places are unchanged."""
     if place.startswith("examples/") and place.endswith(".py"):
-        return f"{place.removesuffix('.py')}.md"
+        page = f"{PROGRAMS}/{Path(place).stem}.md"
+        return page if (REPOSITORY / page).exists() else f"{place.removesuffix('.py')}.md"
     return f"{place.removesuffix('.ipynb')}.md" if place.endswith(".ipynb") else place

@@ -58,7 +58,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def released_by_now(llm: AsyncLM, engine: KeepingEngine) -> list[tuple[str | None, bytes]]:
     """What the engine let go of, once it was told of all contexts that were dropped before."""
     marker = llm.context([1, 1, 1])
-    llm.next_token_logprobs_uncached_sync(marker)
+    llm.next_token_logprobs_sync(marker, use_cache=False)
     leases, key = llm._requests._leases, (None, marker.sequence.key)
     assert leases is not None
     del marker
@@ -165,9 +165,9 @@ ASK: dict[str, Callable[[AsyncLM, Any], Any]] = {
     "row": lambda llm, ctx: asyncio.run(llm.next_token_logprobs(ctx)),
     "row and wait": lambda llm, ctx: llm.next_token_logprobs_sync(ctx),
     "rows": lambda llm, ctx: asyncio.run(llm.batch_next_token_logprobs([[7], ctx])),
-    "reduction": lambda llm, ctx: asyncio.run(llm.top_k(ctx, 1)),
-    "reduction and wait": lambda llm, ctx: llm.top_k_sync(ctx, 1),
-    "reductions": lambda llm, ctx: llm.batch_top_k_sync([[7], ctx], 1),
+    "reduction": lambda llm, ctx: asyncio.run(llm.top_tokens(ctx, 1)),
+    "reduction and wait": lambda llm, ctx: llm.top_tokens_sync(ctx, 1),
+    "reductions": lambda llm, ctx: llm.batch_top_tokens_sync([[7], ctx], 1),
 }
 
 

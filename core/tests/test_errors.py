@@ -33,7 +33,7 @@ EXAMPLES: list[tuple[errors.GenlmError, dict[str, Any], list[str]]] = [
     (
         errors.UnknownAdapterError("b", ["z", "a"]),
         {"name": "b", "loaded": ("a", "z")},
-        ["'b'", "Loaded: a, z", "add_new_lora"],
+        ["'b'", "Loaded: a, z", "load_lora"],
     ),
     (errors.UnknownAdapterError("b"), {"loaded": ()}, ["Loaded: none"]),
     (

@@ -45,7 +45,8 @@ def gathered(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor:
 
 def uncached(llm: AsyncLM, sequences: Sequence[Any]) -> torch.Tensor:
     async def main() -> list[torch.Tensor]:
-        return await asyncio.gather(*map(llm.next_token_logprobs_uncached, sequences))
+        asked = (llm.next_token_logprobs(each, use_cache=False) for each in sequences)
+        return await asyncio.gather(*asked)
 
     return torch.stack(asyncio.run(main()))
 

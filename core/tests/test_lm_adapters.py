@@ -38,8 +38,8 @@ class Loaded:
     def __init__(self, make_model: MakeModel) -> None:
         self.engine = ScriptedEngine(VOCAB_SIZE)
         self.llm = make_model(self.engine, name="scripted")
-        self.llm.add_new_lora("folder/a", "a")
-        self.llm.add_new_lora(Path("folder/b"), "b")
+        self.llm.load_lora("folder/a", "a")
+        self.llm.load_lora(Path("folder/b"), "b")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_every_method_takes_an_adapter(loaded: Loaded) -> None:
     llm = loaded.llm
     rows = [
         asyncio.run(llm.next_token_logprobs([3], lora_name="a")),
-        asyncio.run(llm.next_token_logprobs_uncached([3], lora_name="a")),
+        asyncio.run(llm.next_token_logprobs([3], lora_name="a", use_cache=False)),
         asyncio.run(llm.batch_next_token_logprobs([[3]], lora_name="a"))[0],
         llm.next_token_logprobs_sync([3], lora_name="a"),
         llm.batch_next_token_logprobs_sync([[3]], lora_name="a")[0],
@@ -78,28 +78,16 @@ def test_every_method_takes_an_adapter(loaded: Loaded) -> None:
     assert asyncio.run(llm.sample([3], 1, temperature=0, lora_name="a")) == [best]
 
 
-def test_set_lora_changes_the_default_until_cleared(loaded: Loaded) -> None:
-    llm = loaded.llm
-    llm.set_lora("b")
-    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], "b"))
-    assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="a"), expected([1], "a"))
-    llm.clear_lora()
-    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], None))
-
-
 def test_a_view_has_its_own_default_and_shares_everything_else(loaded: Loaded) -> None:
     llm = loaded.llm
     view, base = llm.with_lora("a"), llm.with_lora("a").with_lora(None)
-    llm.set_lora("b")
     assert torch.equal(view.next_token_logprobs_sync([1]), expected([1], "a"))
+    assert torch.equal(view.next_token_logprobs_sync([1], lora_name="b"), expected([1], "b"))
     assert torch.equal(base.next_token_logprobs_sync([1]), expected([1], None))
-    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], "b"))
-    view.set_lora("b")
-    llm.clear_lora()
-    assert torch.equal(view.next_token_logprobs_sync([1]), expected([1], "b"))
+    assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], None))
     assert view.statistics() == llm.statistics()
     assert llm.statistics().cache_hits == 1
-    view.add_new_lora("folder/c", "c")
+    view.load_lora("folder/c", "c")
     assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="c"), expected([1], "c"))
     view.close()
     assert loaded.engine.closed
@@ -132,12 +120,12 @@ def test_adapters_that_a_model_came_with_can_be_asked_for(make_model: MakeModel)
     row = llm.next_token_logprobs_sync([1], lora_name="own")
     assert torch.equal(row, expected([1], "own"))
     with pytest.raises(AdapterError, match="'own', which is already loaded from 'the model"):
-        llm.add_new_lora("folder/own", "own")
+        llm.load_lora("folder/own", "own")
 
 
 def test_another_folder_under_a_name_in_use_is_refused(loaded: Loaded) -> None:
     with pytest.raises(AdapterError, match=r"'folder/b' as adapter 'a'.*folder/a"):
-        loaded.llm.add_new_lora("folder/b", "a")
+        loaded.llm.load_lora("folder/b", "a")
     assert loaded.engine.adapters["a"] == "folder/a"
 
 
@@ -146,8 +134,8 @@ def test_loading_a_folder_again_does_nothing_however_it_is_spelt(
     loaded: Loaded, again: str
 ) -> None:
     loaded.engine.adapters.clear()
-    loaded.llm.add_new_lora(again, "a")
-    loaded.llm.add_new_lora(os.path.realpath(again), "a")
+    loaded.llm.load_lora(again, "a")
+    loaded.llm.load_lora(os.path.realpath(again), "a")
     assert loaded.engine.adapters == {}
 
 
@@ -160,10 +148,10 @@ def test_an_adapter_that_cannot_be_loaded_leaves_its_name_free(make_model: MakeM
 
     llm = make_model(PickyEngine(VOCAB_SIZE))
     with pytest.raises(AdapterError, match="no adapter in 'bad'"):
-        llm.add_new_lora("bad", "a")
+        llm.load_lora("bad", "a")
     with pytest.raises(UnknownAdapterError):
         llm.next_token_logprobs_sync([1], lora_name="a")
-    llm.add_new_lora("good", "a")
+    llm.load_lora("good", "a")
     assert torch.equal(llm.next_token_logprobs_sync([1], lora_name="a"), expected([1], "a"))
 
 
@@ -193,11 +181,11 @@ def test_threads_that_load_one_name_at_once_load_it_once(make_model: MakeModel) 
     llm = make_model(engine)
     paths = [AnnouncedPath("folder") for _ in range(4)]
     with ThreadPoolExecutor(5) as threads:
-        loads = [threads.submit(llm.add_new_lora, path, "a") for path in paths]
+        loads = [threads.submit(llm.load_lora, path, "a") for path in paths]
         other = AnnouncedPath("elsewhere")
         for path in paths:
             assert path.seen.wait(TIMEOUT_S)
-        conflicting = threads.submit(llm.add_new_lora, other, "b")
+        conflicting = threads.submit(llm.load_lora, other, "b")
         assert other.seen.wait(TIMEOUT_S)
         engine.may_go_on.set()
         for load in [*loads, conflicting]:
@@ -210,13 +198,14 @@ def test_threads_that_load_one_name_at_once_load_it_once(make_model: MakeModel) 
 
 ASKING: dict[str, Callable[[AsyncLM], Any]] = {
     "row": lambda llm: asyncio.run(llm.next_token_logprobs([1], lora_name="c")),
-    "uncached": lambda llm: asyncio.run(llm.next_token_logprobs_uncached([1], lora_name="c")),
+    "uncached": lambda llm: asyncio.run(
+        llm.next_token_logprobs([1], lora_name="c", use_cache=False)
+    ),
     "batch": lambda llm: asyncio.run(llm.batch_next_token_logprobs([[1]], lora_name="c")),
     "sync": lambda llm: llm.next_token_logprobs_sync([1], lora_name="c"),
     "batch_sync": lambda llm: llm.batch_next_token_logprobs_sync([[1]], lora_name="c"),
     "sample": lambda llm: asyncio.run(llm.sample([1], 1, lora_name="c")),
     "with_lora": lambda llm: llm.with_lora("c"),
-    "set_lora": lambda llm: llm.set_lora("c"),
 }
 asking = pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 
@@ -238,8 +227,8 @@ class PlainEngine(ScriptedEngine):
 
 @pytest.mark.parametrize(
     "ask",
-    [*ASKING.values(), lambda llm: llm.add_new_lora("folder", "c")],
-    ids=[*ASKING, "add_new_lora"],
+    [*ASKING.values(), lambda llm: llm.load_lora("folder", "c")],
+    ids=[*ASKING, "load_lora"],
 )
 def test_an_engine_without_adapters_says_so(
     make_model: MakeModel, ask: Callable[[AsyncLM], Any]
@@ -250,7 +239,6 @@ def test_an_engine_without_adapters_says_so(
     ) as found:
         ask(llm)
     assert found.value.capability == Capability.LORA
-    llm.clear_lora()
     llm.with_lora(None).next_token_logprobs_sync([1])
 
 
@@ -263,7 +251,7 @@ def test_an_engine_may_say_how_it_gets_a_capability(make_model: MakeModel) -> No
         UnsupportedCapabilityError,
         match="'hinting' does not support 'lora'; load the model with",
     ):
-        llm.add_new_lora("folder", "c")
+        llm.load_lora("folder", "c")
     with pytest.raises(
         UnsupportedCapabilityError, match="'prefix_cache'; `genlm plugins` lists"
     ):
@@ -288,8 +276,8 @@ class RemovingEngine(ScriptedEngine):
 @pytest.fixture
 def removing(make_model: MakeModel) -> AsyncLM:
     llm = make_model(RemovingEngine(VOCAB_SIZE), name="removing")
-    llm.add_new_lora("folder/a", "a")
-    llm.add_new_lora("folder/b", "b")
+    llm.load_lora("folder/a", "a")
+    llm.load_lora("folder/b", "b")
     return llm
 
 
@@ -305,10 +293,9 @@ def test_the_names_of_adapters_are_listed(removing: AsyncLM) -> None:
 
 @asking
 def test_a_removed_adapter_is_unknown(removing: AsyncLM, ask: Callable[[AsyncLM], Any]) -> None:
-    removing.add_new_lora("folder/c", "c")
+    removing.load_lora("folder/c", "c")
     ask(removing)
-    removing.clear_lora()
-    removing.remove_lora("c")
+    removing.unload_lora("c")
     with pytest.raises(UnknownAdapterError):
         ask(removing)
     assert removing.lora_names == tuple(engine_adapters(removing)) == ("a", "b")
@@ -319,17 +306,17 @@ def test_a_removed_adapter_is_unknown(removing: AsyncLM, ask: Callable[[AsyncLM]
 
 def test_a_default_adapter_that_is_removed_is_unknown(removing: AsyncLM) -> None:
     view = removing.with_lora("a")
-    removing.remove_lora("a")
+    removing.unload_lora("a")
     with pytest.raises(UnknownAdapterError):
         view.next_token_logprobs_sync([1])
-    view.clear_lora()
-    assert torch.equal(view.next_token_logprobs_sync([1]), expected([1], None))
+    row = view.with_lora(None).next_token_logprobs_sync([1])
+    assert torch.equal(row, expected([1], None))
 
 
 def test_the_rows_of_a_removed_adapter_leave_the_output_cache(removing: AsyncLM) -> None:
     for name in ("a", "b"):
         removing.next_token_logprobs_sync([1], lora_name=name)
-    removing.remove_lora("a")
+    removing.unload_lora("a")
     assert list(engine_adapters(removing)) == ["b"]
     assert removing.statistics().cache_entries == 1
     assert removing.cached_logprobs([1], lora_name="b") is not None
@@ -337,8 +324,8 @@ def test_the_rows_of_a_removed_adapter_leave_the_output_cache(removing: AsyncLM)
 
 def test_a_name_that_is_given_again_is_another_adapter_of_the_engine(removing: AsyncLM) -> None:
     removing.next_token_logprobs_sync([1], lora_name="a")
-    removing.remove_lora("a")
-    removing.add_new_lora("folder/new", "a")
+    removing.unload_lora("a")
+    removing.load_lora("folder/new", "a")
     assert engine_adapters(removing) == {"b": "folder/b", "a@2": "folder/new"}
     row = removing.next_token_logprobs_sync([1], lora_name="a")
     assert torch.equal(row, expected([1], "a@2"))
@@ -354,28 +341,28 @@ def test_an_adapter_that_is_removed_while_it_is_replaced_is_freed_once(
         def add_adapter(self, name: str, path: str) -> None:
             super().add_adapter(name, path)
             if name == "a@2":
-                llm.remove_lora("a")
+                llm.unload_lora("a")
 
         def remove_adapter(self, name: str) -> None:
             removed.append(name)
             super().remove_adapter(name)
 
     llm = make_model(Slow(VOCAB_SIZE))
-    llm.add_new_lora("folder/a", "a")
-    llm.add_new_lora("folder/new", "a", replace=True)
+    llm.load_lora("folder/a", "a")
+    llm.load_lora("folder/new", "a", replace=True)
     assert engine_adapters(llm) == {"a@2": "folder/new"}
     assert removed == ["a"]
 
 
 def test_a_context_of_a_replaced_adapter_says_so(removing: AsyncLM) -> None:
     context = removing.context([1], lora_name="a")
-    removing.add_new_lora("folder/new", "a", replace=True)
+    removing.load_lora("folder/new", "a", replace=True)
     with pytest.raises(UnknownAdapterError, match="'a' of this context was replaced"):
         context.next_token_logprobs_sync()
 
 
 def test_an_adapter_is_replaced_if_that_is_asked_for(removing: AsyncLM) -> None:
-    removing.add_new_lora("folder/new", "a", replace=True)
+    removing.load_lora("folder/new", "a", replace=True)
     assert engine_adapters(removing) == {"b": "folder/b", "a@2": "folder/new"}
     assert removing.lora_names == ("a", "b")
 
@@ -391,14 +378,14 @@ def test_requests_under_way_are_answered_with_the_adapter(make_model: MakeModel)
 
     engine = Held(VOCAB_SIZE)
     llm = make_model(engine)
-    llm.add_new_lora("folder/a", "a")
+    llm.load_lora("folder/a", "a")
 
     async def main() -> list[torch.Tensor]:
         first = asyncio.ensure_future(llm.next_token_logprobs([1]))
         assert await asyncio.to_thread(engine.entered.wait, TIMEOUT_S)
         in_inbox = asyncio.ensure_future(llm.next_token_logprobs([2], lora_name="a"))
         await asyncio.sleep(0)
-        llm.remove_lora("a")
+        llm.unload_lora("a")
         engine.may_go_on.set()
         return [await first, await in_inbox]
 
@@ -412,12 +399,12 @@ def test_requests_under_way_are_answered_with_the_adapter(make_model: MakeModel)
 def test_a_removal_waits_no_longer_than_a_cancelled_request(make_model: MakeModel) -> None:
     engine = RemovingEngine(VOCAB_SIZE)
     llm = make_model(engine)
-    llm.add_new_lora("folder/a", "a")
+    llm.load_lora("folder/a", "a")
 
     async def main() -> None:
         request = asyncio.ensure_future(llm.next_token_logprobs([1], lora_name="a"))
         await asyncio.sleep(0)
-        llm.remove_lora("a")
+        llm.unload_lora("a")
         assert engine_adapters(llm) == {"a": "folder/a"}
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
@@ -432,25 +419,25 @@ def test_of_an_adapter_that_the_model_came_with_only_the_name_is_removed(
     engine = ScriptedEngine(VOCAB_SIZE)
     engine.adapters["own"] = ""
     llm = make_model(engine)
-    llm.remove_lora("own")
+    llm.unload_lora("own")
     assert (llm.lora_names, engine.adapters) == ((), {"own": ""})
-    llm.add_new_lora("folder", "own")
+    llm.load_lora("folder", "own")
     assert engine.adapters == {"own": "", "own@2": "folder"}
 
 
 def test_an_engine_that_cannot_remove_adapters_says_so(loaded: Loaded) -> None:
     with pytest.raises(
-        UnsupportedCapabilityError, match=r"'remove_lora'; .* lacks the method remove_adapter"
+        UnsupportedCapabilityError, match=r"'unload_lora'; .* lacks the method remove_adapter"
     ):
-        loaded.llm.remove_lora("a")
+        loaded.llm.unload_lora("a")
     assert loaded.llm.lora_names == ("a", "b")
 
 
 def test_removing_an_unknown_adapter_is_an_error(removing: AsyncLM) -> None:
     with pytest.raises(UnknownAdapterError):
-        removing.remove_lora("c")
+        removing.unload_lora("c")
     with pytest.raises(TypeError):
-        removing.remove_lora(3)
+        removing.unload_lora(3)
 
 
 def test_an_adapter_that_another_thread_removes_meanwhile_is_unknown(
@@ -463,7 +450,7 @@ def test_an_adapter_that_another_thread_removes_meanwhile_is_unknown(
     adapters = removing._adapters
     adapters._by_name = RemovedOnceFound(adapters._by_name)
     with pytest.raises(UnknownAdapterError, match="named 'a'"):
-        removing.remove_lora("a")
+        removing.unload_lora("a")
     assert engine_adapters(removing) == {"a": "folder/a", "b": "folder/b"}
 
 
@@ -473,8 +460,8 @@ def test_an_engine_that_fails_to_remove_is_logged(make_model: MakeModel, caplog:
             raise RuntimeError("no")
 
     llm = make_model(Failing(VOCAB_SIZE))
-    llm.add_new_lora("folder/a", "a")
-    llm.remove_lora("a")
+    llm.load_lora("folder/a", "a")
+    llm.unload_lora("a")
     llm._scheduler.run(lambda _: None)
     assert "a call on the engine's thread failed" in caplog.text
     assert torch.equal(llm.next_token_logprobs_sync([1]), expected([1], None))
@@ -483,7 +470,7 @@ def test_an_engine_that_fails_to_remove_is_logged(make_model: MakeModel, caplog:
 # -- prefixes -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [lambda llm: llm.cache_kv([1]), AsyncLM.clear_kv_cache])
+@pytest.mark.parametrize("call", [lambda llm: llm.pin_prefix([1]), AsyncLM.clear_kv_cache])
 def test_an_engine_that_keeps_no_prefixes_says_so(
     loaded: Loaded, call: Callable[[AsyncLM], None]
 ) -> None:
@@ -510,10 +497,10 @@ def test_prefixes_reach_the_engine_on_its_thread_with_their_adapter(
 ) -> None:
     engine = PrefixEngine()
     llm = make_model(engine, name="prefix")
-    llm.add_new_lora("folder", "a")
-    llm.cache_kv(torch.tensor([1, 2]))
-    llm.cache_kv([3], lora_name="a")
-    llm.with_lora("a").cache_kv([4])
+    llm.load_lora("folder", "a")
+    llm.pin_prefix(torch.tensor([1, 2]))
+    llm.pin_prefix([3], lora_name="a")
+    llm.with_lora("a").pin_prefix([4])
     assert [each[:2] for each in engine.kept] == [((1, 2), None), ((3,), "a"), ((4,), "a")]
     assert {each[2] for each in engine.kept} == {"genlm-prefix"}
     llm.clear_kv_cache()
@@ -525,7 +512,7 @@ def test_a_wrong_prefix_is_refused_as_a_wrong_request_is(make_model: MakeModel) 
     llm = make_model(engine)
     for wrong in ([], [1] * 5, [VOCAB_SIZE], [1.5]):
         with pytest.raises((ValueError, TypeError)):
-            llm.cache_kv(wrong)
+            llm.pin_prefix(wrong)
     with pytest.raises(UnknownAdapterError):
-        llm.cache_kv([1], lora_name="a")
+        llm.pin_prefix([1], lora_name="a")
     assert engine.kept == []

@@ -28,7 +28,7 @@ SEQUENCES = [GOOD, POISONED, GOOD, POISONED]
 BATCHES: dict[str, Callable[[AsyncLM, list[Any]], Any]] = {
     "rows": lambda llm, ids: llm.batch_next_token_logprobs(ids),
     "token_logprobs": lambda llm, ids: llm.batch_token_logprobs(ids, [[1]] * len(ids)),
-    "top_k": lambda llm, ids: llm.batch_top_k(ids, 2),
+    "top_tokens": lambda llm, ids: llm.batch_top_tokens(ids, 2),
     "log_mass": lambda llm, ids: llm.batch_log_mass(ids, [[1]] * len(ids)),
     "draw": lambda llm, ids: llm.batch_draw(ids, seed=1),
     "sample": lambda llm, ids: llm.batch_sample(ids, 2, seed=1),

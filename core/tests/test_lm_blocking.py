@@ -20,7 +20,7 @@ from genlm.core.scheduler import background
 MakeModel = Callable[..., AsyncLM]
 
 ASYNC_OF = {
-    **{name: f"a{name}" for name in ("add_new_lora", "cache_kv", "clear_kv_cache", "close")},
+    **{name: f"a{name}" for name in ("load_lora", "pin_prefix", "clear_kv_cache", "close")},
     **{name: name.removesuffix("_sync") for name in dir(AsyncLM) if name.endswith("_sync")},
 }
 
@@ -100,7 +100,7 @@ def test_a_blocking_method_is_refused_on_the_engines_own_thread(make_model: Make
     for ask in (
         lambda _: llm.next_token_logprobs_sync([1]),
         lambda _: llm.batch_sample_sync([[1]], 2),
-        lambda _: llm.add_new_lora("folder"),
+        lambda _: llm.load_lora("folder"),
     ):
         with pytest.raises(RuntimeError, match="own thread"):
             llm._scheduler.run(ask)
@@ -133,8 +133,8 @@ def test_a_twin_of_a_method_that_needs_an_event_loop_says_so() -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda llm: llm.aadd_new_lora("folder", "a"),
-        lambda llm: llm.acache_kv([1, 2]),
+        lambda llm: llm.aload_lora("folder", "a"),
+        lambda llm: llm.apin_prefix([1, 2]),
         lambda llm: llm.aclear_kv_cache(),
         lambda llm: llm.aclose(),
     ],
@@ -164,8 +164,8 @@ def test_the_event_loop_runs_on_while_the_engine_loads_keeps_and_closes(
 
 def test_both_forms_do_the_same(make_model: MakeModel) -> None:
     async def main() -> None:
-        await llm.aadd_new_lora("folder", "b")
-        await llm.acache_kv([3], lora_name="b")
+        await llm.aload_lora("folder", "b")
+        await llm.apin_prefix([3], lora_name="b")
         assert (llm.lora_names, engine.prefixes) == (("a", "b"), [(3,)])
         await llm.aclear_kv_cache()
         assert engine.prefixes == []
@@ -175,8 +175,8 @@ def test_both_forms_do_the_same(make_model: MakeModel) -> None:
 
     engine = PrefixEngine()
     llm = make_model(engine)
-    llm.add_new_lora("folder", lora_name="a")
-    llm.cache_kv([1, 2], lora_name="a")
+    llm.load_lora("folder", lora_name="a")
+    llm.pin_prefix([1, 2], lora_name="a")
     assert (llm.lora_names, engine.prefixes) == (("a",), [(1, 2)])
     llm.clear_kv_cache()
     assert engine.prefixes == []

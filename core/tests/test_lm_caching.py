@@ -42,7 +42,7 @@ def test_every_caller_owns_its_row_fresh_joined_or_cached(
         engine.hold()
         callers = [asyncio.create_task(llm.next_token_logprobs([1])) for _ in range(3)]
         await asyncio.to_thread(engine.wait_until_entered)
-        callers.append(asyncio.create_task(llm.next_token_logprobs_uncached([1])))
+        callers.append(asyncio.create_task(llm.next_token_logprobs([1], use_cache=False)))
         await until(lambda: llm.statistics().joined == 3)
         engine.release()
         return [*await asyncio.gather(*callers), await llm.next_token_logprobs([1])]
@@ -66,7 +66,7 @@ def test_a_repeated_request_comes_from_the_cache_until_it_is_cleared(
     for _ in range(3):
         llm.next_token_logprobs_sync([1, 2])
     assert len(engine.batches) == 1
-    llm.clear_cache()
+    llm.clear_output_cache()
     assert llm.statistics().cache_entries == llm.statistics().cache_bytes == 0
     llm.next_token_logprobs_sync([1, 2])
     assert len(engine.batches) == 2
@@ -76,7 +76,7 @@ def test_an_uncached_request_is_evaluated_and_remembered(make_model: MakeModel) 
     engine = ScriptedEngine(VOCAB_SIZE)
     llm = make_model(engine)
     for _ in range(2):
-        asyncio.run(llm.next_token_logprobs_uncached([1]))
+        asyncio.run(llm.next_token_logprobs([1], use_cache=False))
     assert len(engine.batches) == 2
     llm.next_token_logprobs_sync([1])
     assert len(engine.batches) == 2
@@ -105,7 +105,7 @@ def test_models_that_share_a_cache_keep_their_rows_apart(make_model: MakeModel) 
     assert len(cache) == 2
 
 
-@pytest.mark.parametrize("ending", ["clear_cache", "close"])
+@pytest.mark.parametrize("ending", ["clear_output_cache", "close"])
 def test_a_model_that_ends_leaves_the_rows_of_others_in_a_shared_cache(
     make_model: MakeModel, ending: str
 ) -> None:
@@ -311,7 +311,7 @@ def test_rows_that_are_evicted_while_others_are_read_are_computed(
     monkeypatch.setattr(OutputCache, "kept", lambda *_: None)
     again = asyncio.run(llm.batch_next_token_logprobs([[3], [1]]))
     assert torch.equal(again, rows[[2, 0]])
-    [top] = asyncio.run(llm.batch_top_k([[2]], 1))
+    [top] = asyncio.run(llm.batch_top_tokens([[2]], 1))
     assert top.token_ids.item() == rows[1].argmax()
     assert torch.equal(asyncio.run(llm.next_token_logprobs([2])), rows[1])
     assert len(engine.evaluated) == 7

@@ -37,13 +37,13 @@ class FullEngine(ScriptedEngine):
 
 REQUESTS: dict[str, Callable[[AsyncLM], Any]] = {
     "row": lambda llm: asyncio.run(llm.next_token_logprobs([1])),
-    "uncached": lambda llm: asyncio.run(llm.next_token_logprobs_uncached([1])),
+    "uncached": lambda llm: asyncio.run(llm.next_token_logprobs([1], use_cache=False)),
     "batch": lambda llm: asyncio.run(llm.batch_next_token_logprobs([[1], [2]])),
     "sync": lambda llm: llm.next_token_logprobs_sync([1]),
     "batch_sync": lambda llm: llm.batch_next_token_logprobs_sync([[1], [2]]),
     "sample": lambda llm: asyncio.run(llm.sample([1], 2)),
-    "add_new_lora": lambda llm: llm.add_new_lora("folder", "a"),
-    "cache_kv": lambda llm: llm.cache_kv([1]),
+    "load_lora": lambda llm: llm.load_lora("folder", "a"),
+    "pin_prefix": lambda llm: llm.pin_prefix([1]),
     "clear_kv_cache": lambda llm: llm.clear_kv_cache(),
 }
 
@@ -54,7 +54,7 @@ def test_after_close_every_request_is_refused_though_it_was_answered_before(
 ) -> None:
     llm = make_model(FullEngine())
     llm.batch_next_token_logprobs_sync([[1], [2]])
-    llm.add_new_lora("folder", "a")
+    llm.load_lora("folder", "a")
     llm.close()
     with pytest.raises(EngineClosedError, match="load the model again"):
         ask(llm)
@@ -65,7 +65,7 @@ def test_closing_twice_closes_the_engine_once(make_model: MakeModel) -> None:
     llm = make_model(engine)
     llm.close()
     llm.close()
-    llm.reset_async_queries()
+    llm.cancel_all()
     assert engine.closings == 1
 
 
@@ -81,7 +81,7 @@ def test_a_closed_model_still_knows_its_vocabulary_and_figures(make_model: MakeM
 
 def test_a_model_says_what_it_is() -> None:
     llm = AsyncLM(lambda: ScriptedEngine(max_context=9), name="scripted")
-    llm.add_new_lora("folder", "red")
+    llm.load_lora("folder", "red")
     described = "<AsyncLM 'scripted': 16 token ids, context of 9 tokens; rows, lora"
     assert repr(llm) == f"{described}>"
     assert repr(llm.with_lora("red")) == f"{described}; lora 'red'>"
@@ -152,7 +152,7 @@ def test_a_reset_ends_all_requests_and_the_model_works_on(make_model: MakeModel)
         async with asyncio.timeout(TIMEOUT_S):
             while llm.statistics().pending < 2 or not llm.statistics().joined:
                 await asyncio.sleep(0)
-        llm.reset_async_queries()
+        llm.cancel_all()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         engine.release()
         rows = await llm.batch_next_token_logprobs([[1], [2]])

@@ -118,7 +118,7 @@ def test_every_kind_of_engine_answers_reductions(engine: type, make_model: MakeM
             llm.log_mass(ids, [4, 0]),
             llm.reduce(ids, Entropy()),
             llm.draw(ids, seed=3),
-            llm.top_k([5], 2),
+            llm.top_tokens([5], 2),
         )
 
     given, row, mass, entropy, drawn, top = asyncio.run(ask())
@@ -134,7 +134,7 @@ def test_every_kind_of_engine_answers_reductions(engine: type, make_model: MakeM
 def test_an_engine_that_returns_too_few_values_fails_its_query(make_model: MakeModel) -> None:
     llm = make_model(TooFewValues())
     with pytest.raises(EvaluationError, match="0 values for a query with 1 outputs"):
-        llm.top_k_sync([1], 2)
+        llm.top_tokens_sync([1], 2)
 
 
 # -- sharing --------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_requests_for_one_context_are_one_evaluation(make_model: MakeModel) -> N
         await asyncio.gather(
             *(llm.draw(context, seed=seed) for seed in range(20)),
             *(llm.draw([1, 2]) for _ in range(20)),
-            llm.top_k([1, 2], 1),
+            llm.top_tokens([1, 2], 1),
             llm.next_token_logprobs(context),
         )
 
@@ -166,10 +166,12 @@ def test_a_request_for_something_else_of_a_running_evaluation_is_asked_again(
 
     async def ask() -> list[Any]:
         engine.hold()
-        first = asyncio.ensure_future(llm.top_k([1, 2], 1))
+        first = asyncio.ensure_future(llm.top_tokens([1, 2], 1))
         await asyncio.to_thread(engine.wait_until_entered)
         late = [
-            asyncio.ensure_future(llm.top_k([1, 2], 1)),  # what the engine computes: shared
+            asyncio.ensure_future(
+                llm.top_tokens([1, 2], 1)
+            ),  # what the engine computes: shared
             asyncio.ensure_future(llm.draw([1, 2], seed=1)),
             asyncio.ensure_future(llm.next_token_logprobs([1, 2])),
         ]
@@ -216,10 +218,10 @@ def test_reductions_are_cached_and_cached_rows_answer_them(make_model: MakeModel
     assert llm.cached_logprobs([1]) is None  # rows that nobody asked for are not kept
     llm.next_token_logprobs_sync([4])
     llm.draw_sync([4], [1, 2])
-    llm.top_k_sync([4], 3)
+    llm.top_tokens_sync([4], 3)
     assert len(engine.batches) == 2
     assert llm.statistics().cache_hits == 3
-    llm.clear_cache()
+    llm.clear_output_cache()
     llm.token_logprobs_sync([1], [2, 3])
     assert len(engine.batches) == 3
 
@@ -246,10 +248,10 @@ def test_reductions_of_a_removed_adapter_are_forgotten(make_model: MakeModel) ->
             del self.adapters[name]
 
     llm = make_model(Removing(SIZE))
-    llm.add_new_lora("folder", "red")
-    llm.top_k_sync([1], 1, lora_name="red")
-    llm.top_k_sync([1], 1)
-    llm.remove_lora("red")
+    llm.load_lora("folder", "red")
+    llm.top_tokens_sync([1], 1, lora_name="red")
+    llm.top_tokens_sync([1], 1)
+    llm.unload_lora("red")
     llm.next_token_logprobs_sync([2])  # after the removal, on the engine's thread
     assert llm.statistics().cache_entries == 2
 
@@ -283,9 +285,9 @@ def test_all_forms_of_a_reduction_agree(make_model: MakeModel) -> None:
         one_async = [asyncio.run(getattr(llm, name)(c, o)) for c, o in zip(contexts, others)]
         for results in zip(batch, batch_async, one, one_async, strict=True):
             assert len({str(result) for result in results}) == 1
-    tops = llm.batch_top_k_sync(contexts, 2)
-    assert str(tops) == str(asyncio.run(llm.batch_top_k(contexts, 2)))
-    assert str(tops) == str([llm.top_k_sync(context, 2) for context in contexts])
+    tops = llm.batch_top_tokens_sync(contexts, 2)
+    assert str(tops) == str(asyncio.run(llm.batch_top_tokens(contexts, 2)))
+    assert str(tops) == str([llm.top_tokens_sync(context, 2) for context in contexts])
     drawn = llm.batch_draw_sync(contexts, masks, seed=7, top_p=0.9)
     assert drawn == asyncio.run(llm.batch_draw(contexts, masks, seed=7, top_p=0.9))
     seeds = stream_seeds(7, 3)
@@ -306,7 +308,7 @@ def test_contexts_have_the_methods_too(make_model: MakeModel) -> None:
         return [
             await context.draw([3, 4], seed=1),
             await context.log_mass([3, 4]),
-            (await context.top_k(1)).token_ids.tolist(),
+            (await context.top_tokens(1)).token_ids.tolist(),
             (await context.token_logprobs([5])).tolist(),
             await context.reduce(Entropy()),
         ]
@@ -314,7 +316,7 @@ def test_contexts_have_the_methods_too(make_model: MakeModel) -> None:
     assert asyncio.run(ask()) == [
         llm.draw_sync([1, 2], [3, 4], seed=1),
         llm.log_mass_sync([1, 2], [3, 4]),
-        llm.top_k_sync([1, 2], 1).token_ids.tolist(),
+        llm.top_tokens_sync([1, 2], 1).token_ids.tolist(),
         llm.token_logprobs_sync([1, 2], [5]).tolist(),
         llm.reduce_sync([1, 2], Entropy()),
     ]
@@ -324,9 +326,9 @@ def test_contexts_have_the_methods_too(make_model: MakeModel) -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("top_k", {"k": 0}, ValueError, "k=0; it must be 1 or more"),
-    ("top_k", {"k": 17}, ValueError, "k=17 of a vocabulary of 16 ids"),
-    ("top_k", {"k": 1.5}, TypeError, "k=1.5; expected an integer"),
+    ("top_tokens", {"k": 0}, ValueError, "k=0; it must be 1 or more"),
+    ("top_tokens", {"k": 17}, ValueError, "k=17 of a vocabulary of 16 ids"),
+    ("top_tokens", {"k": 1.5}, TypeError, "k=1.5; expected an integer"),
     ("token_logprobs", {"token_ids": [16]}, TokenIdError, "token id 16 at position 0"),
     ("log_mass", {"mask": [True] * 15}, ValueError, r"shape \(15,\); expected \(16,\)"),
     ("draw", {"temperature": math.nan}, ValueError, "temperature=nan"),
@@ -498,7 +500,7 @@ def test_every_request_of_a_batch_is_counted_if_a_known_row_fails_a_reduction(
 def test_scores_are_shared_cached_and_of_their_adapter(make_model: MakeModel) -> None:
     engine = ScoringEngine()
     llm = make_model(engine)
-    llm.add_new_lora("folder", "red")
+    llm.load_lora("folder", "red")
     text = [1, 2, 3]
 
     async def ask() -> list[Any]:

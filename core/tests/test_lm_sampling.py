@@ -97,7 +97,7 @@ def test_a_draw_does_not_depend_on_what_else_is_asked(make_model: MakeModel) -> 
     alone = asyncio.run(llm.sample([1, 2], 10, seed=5))
     assert batch_sample(llm, [[1, 2]], 10, seed=5) == [alone]
     assert batch_sample(llm, [[1, 2], [3], [4]], 10, seed=5)[0] == alone
-    llm.clear_cache()
+    llm.clear_output_cache()
     assert batch_sample(llm, [[1, 2], *([[9]] * 20)], 10, seed=5)[0] == alone
 
 
@@ -124,29 +124,17 @@ def test_a_continuation_ends_when_the_context_is_full(make_model: MakeModel) -> 
 
 def test_a_continuation_uses_the_adapter_it_was_asked_with(make_model: MakeModel) -> None:
     llm = make_model(ScriptedEngine(VOCAB_SIZE))
-    llm.add_new_lora("folder", "a")
+    llm.load_lora("folder", "a")
     [stream] = stream_seeds(2, 1)
 
     async def main() -> list[int]:
         drawing = asyncio.create_task(llm.with_lora("a").sample([1], 6, seed=2))
         await asyncio.sleep(0)
-        llm.set_lora("a")
         base = asyncio.create_task(llm.with_lora(None).sample([1], 6, seed=2))
         assert await base == chain([1], 6, stream, 1.0)
         return await drawing
 
     assert asyncio.run(main()) == chain([1], 6, stream, 1.0, "a")
-
-
-def test_changing_the_default_adapter_spares_continuations_under_way(
-    make_model: MakeModel,
-) -> None:
-    engine = ScriptedEngine(VOCAB_SIZE)
-    llm = make_model(engine)
-    llm.add_new_lora("folder", "a")
-    engine.during_evaluate = lambda: llm.set_lora("a")
-    [stream] = stream_seeds(2, 1)
-    assert asyncio.run(llm.sample([1], 6, seed=2)) == chain([1], 6, stream, 1.0)
 
 
 def test_no_prompts_and_no_tokens_ask_nothing(make_model: MakeModel) -> None:
@@ -240,7 +228,7 @@ def test_an_engine_that_draws_gets_one_query_per_prompt(make_model: MakeModel) -
 def test_equal_prompts_are_drawn_apart_and_rows_are_still_rows(make_model: MakeModel) -> None:
     engine = NativeEngine()
     llm = make_model(engine)
-    llm.add_new_lora("folder", "a")
+    llm.load_lora("folder", "a")
 
     async def main() -> tuple[list[list[int]], torch.Tensor]:
         return await asyncio.gather(

@@ -207,7 +207,7 @@ def test_rows_and_their_reductions_are_those_of_the_members(llm: genlm.AsyncLM) 
     found = population.token_logprobs_sync(ids)
     wanted = rows.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
     torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=0)
-    top = population.top_k_sync(3)
+    top = population.top_tokens_sync(3)
     assert torch.equal(top.token_ids, rows.sort(descending=True).indices[:, :3])
     index = [0, 1, 2, 0, 1, 0]
     mass = population.log_mass_sync(MASKS, mask_index=index)
@@ -469,7 +469,7 @@ def test_populations_of_other_models_and_adapters_are_refused(tiny: genlm.AsyncL
     with genlm.AsyncLM(TinyEngine) as other:
         with pytest.raises(ValueError, match="different models or adapters"):
             genlm.Population.cat([tiny.population([1], 1), other.population([1], 1)])
-        with pytest.raises(ValueError, match="another model"):
+        with pytest.raises(ValueError, match="different model"):
             other.population([tiny.context([1])])
     with pytest.raises(genlm.UnsupportedCapabilityError):
         tiny.population([1], 2, lora_name="red")

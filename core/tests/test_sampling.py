@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import oracle_row
 
-from genlm.core.query import SamplingParams
 from genlm.core.sampling import (
     draw_tokens,
-    sample_continuation,
     stream_seeds,
     stream_uniform,
     stream_uniforms,
@@ -290,71 +286,3 @@ def test_negative_seeds_are_refused(function: Any) -> None:
 def test_a_seed_of_any_size_gives_a_number_below_one() -> None:
     for seed in (0, -1, 2**63, 2**64 - 1, 2**200):
         assert 0 <= stream_uniform(seed, 10**6) < 1
-
-
-# -- a continuation -------------------------------------------------------------------
-
-
-class Successor:
-    """A model certain that token n is followed by n + 1; records what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-
-    async def __call__(self, sequence: Sequence[int]) -> torch.Tensor:
-        self.asked.append(list(sequence))
-        row = torch.full((50,), -INF)
-        row[sequence[-1] + 1] = 0.0
-        return row
-
-
-def drawn(
-    model: Successor, params: SamplingParams, max_context: int | None = None
-) -> list[int]:
-    return asyncio.run(sample_continuation(model, (3, 4), params, max_context))
-
-
-def test_a_continuation_asks_for_the_row_after_each_of_its_tokens() -> None:
-    model = Successor()
-    assert drawn(model, SamplingParams(3, seed=0)) == [5, 6, 7]
-    assert model.asked == [[3, 4], [3, 4, 5], [3, 4, 5, 6]]
-
-
-def test_a_continuation_ends_before_a_stop_id() -> None:
-    model = Successor()
-    params = SamplingParams(9, stop_token_ids=frozenset({7, 20}), seed=0)
-    assert drawn(model, params) == [5, 6]
-    assert len(model.asked) == 3
-
-
-def test_a_stop_id_of_the_prompt_ends_nothing() -> None:
-    params = SamplingParams(2, stop_token_ids=frozenset({3, 4}), seed=0)
-    assert drawn(Successor(), params) == [5, 6]
-
-
-@pytest.mark.parametrize(("max_context", "expected"), [(2, [5]), (4, [5, 6, 7])])
-def test_a_continuation_ends_when_no_longer_sequence_can_be_asked(
-    max_context: int, expected: list[int]
-) -> None:
-    model = Successor()
-    assert drawn(model, SamplingParams(9, seed=0), max_context) == expected
-    assert max(map(len, model.asked)) == max_context
-
-
-def test_a_continuation_of_no_tokens_asks_nothing() -> None:
-    model = Successor()
-    assert drawn(model, SamplingParams(0, seed=0)) == []
-    assert model.asked == []
-
-
-def test_a_continuation_is_the_chain_of_draws_from_its_seed() -> None:
-    async def rows(sequence: Sequence[int]) -> torch.Tensor:
-        return oracle_row(sequence, None, 30)
-
-    params = SamplingParams(12, temperature=1.3, seed=5)
-    found = asyncio.run(sample_continuation(rows, (1,), params, None))
-    sequence = [1]
-    for position in range(12):
-        row = oracle_row(sequence, None, 30)
-        sequence.append(draw_token(row, 1.3, stream_uniform(5, position)))
-    assert found == sequence[1:]

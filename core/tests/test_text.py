@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import genlm
 from genlm import Token, TokenizerError, Vocabulary
 from genlm.core import text as text_module
-from genlm.core.text import encode, encode_chat, fewest_token_ids
+from genlm.core.text import encode, encode_chat
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 PIECES = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
@@ -211,21 +210,3 @@ def test_arguments_of_another_kind_name_the_method_that_takes_them() -> None:
     for wrong in ("Hi", messages[0], ["Hi"]):
         with pytest.raises(TypeError, match="encode_chat takes messages, such as"):
             encode_chat(vocabulary, wrong)
-
-
-def test_bytes_are_spelled_with_the_fewest_tokens() -> None:
-    tokens = [b"<s>", b"a", b"b", b"ab", b"abb", b"bba", b"a"]
-    vocabulary = of_bytes(SimpleNamespace(bos_token_id=0), tokens)
-    pieces = tokens[1:6]
-    for size in range(1, 6):
-        for letters in itertools.product((97, 98), repeat=size):
-            data = bytes(letters)
-            ids = fewest_token_ids(vocabulary, data)
-            assert b"".join(spelled(vocabulary, ids)) == data
-            shorter = itertools.product(pieces, repeat=len(ids) - 1)
-            assert data not in map(b"".join, shorter)
-    assert fewest_token_ids(vocabulary, b"a") == [1], "the first of equal tokens"
-    assert fewest_token_ids(vocabulary, b"") == []
-    for impossible in (b"c", b"<s>"):
-        with pytest.raises(TokenizerError, match="no tokens of the vocabulary have the bytes"):
-            fewest_token_ids(vocabulary, impossible)

@@ -21,7 +21,7 @@ from genlm import AdapterError, AsyncLM, OutputCache, TokenCharacterTrie, TokenI
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLM]:
     with AsyncLM(ScriptedEngine) as llm:
-        llm.add_new_lora("folder", "red")
+        llm.load_lora("folder", "red")
         yield llm
 
 
@@ -140,7 +140,7 @@ def test_of_results_that_have_ids(llm: AsyncLM) -> None:
         with pytest.raises(genlm.TokenTypeError, match=r"pass its token_id$"):
             ask(drawn)
     with pytest.raises(genlm.TokenTypeError, match=r"pass its token_ids$"):
-        context.extend(llm.top_k_sync(context, 2))  # type: ignore[arg-type]
+        context.extend(llm.top_tokens_sync(context, 2))  # type: ignore[arg-type]
 
 
 def test_of_one_mask_for_several_contexts(llm: AsyncLM) -> None:
@@ -180,14 +180,14 @@ def test_of_models_that_are_copied(llm: AsyncLM, copied: Any) -> None:
 
 
 def test_of_adapters(llm: AsyncLM) -> None:
-    for call in (llm.set_lora, llm.with_lora, lambda name: llm.add_new_lora("folder", name)):
+    for call in (llm.with_lora, lambda name: llm.load_lora("folder", name)):
         with pytest.raises(TypeError, match="an adapter's name is a string; found 3"):
             call(3)  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match="'folder' under an empty name"):
-        llm.add_new_lora("folder", "")
+        llm.load_lora("folder", "")
     with pytest.raises(TypeError, match="not NoneType"):
-        llm.add_new_lora(None, "blue")  # type: ignore[arg-type]
-    llm.add_new_lora(b"folder", "red")  # the same folder again
+        llm.load_lora(None, "blue")  # type: ignore[arg-type]
+    llm.load_lora(b"folder", "red")  # the same folder again
 
 
 LIMITS = [

@@ -116,23 +116,23 @@ class Caller:
         lm, prefixes = self.lm, self._setting.keeps_prefixes
         with contextlib.suppress(*self._deadly()):
             match plan.disturbance:
-                case "reset_async_queries" if self._is_late:
-                    lm.reset_async_queries()
-                case "clear_cache":
-                    lm.clear_cache()
+                case "cancel_all" if self._is_late:
+                    lm.cancel_all()
+                case "clear_output_cache":
+                    lm.clear_output_cache()
                 case "clear_kv_cache" if prefixes:
                     lm.clear_kv_cache()
-                case "cache_kv" if prefixes:
+                case "pin_prefix" if prefixes:
                     self._keep_prefix(plan.context)
-                case "add_new_lora":
+                case "load_lora":
                     for name, path in self.adapters.items():
-                        lm.add_new_lora(path, name)
+                        lm.load_lora(path, name)
                 case "statistics":
                     lm.statistics()
 
     def _keep_prefix(self, context: Any) -> None:
         try:
-            self.lm.cache_kv(context)
+            self.lm.pin_prefix(context)
         except EvaluationError as error:
             if "kept" not in str(error):
                 raise
@@ -262,7 +262,7 @@ class LoopCaller(Caller):
             task = asyncio.ensure_future(self._ended(Ask("uncached", (plan.context,))))
             await asyncio.sleep(0)
             with contextlib.suppress(*self._deadly()):
-                self.lm.reset_async_queries()
+                self.lm.cancel_all()
             await task
 
     async def _ended(self, ask: Ask) -> None:
@@ -283,7 +283,7 @@ class LoopCaller(Caller):
                 case "sync":  # blocks this loop
                     self.check_rows(lm.batch_next_token_logprobs_sync(ids, **lora), ask)
                 case "uncached":
-                    row = await lm.next_token_logprobs_uncached(ids[0], **lora)
+                    row = await lm.next_token_logprobs(ids[0], use_cache=False, **lora)
                     self.check_rows(row, ask)
                 case _ if self.reduces(ask):
                     every = range(lm.vocab_size)

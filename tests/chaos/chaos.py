@@ -115,7 +115,7 @@ class _Chaos:
 
     def _run(self, lm: AsyncLM, setting: Setting) -> Report:
         for name in setting.adapters:
-            lm.add_new_lora(self._target.adapters[name], name)
+            lm.load_lora(self._target.adapters[name], name)
         share = min(1.0, 0.01 + SURELY_COMPARED / self._settings.requests)
         comparison = Comparison(lm, self._target, share, self._random)
         callers = self._callers(lm, setting, comparison)
@@ -200,11 +200,11 @@ class _Chaos:
             f"{found.cache_entries} rows of {found.cache_bytes} bytes",
         )
         comparison.compare()
-        lm.clear_cache()
+        lm.clear_output_cache()
         if self._killed.is_set():
             return
         self._waited_for(comparison.ask_again)
-        lm.clear_cache()
+        lm.clear_output_cache()
         if Capability.PREFIX_CACHE in lm.capabilities:
             self._waited_for(lm.clear_kv_cache)
 
@@ -272,7 +272,8 @@ class _Chaos:
         async def ask() -> list[Any]:
             contexts = [setting.token_ids[:1] * n for n in range(1, LAST_REQUESTS + 1)]
             requests = [
-                lm.next_token_logprobs_uncached(ids[: setting.max_length]) for ids in contexts
+                lm.next_token_logprobs(ids[: setting.max_length], use_cache=False)
+                for ids in contexts
             ]
             before = [asyncio.ensure_future(request) for request in requests[1:]]
             await asyncio.sleep(0)

@@ -12,7 +12,8 @@ import torch
 
 from genlm import AsyncLM
 from genlm.testing import EngineTarget
-from genlm.testing.engine_fixture import describe_difference, row_error
+from genlm.testing.comparison import largest_difference
+from genlm.testing.engine_fixture import describe_difference
 from genlm.testing.failure import CheckFailure, expect
 from genlm.testing.strategies import TokenTuple
 
@@ -105,7 +106,7 @@ class Comparison:
         whose = f"the row of {list(found.context)}"
         whose += f" with adapter {found.adapter!r}" if found.adapter else ""
         self.compared += 1
-        if row_error(row, expected) > limit:
+        if largest_difference(row, expected) > limit:
             description = f"{describe_difference(row, expected)}; {when}"
             expect(False, f"{whose} within {limit:g}", description, asked=found.asked)
 

@@ -20,11 +20,11 @@ AskKind = Literal["row", "uncached", "batch", "sync", "sample", "wrong"]
 Ending = Literal["answer", "cancel", "time out", "leave"]
 Disturbance = Literal[
     "nothing",
-    "reset_async_queries",
-    "clear_cache",
+    "cancel_all",
+    "clear_output_cache",
     "clear_kv_cache",
-    "cache_kv",
-    "add_new_lora",
+    "pin_prefix",
+    "load_lora",
     "statistics",
 ]
 
@@ -44,11 +44,11 @@ _ENDINGS: dict[Ending, int] = {"answer": 85, "cancel": 8, "time out": 6, "leave"
 _DISTURBANCES: dict[Disturbance, int] = {
     "nothing": 75,
     "statistics": 8,
-    "clear_cache": 4,
+    "clear_output_cache": 4,
     "clear_kv_cache": 4,
-    "cache_kv": 4,
-    "add_new_lora": 2,
-    "reset_async_queries": 3,
+    "pin_prefix": 4,
+    "load_lora": 2,
+    "cancel_all": 3,
 }
 
 
@@ -63,7 +63,7 @@ class Setting:
         max_length: The longest context to ask for.
         max_context: The longest that the engine takes, None for no limit.
         adapters: Names of the adapters, None of them for the base model.
-        keeps_prefixes: Whether the engine takes `cache_kv`.
+        keeps_prefixes: Whether the engine takes `pin_prefix`.
     """
 
     seed: int
@@ -120,7 +120,7 @@ class Round:
         asks: The calls.
         turns: Turns of the event loop before the disturbance.
         disturbance: What happens then.
-        context: For `cache_kv`.
+        context: For `pin_prefix`.
         new_loop: Whether the caller continues on another event loop.
     """
 

@@ -104,9 +104,7 @@ def adapters_silently_ignored(_find):
     return lambda _self, _lora_name: None
 
 
-@core_mutant(
-    AsyncLM, "add_new_lora", killed_by="undeclared-adapters-are-refused", on=plain_target
-)
+@core_mutant(AsyncLM, "load_lora", killed_by="undeclared-adapters-are-refused", on=plain_target)
 def adapters_loaded_nowhere(_load):
     """Accepts an adapter for an engine that serves none."""
     return lambda self, _path, lora_name: self._adapters._by_name.update({lora_name: None})
@@ -171,9 +169,9 @@ def removed_under_requests(_run_after):
     return lambda self, _wait_for, function: self._worker.call(function)
 
 
-@core_mutant(AsyncLM, "remove_lora", killed_by="removed-adapters-are-gone", on=cached_target)
+@core_mutant(AsyncLM, "unload_lora", killed_by="removed-adapters-are-gone", on=cached_target)
 def removed_in_name_only(_remove):
-    """`remove_lora` does nothing."""
+    """`unload_lora` does nothing."""
     return lambda _self, _lora_name: None
 
 

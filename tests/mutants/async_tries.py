@@ -63,9 +63,9 @@ def operations_in_one_batch(step):
 
 
 @async_trie_mutant(
-    AsyncTokenCharacterTrie, "mass_sum", killed_by="concurrent-reductions-equal-lone-ones"
+    AsyncTokenCharacterTrie, "weight_sum", killed_by="concurrent-reductions-equal-lone-ones"
 )
-def mass_as_maximum(_mass_sum):
+def mass_as_maximum(_weight_sum):
     """Finds the largest probability instead of the mass."""
     return AsyncTokenCharacterTrie.weight_max
 

@@ -25,7 +25,7 @@ class PaddedWithoutAMask(PlainEngine):
         return rows_from_logits(logits, self.vocabulary)[0]
 
 
-@engine_mutant(killed_by="concurrent-equals-alone")
+@engine_mutant(killed_by="batch-equals-map")
 class SortedByLength(CachedEngine):
     """Sorts a batch by length to pad less and answers in the sorted order."""
 
@@ -33,7 +33,7 @@ class SortedByLength(CachedEngine):
         return super().evaluate(sorted(queries, key=lambda query: len(query.token_ids)))
 
 
-@engine_mutant(killed_by="concurrent-equals-alone")
+@engine_mutant(killed_by="batch-equals-map")
 class RowOfTheNeighbour(CachedEngine):
     """Reads the row of the next sequence in a packed batch."""
 

@@ -1,4 +1,4 @@
-"""Faults of the core when `close` or `reset_async_queries` end requests."""
+"""Faults of the core when `close` or `cancel_all` end requests."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def reset_forgets_the_inbox(clear):
     return broken
 
 
-@core_mutant(AsyncLM, "reset_async_queries", killed_by="resetting-ends-every-request")
+@core_mutant(AsyncLM, "cancel_all", killed_by="resetting-ends-every-request")
 def reset_closes(_reset):
-    """`reset_async_queries` closes the model."""
+    """`cancel_all` closes the model."""
     return lambda self: self._scheduler._worker.stop(EngineClosedError("closed"))
 
 

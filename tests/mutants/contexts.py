@@ -115,13 +115,13 @@ def extended_through_a_global(extend):
         _last_extended[:] = [context.sequence]
         time.sleep(1e-4)  # another thread runs
         return Context(
-            context._lm, _last_extended[0], context.lora_name, context.adapter, context._lease
+            context._lm, _last_extended[0], context.lora_name, context._adapter, context._lease
         )
 
     return broken
 
 
-@core_mutant(Context, "is_of", killed_by="contexts-belong-to-one-model")
+@core_mutant(Context, "_is_of", killed_by="contexts-belong-to-one-model")
 def contexts_of_any_model(_is_of):
     """Takes contexts of other models."""
     return lambda _self, _model: True

@@ -41,6 +41,7 @@ _MODULES = (
     "requests",
     "contexts",
     "reductions",
+    "text_reductions",
     "populations",
     "schedulers",
     "closing",

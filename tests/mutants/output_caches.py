@@ -75,7 +75,7 @@ def keeps_the_callers_row(put):
     return broken
 
 
-@core_mutant(OutputCache, "put", killed_by="warm-equals-cold")
+@core_mutant(OutputCache, "put", killed_by="output-cache-sizes")
 def rounded_to_half(put):
     """Keeps rows in bfloat16 to save memory."""
     return lambda self, key, row: put(self, key, row.bfloat16().float())

@@ -112,7 +112,7 @@ class EvictedMemoryReused(CachedEngine):
 
 @engine_mutant(killed_by="kept-prefixes-change-nothing")
 class PinnedWithoutItsLastToken(CachedEngine):
-    """Keeps a prefix with `cache_kv` under its name but without its last token."""
+    """Keeps a prefix with `pin_prefix` under its name but without its last token."""
 
     def cache_prefix(self, token_ids, adapter):
         prefix = tuple(token_ids)

@@ -115,7 +115,7 @@ def context_one_short(checked):
     return broken
 
 
-@core_mutant(AsyncLM, "cache_kv", killed_by="undeclared-prefix-cache-is-refused")
+@core_mutant(AsyncLM, "pin_prefix", killed_by="undeclared-prefix-cache-is-refused")
 def prefixes_kept_nowhere(_cache_kv):
     """Accepts a prefix to keep although the engine keeps none."""
     return lambda _self, _prompt: None

@@ -19,7 +19,7 @@ def without(params, **changes):
     return dataclasses.replace(params, **changes)
 
 
-@engine_mutant(killed_by="samples-follow-the-logprobs")
+@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
 class TemperatureIgnored(CachedEngine):
     """Draws at temperature 1 for every temperature except 0."""
 
@@ -28,7 +28,7 @@ class TemperatureIgnored(CachedEngine):
         return super().drawn(row, without(params, temperature=temperature), uniform)
 
 
-@engine_mutant(killed_by="samples-follow-the-logprobs")
+@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
 class TopTokensOnly(CachedEngine):
     """Draws among the three most likely tokens, by a default of the model's configuration."""
 
@@ -37,7 +37,7 @@ class TopTokensOnly(CachedEngine):
         return super().drawn(np.where(row >= least, row, -np.inf), params, uniform)
 
 
-@engine_mutant(killed_by="samples-follow-the-logprobs")
+@engine_mutant(killed_by="equal-seeds-draw-equal-tokens")
 class PromptNotExtended(CachedEngine):
     """Draws every token from the distribution after the prompt."""
 
@@ -158,7 +158,7 @@ class ZeroMeansDefault(CachedEngine):
         )
 
 
-@core_mutant(genlm.core.reductions, "batch_draw", killed_by="samples-follow-the-logprobs")
+@core_mutant(genlm.core.reductions, "batch_draw", killed_by="equal-seeds-draw-equal-tokens")
 def temperature_multiplies(batch_draw):
     """The core's sampler multiplies by the temperature instead of dividing."""
 

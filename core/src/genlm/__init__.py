@@ -4,18 +4,20 @@
     row = await llm.next_token_logprobs(llm.encode("This method returns"))
     llm.decode([row.argmax()])  # ' the'
 
-What authors of plugins need is in `genlm.plugin`. Public names are imported on first use, so
-`import genlm` loads neither torch nor any plugin. This is the only `genlm/__init__.py` of any
-distribution; other distributions add subpackages (`genlm.control`, ...) next to it.
+What authors of plugins need is in `genlm.plugin`, whose names can be imported from here, too.
+Public names are imported on first use, so `import genlm` loads neither torch nor any plugin.
+This is the only `genlm/__init__.py` of any distribution; other distributions add subpackages
+(`genlm.control`, ...) next to it.
 """
 
-from importlib import import_module
 from pkgutil import extend_path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from genlm.lazy_exports import lazy_exports
 
 __path__ = extend_path(__path__, __name__)
 
-if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _MODULE_OF
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.byte_reader import ByteReader as ByteReader
     from genlm.core.cache import OutputCache as OutputCache
     from genlm.core.context import Context as Context
@@ -39,7 +41,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.errors import TokenTypeError as TokenTypeError
     from genlm.core.errors import UnknownAdapterError as UnknownAdapterError
     from genlm.core.errors import UnknownBackendError as UnknownBackendError
-    from genlm.core.errors import UnsupportedCapability as UnsupportedCapability
     from genlm.core.errors import UnsupportedCapabilityError as UnsupportedCapabilityError
     from genlm.core.errors import VocabularyError as VocabularyError
     from genlm.core.errors import WeightsError as WeightsError
@@ -54,105 +55,17 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.population import Population as Population
     from genlm.core.population import SampledTokens as SampledTokens
     from genlm.core.query import GroupReduction as GroupReduction
+    from genlm.core.query import Reduction as Reduction
     from genlm.core.query import TokenScores as TokenScores
     from genlm.core.reductions import DrawnToken as DrawnToken
-    from genlm.core.reductions import Reduction as Reduction
     from genlm.core.reductions import TopTokens as TopTokens
     from genlm.core.statistics import Statistics as Statistics
     from genlm.core.trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
-    from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
+    from genlm.core.version import __version__ as __version__
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import decode_vocab as decode_vocab
-    from genlm.plugin import AmbiguousBackendError as AmbiguousBackendError
-    from genlm.plugin import BackendInfo as BackendInfo
-    from genlm.plugin import BackendSpec as BackendSpec
-    from genlm.plugin import BatchEngine as BatchEngine
-    from genlm.plugin import BrokenPluginError as BrokenPluginError
-    from genlm.plugin import Completion as Completion
-    from genlm.plugin import Engine as Engine
-    from genlm.plugin import LoraEngine as LoraEngine
-    from genlm.plugin import ModelFacts as ModelFacts
-    from genlm.plugin import PluginApiError as PluginApiError
-    from genlm.plugin import PrefixCacheEngine as PrefixCacheEngine
-    from genlm.plugin import Query as Query
-    from genlm.plugin import SamplingParams as SamplingParams
-    from genlm.plugin import Scheduler as Scheduler
-    from genlm.plugin import TrieLayout as TrieLayout
-    from genlm.plugin import VerifiedFamilies as VerifiedFamilies
-    from genlm.plugin import Vocabulary as Vocabulary
-    from genlm.plugin import cache_budget_bytes as cache_budget_bytes
-    from genlm.plugin import check_verified as check_verified
-    from genlm.plugin import find_backend as find_backend
-    from genlm.plugin import free_memory_bytes as free_memory_bytes
-    from genlm.plugin import get_backend as get_backend
-    from genlm.plugin import hookimpl as hookimpl
-    from genlm.plugin import model_source as model_source
-    from genlm.plugin import preserve_process_state as preserve_process_state
-    from genlm.plugin import read_adapter_config as read_adapter_config
-    from genlm.plugin import refresh as refresh
-    from genlm.plugin import rope_settings as rope_settings
-    from genlm.plugin import rows_from_logits as rows_from_logits
-
-    __version__: str
-
-_HOME = {
-    "genlm.byte_reader": "ByteReader",
-    "genlm.core.cache": "OutputCache",
-    "genlm.core.context": "Context",
-    "genlm.core.engine": "Capability",
-    "genlm.core.errors": (
-        "AdapterError ContextLengthError EmptySequenceError EngineClosedError "
-        "EngineDiedError EngineError EvaluationError GenlmError MissingRequirementError "
-        "ModelLoadError PluginError PopulationError QueryError QueryResetError TokenIdError "
-        "TokenTypeError TokenizerError UnknownAdapterError UnknownBackendError "
-        "UnsupportedCapabilityError VocabularyError WeightsError"
-    ),
-    "genlm.core.lm": "AsyncLM load_model",
-    "genlm.core.masks": "Mask",
-    "genlm.core.plugins": "get_trie list_backends use_backend",
-    "genlm.core.population": "DrawnTokens Population SampledTokens",
-    "genlm.core.query": "GroupReduction TokenScores",
-    "genlm.core.reductions": "DrawnToken Reduction TopTokens",
-    "genlm.core.statistics": "Statistics",
-    "genlm.core.trie": "AsyncTokenCharacterTrie TokenCharacterTrie",
-    "genlm.core.verified": "UnverifiedModelWarning",
-    "genlm.core.vocab": "Token decode_vocab",
-}
-
-# Accessible for programs that were written before `genlm.plugin`; not documented.
-_EARLIER = {
-    "genlm.core.errors": "UnsupportedCapability",
-    "genlm.core.lm": "load_model_by_name",
-    "genlm.plugin": (
-        "AmbiguousBackendError BackendInfo BackendSpec BatchEngine BrokenPluginError "
-        "Completion Engine LoraEngine ModelFacts PluginApiError PrefixCacheEngine Query "
-        "SamplingParams Scheduler TrieLayout VerifiedFamilies Vocabulary "
-        "cache_budget_bytes check_verified find_backend free_memory_bytes get_backend "
-        "hookimpl model_source preserve_process_state read_adapter_config refresh "
-        "rope_settings rows_from_logits"
-    ),
-}
-_PUBLIC = {name: module for module, names in _HOME.items() for name in names.split()}
-_MODULE_OF = _PUBLIC | {
-    name: module for module, names in _EARLIER.items() for name in names.split()
-}
-
-__all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605 - derived, cannot go stale
-
-
-if not TYPE_CHECKING:  # to a type checker a misspelt name would be of type Any
-
-    def __getattr__(name: str) -> Any:
-        if name == "__version__":
-            value = import_module("importlib.metadata").version("genlm-core")
-        elif name in _MODULE_OF:
-            value = getattr(import_module(_MODULE_OF[name]), name)
-        else:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
+    from genlm.plugin import *  # noqa: F403 - not public here
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

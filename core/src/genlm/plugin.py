@@ -5,7 +5,7 @@
 - engines: `BatchEngine`, or the protocols `Engine`, `LoraEngine`, `PrefixCacheEngine`;
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
-  `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
+  `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `Generation`,
   `Lineage`
@@ -22,13 +22,11 @@
 Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _HOME
-    from genlm.core.adapter_files import read_adapter_config as read_adapter_config
-    from genlm.core.adapter_files import read_lora_config as read_lora_config
-    from genlm.core.dtypes import dtype_name as dtype_name
+from genlm.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.engine import BatchEngine as BatchEngine
     from genlm.core.engine import Capability as Capability
     from genlm.core.engine import Engine as Engine
@@ -54,11 +52,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
-    from genlm.core.memory import cache_budget_bytes as cache_budget_bytes
-    from genlm.core.memory import free_memory_bytes as free_memory_bytes
-    from genlm.core.model_facts import ModelFacts as ModelFacts
-    from genlm.core.model_facts import rope_settings as rope_settings
-    from genlm.core.model_source import model_source as model_source
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
     from genlm.core.plugins import find_backend as find_backend
@@ -67,9 +60,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.plugins import hookimpl as hookimpl
     from genlm.core.plugins import list_backends as list_backends
     from genlm.core.plugins import refresh as refresh
-    from genlm.core.process_state import claim_process as claim_process
-    from genlm.core.process_state import preserve_process_state as preserve_process_state
-    from genlm.core.process_state import release_process as release_process
     from genlm.core.progress import loading_stage as loading_stage
     from genlm.core.query import Completion as Completion
     from genlm.core.query import GroupQuery as GroupQuery
@@ -78,14 +68,14 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.query import GroupValues as GroupValues
     from genlm.core.query import Query as Query
     from genlm.core.query import Reduced as Reduced
+    from genlm.core.query import Reduction as Reduction
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.query import TokenScores as TokenScores
-    from genlm.core.reductions import Reduction as Reduction
+    from genlm.core.reductions import PositionReduction as PositionReduction
     from genlm.core.reductions import reduce_logits as reduce_logits
     from genlm.core.reductions import reduce_rows as reduce_rows
     from genlm.core.rows import rows_from_logits as rows_from_logits
     from genlm.core.sampling import draw_tokens as draw_tokens
-    from genlm.core.sampling import sample_continuation as sample_continuation
     from genlm.core.sampling import stream_seeds as stream_seeds
     from genlm.core.sampling import stream_uniform as stream_uniform
     from genlm.core.scheduler import ResultHandler as ResultHandler
@@ -95,66 +85,23 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.trie import TokenCharacterTrie as TokenCharacterTrie
     from genlm.core.trie import TrieLayout as TrieLayout
     from genlm.core.validation import check_query as check_query
-    from genlm.core.verified import UnverifiedModelWarning as UnverifiedModelWarning
-    from genlm.core.verified import VerifiedFamilies as VerifiedFamilies
-    from genlm.core.verified import check_causal as check_causal
-    from genlm.core.verified import check_verified as check_verified
     from genlm.core.vocab import Token as Token
     from genlm.core.vocab import Vocabulary as Vocabulary
     from genlm.core.vocab import decode_vocab as decode_vocab
-
-_HOME = {
-    "genlm.core.adapter_files": "read_adapter_config read_lora_config",
-    "genlm.core.dtypes": "dtype_name",
-    "genlm.core.engine": "BatchEngine Capability Engine LoraEngine PrefixCacheEngine",
-    "genlm.core.errors": (
-        "AdapterError AmbiguousBackendError BrokenPluginError ContextLengthError "
-        "EmptySequenceError EvaluationError GenlmError MissingRequirementError "
-        "ModelLoadError PluginApiError PluginError QueryError TokenIdError "
-        "UnknownAdapterError UnknownBackendError UnsupportedCapabilityError "
-        "VocabularyError WeightsError"
-    ),
-    "genlm.core.generations": "Generation Lineage",
-    "genlm.core.memory": "cache_budget_bytes free_memory_bytes",
-    "genlm.core.model_facts": "ModelFacts rope_settings",
-    "genlm.core.model_source": "model_source",
-    "genlm.core.plugins": (
-        "BackendInfo BackendSpec find_backend get_backend get_trie hookimpl list_backends "
-        "refresh"
-    ),
-    "genlm.core.process_state": "claim_process preserve_process_state release_process",
-    "genlm.core.progress": "loading_stage",
-    "genlm.core.query": (
-        "Completion GroupQuery GroupReduction GroupResult GroupValues Query Reduced "
-        "SamplingParams TokenScores"
-    ),
-    "genlm.core.reductions": "Reduction reduce_logits reduce_rows",
-    "genlm.core.rows": "rows_from_logits",
-    "genlm.core.sampling": "draw_tokens sample_continuation stream_seeds stream_uniform",
-    "genlm.core.scheduler": "ResultHandler Scheduler",
-    "genlm.core.sequence": "TokenSequence",
-    "genlm.core.text": "Tokenizer",
-    "genlm.core.trie": "TokenCharacterTrie TrieLayout",
-    "genlm.core.validation": "check_query",
-    "genlm.core.verified": (
-        "UnverifiedModelWarning VerifiedFamilies check_causal check_verified"
-    ),
-    "genlm.core.vocab": "Token Vocabulary decode_vocab",
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot go stale
-
-
-if not TYPE_CHECKING:  # as in `genlm`
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULE_OF[name]), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+    from genlm.engines.adapter_files import read_adapter_config as read_adapter_config
+    from genlm.engines.adapter_files import read_lora_config as read_lora_config
+    from genlm.engines.dtypes import dtype_name as dtype_name
+    from genlm.engines.memory import cache_budget_bytes as cache_budget_bytes
+    from genlm.engines.memory import free_memory_bytes as free_memory_bytes
+    from genlm.engines.model_facts import ModelFacts as ModelFacts
+    from genlm.engines.model_facts import rope_settings as rope_settings
+    from genlm.engines.model_source import model_source as model_source
+    from genlm.engines.process_state import claim_process as claim_process
+    from genlm.engines.process_state import preserve_process_state as preserve_process_state
+    from genlm.engines.process_state import release_process as release_process
+    from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
+    from genlm.engines.verified import VerifiedFamilies as VerifiedFamilies
+    from genlm.engines.verified import check_causal as check_causal
+    from genlm.engines.verified import check_verified as check_verified
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

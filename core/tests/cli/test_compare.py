@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import genlm
 from genlm import ModelFacts
 from genlm.cli import app
-from genlm.cli.comparison import engine_run
-from genlm.cli.comparison.contexts import Context, contexts_of, limits_of, longest_of
-from genlm.cli.comparison.differences import differences
+from genlm.cli.engine_process import Request, answer_here, limits_of, longest_of
 from genlm.plugin import refresh
+from genlm.testing.comparison import contexts_of, differences
 
 ENGINES = '''
 import os
@@ -61,7 +60,6 @@ class Short(ReferenceEngine):
         super().__init__(*args, max_context=50)
 
 def crash(*args):
-    print("illegal instruction")
     os._exit(3)
 
 def refuse(*args):
@@ -146,7 +144,7 @@ def test_engines_that_differ_fail_or_crash_are_told_and_the_others_go_on(
     assert json.loads(done.stdout)["bound"] == 1e-4
     assert list(found) == names.split(",")
     assert found["crash"]["status"] == "failed"
-    assert "exit code 3: illegal instruction" in found["crash"]["reason"]
+    assert "ended with exit code 3" in found["crash"]["reason"]
     assert found["refuse"]["reason"] == "ModelLoadError: no kernel for this model"
     assert found["reference"]["status"] == "reference"
     windowed = found["windowed"]
@@ -175,21 +173,15 @@ def test_no_engine_needs_a_tokenizer(folder: str) -> None:
     assert json.loads(done.stdout)["longest"] == 20
 
 
-def test_given_ids_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_ids_are_requested_twice() -> None:
     given = [[1, 2, 3], [7, 7, 200, 9]]
-    request = {"model": "demo", "dtype": "float32", "longest": 20, "texts": None, "ids": given}
-    request |= {"backend": "reference", "number": 0, "options": {}}
-    path = tmp_path / "request.json"
-    path.write_text(json.dumps(request))
-    monkeypatch.setattr(sys, "argv", ["engine_run", str(path)])
-    engine_run.main()
-    asked = [ids for _, ids in json.loads((tmp_path / "contexts.json").read_text())["all"]]
-    assert [ids for ids in given if ids not in asked] == []
-    assert {token for ids in asked for token in ids} == {*given[0], *given[1]}
+    answer = answer_here(Request("demo", "reference", "float32", longest=20, ids=given))
+    assert [ids for ids in map(tuple, given) if ids not in answer.plan.contexts] == []
+    assert {token for ids in answer.ids for token in ids} == {*given[0], *given[1]}
     with genlm.load_model("demo", "reference") as llm:
         row = llm.next_token_logprobs_sync(given[1])
-    found = np.load(tmp_path / "0.npy")[:, asked.index(given[1])]
-    np.testing.assert_allclose(found, np.stack([row, row]), atol=1e-6)
+    found = [answer.rows[i] for i, ids in enumerate(answer.ids) if ids == tuple(given[1])]
+    np.testing.assert_allclose(np.stack(found), np.stack([row, row]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -268,36 +260,37 @@ def test_limits_are_windows_chunks_and_unscaled_contexts() -> None:
 def test_contexts_go_beyond_limits_within_reason(
     wanted: int | None, limits: list[int], max_context: int | None, longest: int
 ) -> None:
-    assert longest_of(wanted, limits, max_context) == longest
+    assert longest_of(wanted, dict(enumerate(limits)), max_context) == longest
 
 
 def test_contexts_are_short_fork_and_surround_each_limit() -> None:
     found = contexts_of(
         list(b"some text, x"), [list(b"some text"), list(b"x")], {"window": 70}, 90
     )
-    assert len({tuple(ids) for _, ids in found}) == len(found)
-    assert max(len(ids) for _, ids in found) == 90
-    lengths = {len(ids) for kind, ids in found if kind == "around the window"}
+    assert max(map(len, found)) == 90
+    lengths = {len(ids) for ids, kind in found.items() if kind == "around the window"}
     assert lengths == {69, 70, 71, 72, 79}
-    forks = [tuple(ids[:40]) for kind, ids in found if kind == "fork"]
+    forks = [ids[:40] for ids, kind in found.items() if kind == "fork"]
     assert len(forks) > 4
     assert len({*forks}) == 1
-    assert list(b"some text") in [ids for _, ids in found]
+    assert found[tuple(b"some text")] == "text"
     with pytest.raises(ValueError, match="no tokens"):
         contexts_of([], [], {}, 10)
 
 
+def rows(*probabilities: list[float]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Answers to as many contexts, of one token each."""
+    return [((i,), torch.tensor(row).log()) for i, row in enumerate(probabilities)]
+
+
 def test_differences_are_those_of_the_probabilities() -> None:
-    p, q = np.array([0.5, 0.25, 0.25, 0.0]), np.array([0.25, 0.5, 0.25, 0.0])
-    with np.errstate(divide="ignore"):
-        first, second = (np.log(np.array([[row]] * 2, np.float32)) for row in (p, q))
-    contexts = [Context("short", [1, 2])]
-    apart = differences(contexts, first, second, seed=0)
+    expected = dict(rows([0.5, 0.25, 0.25, 0.0])).__getitem__
+    apart = differences(rows([0.25, 0.5, 0.25, 0.0]), expected, kinds={(0,): "short"})
     assert apart.largest == pytest.approx(np.log(2))
-    assert apart.total_variation == pytest.approx(0.25)
+    assert apart.total_variation == apart.mean_total_variation == pytest.approx(0.25)
     assert (apart.same_greedy, apart.repeats, apart.rows) == (0, 0, 1)
-    assert apart.where == "short, 2 tokens"
-    same = differences(contexts, first, first, seed=0)
+    assert apart.where == "short, 1 tokens"
+    same = differences(rows([0.5, 0.25, 0.25, 0.0]), expected)
     assert (same.largest, same.total_variation, same.same_greedy, same.same_draw) == (
         0,
         0,
@@ -306,17 +299,25 @@ def test_differences_are_those_of_the_probabilities() -> None:
     )
 
 
+def test_another_second_row_of_one_context_is_told() -> None:
+    first, second = rows([0.5, 0.5], [0.25, 0.75])
+    apart = differences([first, (first[0], second[1])], lambda ids: first[1])
+    assert apart.repeats == apart.largest == pytest.approx(np.log(2))
+
+
 def test_an_impossible_token_that_becomes_possible_is_infinitely_far() -> None:
-    with np.errstate(divide="ignore"):
-        first = np.log(np.array([[[1.0, 0.0]]] * 2, np.float32))
-        second = np.log(np.array([[[0.9, 0.1]]] * 2, np.float32))
-    assert differences([Context("short", [1])], first, second, 0).largest == np.inf
+    expected = dict(rows([1.0, 0.0])).__getitem__
+    assert differences(rows([0.9, 0.1]), expected).largest == np.inf
+    assert differences(rows([0.9, np.nan]), expected).largest == np.inf
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="a row of 2 ids; expected 3"):
+        differences(rows([0.5, 0.5]), dict(rows([0.5, 0.25, 0.25])).__getitem__)
 
 
 def test_draws_with_one_number_differ_as_often_as_the_distributions() -> None:
-    count = 2000
-    first = np.log(np.tile(np.array([0.5, 0.5], np.float32), (2, count, 1)))
-    second = np.log(np.tile(np.array([0.4, 0.6], np.float32), (2, count, 1)))
-    contexts = [Context("short", [i]) for i in range(count)]
-    apart = differences(contexts, first, second, seed=3)
+    count = 1000
+    expected = dict(rows(*[[0.5, 0.5]] * count)).__getitem__
+    apart = differences(rows(*[[0.4, 0.6]] * count), expected, seed=3)
     assert apart.same_draw == pytest.approx(0.9, abs=0.03)

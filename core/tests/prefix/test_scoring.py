@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from genlm import EvaluationError, Token, TokenScores, Vocabulary
-from genlm.plugin import TokenSequence
+from genlm import EvaluationError, GroupReduction, Token, TokenScores, Vocabulary
+from genlm.plugin import Reduced, TokenSequence
 from genlm.prefix import (
     ForwardCounts,
     PieceScores,
@@ -67,7 +68,7 @@ def serve(capacity: int, **limits: int) -> tuple[PrefixRows, ScoringModel]:
     rows = PrefixRows(
         model,
         without_cache=lambda sequence: expected(None, sequence)[None],
-        score_without_cache=lambda scored: right_scores(None, scored),
+        score_without_cache=alone,
         vocabulary=Vocabulary(None, tokens, [str(token) for token in tokens]),
         budget_bytes=(capacity + 1) * TOKEN_BYTES + 3,
         bytes_per_token=TOKEN_BYTES,
@@ -78,6 +79,15 @@ def serve(capacity: int, **limits: int) -> tuple[PrefixRows, ScoringModel]:
 
 def scored(ids: Ids, start: int = 1) -> ScoredText:
     return ScoredText(TokenSequence.of(ids[:-1]), ids[start:])
+
+
+def alone(asked: ScoredText) -> TokenScores | Reduced:
+    """What a text is computed by that does not fit into the tree."""
+    if asked.reduction is None:
+        return right_scores(None, asked)
+    ids, places = asked.sequence.token_ids, torch.arange(len(asked.targets))
+    rows = [expected(None, ids[:end]) for end in range(asked.first + 1, len(ids) + 1)]
+    return Reduced((asked.reduction.compute(torch.stack(rows), places, places),))
 
 
 def right_scores(adapter: str | None, asked: ScoredText) -> TokenScores:
@@ -94,6 +104,7 @@ def right_scores(adapter: str | None, asked: ScoredText) -> TokenScores:
 def assert_right(rows: PrefixRows, texts: list[ScoredText], adapter: str | None = None) -> None:
     for found, asked in zip(rows.scores(adapter, texts), texts, strict=True):
         wanted = right_scores(adapter, asked)
+        assert isinstance(found, TokenScores), found
         torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-6)
         assert found.is_top.tolist() == wanted.is_top.tolist()
 
@@ -272,6 +283,20 @@ def vocabulary(size: int, missing: tuple[int, ...] = ()) -> Vocabulary:
     return Vocabulary(None, tokens, [str(i) for i in range(size)], missing)
 
 
+def pieces(keys: np.ndarray, targets: np.ndarray, vocab: Vocabulary) -> PieceScores:
+    """The scores of one text whose targets follow positions of these keys."""
+    sequence = TokenSequence.of([0] * len(targets))
+    scores = PieceScores([ScoredText(sequence, tuple(targets.tolist()))], vocab)
+    scores.expect(keys, np.arange(len(targets)))
+    return scores
+
+
+def result(scores: PieceScores) -> TokenScores:
+    [found] = scores.results()
+    assert isinstance(found, TokenScores), found
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [5, 9, 12])
 def test_only_ids_of_the_vocabulary_that_have_logits_count(
@@ -285,10 +310,10 @@ def test_only_ids_of_the_vocabulary_that_have_logits_count(
     wanted = kept.log_softmax(-1)
     pairs = np.array([(row, target) for row in range(6) for target in range(9)])
     pairs = np.random.default_rng(0).permutation(pairs)
-    scores = PieceScores(pairs[:, 0] * 10, pairs[:, 1], vocab)
+    scores = pieces(pairs[:, 0] * 10, pairs[:, 1], vocab)
     for rows in ([4], [5, 0], [1, 2, 3]):
         scores.add(np.array(rows) * 10, logits[rows])
-    logprobs, is_top = scores.results()
+    logprobs, is_top = result(scores)
     right = wanted[pairs[:, 0], pairs[:, 1]]
     torch.testing.assert_close(logprobs.double(), right, rtol=0, atol=1e-5)
     assert torch.equal(is_top, right >= wanted.amax(-1)[pairs[:, 0]])
@@ -296,19 +321,19 @@ def test_only_ids_of_the_vocabulary_that_have_logits_count(
 
 
 def test_equal_logits_are_all_on_top() -> None:
-    scores = PieceScores(np.array([0, 0, 0]), np.array([1, 2, 0]), vocabulary(4))
+    scores = pieces(np.array([0, 0, 0]), np.array([1, 2, 0]), vocabulary(4))
     scores.add(np.array([0]), torch.tensor([[0.0, 2.0, 2.0, -1.0]]))
-    assert scores.results()[1].tolist() == [True, True, False]
+    assert result(scores).is_top.tolist() == [True, True, False]
 
 
 def test_a_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     found = []
     for values in (1, 20, 10**6):
-        monkeypatch.setattr("genlm.prefix.scoring._VALUES_AT_ONCE", values)
-        scores = PieceScores(np.arange(50), np.arange(50) % 9, vocabulary(9, (2,)))
+        monkeypatch.setattr("genlm.core.text_scores._VALUES_AT_ONCE", values)
+        scores = pieces(np.arange(50), np.arange(50) % 9, vocabulary(9, (2,)))
         scores.add(np.arange(50), logits)
-        found.append(scores.results())
+        found.append(result(scores))
     for other in found[1:]:
         assert torch.equal(found[0][0], other[0])
         assert torch.equal(found[0][1], other[1])
@@ -322,12 +347,123 @@ def test_rows_that_are_no_distributions_are_errors(bad: float | None) -> None:
     else:
         logits[1, 2] = bad
     for targets, fails in (([0, 1, 2], True), ([0, 2], False)):
-        scores = PieceScores(np.array(targets), np.zeros(len(targets), np.int64), vocabulary(4))
+        scores = pieces(np.array(targets), np.zeros(len(targets), np.int64), vocabulary(4))
         scores.add(np.arange(3), logits)
+        [found] = scores.results()
         if fails:
-            with pytest.raises(
-                EvaluationError, match=r"1 of 3 rows that are not distributions"
-            ):
-                scores.results()
+            assert isinstance(found, EvaluationError)
+            assert "1 of 3 rows that are not distributions" in str(found)
         else:
-            assert scores.results()[0].isfinite().all()
+            assert result(scores).logprobs.isfinite().all()
+
+
+def test_a_text_of_which_positions_are_missing_is_an_error() -> None:
+    scores = PieceScores([scored(text(4, 0)), scored(text(3, 1))], vocabulary(SIZE))
+    scores.add(np.array([0, 2, 3, 4]), torch.zeros(4, SIZE))
+    missing, complete = scores.results()
+    assert not scores.is_complete
+    assert isinstance(missing, EvaluationError)
+    assert "2 of 3 positions" in str(missing)
+    assert isinstance(complete, TokenScores)
+
+
+class Columns(GroupReduction):
+    """The number of each member, its token's log-probability, and its row."""
+
+    def __init__(self, token_ids: Ids) -> None:
+        self.token_ids = torch.tensor(token_ids)
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        chosen = rows[row_of, self.token_ids[members]]
+        return members, chosen, rows[row_of]
+
+
+def reduced(ids: Ids, start: int = 1) -> ScoredText:
+    return scored(ids, start)._replace(reduction=Columns(ids[start:]))
+
+
+@pytest.mark.parametrize("capacity", [0, 25, 200])
+@pytest.mark.parametrize("values", [1, 20, 10**6])
+def test_reductions_of_texts_have_the_rows_before_their_tokens(
+    capacity: int, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm.core.rows._VALUES_ON_CPU", values)
+    program = random.Random(capacity)
+    rows, _ = serve(capacity, max_tokens=16)
+    shared = text(12, 0)
+    texts = [(*shared[: program.randrange(1, 12)], *text(9, i)) for i in range(6)]
+    starts = [program.randint(1, len(ids) - 1) for ids in texts]
+    asked = [
+        (reduced if place % 3 else scored)(ids, start)
+        for place, (ids, start) in enumerate(zip(texts, starts, strict=True))
+    ]
+    for found, each, start in zip(rows.scores(None, asked), asked, starts, strict=True):
+        right = right_scores(None, each)
+        if each.reduction is None:
+            assert isinstance(found, TokenScores)
+            torch.testing.assert_close(found.logprobs, right.logprobs, rtol=0, atol=1e-6)
+            continue
+        assert isinstance(found, Reduced)
+        [(members, chosen, whole)] = found.values
+        assert members.tolist() == list(range(len(each.targets)))
+        torch.testing.assert_close(chosen, right.logprobs, rtol=0, atol=1e-6)
+        ids = each.sequence.token_ids
+        wanted = [expected(None, ids[:end]) for end in range(start, len(ids) + 1)]
+        torch.testing.assert_close(whole, torch.stack(wanted), rtol=0, atol=1e-6)
+
+
+def test_no_more_rows_than_a_part_are_reduced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genlm.core.rows._VALUES_ON_CPU", SIZE)  # pieces have two
+    sizes: list[int] = []
+
+    class Counted(Columns):
+        def compute(self, rows: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            sizes.append(len(rows))
+            return super().compute(rows, *more)[:2]
+
+    rows, _ = serve(500)
+    ids = text(30, 0)
+    [found] = rows.scores(None, [scored(ids)._replace(reduction=Counted(ids[1:]))])
+    assert isinstance(found, Reduced)
+    assert sum(sizes) == 29
+    assert max(sizes) == 1
+
+
+def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() -> None:
+    class Broken(Columns):
+        answer: Any = None
+
+        def compute(self, rows: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if self.answer is None:
+                raise ArithmeticError("this reduction fails")
+            answer: tuple[torch.Tensor, ...] = self.answer(rows)
+            return answer
+
+    rows, _ = serve(500)
+    ids = text(9, 0)
+    for answer, message in (
+        (None, "Broken.compute raised ArithmeticError: this reduction fails"),
+        (lambda rows: rows, "returned Tensor, not a tuple"),
+        (lambda rows: (rows[:1],), "1 results for 2 members"),
+    ):
+        broken = Broken(ids[1:])
+        broken.answer = answer
+        asked = [scored(ids)._replace(reduction=broken), reduced(text(9, 1))]
+        failed, fine = rows.scores(None, asked)
+        assert isinstance(failed, EvaluationError)
+        assert message in str(failed)
+        assert isinstance(fine, Reduced)
+
+
+def test_reduced_rows_that_are_no_distributions_are_errors() -> None:
+    ids = text(4, 0)
+    scores = PieceScores([reduced(ids), reduced(ids)], vocabulary(SIZE))
+    logits = torch.zeros(6, SIZE)
+    logits[4, 2] = float("nan")
+    scores.add(np.arange(6), logits)
+    fine, failed = scores.results()
+    assert isinstance(fine, Reduced)
+    assert isinstance(failed, EvaluationError)
+    assert "1 of 3 rows that are not distributions" in str(failed)

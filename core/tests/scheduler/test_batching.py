@@ -158,8 +158,14 @@ def test_no_more_than_max_batch_size_queries_are_in_the_engine(start):
     assert [ids for batch in engine.batches for ids in batch] == [(i,) for i in range(8)]
 
 
-def test_limits_are_python_integers():
-    assert type(batching.Limits(max_batch_size=np.int64(2)).max_batch_size) is int
+def test_limits_may_be_integers_of_numpy(start):
+    llm, engine = start(max_batch_size=np.int64(2), max_pending=np.int64(3))
+
+    async def main():
+        await asyncio.gather(*(llm.next_token_logprobs([i]) for i in range(4)))
+
+    asyncio.run(main())
+    assert [len(batch) for batch in engine.batches] == [2, 2]
 
 
 @pytest.mark.parametrize("limits", [{"max_batch_size": 0}, {"max_pending": -1}])

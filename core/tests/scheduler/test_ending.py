@@ -1,4 +1,4 @@
-"""Laws: `close`, `reset_async_queries` and the interpreter's exit leave no waiter hanging."""
+"""Laws: `close`, `cancel_all` and the interpreter's exit leave no waiter hanging."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_closing_twice_is_allowed_and_asking_afterwards_is_an_error(start):
     with pytest.raises(EngineClosedError):
         asyncio.run(llm.next_token_logprobs([1]))
     with pytest.raises(EngineClosedError):
-        llm.add_new_lora("folder")
+        llm.load_lora("folder")
     assert llm.statistics().requests >= 1
 
 
@@ -64,7 +64,7 @@ def test_reset_fails_all_waiters_and_leaves_the_model_usable(start):
     llm, engine = start()
     with ThreadPoolExecutor(2) as pool:
         waiters = start_waiters(llm, engine, pool)
-        llm.reset_async_queries()
+        llm.cancel_all()
         for waiter in waiters:
             with pytest.raises(QueryResetError):
                 waiter.result(TIMEOUT_S)
@@ -80,7 +80,7 @@ def test_a_call_on_the_engines_thread_that_close_overtakes_is_an_error(start):
     with ThreadPoolExecutor(3) as pool:
         asked = pool.submit(llm.next_token_logprobs_sync, [1])
         engine.wait_until_entered()
-        loading = pool.submit(llm.add_new_lora, "folder")
+        loading = pool.submit(llm.load_lora, "folder")
         while not llm._scheduler._worker._calls:
             pass
         closing = pool.submit(llm.close)
@@ -161,7 +161,7 @@ def test_an_engine_that_could_not_be_built_is_freed_at_once():
 def test_a_bound_model_keeps_the_engine_alive():
     engine = ScriptedEngine()
     llm = AsyncLM(lambda: engine)
-    llm.add_new_lora("folder", "a")
+    llm.load_lora("folder", "a")
     bound = llm.with_lora("a")
     del llm
     gc.collect()

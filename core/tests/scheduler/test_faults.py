@@ -83,7 +83,7 @@ SCORES = TokenScores(torch.zeros(1), torch.ones(1).bool())
 def test_a_result_of_the_wrong_kind_fails_its_request_alone(start, result) -> None:
     llm, _ = start(Returning(completed(result)))
     faulty, right, reduced = answers(
-        llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4]), llm.top_k([6], 2)
+        llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4]), llm.top_tokens([6], 2)
     )
     assert isinstance(faulty, EvaluationError)
     torch.testing.assert_close(right, oracle_row([4], None, 16))
@@ -111,7 +111,7 @@ def test_scores_of_the_wrong_kind_fail_their_request_alone(start, result) -> Non
 def test_a_reduction_that_the_engine_answers_with_too_few_values_fails_alone(start) -> None:
     llm, _ = start(Returning(completed(Reduced((1,)))))
     mass, top, right = answers(
-        *(llm.log_mass(FAULTY, [1]), llm.top_k(FAULTY, 2), llm.next_token_logprobs([4])),
+        *(llm.log_mass(FAULTY, [1]), llm.top_tokens(FAULTY, 2), llm.next_token_logprobs([4])),
     )
     for each in (mass, top):
         assert isinstance(each, EvaluationError)
@@ -188,7 +188,9 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, raising_for(owner, name, is_faulty))
         found = answers(
-            llm.next_token_logprobs(FAULTY), llm.next_token_logprobs(FAULTY), llm.top_k([4], 2)
+            llm.next_token_logprobs(FAULTY),
+            llm.next_token_logprobs(FAULTY),
+            llm.top_tokens([4], 2),
         )
     failed = [isinstance(each, EvaluationError) for each in found]
     expected = {
@@ -199,7 +201,7 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
     }
     assert failed == expected[stage]
     assert all(isinstance(each.__cause__, Bug) for each in found if isinstance(each, Exception))
-    again = answers(llm.next_token_logprobs(FAULTY), llm.top_k([4], 2))
+    again = answers(llm.next_token_logprobs(FAULTY), llm.top_tokens([4], 2))
     torch.testing.assert_close(again[0], oracle_row(FAULTY, None, 16))
     torch.testing.assert_close(again[1].logprobs, oracle_row([4], None, 16).topk(2).values)
     assert llm.statistics().pending == 0
@@ -224,8 +226,8 @@ def test_a_stage_that_returns_nonsense_ends_the_requests_of_its_step(
     llm = make_model(Whole(), output_cache=OutputCache(0))
     with monkeypatch.context() as patch:
         patch.setattr(RowResults, stage, lambda *_: returned)
-        answers(llm.top_k([4], 2), llm.next_token_logprobs(FAULTY))  # they end
-    again = answers(llm.next_token_logprobs(FAULTY), llm.top_k([4], 2))
+        answers(llm.top_tokens([4], 2), llm.next_token_logprobs(FAULTY))  # they end
+    again = answers(llm.next_token_logprobs(FAULTY), llm.top_tokens([4], 2))
     torch.testing.assert_close(again[0], oracle_row(FAULTY, None, 16))
     torch.testing.assert_close(again[1].logprobs, oracle_row([4], None, 16).topk(2).values)
 
@@ -270,6 +272,8 @@ def test_completions_of_unknown_queries_and_those_that_come_twice_change_nothing
 
     llm, _ = start(Twice())
     for token_id in range(3):
-        row, top = answers(llm.next_token_logprobs([token_id]), llm.top_k([token_id, 1], 1))
+        row, top = answers(
+            llm.next_token_logprobs([token_id]), llm.top_tokens([token_id, 1], 1)
+        )
         torch.testing.assert_close(row, oracle_row([token_id], None, 16))
         assert top.token_ids.tolist() == [oracle_row([token_id, 1], None, 16).argmax()]

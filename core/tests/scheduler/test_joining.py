@@ -42,7 +42,7 @@ def test_a_request_joins_one_that_the_engine_works_on(start):
 
 def test_requests_for_different_adapters_do_not_join(start):
     llm, engine = start()
-    llm.add_new_lora("folder", "a")
+    llm.load_lora("folder", "a")
 
     async def main():
         return await asyncio.gather(

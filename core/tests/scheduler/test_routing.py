@@ -36,8 +36,8 @@ def test_every_caller_gets_the_row_of_its_own_sequence(
     with AsyncLM(
         ScriptedEngine, output_cache=OutputCache(cache_entries), max_batch_size=max_batch_size
     ) as llm:
-        llm.add_new_lora("somewhere", "a")
-        llm.add_new_lora("elsewhere", "b")
+        llm.load_lora("somewhere", "a")
+        llm.load_lora("elsewhere", "b")
         order = random.Random(seed)
 
         async def ask(ids, adapter):

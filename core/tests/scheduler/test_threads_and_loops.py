@@ -155,7 +155,7 @@ def test_the_engine_is_built_stepped_and_closed_on_one_thread():
             seen.add(threading.get_ident())
 
     with AsyncLM(Watched) as llm:
-        llm.add_new_lora("folder", "a")
+        llm.load_lora("folder", "a")
         llm.next_token_logprobs_sync([1])
     assert len(seen) == 1
     assert threading.get_ident() not in seen

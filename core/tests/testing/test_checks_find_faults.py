@@ -83,7 +83,7 @@ def test_a_fault_that_comes_and_goes_is_reported_as_the_violated_property(
             rows = super().evaluate(queries)
             return rows.flip(1) if WrongOnce.calls == 9 else rows
 
-    outcome = run_check("concurrent-equals-alone", scripted_target(build=WrongOnce))
+    outcome = run_check("batch-equals-map", scripted_target(build=WrongOnce))
     assert outcome.status == "failed"
     assert outcome.expected.startswith("the row of (")
 
@@ -98,5 +98,5 @@ def test_another_seed_makes_other_examples(run_check: RunCheck) -> None:
 
     for seed in (0, 0, 1):
         seen.append(set())
-        run_check("concurrent-equals-alone", scripted_target(build=Watched), seed=seed)
+        run_check("batch-equals-map", scripted_target(build=Watched), seed=seed)
     assert seen[0] == seen[1] != seen[2]

@@ -12,7 +12,7 @@ from scripted_target import VOCAB_SIZE, CertifiedEngine, scripted_target
 
 from genlm import AsyncLM, Capability, Completion, OutputCache
 from genlm.plugin import TokenScores, stream_uniform
-from genlm.testing import QUICK, all_checks
+from genlm.testing import all_checks
 
 from .conftest import RunCheck
 
@@ -172,19 +172,3 @@ def test_a_failing_program_is_shown_as_the_calls_that_lead_to_it(run_check: RunC
     program = eval(outcome.example["program"])
     assert len(program) <= 4
     assert any(call.startswith("spoil(") for call in program)
-
-
-def test_draws_for_the_test_of_fit_are_waited_for_a_few_at_a_time(run_check: RunCheck):
-    asked = []
-
-    class Counting(AsyncLM):
-        async def batch_sample(self, prompts, *arguments, **options):
-            asked.append((len(prompts), options["temperature"], options["seed"]))
-            return await super().batch_sample(prompts, *arguments, **options)
-
-    target = scripted_target(front=Counting)
-    outcome = run_check("samples-follow-the-logprobs", target, profile=QUICK)
-    assert outcome.status == "passed", outcome
-    assert max(count for count, _, _ in asked) <= 100
-    assert sum(count for count, _, _ in asked) == 3 * QUICK.draws
-    assert len(set(asked)) == len(asked)  # no draw comes twice

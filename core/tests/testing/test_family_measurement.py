@@ -127,7 +127,7 @@ def test_a_longer_row_is_wrong(tmp_path: Path) -> None:
     assert model.vocab_size == 301  # transformers adds a token to this one's tokenizers
     result = measured(model, lambda ids, row: row[:300].log_softmax(-1))
     assert (result.status, result.error) == ("wrong", float("inf"))
-    assert "a row of shape (300,); the tokenizer has 301 ids" in result.reason
+    assert "a row of 300 ids; expected 301" in result.reason
 
 
 def test_failing_requests_and_loads_are_told_from_refusals(model: TinyModel) -> None:

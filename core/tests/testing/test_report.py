@@ -92,7 +92,7 @@ def test_a_failure_exits_with_1_and_shows_the_law_and_the_smallest_example(check
     done = check(*FEW, build=LastRowFirst)
     assert done.exit_code == 1
     assert "FAILED batch-equals-map[scripted]" in done.output
-    assert "property  Row i of a batch is that of sequence i" in done.output
+    assert "property  Row i of a batch, or of concurrent requests" in done.output
     assert "expected  the row of (" in done.output
     assert "with      batch = [(" in done.output
     assert "1 passed, 1 failed" in done.output

@@ -21,11 +21,11 @@ def test_every_check_runs_with_every_target(cases):
 
 
 def test_checks_cases_and_models_can_be_named(cases):
-    only = ["rows-are-right", "warm-equals-cold[blue]"]
+    only = ["rows-are-right", "batch-equals-map[blue]"]
     found = [case.id for case in chosen(cases, only, [])]
-    assert found == ["rows-are-right[red]", "rows-are-right[blue]", "warm-equals-cold[blue]"]
+    assert found == ["rows-are-right[red]", "rows-are-right[blue]", "batch-equals-map[blue]"]
     found = [case.id for case in chosen(cases, only, ["blue"])]
-    assert found == ["rows-are-right[blue]", "warm-equals-cold[blue]"]
+    assert found == ["rows-are-right[blue]", "batch-equals-map[blue]"]
 
 
 def test_a_misspelt_check_or_model_is_an_error_with_a_suggestion(cases):

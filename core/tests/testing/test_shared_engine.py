@@ -76,11 +76,11 @@ def test_an_adapter_that_one_model_removed_is_loaded_again_for_the_next() -> Non
     target = scripted_target(build=Removing, shared=True)
     for _ in range(2):
         with target.load() as lm:
-            lm.add_new_lora(target.adapters["red"], "red")
+            lm.load_lora(target.adapters["red"], "red")
             assert lm.next_token_logprobs_sync([1, 2], lora_name="red").shape == (
                 lm.vocab_size,
             )
-            lm.remove_lora("red")
+            lm.unload_lora("red")
             assert lm.next_token_logprobs_sync([1]) is not None  # the engine has removed it
     target.close()
 

@@ -67,7 +67,7 @@ def test_operations_and_dtypes_in_one_step_do_not_mix() -> None:
                 front.weight_sum(np.ones(3)),
                 front.weight_max(np.ones(3)),
                 front.weight_sum(np.ones(3, np.float32)),
-                front.mass_sum(torch.ones(3)),
+                front.weight_sum(torch.ones(3)),
                 front.weight_sum([1.0, 1.0, 1.0]),
             )
 

@@ -177,9 +177,9 @@ def test_what_a_model_cannot_do_is_an_error_that_says_why(
         with pytest.raises(
             UnsupportedCapabilityError, match=r"no cache .*takes no position_ids"
         ):
-            llm.cache_kv([3, 4])
+            llm.pin_prefix([3, 4])
         with pytest.raises(UnsupportedCapabilityError, match=r"pip install 'genlm-hf\[lora\]'"):
-            llm.add_new_lora("folder", "red")
+            llm.load_lora("folder", "red")
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

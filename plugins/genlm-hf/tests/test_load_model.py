@@ -71,7 +71,7 @@ def test_one_gather_mixes_adapters_and_the_base_model(
     lm: Any, llama: Any, adapter: tuple[str, Any]
 ) -> None:
     path, adapted = adapter
-    lm.add_new_lora(path, "red")
+    lm.load_lora(path, "red")
 
     async def ask() -> list[torch.Tensor]:
         return await asyncio.gather(
@@ -88,17 +88,15 @@ def test_one_gather_mixes_adapters_and_the_base_model(
         assert (red_row - alone(adapted, ids)).abs().max() <= 1e-4
 
 
-def test_a_stateful_adapter_is_never_stale(
+def test_rows_of_a_model_with_an_adapter_are_never_stale(
     lm: Any, llama: Any, adapter: tuple[str, Any]
 ) -> None:
     path, adapted = adapter
-    lm.add_new_lora(path, "red")
+    lm.load_lora(path, "red")
     ids = SEQUENCES[0]
     for _ in range(2):
-        lm.set_lora("red")
-        row = lm.next_token_logprobs_sync(ids)
+        row = lm.with_lora("red").next_token_logprobs_sync(ids)
         assert (row - alone(adapted, ids)).abs().max() <= 1e-4
-        lm.clear_lora()
         row = lm.next_token_logprobs_sync(ids)
         assert (row - alone(llama, ids)).abs().max() <= 1e-4
 

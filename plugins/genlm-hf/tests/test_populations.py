@@ -88,7 +88,7 @@ def test_members_have_the_rows_of_their_adapter(
 ) -> None:
     make_adapter(llama, tmp_path, 1)
     with AsyncLM(lambda: HFEngine.from_model(llama, tokenizer)) as lm:
-        lm.add_new_lora(str(tmp_path), "one")
+        lm.load_lora(str(tmp_path), "one")
         prompt = ids_of_lengths(12)[0]
         pairs = [lm.population(prompt, 3), lm.population(prompt, 3, lora_name="one")]
         for step in range(3):

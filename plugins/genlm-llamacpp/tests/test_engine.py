@@ -65,10 +65,10 @@ def test_the_cache_may_be_quantised_and_limits_apply(llama):
 def test_folders_without_one_adapter_are_refused(llama, tmp_path):
     with AsyncLM(llama.engine) as lm:
         with pytest.raises(AdapterError, match=r"convert_lora_to_gguf\.py"):
-            lm.add_new_lora(tmp_path, "red")
+            lm.load_lora(tmp_path, "red")
         (tmp_path / "adapter.gguf").write_bytes(b"nothing")
         with pytest.raises(AdapterError, match="could not load adapter 'red'"):
-            lm.add_new_lora(tmp_path, "red")
+            lm.load_lora(tmp_path, "red")
 
 
 def test_the_demo_model_is_that_of_genlm_hf(tmp_path):

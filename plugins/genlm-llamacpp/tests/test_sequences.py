@@ -136,7 +136,7 @@ def test_what_the_population_shares_decides_about_the_cache(llama):
 
     engine = llama.engine(n_ctx=1024)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
-        lm.add_new_lora(llama.adapters["red"], "red")
+        lm.load_lora(llama.adapters["red"], "red")
         assert lm.max_context == 64  # of the model; it does not change with the cache
         check(distinct, 4)
         check([[*ids, 5] for ids in distinct], 4)
@@ -150,7 +150,7 @@ def test_what_the_population_shares_decides_about_the_cache(llama):
         check([longer], 0)
         lm.clear_kv_cache()
         check(distinct, 4)
-        lm.cache_kv(longer)
+        lm.pin_prefix(longer)
         check([*distinct, [*longer, 3]], 0)
 
 
@@ -222,9 +222,9 @@ def test_a_dropped_context_gives_its_tokens_back(llama):
 
 def test_kept_prefixes_leave_a_sequence_for_others(llama):
     with AsyncLM(lambda: llama.engine(n_seq_max=2), output_cache=OutputCache(0)) as lm:
-        lm.cache_kv([5, 6, 7])
+        lm.pin_prefix([5, 6, 7])
         with pytest.raises(EvaluationError, match="no sequence would remain"):
-            lm.cache_kv([8, 9])
+            lm.pin_prefix([8, 9])
         lm.next_token_logprobs_sync([5, 6, 7, 8])
         before = lm.statistics().engine["tokens_computed"]
         lm.next_token_logprobs_sync([5, 6, 7, 9])
@@ -235,7 +235,7 @@ def test_a_kept_prefix_gives_way_to_a_context_that_needs_the_room(llama):
     """A cache of 256 cells; kept prefixes take most of it."""
     with AsyncLM(lambda: llama.engine(n_ctx=256), output_cache=OutputCache(0)) as lm:
         for first in range(4):
-            lm.cache_kv([first, *range(59)])
+            lm.pin_prefix([first, *range(59)])
         asked = [100, *range(200, 250)]
         row = lm.next_token_logprobs_sync(asked)
     torch.testing.assert_close(row.double(), llama.logprobs(asked), atol=1e-4, rtol=0)

@@ -53,7 +53,7 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
     adapter.mkdir()
     (adapter / "text.txt").write_text("roses are red\n\nviolets are blue\n")
     llm = load(replicas=2, max_restarts=2)
-    llm.add_new_lora(str(adapter), "poet")
+    llm.load_lora(str(adapter), "poet")
     before = pids(llm)
     for pid in before:  # else all are answered before one of them is killed
         os.kill(pid, signal.SIGSTOP)
@@ -73,14 +73,14 @@ def test_what_a_killed_replica_had_is_asked_again(load, pids, reference, tmp_pat
         time.sleep(0.05)
     assert pids(llm)[0] != before[0]
     os.kill(before[1], signal.SIGKILL)
-    reference.add_new_lora(str(adapter), "poet")
+    reference.load_lora(str(adapter), "poet")
     for ids in PROMPTS[:3]:
         torch.testing.assert_close(
             llm.next_token_logprobs_sync(ids, lora_name="poet"),
             reference.next_token_logprobs_sync(ids, lora_name="poet"),
         )
     with pytest.raises(AdapterError):
-        llm.add_new_lora(str(tmp_path / "nothing"), "nobody")
+        llm.load_lora(str(tmp_path / "nothing"), "nobody")
     torch.testing.assert_close(  # refused alone: the others are as they were
         llm.next_token_logprobs_sync(PROMPTS[0], lora_name="poet"),
         reference.next_token_logprobs_sync(PROMPTS[0], lora_name="poet"),
@@ -228,8 +228,8 @@ def test_an_adapter_is_added_although_a_replica_is_lost(in_process, poet, refere
         actor.held = {"add_adapter", "ping"}
     else:
         actor.run(actor.replica._end(engine._links[0].session)).result(60)
-    assert _ended(llm.add_new_lora, poet, "poet") is None
-    reference.add_new_lora(poet, what)
+    assert _ended(llm.load_lora, poet, "poet") is None
+    reference.load_lora(poet, what)
     torch.testing.assert_close(
         llm.next_token_logprobs_sync([1, 2], lora_name="poet"),
         reference.next_token_logprobs_sync([1, 2], lora_name=what),

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 def hf(model):
     with genlm.load_model(str(model.path), "hf", **OPTIONS) as llm:
         for name, path in model.adapters.items():
-            llm.add_new_lora(path, name)
+            llm.load_lora(path, name)
         yield llm
 
 
@@ -44,9 +44,9 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
     llm = load("hf", str(model.path), replicas=2, engine_opts=OPTIONS)
     assert {"lora", "prefix_cache", "score"} <= set(llm.capabilities)
     for name, path in model.adapters.items():
-        llm.add_new_lora(path, name)
+        llm.load_lora(path, name)
     prompts = [[3 + i, 5, 7 + i % 3, 9] for i in range(12)]
-    llm.cache_kv(prompts[0])
+    llm.pin_prefix(prompts[0])
     for name in (None, "red", "blue"):
         torch.testing.assert_close(
             llm.batch_next_token_logprobs_sync(prompts, lora_name=name),
@@ -61,8 +61,8 @@ def test_replicas_answer_what_the_engine_does(load, model, hf, pids, monkeypatch
     drawn = llm.batch_draw_sync(prompts, masks=[[4, 8, 15]] * 12, seed=range(12))
     expected = hf.batch_draw_sync(prompts, masks=[[4, 8, 15]] * 12, seed=range(12))
     assert [one.token_id for one in drawn] == [one.token_id for one in expected]
-    top = llm.top_k_sync(prompts[0], 4)
-    assert top.token_ids.tolist() == hf.top_k_sync(prompts[0], 4).token_ids.tolist()
+    top = llm.top_tokens_sync(prompts[0], 4)
+    assert top.token_ids.tolist() == hf.top_tokens_sync(prompts[0], 4).token_ids.tolist()
     assert llm.sample_sync(prompts[1], max_tokens=5, seed=2) == hf.sample_sync(
         prompts[1], max_tokens=5, seed=2
     )

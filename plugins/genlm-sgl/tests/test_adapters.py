@@ -129,7 +129,7 @@ def test_without_enable_lora_the_error_says_what_to_do(build: Any, tiny: TinyLla
         genlm.load_model(tiny.path, "sgl", engine_opts=options) as lm,
         pytest.raises(UnsupportedCapabilityError, match="'enable_lora': True"),
     ):
-        lm.add_new_lora(tiny.adapters["red"], "red")
+        lm.load_lora(tiny.adapters["red"], "red")
     engine = build()
     assert Capability.LORA not in engine.capabilities
     with pytest.raises(AdapterError, match="'enable_lora': True"):

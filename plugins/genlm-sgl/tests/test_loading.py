@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from genlm import MissingRequirementError, ModelLoadError, Query
-from genlm.core import memory
+from genlm.engines import memory
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
@@ -118,7 +118,7 @@ def test_options_with_an_argument_of_their_own_are_refused(build: Any, option: s
 
 
 def test_adapters_are_not_loaded_by_options(build: Any) -> None:
-    with pytest.raises(ValueError, match="add_new_lora"):
+    with pytest.raises(ValueError, match="load_lora"):
         build(enable_lora=True, lora_paths=["red=somewhere"])
 
 

@@ -608,7 +608,7 @@ def test_programs_get_right_rows_after_cancellations_and_a_reset(tiny: TinyLlama
         for task in generator.sample(tasks, 10):
             task.cancel()
         await lm.next_token_logprobs(contexts[1][:2])
-        lm.reset_async_queries()
+        lm.cancel_all()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         kinds = {type(each) for each in ended}
         assert kinds <= {asyncio.CancelledError, genlm.QueryResetError, type(None)}, kinds

@@ -92,6 +92,7 @@ def graphs_of_prefills(patch: pytest.MonkeyPatch, backend: str) -> list[int]:
             self.prefill_backend_name = backend
             self._is_full_backend = self._use_draft_input_embeds = False
             self._qwen_bcg_hc_sidechannel = self.is_dsv41_model = False
+            self._input_embeds_arg_idx = None  # the place of embeddings, which have no slot
             self.buffer_registry = SimpleNamespace(has_slot=lambda _: False)
             self.backend = SimpleNamespace(replay=self.replay)
             self._prefill_forward_context = lambda *_, **__: contextlib.nullcontext()

@@ -10,7 +10,7 @@ import pytest
 from vllm.utils import cpu_resource_utils
 
 import genlm
-from genlm.core import memory
+from genlm.engines import memory
 from genlm_vllm import loading
 from genlm_vllm.engine import VLLMEngine
 

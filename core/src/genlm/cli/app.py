@@ -25,7 +25,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="genlm",
-    help="Next-token distributions from any inference engine.",
+    help="Compute next-token distributions with any inference engine.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -56,13 +56,13 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Next-token distributions from any inference engine."""
+    """Compute next-token distributions with any inference engine."""
 
 
 def main() -> None:
-    """Run the command line; an error that genlm raises on purpose is one line, exit 1.
+    """Run the command line. A `GenlmError` is printed as one line, and the exit code is 1.
 
-    With `GENLM_STRICT=1` the traceback of its cause precedes it.
+    With `GENLM_STRICT=1` the traceback of its cause is printed first.
     """
     try:
         app()

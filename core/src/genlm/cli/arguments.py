@@ -1,4 +1,4 @@
-"""What several commands share: arguments, names that the shell completes, the console."""
+"""Arguments, shell completion and the console that several commands use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from genlm.core.dtypes import dtype_name
 from genlm.core.errors import GenlmError
 from genlm.core.plugins import list_backends
 from genlm.core.plugins.spec import Kind
+from genlm.engines.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _PIPE_WIDTH = 10_000
-"""Columns of a table that is not printed to a terminal: no line is wrapped."""
+"""Width of tables that are not printed to a terminal, so that no line is wrapped."""
 
 
 def backends(kind: Kind | None = None) -> Callable[[str], list[str]]:
@@ -50,13 +50,13 @@ EngineOption = Annotated[
     str,
     typer.Option(
         envvar="GENLM_BACKEND",
-        help="An engine; see `genlm plugins`.",
+        help="Name of an engine; `genlm plugins` lists them.",
         autocompletion=backends("engine"),
     ),
 ]
 """`--backend` of the commands that load a model."""
 
-ModelOption = Annotated[str, typer.Option(help="A hub id, a path, or `demo`.")]
+ModelOption = Annotated[str, typer.Option(help="Model id, path, or `demo`.")]
 """`--model` of the same commands."""
 
 LoadOptions = Annotated[
@@ -94,7 +94,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written before the work whose results it is to hold.
+    """Refuse a file that cannot be written, before its content is computed.
 
     Raises:
         typer.BadParameter: It cannot be written.
@@ -123,6 +123,6 @@ def load(model: str, backend: str, options: Mapping[str, Any]) -> AsyncLM:
 
 
 def output_console() -> Console:
-    """Return a console for tables on standard output, which programs may read as well."""
+    """Return a console for tables on standard output; lines are not wrapped in a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPE_WIDTH)

@@ -1,4 +1,4 @@
-"""`genlm bench`: one page of figures for an engine and a model on this machine."""
+"""`genlm bench`: throughput, latency and memory of a model on an engine and this machine."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _FIRST_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class BenchReport:
-    """What was measured; `--json` prints it.
+    """The measurements; `--json` prints them.
 
     Attributes:
         backend: Name of the engine.
-        model: What the engine loaded.
-        options: Of `load_model`.
+        model: Model id or path.
+        options: Options of `load_model`.
         load_s: Seconds to load the model and compute its first row.
         first_row_s: Seconds from then to the row of a context of 16 tokens.
-        peak_memory_bytes: Resident memory of this process and the largest that it started.
-        device_memory_bytes: Memory that torch allocated on the GPU at its peak, if any.
-        cells: Rows a second of each batch.
-        engine: The engine's own figures afterwards.
+        peak_memory_bytes: Peak resident memory of this process and its largest child.
+        device_memory_bytes: Peak GPU memory that torch allocated; None without a GPU.
+        cells: Throughput of each batch.
+        engine: Statistics of the engine after the measurements.
         environment: Versions and hardware, as `genlm env` prints them.
         max_context: The model's context length in tokens; None if unlimited.
-        shortened: Requested lengths that do not fit in this context together with their
-            continuations; the longest one that fits was measured instead.
+        shortened: Requested lengths that exceed the context with their extensions; the longest
+            possible length was measured instead.
     """
 
     backend: str
@@ -68,9 +68,10 @@ class BenchReport:
 
 def bench(
     backend: Annotated[
-        str, typer.Argument(help="An installed engine.", autocompletion=backends("engine"))
+        str,
+        typer.Argument(help="Name of an installed engine.", autocompletion=backends("engine")),
     ],
-    model: Annotated[str, typer.Argument(help="A hub id, a path, or `demo`.")] = "demo",
+    model: Annotated[str, typer.Argument(help="Model id, path, or `demo`.")] = "demo",
     *,
     lengths: Annotated[
         str, typer.Option(help="Context lengths in tokens, separated by commas.")
@@ -79,18 +80,18 @@ def bench(
     options: LoadOptions = "{}",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements per batch.")] = 3,
     steps: Annotated[
-        int, typer.Option(min=1, help="Number of tokens by which contexts are continued.")
+        int, typer.Option(min=1, help="Number of extensions of each context by one token.")
     ] = 4,
     most_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens of a batch.")
+        int, typer.Option(min=1, help="Maximum number of tokens in a batch.")
     ] = 2**14,
     seed: SeedOption = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="File for a plot of the figures, .svg or .png.")
+        Path | None, typer.Option(help="Output file for a plot, .svg or .png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure rows a second over batch sizes and lengths, time to the first row, memory."""
+    """Measure throughput by batch size and length, latency of the first row, and memory."""
     plan = Plan(
         _integers("--lengths", lengths), _integers("--batches", batches), repeats, steps,
         most_tokens, seed,
@@ -119,7 +120,7 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> BenchReport:
-    from genlm.cli.comparison.engine_run import device_memory, peak_memory
+    from genlm.cli.engine_process import device_memory, peak_memory
     from genlm.cli.env import environment
     from genlm.core.cache import OutputCache
 
@@ -153,7 +154,7 @@ def _measured(backend: str, model: str, options: dict[str, Any], plan: Plan) -> 
 
 
 def _check_plan(plan: Plan, max_context: int | None) -> None:
-    """Refuse a plan of which the model can run nothing."""
+    """Refuse a plan without a batch that the model can compute."""
     if max_context is not None and plan.steps >= max_context:
         raise typer.BadParameter(
             f"{plan.steps}: the model has a context of {max_context} tokens",
@@ -188,8 +189,8 @@ def _print(report: BenchReport, plan: Plan, console: Console) -> None:
             )
         )
     for title, figure in (
-        ("rows a second of new contexts", "new_rows_per_s"),
-        ("rows a second of contexts continued by one token", "continued_rows_per_s"),
+        ("rows per second, new contexts", "new_rows_per_s"),
+        ("rows per second, contexts extended by one token", "continued_rows_per_s"),
     ):
         console.print(f"\n{title}")
         console.print(_table(figure, report.cells, plan, report.max_context))
@@ -227,18 +228,18 @@ def _check_plot(path: Path) -> None:
 
 
 def _draw(report: BenchReport, path: Path) -> None:
-    """Draw rows a second over batch sizes, a line for each length."""
+    """Plot the throughput over the batch size, one line per length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
-    titles = {"new_rows_per_s": "new contexts", "continued_rows_per_s": "continued by a token"}
+    titles = {"new_rows_per_s": "new contexts", "continued_rows_per_s": "extended by a token"}
     for axes, (name, title) in zip(figure.subplots(1, 2), titles.items()):
         for length in sorted({cell.context_tokens for cell in report.cells}):
             cells = [cell for cell in report.cells if cell.context_tokens == length]
             sizes = [cell.batch_size for cell in cells]
             axes.plot(sizes, [getattr(cell, name) for cell in cells], "o-", label=str(length))
         axes.set(
-            xscale="log", yscale="log", xlabel="contexts in a batch", ylabel="rows a second"
+            xscale="log", yscale="log", xlabel="contexts in a batch", ylabel="rows per second"
         )
         axes.set_title(title)
         axes.grid(visible=True, alpha=0.3)

@@ -22,19 +22,24 @@ __all__ = ["check"]
 
 def check(
     backend: Annotated[
-        str, typer.Argument(help="An installed engine or trie.", autocompletion=backends())
+        str,
+        typer.Argument(help="Name of an installed engine or trie.", autocompletion=backends()),
     ],
     *,
-    model: Annotated[str | None, typer.Option(help="Model to check without an oracle.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model id or path to check without an oracle, in place of targets."),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            help="Dtype in which that model computes; determines the tolerance.",
+            help="Dtype of that model; determines the tolerance.",
             callback=checked_dtype,
         ),
     ] = "float32",
     only: Annotated[
-        list[str] | None, typer.Option(metavar="ID", help="Check to run; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ID", help="Id of a check to run; may be repeated."),
     ] = None,
     profile: Annotated[str, typer.Option(help="Number of examples: quick or full.")] = "quick",
     xfail: Annotated[Path | None, typer.Option(help="File of expected failures.")] = None,
@@ -45,7 +50,9 @@ def check(
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop at the first failure.")
     ] = False,
-    as_list: Annotated[bool, typer.Option("--list", help="List the checks; run none.")] = False,
+    as_list: Annotated[
+        bool, typer.Option("--list", help="List the checks without running them.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run the conformance suite against a backend.

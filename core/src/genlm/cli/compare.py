@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,39 +16,61 @@ from rich.text import Text
 from genlm.cli.arguments import SeedOption, checked_dtype, json_object, output_console
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
+from genlm.testing.target import TOLERANCE_CAPS
 
 if TYPE_CHECKING:
-    from genlm.cli.comparison.runs import Outcome
+    from genlm.cli.engine_process import Answer
+    from genlm.testing.comparison import Differences
 
-__all__ = ["compare"]
+__all__ = ["Outcome", "compare"]
 
-BOUNDS = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1.5e-1}
-"""Largest difference of a log-probability, by the dtype that the engines compute in: the
-tolerances of `genlm check`."""
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of one engine.
+
+    Attributes:
+        backend: Name of the engine.
+        status: `"reference"`, `"within the bound"`, `"beyond the bound"` or `"failed"`.
+        reason: Reason of a failure.
+        differences: Differences from the rows of the first engine that answered; None for
+            that engine.
+        skipped: Number of contexts that the engine does not take: too long, or with unknown
+            ids.
+        figures: Memory, speed and sizes.
+    """
+
+    backend: str
+    status: str
+    reason: str = ""
+    differences: Differences | None = None
+    skipped: int = 0
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="A hub id or a path that every engine loads.")],
+    model: Annotated[str, typer.Argument(help="Model id or path that every engine loads.")],
     *,
     backends: Annotated[
         str,
         typer.Option(
-            help="Two or more engines, separated by commas; the first is the baseline."
+            help="Names of two or more engines, separated by commas; the first is the baseline."
         ),
     ],
     dtype: Annotated[
-        str, typer.Option(help="Dtype in which they compute.", callback=checked_dtype)
+        str, typer.Option(help="Dtype of the computation.", callback=checked_dtype)
     ] = "float32",
     texts: Annotated[
-        Path | None, typer.Option(help="File of texts to compare on, one a line.")
+        Path | None, typer.Option(help="File of texts to compare on, one per line.")
     ] = None,
     ids: Annotated[
-        Path | None, typer.Option(help="File of token ids to compare on, a JSON array a line.")
+        Path | None,
+        typer.Option(help="File of token ids to compare on, one JSON array per line."),
     ] = None,
     bound: Annotated[
         float | None,
         typer.Option(
-            help="Largest accepted difference of log-probabilities; default by dtype."
+            help="Maximum difference of log-probabilities; the default depends on the dtype."
         ),
     ] = None,
     longest: Annotated[
@@ -65,51 +86,93 @@ def compare(
     seed: SeedOption = 0,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Time limit per engine in seconds; default no limit."),
+        typer.Option(help="Time limit per engine in seconds; no limit by default."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the rows that several engines compute of one model, one engine after the other.
+    """Compare the rows that several engines compute with the same model.
 
-    Contexts are short, fork, and go beyond the windows that the model's config states. Each
-    engine runs in a process of its own.
+    The contexts include short contexts, contexts with a shared prefix, and contexts beyond the
+    attention windows of the model's config. The engines run one after the other, each in its
+    own process.
 
-    Exit code 0: all agree within the bound. 1: one does not, or failed. 2: an
-    argument is invalid.
+    Exit code 0: all engines agree within the bound. 1: an engine failed or exceeds the bound.
+    2: an argument is invalid.
     """
-    from genlm.cli.comparison.runs import answer_of, asked_of, judged
-
     if texts is not None and ids is not None:
         raise typer.BadParameter("give --texts or --ids, not both")
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter(f"--timeout {timeout:g}: expected a positive number")
     names = _backends(backends)
     limit = _bound(bound, dtype)
-    request = {
-        "model": model,
-        "dtype": dtype,
-        "longest": longest,
-        "texts": None if texts is None else list(_lines("--texts", texts).values()),
-        "ids": None if ids is None else _ids(ids),
-    }
     chosen = _options(options, names)
-    with tempfile.TemporaryDirectory(prefix="genlm-compare-") as folder:
-        answers = []
-        for number, name in enumerate(names):
-            if not as_json:
-                typer.echo(f"{name} ...", err=True)
-            asked = {**request, "backend": name, "number": number, "options": chosen[name]}
-            answers.append(answer_of(asked, Path(folder), timeout))
-        outcomes = judged(names, answers, Path(folder), limit, seed)
-        summary = asked_of(Path(folder))
-    report = {"model": model, "dtype": dtype, "bound": limit, "seed": seed, **summary}
+    read_texts = None if texts is None else list(_lines("--texts", texts).values())
+    read_ids = None if ids is None else _ids(ids)
+
+    from genlm.cli.engine_process import Request, answer_of
+
+    outcomes: list[Outcome] = []
+    reference: Answer | None = None
+    for name in names:
+        if not as_json:
+            typer.echo(f"{name} ...", err=True)
+        plan = None if reference is None else reference.plan
+        request = Request(model, name, dtype, chosen[name], longest, read_texts, read_ids, plan)
+        answer = answer_of(request, timeout)
+        if isinstance(answer, str):
+            outcomes.append(Outcome(name, "failed", answer))
+        elif reference is None:
+            reference = answer
+            outcomes.append(Outcome(name, "reference", figures=answer.figures))
+        else:
+            outcomes.append(_compared(name, answer, reference, limit, seed))
+    report = {"model": model, "dtype": dtype, "bound": limit, "seed": seed}
+    report |= _planned(reference)
     if as_json:
         engines = [_as_json(dataclasses.asdict(outcome)) for outcome in outcomes]
-        typer.echo(json.dumps({**report, "engines": engines}, indent=2))
+        typer.echo(json.dumps({**report, "engines": engines}, indent=2, default=str))
     else:
         _print(report, outcomes)
     good = {"reference", "within the bound"}
     raise typer.Exit(code=any(outcome.status not in good for outcome in outcomes))
+
+
+def _compared(name: str, answer: Answer, reference: Answer, bound: float, seed: int) -> Outcome:
+    """Compare the rows of the contexts that both engines take."""
+    import torch
+
+    from genlm.testing.comparison import differences
+
+    expected = {
+        ids: torch.from_numpy(row)
+        for ids, row in zip(reference.ids[::-1], reference.rows[::-1])  # the first of two rows
+    }
+    pairs = zip(answer.ids, map(torch.from_numpy, answer.rows))
+    answers = [(ids, row) for ids, row in pairs if ids in expected]
+    if not answers:
+        why = "takes no context that the first engine takes"
+        return Outcome(name, "failed", why, figures=answer.figures)
+    kinds = reference.plan.contexts
+    try:
+        found = differences(answers, expected.__getitem__, kinds=kinds, seed=seed)
+    except ValueError as error:
+        return Outcome(name, "failed", str(error), figures=answer.figures)
+    within = max(found.largest, found.repeats) <= bound
+    status = "within the bound" if within else "beyond the bound"
+    skipped = len(kinds) - len({ids for ids, _ in answers})
+    return Outcome(name, status, "", found, skipped, answer.figures)
+
+
+def _planned(reference: Answer | None) -> dict[str, Any]:
+    if reference is None:
+        return {"contexts": 0, "longest": 0, "not_reached": [], "family": None}
+    plan = reference.plan
+    return {
+        "contexts": len(plan.contexts),
+        "longest": plan.longest,
+        "not_reached": plan.not_reached,
+        "family": plan.family,
+    }
 
 
 # -- arguments ------------------------------------------------------------------------------
@@ -130,9 +193,10 @@ def _backends(text: str) -> list[str]:
 
 
 def _bound(bound: float | None, dtype: str) -> float:
-    if dtype not in BOUNDS:
-        raise typer.BadParameter(f"--dtype {dtype!r}: expected one of {', '.join(BOUNDS)}")
-    limit = BOUNDS[dtype] if bound is None else bound
+    if dtype not in TOLERANCE_CAPS:
+        expected = ", ".join(TOLERANCE_CAPS)
+        raise typer.BadParameter(f"--dtype {dtype!r}: expected one of {expected}")
+    limit = TOLERANCE_CAPS[dtype] if bound is None else bound
     if not (math.isfinite(limit) and limit > 0):
         raise typer.BadParameter(f"--bound {limit}: expected a positive number")
     return limit

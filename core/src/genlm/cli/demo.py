@@ -1,4 +1,4 @@
-"""`genlm demo`: sample freely, run the SMC example on the same model, and report speed."""
+"""`genlm demo`: unconstrained samples and the SMC example on one model, with their speed."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ class Particle:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a demonstration found; `--json` prints it.
+    """The results of a demonstration; `--json` prints them.
 
     Attributes:
         backend: Name of the engine.
-        model: What the engine loaded.
-        prompt: What every text begins with.
-        constraint: What the particles keep to, in words.
-        seed: Of the samples and of the particles.
-        samples: Texts drawn without the constraint.
-        particles: Texts drawn under it, the heaviest first; the weights sum to 1.
+        model: Model id or path.
+        prompt: Beginning of every text.
+        constraint: Description of the constraint on the particles.
+        seed: Random seed of the samples and the particles.
+        samples: Texts sampled without the constraint.
+        particles: Texts sampled under the constraint, in descending order of weight; the
+            weights sum to 1.
         effective_sample_size: 1 over the sum of the squared weights.
-        log_evidence: Estimated log-probability that the model keeps to the constraint.
-        tokens: Tokens drawn for the particles, those resampled away included.
-        seconds: Time that took.
-        cut_by_context: Texts that end because the model's context was full, before
-            `--max-tokens`.
-        tokens_per_second: Their ratio.
+        log_evidence: Estimated log-probability that the model satisfies the constraint.
+        tokens: Number of tokens in the texts of the particles.
+        seconds: Duration of the particle filter.
+        cut_by_context: Number of texts that end before `--max-tokens` because the model's
+            context is full.
+        tokens_per_second: `tokens` divided by `seconds`.
         statistics: The batching and caching figures of `llm.statistics()`, for samples
             and particles together.
     """
@@ -109,7 +110,7 @@ def demo(
     seed: SeedOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Sample texts freely, then with a limit on the length of words, and report the speed."""
+    """Sample texts without and with a limit on the length of words, and report the speed."""
     from genlm.core.lm import load_model
 
     if max(map(len, _WORD.findall(prompt.encode())), default=0) > max_letters:
@@ -133,7 +134,7 @@ def demo(
 
 async def _report(llm: AsyncLM, model: str, plan: _Plan, on_step: Callable[[], None]) -> Report:
     """Draw the samples, then the particles, from independent streams of one seed."""
-    from genlm.core.text import text_ids
+    from genlm.cli.text_ids import text_ids
 
     ids = text_ids(llm.vocabulary, plan.prompt)
     end = llm.vocabulary.eos_token_id
@@ -168,16 +169,17 @@ async def _steered(
     llm: AsyncLM, ids: list[int], plan: _Plan, on_step: Callable[[], None]
 ) -> tuple[list[tuple[int, ...]], np.ndarray, float]:
     """Return the last texts, weights and log-evidence of the SMC example."""
-    from genlm.cli.smc import MaxWordLength
+    from genlm.cli.smc import max_word_length
     from genlm.smc import steer
 
-    rule = MaxWordLength.of(plan.max_letters, llm, ids, plan.particles)
+    rule = max_word_length(plan.max_letters)
+    text = plan.prompt.encode()
     async for particles in steer(  # noqa: B007 - the last ones
         llm,
         ids,
         plan.particles,
         max_tokens=plan.max_tokens,
-        constraint=rule,
+        constraint=rule.start(llm, plan.particles, text=text),
         seed=plan.seed,
     ):
         on_step()

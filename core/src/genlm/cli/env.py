@@ -1,4 +1,4 @@
-"""`genlm env`: versions, hardware and plugins, as a bug report needs them."""
+"""`genlm env`: versions, hardware and plugins, for bug reports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _VARIABLES = (
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what a bug report needs: versions, hardware, plugins and their status."""
+    """Print versions, hardware and the status of plugins, for bug reports."""
     found = environment()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -114,13 +114,13 @@ def _cores() -> str:
 
 
 def _free_memory() -> str:
-    from genlm.core.memory import free_memory_bytes
+    from genlm.engines.memory import free_memory_bytes
 
     return f"{free_memory_bytes() / 2**30:.1f} GiB"
 
 
 def _devices() -> dict[str, str]:
-    """Describe the accelerators that torch finds; a torch that does not load is a finding."""
+    """Describe the accelerators that torch finds, or why torch cannot be imported."""
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""How many rows a second a loaded model gives, over batch sizes and lengths of contexts.
+"""Throughput of a loaded model for each batch size and context length.
 
-Two figures for each batch: rows of new contexts, which have nothing in common and none of which
-the engine has seen, and rows of the same contexts continued by one token, as particles are.
+Each batch is measured twice: with new contexts, which share no prefix and are not cached, and
+with the same contexts extended by one token, as the particles of a filter are.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Cell", "Plan", "first_row_s", "measured"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The batches to measure.
 
     Attributes:
-        lengths: Tokens of a context; those that the model does not take are replaced by the
-            longest one that it takes.
-        batch_sizes: Contexts that are asked at once.
-        repeats: Measurements of each batch, of which the medians are reported.
-        steps: Tokens by which the contexts of a measurement are continued, one at a time.
-        most_tokens: Batches of more tokens than this are left out.
-        seed: Of the token ids.
+        lengths: Context lengths in tokens; lengths beyond the model's context are replaced by
+            the longest possible one.
+        batch_sizes: Numbers of contexts per batch.
+        repeats: Number of measurements per batch; medians are reported.
+        steps: Number of times that the contexts of a measurement are extended by one token.
+        most_tokens: Maximum number of tokens in a batch; larger batches are skipped.
+        seed: Random seed of the token ids.
     """
 
     lengths: Sequence[int]
@@ -46,13 +46,13 @@ class Plan:
         return [(n, m) for n, m in self.all_batches(max_context) if n * m <= self.most_tokens]
 
     def all_batches(self, max_context: int | None) -> list[tuple[int, int]]:
-        """Return the same with those of more tokens than `most_tokens`."""
+        """Return the length and size of every batch, also of those above `most_tokens`."""
         longest = max(self.lengths) if max_context is None else max_context - self.steps
         lengths = sorted({min(length, longest) for length in self.lengths})
         return [(length, size) for length in lengths for size in sorted({*self.batch_sizes})]
 
     def too_long(self, max_context: int | None) -> list[int]:
-        """Return the lengths that do not fit in a context with their continuations."""
+        """Return the lengths that exceed the context with their extensions."""
         longest = max(self.lengths) if max_context is None else max_context - self.steps
         return sorted({length for length in self.lengths if length > longest})
 
@@ -62,10 +62,10 @@ class Cell:
     """The speed of one batch.
 
     Attributes:
-        context_tokens: Tokens of each context.
-        batch_size: Contexts asked at once.
-        new_rows_per_s: Rows a second of new contexts.
-        continued_rows_per_s: Rows a second of contexts continued by one token.
+        context_tokens: Context length in tokens.
+        batch_size: Number of contexts.
+        new_rows_per_s: Rows per second for new contexts.
+        continued_rows_per_s: Rows per second for contexts extended by one token.
     """
 
     context_tokens: int
@@ -75,7 +75,7 @@ class Cell:
 
 
 def first_row_s(llm: AsyncLM, tokens: int) -> float:
-    """Return the seconds to the row of the first context after loading."""
+    """Return the latency in seconds of the first row after loading."""
     return _seconds(llm, [next(_contexts(llm, tokens, random.Random(0)))])
 
 
@@ -85,7 +85,7 @@ def measured(
     """Measure every batch of a plan.
 
     Args:
-        llm: A model without an output cache, which would answer instead of the engine.
+        llm: A model without an output cache, so that the engine computes all rows.
         plan: What to measure.
         on_cell: Called after each batch.
     """

@@ -1,4 +1,4 @@
-"""`genlm plugin new NAME`: write a plugin that is certified as it stands."""
+"""`genlm plugin new NAME`: create a plugin that passes the conformance suite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genlm.core.plugins.registry import PUBLISHED
 
 __all__ = ["plugin_commands"]
 
-plugin_commands = typer.Typer(name="plugin", help="Write a plugin.", no_args_is_help=True)
+plugin_commands = typer.Typer(name="plugin", help="Create a plugin.", no_args_is_help=True)
 
 _FILES = {
     "pyproject.toml.template": "pyproject.toml",
@@ -44,7 +44,7 @@ def new(
         Path | None, typer.Option(help="Folder to create; by default genlm-NAME.")
     ] = None,
 ) -> None:
-    """Write a package with an engine of a few lines, its tests and its metadata."""
+    """Create a package with a small engine, its tests and its metadata."""
     _check(name)
     place = Path(f"genlm-{name}") if folder is None else folder
     if place.exists():

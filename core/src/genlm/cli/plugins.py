@@ -24,13 +24,13 @@ __all__ = ["plugins"]
 _COLOURS = {"ok": "green", "disabled": "bright_black"}
 
 _UNUSABLE = {"broken", "incompatible", "disabled"}
-"""Statuses of backends that cannot be loaded; what they offer may be unknown."""
+"""Statuses of backends that cannot be loaded; their capabilities may be unknown."""
 
 _CAPABILITIES = {
-    "lora": "LoRA adapters per request: llm.add_new_lora(folder, name), lora_name=name",
-    "sample": "draws continuations itself: llm.sample",
+    "lora": "LoRA adapters per request: llm.load_lora(folder, name), lora_name=name",
+    "sample": "samples continuations natively: llm.sample",
     "score": "scores all tokens of a text in one pass: llm.score, llm.batch_score",
-    "prefix_cache": "keeps computed prefixes: llm.cache_kv, llm.clear_kv_cache",
+    "prefix_cache": "caches computed prefixes: llm.pin_prefix, llm.clear_kv_cache",
 }
 
 
@@ -38,7 +38,7 @@ def plugins(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of a backend whose options and capabilities to describe.",
+            help="Name of a backend to describe with its options and capabilities.",
             autocompletion=completed(),
         ),
     ] = None,
@@ -46,7 +46,7 @@ def plugins(
         bool, typer.Option("--json", help="Print a JSON list with every field.")
     ] = False,
 ) -> None:
-    """List the installed engines and tries, or describe one. Imports no engine."""
+    """List the installed engines and tries, or describe one. No engine is imported."""
     backends = list_backends()
     if name is not None:
         backends = _named(name, backends)
@@ -111,7 +111,7 @@ def _print(info: BackendInfo, console: Console) -> None:
 
 
 def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
-    """Yield what a backend that can be loaded needs and offers, and how to load it."""
+    """Yield the requirements and capabilities of a backend, and how to load it."""
     name = info.provider if info.status == "ambiguous" else info.name
     yield "needs", ", ".join(info.requires) or "nothing else"
     for capability in info.capabilities:

@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 __all__ = ["TextScore", "score"]
 
 _SHOWN = 20
-"""Most texts in the table."""
+"""Maximum number of texts in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextScore:
-    """The score of one text; `--output` writes one a line.
+    """The score of one text; `--output` writes one per line.
 
     Attributes:
-        line: Number of its line in the file, from 1.
+        line: Line number in the file, from 1.
         text: The text.
-        prompt: What came before it, not scored; None without one.
+        prompt: Text before it, which is not scored; None without a prompt.
         logprob: Natural-log probability of its tokens.
-        tokens: How many were scored: all of the text, except the first where no prompt and no
-            token that begins a text comes before it.
-        bytes: Of what was scored, in UTF-8.
-        perplexity: Of a token: `exp(-logprob / tokens)`.
+        tokens: Number of scored tokens: all tokens of the text, except the first one if neither
+            a prompt nor a BOS token precedes it.
+        bytes: Number of scored bytes in UTF-8.
+        perplexity: Perplexity per token: `exp(-logprob / tokens)`.
         bits_per_byte: `-logprob / log(2) / bytes`.
         token_logprobs: With `--tokens`, each token's bytes, as text, and log-probability.
     """
@@ -64,13 +64,13 @@ class TextScore:
     token_logprobs: list[tuple[str, float]] | None = None
 
     def as_json(self) -> str:
-        """One line of JSON, without what is not known; infinities as strings."""
+        """One line of JSON without fields that are None; infinities are strings."""
         found = {key: value for key, value in vars(self).items() if value is not None}
         return json.dumps({key: _finite(value) for key, value in found.items()})
 
 
 class _Encoded(NamedTuple):
-    """Token ids of a text, the place of the first to score, and the bytes from there on."""
+    """Token ids of a text, the index of the first scored id, and the number of scored bytes."""
 
     ids: list[int]
     start: int
@@ -81,7 +81,7 @@ def score(
     file: Annotated[
         str,
         typer.Argument(
-            help="File of texts, one a line, or of JSON lines with `text` and optionally "
+            help="File with one text per line, or JSON lines with `text` and optionally "
             "`prompt`; - for standard input."
         ),
     ],
@@ -90,7 +90,7 @@ def score(
     model: ModelOption = "demo",
     output: Annotated[
         str | None,
-        typer.Option(help="File for a JSON line per text; - for standard output."),
+        typer.Option(help="Output file with one JSON line per text; - for standard output."),
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Include the log-probability of each token.")
@@ -105,7 +105,7 @@ def score(
     ] = "auto",
     options: LoadOptions = "{}",
 ) -> None:
-    """Score texts: sums of log-probabilities, perplexities, bits per byte."""
+    """Compute the log-probability, perplexity and bits per byte of texts."""
     chosen = checked_options(options)
     texts = texts_of(file, form)
     if output not in (None, "-"):
@@ -135,7 +135,7 @@ def score(
 
 
 def _encoded(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_Encoded]:
-    """Encode all texts; raises if one is too long or has nothing to score."""
+    """Encode all texts; raise an error if one is too long or has no token to score."""
     begin = _begin(llm.vocabulary)
     encoded = []
     for text in texts:
@@ -162,8 +162,8 @@ def _encoded(llm: AsyncLM, texts: Sequence[LineOfText]) -> list[_Encoded]:
 
 
 def _begin(vocabulary: Vocabulary) -> list[int]:
-    """Return what a model needs before the first token: what begins a text, or ends another."""
-    from genlm.core.text import text_ids
+    """Return the ids before the first token of a text: BOS, or else the end-of-text token."""
+    from genlm.cli.text_ids import text_ids
 
     begin = text_ids(vocabulary, "")
     ends = vocabulary.eos_token_id
@@ -171,8 +171,8 @@ def _begin(vocabulary: Vocabulary) -> list[int]:
 
 
 def _ids(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _Encoded:
-    """Encode a text and its prompt, as one text where the tokenizer splits it between them."""
-    from genlm.core.text import text_ids
+    """Encode a text and its prompt together if a token boundary lies between them."""
+    from genlm.cli.text_ids import text_ids
 
     def begun(of: str) -> list[int]:
         ids = text_ids(vocabulary, of)
@@ -193,7 +193,7 @@ def _ids(vocabulary: Vocabulary, begin: list[int], text: LineOfText) -> _Encoded
 def _scored(
     text: LineOfText, of: _Encoded, logprobs: list[float], names: Vocabulary | None
 ) -> TextScore:
-    """Sum up; with `names`, also each token by itself."""
+    """Sum the log-probabilities; with `names`, list them by token as well."""
     each = None
     if names is not None:
         tokens = (names.byte_vocab[i].byte_string for i in of.ids[of.start :])

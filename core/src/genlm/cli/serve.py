@@ -1,4 +1,4 @@
-"""`genlm serve`: replicas of a model that outlive their caller, through the plugin `ray`.
+"""`genlm serve`: replicas of a model that keep running after the command, with plugin `ray`.
 
 The core knows only the functions `join`, `serve`, `served`, `stop` and `leave` of the engine
 that serves. A cluster is joined only if it was named: what it serves outlives the command.
@@ -27,7 +27,9 @@ _SERVER = "ray"
 
 def serve(
     *,
-    name: Annotated[str, typer.Option(help="Name for load_model(NAME, 'ray').")] = "",
+    name: Annotated[
+        str, typer.Option(help="Name of the served model, for load_model(NAME, 'ray').")
+    ] = "",
     backend: Annotated[
         str, typer.Option(help="Engine of each replica.", autocompletion=backends("engine"))
     ] = "hf",
@@ -40,16 +42,16 @@ def serve(
         str, typer.Option(help='Resources of a replica as JSON: {"num_gpus": 1}.')
     ] = '{"num_cpus": 1}',
     address: Annotated[
-        str, typer.Option(help="Address of the Ray cluster, host:port; default RAY_ADDRESS.")
+        str, typer.Option(help="Address of the Ray cluster, host:port; by default RAY_ADDRESS.")
     ] = "",
     local: Annotated[
         bool, typer.Option("--local", help="Use the Ray cluster that runs on this machine.")
     ] = False,
-    status: Annotated[bool, typer.Option("--status", help="List what is served.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End the model NAME.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="List the served models.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the served model NAME.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
-    """Load a model on a Ray cluster for several programs; list and end such models."""
+    """Serve a model on a Ray cluster for several programs; list and stop served models."""
     if not name and not status:
         raise typer.BadParameter("name the model", param_hint="--name")
     if local and address:

@@ -70,7 +70,7 @@ class Adapters:
         return self._loaded(name).engine_name
 
     def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
-        """Load an adapter; see `AsyncLM.add_new_lora`."""
+        """Load an adapter; see `AsyncLM.load_lora`."""
         self._require_adapters()
         _check_name(name)
         if not name:
@@ -101,11 +101,11 @@ class Adapters:
         self._scheduler.run(load)
 
     def remove(self, name: str) -> None:
-        """Take away an adapter; see `AsyncLM.remove_lora`."""
+        """Take away an adapter; see `AsyncLM.unload_lora`."""
         own = self._loaded(name).folder == _MODEL_ITSELF
         if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(
-                "remove_lora", self._backend, "its engine lacks the method remove_adapter"
+                "unload_lora", self._backend, "its engine lacks the method remove_adapter"
             )
         adapter = self._by_name.pop(name, None)
         if adapter is None:  # another thread removed it

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 from genlm.core.errors import TokenIdError
 from genlm.core.forking import renew_in_forks
@@ -15,12 +15,17 @@ from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_integers, checked_token_ids
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from genlm.core.lm import AsyncLM
     from genlm.core.masks import MaskLike
-    from genlm.core.reductions import DrawnToken, Reduction, TopTokens
+    from genlm.core.query import Reduction
+    from genlm.core.reductions import DrawnToken, TopTokens
     from genlm.core.validation import Integers
+
+    TokenIds: TypeAlias = Integers | "Context"
+    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 __all__ = ["Context", "ContextKey", "ContextLease", "LeaseTable"]
 
@@ -101,7 +106,7 @@ class Context:
     context nor an extension of it that was not asked yet is referred to.
     """
 
-    __slots__ = ("__weakref__", "_lease", "_lm", "adapter", "lora_name", "sequence")
+    __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class Context:
     ) -> None:
         self._lm = lm
         self._lease = lease
-        self.adapter = adapter
+        self._adapter = adapter
         self.sequence = sequence
         self.lora_name = lora_name
 
@@ -136,7 +141,7 @@ class Context:
         if not packed:
             return self
         sequence = TokenSequence(packed, self.sequence)
-        return Context(self._lm, sequence, self.lora_name, self.adapter, self._lease)
+        return Context(self._lm, sequence, self.lora_name, self._adapter, self._lease)
 
     def _packed(self, token_id: int) -> bytes:
         size = self._lm.vocabulary.size
@@ -177,9 +182,9 @@ class Context:
         """Return the log-probabilities of given tokens; see `AsyncLM.token_logprobs`."""
         return self._lm.token_logprobs(self, token_ids)
 
-    def top_k(self, k: int) -> Coroutine[Any, Any, TopTokens]:
-        """Return the `k` most likely next tokens; see `AsyncLM.top_k`."""
-        return self._lm.top_k(self, k)
+    def top_tokens(self, k: int) -> Coroutine[Any, Any, TopTokens]:
+        """Return the `k` most likely next tokens; see `AsyncLM.top_tokens`."""
+        return self._lm.top_tokens(self, k)
 
     def log_mass(self, mask: MaskLike) -> Coroutine[Any, Any, float]:
         """Return the log-probability of a set of tokens; see `AsyncLM.log_mass`."""
@@ -208,11 +213,11 @@ class Context:
         """All ids, oldest first, put together in time proportional to their number."""
         return self.sequence.token_ids
 
-    def is_of(self, model: object) -> bool:
+    def _is_of(self, model: object) -> bool:
         """Whether it belongs to the model that `AsyncLM` identifies by `model`."""
         return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
 
-    def keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
+    def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
         """Lease the engine's state of this context, in place of the one that it extends.
 
         Args:
@@ -220,7 +225,7 @@ class Context:
             is_computed: Whether the engine has just computed the state; else it is leased only
                 if another context has a lease of it.
         """
-        key = (self.adapter, self.sequence.key)
+        key = (self._adapter, self.sequence.key)
         if self._lease is None or self._lease.keys != (key,):
             lease = leases.lease([key]) if is_computed else leases.find(key)
             self._lease = lease or self._lease
@@ -228,7 +233,7 @@ class Context:
     @property
     def _key(self) -> tuple[object, ...]:
         # Models that share an engine (`with_lora`) share `_model` as well.
-        return self._lm._model, self.adapter, self.sequence.key  # noqa: SLF001
+        return self._lm._model, self._adapter, self.sequence.key  # noqa: SLF001
 
     def __len__(self) -> int:
         return len(self.sequence)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from genlm.core.generations import Integers64
     from genlm.core.groups import GroupWork
-    from genlm.core.query import GroupQuery
-    from genlm.core.reductions import Reduction
+    from genlm.core.query import GroupQuery, Reduction
 
 __all__ = [
     "BatchEngine",
@@ -229,13 +228,43 @@ class BatchEngine(abc.ABC):
         """Score the `targets` of each query; engines with `Capability.SCORE` write this.
 
         Args:
-            queries: At least one, each with targets.
+            queries: At least one, each with targets and no other output.
 
         Returns:
             For each query how likely each of its n targets is, target i after the first
             `len(query) - n + 1 + i` ids of the query.
         """
         raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
+
+    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
+        """Reduce the rows before the targets of each query; by default a few rows at a time.
+
+        Engines that compute all positions of a text in one pass override this, and give their
+        logits to a `genlm.prefix.PieceScores`.
+
+        Args:
+            queries: At least one, each with targets and a `PositionReduction`.
+
+        Returns:
+            For each query the columns of its reduction, or its error.
+        """
+        import numpy as np
+
+        from genlm.core.text_scores import PieceScores, ScoredText  # loads torch
+
+        texts = [ScoredText.of(query) for query in queries]
+        scores = PieceScores(texts, self.vocabulary)
+        for query, text, number in zip(queries, texts, scores.ends.tolist(), strict=False):
+            ids, count = query.token_ids, len(text.targets)
+            step = max(1, _GROUP_VALUES // self.vocabulary.size)
+            for begin in range(0, count, step):
+                places = range(begin, min(begin + step, count))
+                parts = [
+                    Query(query.query_id, ids[: text.first + 1 + place], query.adapter)
+                    for place in places
+                ]
+                scores.add(number + np.array(places), self._evaluated(parts))
+        return scores.results()  # type: ignore[return-value]  # each has a reduction
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose the queries that the next step evaluates; all by default.
@@ -358,10 +387,15 @@ class BatchEngine(abc.ABC):
         return batch
 
     def _score_batch(self, queries: list[Query]) -> Sequence[Any]:
-        scores = self.score(queries)
-        if problem := invalid_scores(scores, queries, type(self).__name__):
-            raise EvaluationError(problem)
-        return scores
+        scored = [query for query in queries if query.outputs == ROW_ONLY]
+        reduced = [query for query in queries if query.outputs != ROW_ONLY]
+        results: dict[int, Any] = {}
+        for own, compute in ((scored, self.score), (reduced, self.reduce_texts)):
+            found: Sequence[Any] = compute(own) if own else []
+            if problem := invalid_scores(found, own, type(self).__name__):
+                raise EvaluationError(problem)
+            results |= {query.query_id: each for query, each in zip(own, found, strict=True)}
+        return [results[query.query_id] for query in queries]
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
         """Evaluate and return rows, or what the queries ask of their rows."""
@@ -519,6 +553,8 @@ def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str
             if wrong is None:
                 return ""
             found = f"{_shown(wrong[0])} for a query of {len(wrong[1].targets)} targets"
+    if queries and queries[0].outputs != ROW_ONLY:
+        return f"{engine}.reduce_texts returned {found}; expected one Reduced for each query"
     return (
         f"{engine}.score returned {found}; expected one TokenScores(logprobs, is_top) for each "
         f"query, tensors of shape (number of targets,)"
@@ -527,6 +563,10 @@ def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str
 
 def _fits(scores: object, query: Query) -> bool:
     shape = (len(query.targets),)
+    if isinstance(scores, Exception):
+        return True
+    if query.outputs != ROW_ONLY:
+        return isinstance(scores, Reduced) and len(scores.values) == 1
     return isinstance(scores, TokenScores) and all(
         tuple(getattr(each, "shape", ())) == shape for each in scores
     )

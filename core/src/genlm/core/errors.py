@@ -14,7 +14,7 @@
     │   ├── EvaluationError                 it raised for this request; see __cause__
     │   ├── EngineClosedError               it was closed before it answered
     │   ├── EngineDiedError                 its thread ended; see __cause__
-    │   └── QueryResetError                 `reset_async_queries` dropped the request
+    │   └── QueryResetError                 `cancel_all` dropped the request
     ├── ModelLoadError (ValueError)         a model that cannot be served
     ├── VocabularyError (ValueError)        a tokenizer that cannot be decoded, or
     │                                       items that make no token trie
@@ -194,7 +194,7 @@ class UnknownAdapterError(QueryError, LookupError):
         loaded = ", ".join(self.loaded) or "none"
         return (
             f"no adapter named {self.name!r}. Loaded: {loaded}. "
-            "Load it with add_new_lora(path, name)"
+            "Load it with load_lora(path, name)"
         )
 
 
@@ -247,10 +247,6 @@ class UnsupportedCapabilityError(GenlmError, NotImplementedError):
         return f"engine {self.engine!r} does not support {str(self.capability)!r}; {hint}"
 
 
-UnsupportedCapability = UnsupportedCapabilityError
-"""The earlier name of `UnsupportedCapabilityError`."""
-
-
 class EngineError(GenlmError, RuntimeError):
     """The engine could not answer a valid request."""
 
@@ -268,7 +264,7 @@ class EngineDiedError(EngineError):
 
 
 class QueryResetError(EngineError):
-    """`reset_async_queries` dropped the request before it was answered."""
+    """`cancel_all` dropped the request before it was answered."""
 
 
 class ModelLoadError(GenlmError, ValueError):

@@ -16,8 +16,16 @@ import torch
 from genlm.core.errors import EvaluationError
 from genlm.core.generations import Integers64
 from genlm.core.groups import members_by_row
-from genlm.core.query import Completion, GroupQuery, GroupReduction, GroupResult, Query, Reduced
-from genlm.core.reductions import Reduction, reduce_rows
+from genlm.core.query import (
+    Completion,
+    GroupQuery,
+    GroupReduction,
+    GroupResult,
+    Query,
+    Reduced,
+    Reduction,
+)
+from genlm.core.reductions import reduce_rows
 
 if TYPE_CHECKING:
     from genlm.core.engine import Engine

@@ -11,8 +11,7 @@ import torch
 
 from genlm.core.draws import batch_draw, batch_draw_without_replacement, batch_log_mass, biases
 from genlm.core.errors import EvaluationError
-from genlm.core.query import GroupReduction
-from genlm.core.reductions import Reduction
+from genlm.core.query import GroupReduction, Reduction
 from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ __all__ = [
     "TokenColumns",
     "TopColumns",
     "WeightColumns",
+    "checked_reduction",
 ]
 
 
@@ -101,6 +101,21 @@ class SharedReduction(GroupReduction):
         if found and isinstance(found[0], tuple):
             return tuple(_column(each, kind)[row_of] for each in zip(*found, strict=True))
         return (_column(found, kind)[row_of],)
+
+
+def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
+    """Return a reduction of columns.
+
+    Raises:
+        TypeError: Neither a `GroupReduction` nor a `Reduction`.
+    """
+    if isinstance(reduction, Reduction):
+        return SharedReduction(reduction)
+    if not isinstance(reduction, GroupReduction):
+        raise TypeError(
+            f"expected a genlm.GroupReduction or a genlm.Reduction; found {reduction!r}"
+        )
+    return reduction
 
 
 def _column(values: Sequence[Any], kind: type) -> torch.Tensor:

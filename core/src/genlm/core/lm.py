@@ -45,8 +45,9 @@ from genlm.core.validation import (
 from genlm.core.vocab import Token, Vocabulary
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.engine import PrefixCacheEngine
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["AsyncLM", "load_model", "load_model_by_name"]
 
@@ -271,14 +272,16 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     # -- next-token log-probabilities -------------------------------------------------
 
     async def next_token_logprobs(
-        self, token_ids: TokenIds, *, lora_name: str | None = None
+        self, token_ids: TokenIds, *, lora_name: str | None = None, use_cache: bool = True
     ) -> torch.Tensor:
         """Score every possible next token after `token_ids`.
 
         Args:
             token_ids: Prompt and continuation, oldest first: a list, tuple, numpy or
                 torch array of at least one integer.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
+            use_cache: Whether the row may come from the output cache. A computed row is stored
+                there in any case.
 
         Returns:
             Natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
@@ -295,21 +298,12 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
                 not a distribution.
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
-            QueryResetError: `reset_async_queries` came before the answer.
+            QueryResetError: `cancel_all` came before the answer.
         """
-        row: torch.Tensor = await self._requests.row(token_ids, lora_name)
+        row: torch.Tensor = await self._requests.row(token_ids, lora_name, use_cache=use_cache)
         return row
 
     next_token_logprobs_sync = blocking(next_token_logprobs)
-
-    async def next_token_logprobs_uncached(
-        self, token_ids: TokenIds, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """Score the next token as `next_token_logprobs`, never from the output cache."""
-        row: torch.Tensor = await self._requests.row(token_ids, lora_name, uses_cache=False)
-        return row
-
-    next_token_logprobs_uncached_sync = blocking(next_token_logprobs_uncached)
 
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, *, lora_name: str | None = None
@@ -321,7 +315,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Args:
             token_ids_list: A sequence of sequences as `next_token_logprobs` takes them, or,
                 if they are equally long, an array with a row for each.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             Row i for sequence i, shape `(len(token_ids_list), vocab_size)`, float32;
@@ -358,7 +352,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
         Args:
             token_ids: As `next_token_logprobs` takes them.
-            lora_name: A loaded adapter; by default the one set with `set_lora` now.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Raises:
             EmptySequenceError: `token_ids` is empty.
@@ -393,7 +387,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             prompts: With `size` one sequence, token ids or a `Context`; without it a sequence
                 of them, one for each member.
             size: How many members begin with the only prompt.
-            lora_name: A loaded adapter; by default the one set with `set_lora`, or that of the
+            lora_name: A loaded adapter; by default that of `with_lora`, or that of the
                 contexts.
 
         Raises:
@@ -419,7 +413,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     # -- adapters ---------------------------------------------------------------------
 
-    async def aadd_new_lora(
+    async def aload_lora(
         self,
         lora_path: str | os.PathLike[str],
         lora_name: str = "lora_1",
@@ -432,7 +426,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             lora_path: Folder of the adapter.
             lora_name: The name that requests give.
             replace: Whether a name that is in use changes to the new adapter, as if
-                `remove_lora` had been called for the one before.
+                `unload_lora` had been called for the one before.
 
         Raises:
             UnsupportedCapabilityError: The engine serves no adapters.
@@ -441,9 +435,9 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
 
-    add_new_lora = blocking_as("add_new_lora", aadd_new_lora)
+    load_lora = blocking_as("load_lora", aload_lora)
 
-    def remove_lora(self, lora_name: str) -> None:
+    def unload_lora(self, lora_name: str) -> None:
         """Unload an adapter; its name can then be given again. Does not wait.
 
         In-flight requests complete with the adapter; its rows leave the output cache and
@@ -485,20 +479,6 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         bound._requests.default_lora = lora_name
         return bound
 
-    def set_lora(self, lora_name: str = "lora_1") -> None:
-        """Use an adapter for all later requests of this object that name none.
-
-        Raises:
-            UnknownAdapterError: `lora_name` was not loaded.
-            UnsupportedCapabilityError: The engine serves no adapters.
-        """
-        self._adapters.engine_name(lora_name)
-        self._requests.default_lora = lora_name
-
-    def clear_lora(self) -> None:
-        """Use the base model for all later requests of this object that name no adapter."""
-        self._requests.default_lora = None
-
     # -- parts ------------------------------------------------------------------------
 
     @property
@@ -518,7 +498,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     # -- caches, statistics, end ------------------------------------------------------
 
-    async def acache_kv(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
+    async def apin_prefix(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it in the engine until `clear_kv_cache`.
 
         Raises:
@@ -534,7 +514,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ),
         )
 
-    cache_kv = blocking_as("cache_kv", acache_kv)
+    pin_prefix = blocking_as("pin_prefix", apin_prefix)
 
     async def aclear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps. Answers do not change.
@@ -550,11 +530,11 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     clear_kv_cache = blocking_as("clear_kv_cache", aclear_kv_cache)
 
-    def clear_cache(self) -> None:
+    def clear_output_cache(self) -> None:
         """Drop this model's rows from the output cache. Answers do not change."""
         drop_results(self._cache, self._model)
 
-    def reset_async_queries(self) -> None:
+    def cancel_all(self) -> None:
         """End all unanswered requests with `QueryResetError`; the model stays usable."""
         self._scheduler.reset()
 

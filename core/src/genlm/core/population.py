@@ -32,13 +32,13 @@ from genlm.core.group_reductions import (
     MassColumns,
     Rows,
     SeveralDrawColumns,
-    SharedReduction,
     TokenColumns,
     TopColumns,
     WeightColumns,
+    checked_reduction,
 )
-from genlm.core.query import GroupReduction
-from genlm.core.reductions import Reduction, TopTokens
+from genlm.core.query import GroupReduction, Reduction
+from genlm.core.reductions import TopTokens
 from genlm.core.row_masks import RowMasks
 from genlm.core.sampling import uniforms
 from genlm.core.sequence import TokenSequence
@@ -133,7 +133,7 @@ class Population:
 
     __slots__ = (
         *("__weakref__", "_finished", "_generation", "_lm", "_places", "_step"),
-        *("adapter", "lora_name"),
+        *("_adapter", "lora_name"),
     )
 
     def __init__(
@@ -154,8 +154,7 @@ class Population:
         self._step = step
         self.lora_name = lora_name
         """Name of the LoRA adapter of all members, None for the base model."""
-        self.adapter = adapter
-        """The engine's name for that adapter."""
+        self._adapter = adapter
 
     # -- members ----------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Population:
 
     @property
     def _parts(self) -> tuple[tuple[object, ...], Generation, Integers64, Flags, int]:
-        model = self._lm._model, self.adapter  # noqa: SLF001 - a part of AsyncLM
+        model = self._lm._model, self._adapter  # noqa: SLF001 - a part of AsyncLM
         return model, self._generation, self._places, self._finished, self._step
 
     def extend(self, token_ids: ArrayLike) -> Population:
@@ -348,7 +347,7 @@ class Population:
 
     token_logprobs_sync = blocking(token_logprobs)
 
-    async def top_k(self, k: int) -> TopTokens:
+    async def top_tokens(self, k: int) -> TopTokens:
         """Return the `k` most likely next tokens of each member.
 
         Returns:
@@ -361,7 +360,7 @@ class Population:
             return TopTokens(torch.empty(0, count), torch.empty(0, count, dtype=torch.long))
         return TopTokens(*await self._reduced(TopColumns(count)))
 
-    top_k_sync = blocking(top_k)
+    top_tokens_sync = blocking(top_tokens)
 
     async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
         """Return a reduction of one's own of each member's row.
@@ -379,12 +378,7 @@ class Population:
             EvaluationError: Its `compute` raised.
             PopulationError: As `next_token_logprobs`.
         """
-        if isinstance(reduction, Reduction):
-            reduction = SharedReduction(reduction)
-        elif not isinstance(reduction, GroupReduction):
-            raise TypeError(
-                f"expected a genlm.GroupReduction or a genlm.Reduction; found {reduction!r}"
-            )
+        reduction = checked_reduction(reduction)
         if len(self):
             columns = await self._reduced(reduction)
         else:
@@ -443,7 +437,8 @@ class Population:
                 `Mask` takes; a list of such masks, with None for all tokens; booleans of shape
                 `(m, vocab_size)`; or packed bits, int32 of shape `(m, ceil(vocab_size / 32))`,
                 as the bitmasks of xgrammar and llguidance. Arrays are numpy's or torch's, on
-                any device, and must not change before the result.
+                any device, and must not change before the result. A future of such an array,
+                with `mask_index`, is waited for when the model has computed the rows.
             mask_index: Which of m masks each member has, shape `(n,)`; by default member i has
                 mask i.
             temperature: A number, or one for each member, shape `(n,)`; 0 takes the most
@@ -633,14 +628,14 @@ class Population:
             generation,
             places,
             lora_name=self.lora_name,
-            adapter=self.adapter,
+            adapter=self._adapter,
             finished=finished,
             step=step,
         )
 
     def _context(self, member: int) -> Context:
         sequence = self._lineage.sequence(int(self._places[member]))
-        return Context(self._lm, sequence, self.lora_name, self.adapter)
+        return Context(self._lm, sequence, self.lora_name, self._adapter)
 
     async def _drawn(
         self, reduction: GroupReduction, settings: _Settings, shape: tuple[int, ...]
@@ -669,7 +664,9 @@ class Population:
         requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
         requests.adapter_of(self, None)
         wanted, row_of = self._distinct(members)
-        answer = await requests.group(self._generation, wanted, row_of, reduction, self.adapter)
+        answer = await requests.group(
+            self._generation, wanted, row_of, reduction, self._adapter
+        )
         if answer.errors:
             failed = np.isin(row_of, list(answer.errors))
             self._fail(failed, members, answer.errors[min(answer.errors)])
@@ -707,7 +704,7 @@ class Population:
         rows = None if masks is None else RowMasks(masks, count, size, index)
         log_mass = torch.zeros(count)
         active = ~self._finished
-        if rows is not None:
+        if rows is not None and not rows.is_pending:
             dead = active & rows.is_empty
             log_mass[torch.from_numpy(dead)] = -math.inf
             active &= ~dead
@@ -717,7 +714,7 @@ class Population:
             columns = columns.of(members)
         return _Settings(members, log_mass, columns)
 
-    def is_of(self, model: object) -> bool:
+    def _is_of(self, model: object) -> bool:
         """Whether it belongs to the model that `AsyncLM` identifies by `model`."""
         return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
 

@@ -1,4 +1,4 @@
-"""What the scheduler and an engine exchange: queries and completions.
+"""What the scheduler and an engine exchange: queries, what they ask for, and completions.
 
 Plain values. `Query` and `Completion` are made for every request, so neither is a frozen
 dataclass, which takes twice the time to make.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 from genlm.core.sequence import TokenSequence
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.generations import Generation, Integers64
-    from genlm.core.reductions import Reduction
 
 __all__ = [
     "ROW_ONLY",
@@ -28,6 +27,7 @@ __all__ = [
     "GroupValues",
     "Query",
     "Reduced",
+    "Reduction",
     "SamplingParams",
     "TokenScores",
 ]
@@ -66,9 +66,11 @@ class Query:
             (only engines with `Capability.SAMPLE` receive such queries).
         outputs: What is asked of the row: the row itself (None) and reductions. An engine may
             ignore them and return the row, which the core then reduces.
-        targets: If not empty, the query asks for `TokenScores` in place of outputs: how likely
+        targets: If not empty, the query asks for `TokenScores` in place of a row: how likely
             each of these ids is at the end of the sequence, where all but the last of them
-            are its last ids (only engines with `Capability.SCORE` receive such queries).
+            are its last ids (only engines with `Capability.SCORE` receive such queries). Its
+            output may be a `PositionReduction`, which is then computed of the rows before the
+            targets.
     """
 
     __slots__ = (
@@ -208,6 +210,37 @@ class TokenScores(NamedTuple):
     is_top: torch.Tensor
 
 
+class Reduction(abc.ABC):
+    """What a request wants of its row; equal instances share one result.
+
+    Subclasses are immutable and hashable, such as frozen dataclasses. For an engine that
+    computes in processes of its own they must be importable there.
+    """
+
+    is_reproducible: bool = True
+    """Whether equal instances have equal results for equal rows, which are then cached; of
+    results only None is not, and is evaluated again each time."""
+
+    @classmethod
+    @abc.abstractmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
+        """Reduce one row for each request.
+
+        When this raises, the requests are computed one by one, so that only those that cause
+        it fail.
+
+        Args:
+            rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on
+                the engine's device. Must not be changed: other reductions read them.
+            requests: Row i is that of request i.
+
+        Returns:
+            A result for each request, in main memory; an exception fails this request alone.
+            Tensors and arrays that are views of the rows or of other memory, also those in
+            tuples, lists and dictionaries, are copied for their callers.
+        """
+
+
 class GroupReduction(abc.ABC):
     """What a group wants of its rows: columns, with an entry for each member.
 
@@ -307,9 +340,9 @@ class Completion(NamedTuple):
     Attributes:
         query_id: The query that this answers.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
-            query with `sampling` the list of drawn token ids, for one with `targets` its
-            `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its memory with no
-            other tensor; it belongs to the receiver.
+            query with `sampling` the list of drawn token ids, for one with `targets` and no
+            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its
+            memory with no other tensor; it belongs to the receiver.
         error: The error, if the query failed.
     """
 

@@ -16,11 +16,11 @@ import torch
 from genlm.core.blocking import blocking
 from genlm.core.errors import each_in_batch
 from genlm.core.masks import Mask
+from genlm.core.query import Reduction
 from genlm.core.reductions import (
     Draw,
     DrawnToken,
     LogMass,
-    Reduction,
     TokenLogprobs,
     TopK,
     TopTokens,
@@ -37,9 +37,10 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.masks import MaskLike
     from genlm.core.requests import Requests
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["ReductionMethods"]
@@ -68,7 +69,7 @@ class ReductionMethods:
         Args:
             context: Token ids or a `Context`.
             reduction: What is wanted of the row: an object of a subclass of `Reduction`.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             What its `compute` returned for this request; the caller's. A result None is not
@@ -95,7 +96,7 @@ class ReductionMethods:
         Args:
             contexts: Several sequences of token ids, or `Context` objects.
             reductions: One for each context; they may be of different classes.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             The result of reduction i of the row of context i.
@@ -120,7 +121,7 @@ class ReductionMethods:
         Args:
             context: Token ids or a `Context`.
             token_ids: The next tokens, possibly none.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             Natural-log probabilities, shape `(len(token_ids),)`, float32, on the CPU.
@@ -154,7 +155,7 @@ class ReductionMethods:
 
     # -- the most likely tokens -------------------------------------------------------
 
-    async def top_k(
+    async def top_tokens(
         self, context: TokenIds, k: int, *, lora_name: str | None = None
     ) -> TopTokens:
         """Return the `k` most likely next tokens.
@@ -162,7 +163,7 @@ class ReductionMethods:
         Args:
             context: Token ids or a `Context`.
             k: From 1 to the size of the vocabulary.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             Log-probabilities and ids, the most likely first; of equals the lowest id first.
@@ -175,9 +176,9 @@ class ReductionMethods:
         found: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
         return found
 
-    top_k_sync = blocking(top_k)
+    top_tokens_sync = blocking(top_tokens)
 
-    async def batch_top_k(
+    async def batch_top_tokens(
         self, contexts: TokenBatch, k: int, *, lora_name: str | None = None
     ) -> list[TopTokens]:
         """Return the `k` most likely next tokens of each context."""
@@ -185,7 +186,7 @@ class ReductionMethods:
         wanted = [self._top_k(k)] * len(contexts)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
-    batch_top_k_sync = blocking(batch_top_k)
+    batch_top_tokens_sync = blocking(batch_top_tokens)
 
     def _top_k(self, k: int) -> TopK:
         found = checked_top_k(checked_integer("k", k, 1), self.vocabulary.size, "k")
@@ -202,7 +203,7 @@ class ReductionMethods:
         Args:
             context: Token ids or a `Context`.
             mask: The set, in any form that `Mask` takes.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             `logsumexp` of the row over the mask; `-inf` for an empty mask.
@@ -270,7 +271,7 @@ class ReductionMethods:
             top_p: Draw from the fewest most likely of these that have this share of their
                 probability, in (0, 1].
             seed: Makes the draw reproducible; None takes fresh randomness.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             The id, its log-probability in the row, the log mass of the mask (0 without one),

@@ -13,11 +13,10 @@ of one's own derives from `Reduction`:
 
 from __future__ import annotations
 
-import abc
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import torch
 from genlm.core.draws import batch_draw, batch_log_mass
 from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask
-from genlm.core.query import Reduced
+from genlm.core.query import GroupReduction, Reduced, Reduction
 from genlm.core.rows import copied_rows, invalid_rows, row_parts, rows_from_logits
 from genlm.core.selection import batch_top_k
 
@@ -36,7 +35,7 @@ __all__ = [
     "Draw",
     "DrawnToken",
     "LogMass",
-    "Reduction",
+    "PositionReduction",
     "ScoredToken",
     "TargetScore",
     "TokenLogprobs",
@@ -50,37 +49,6 @@ _NUMBERS = frozenset({int, float, bool})
 
 _ID_BYTES = 40
 """Memory of a Python integer and of its place in a tuple."""
-
-
-class Reduction(abc.ABC):
-    """What a request wants of its row; equal instances share one result.
-
-    Subclasses are immutable and hashable, such as frozen dataclasses. For an engine that
-    computes in processes of its own they must be importable there.
-    """
-
-    is_reproducible: bool = True
-    """Whether equal instances have equal results for equal rows, which are then cached; of
-    results only None is not, and is evaluated again each time."""
-
-    @classmethod
-    @abc.abstractmethod
-    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
-        """Reduce one row for each request.
-
-        When this raises, the requests are computed one by one, so that only those that cause
-        it fail.
-
-        Args:
-            rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on
-                the engine's device. Must not be changed: other reductions read them.
-            requests: Row i is that of request i.
-
-        Returns:
-            A result for each request, in main memory; an exception fails this request alone.
-            Tensors and arrays that are views of the rows or of other memory, also those in
-            tuples, lists and dictionaries, are copied for their callers.
-        """
 
 
 @dataclass(frozen=True)
@@ -238,6 +206,32 @@ class TargetScore(Reduction):
         logprobs = rows.gather(1, ids[:, None])[:, 0]
         is_top = logprobs >= rows.amax(-1)
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
+
+
+class PositionReduction(Reduction):
+    """A reduction of the rows of all targets of a text: the columns of a `GroupReduction`.
+
+    It is among the outputs of queries with targets only. Equal to itself alone.
+
+    Args:
+        reduction: Its columns have an entry for each target.
+    """
+
+    is_reproducible = False
+
+    def __init__(self, reduction: GroupReduction) -> None:
+        self.reduction = reduction
+
+    @classmethod
+    def compute(
+        cls, rows: torch.Tensor, requests: Sequence[PositionReduction]
+    ) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Reduce each row as that of a text with one target."""
+        first = torch.zeros(1, dtype=torch.long)
+        return [
+            request.reduction.compute(row[None], first, first)
+            for row, request in zip(rows, requests, strict=True)
+        ]
 
 
 def reduce_rows(

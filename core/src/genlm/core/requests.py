@@ -7,9 +7,10 @@ the output cache has is read from it; nothing that touches rows runs on the call
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from genlm.core.blocking import off_loop
@@ -17,13 +18,17 @@ from genlm.core.context import Context, LeaseTable
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import (
     ContextLengthError,
+    EvaluationError,
+    GenlmError,
     UnknownAdapterError,
+    described,
     each_in_batch,
     with_places,
 )
-from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query
+from genlm.core.generations import Generation, Lineage
+from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
-from genlm.core.reductions import Reduction, TargetScore, reduce_rows
+from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
 from genlm.core.row_results import is_cacheable
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
@@ -31,12 +36,13 @@ from genlm.core.validation import checked_batch, checked_integer, checked_token_
 if TYPE_CHECKING:
     from genlm.core.adapters import Adapters
     from genlm.core.cache import OutputCache
-    from genlm.core.generations import Generation, Integers64
+    from genlm.core.context import TokenBatch, TokenIds
+    from genlm.core.generations import Integers64
     from genlm.core.population import Population
     from genlm.core.scheduler import Scheduler
     from genlm.core.scheduler.request_table import Request as ScheduledRequest
     from genlm.core.statistics import RequestCounters
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["COPIED_ON_LOOP", "Item", "Requests", "RowKey", "drop_results"]
 
@@ -169,10 +175,10 @@ class Requests:
 
     def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
         """Return the engine's name of a context's adapter, if this model can answer it."""
-        if not context.is_of(self._model):
+        if not context._is_of(self._model):  # noqa: SLF001 - a part of AsyncLM, as this
             raise ValueError(
-                f"{context!r} is a context of another model than the one that is asked; make "
-                f"it with that model's method context"
+                f"{context!r} belongs to a different model; make it with this model's method "
+                f"{type(context).__name__.lower()}"
             )
         if lora_name is not None and lora_name != context.lora_name:
             raise ValueError(
@@ -181,7 +187,7 @@ class Requests:
             )
         if context.lora_name is None:
             return None
-        adapter = context.adapter
+        adapter = context._adapter  # noqa: SLF001
         if self._adapters.engine_name(context.lora_name) != adapter:
             raise UnknownAdapterError(context.lora_name, self._adapters.names)
         return adapter
@@ -189,12 +195,12 @@ class Requests:
     # -- answers ----------------------------------------------------------------------
 
     async def row(
-        self, token_ids: TokenIds, lora_name: str | None, *, uses_cache: bool = True
+        self, token_ids: TokenIds, lora_name: str | None, *, use_cache: bool = True
     ) -> Any:
         """Return the row of a sequence; the caller's."""
         query, key = self.build_query(token_ids, lora_name)
         row = None
-        if uses_cache and key in self._cache:
+        if use_cache and key in self._cache:
             if 4 * self.vocab_size <= COPIED_ON_LOOP:
                 row = self._cache.get(key)
             else:
@@ -339,7 +345,7 @@ class Requests:
     def _keep(self, token_ids: object, *, is_computed: bool) -> None:
         """Keep the engine's state of a context while the context is referred to."""
         if self._leases is not None and isinstance(token_ids, Context):
-            token_ids.keep(self._leases, is_computed=is_computed)
+            token_ids._keep(self._leases, is_computed=is_computed)  # noqa: SLF001
 
     # -- texts ------------------------------------------------------------------------
 
@@ -354,6 +360,49 @@ class Requests:
             ValueError: It is below 1 or beyond the end.
             GenlmError: As `AsyncLM.next_token_logprobs`.
         """
+        ids, packed, start, adapter = self._text(token_ids, start, lora_name)
+        if Capability.SCORE not in self.capabilities or start == len(ids):
+            return self._scores_by_position(ids, packed, start, adapter)
+        query = Query(
+            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
+        )
+        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
+        return [(query, key, None)]
+
+    async def reduced_text(
+        self,
+        token_ids: TokenIds,
+        reduction: GroupReduction,
+        start: int,
+        lora_name: str | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the columns of a reduction of the rows that predict the tokens of a text.
+
+        Raises:
+            GenlmError: As `scores`.
+        """
+        ids, packed, start, adapter = self._text(token_ids, start, lora_name)
+        if start == len(ids):
+            rows, nothing = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
+            return reduction.compute(rows, nothing, nothing)
+        if Capability.SCORE not in self.capabilities:
+            return await self._reduced_by_position(packed, start, reduction, adapter)
+        output = PositionReduction(reduction)
+        query = Query(
+            next(self._query_ids),
+            TokenSequence(packed[:-4]),
+            adapter,
+            outputs=(output,),
+            targets=ids[start:],
+        )
+        self.counters.count(len(query))
+        columns: tuple[torch.Tensor, ...] = await self.scheduler.answer(query, None, output)
+        return columns
+
+    def _text(
+        self, token_ids: TokenIds, start: int, lora_name: str | None
+    ) -> tuple[tuple[int, ...], bytes, int, str | None]:
+        """Check a text; return its ids, these packed, `start`, and the engine's adapter."""
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             token_ids = token_ids.token_ids
@@ -363,25 +412,39 @@ class Requests:
         ids, packed = checked_token_ids(
             token_ids, vocab_size=self.vocab_size, max_context=longest
         )
-        start = _checked_start(start, len(ids))
-        if Capability.SCORE not in self.capabilities or start == len(ids):
-            return self._scores_by_position(ids, packed, start, adapter)
-        query = Query(
-            next(self._query_ids), TokenSequence(packed[:-4]), adapter, targets=ids[start:]
-        )
-        key = (self._model, adapter, query.sequence.key, ("score", start, ids[-1]))
-        return [(query, key, None)]
+        return ids, packed, _checked_start(start, len(ids)), adapter
 
     def _scores_by_position(
         self, ids: tuple[int, ...], packed: bytes, start: int, adapter: str | None
     ) -> list[Item]:
-        sequence = TokenSequence(packed[: 4 * start])
-        items: list[Item] = []
-        for place in range(start, len(ids)):
-            if place > start:
-                sequence = TokenSequence(packed[4 * place - 4 : 4 * place], sequence)
-            items.append((*self.sequence_query(sequence, adapter), TargetScore(ids[place])))
-        return items
+        pairs = zip(_beginnings(packed, start), ids[start:], strict=False)
+        return [
+            (*self.sequence_query(sequence, adapter), TargetScore(target))
+            for sequence, target in pairs
+        ]
+
+    async def _reduced_by_position(
+        self, packed: bytes, start: int, reduction: GroupReduction, adapter: str | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduce the rows of a text's beginnings as those of a population."""
+        lineage = Lineage.of_sequences(list(_beginnings(packed, start)))
+        places = np.arange(len(lineage))
+        answer = await self.group(Generation(lineage), places, places, reduction, adapter)
+        if answer.errors:
+            error = answer.errors[min(answer.errors)]
+            if isinstance(error, GenlmError):
+                raise error
+            raise EvaluationError(f"the engine raised {described(error)}") from error
+        return answer.columns
+
+
+def _beginnings(packed: bytes, start: int) -> Iterator[TokenSequence]:
+    """Yield the beginnings of a packed text, from `start` tokens on, without the whole text."""
+    sequence = TokenSequence(packed[: 4 * start])
+    yield sequence
+    for place in range(4 * start, len(packed) - 4, 4):
+        sequence = TokenSequence(packed[place : place + 4], sequence)
+        yield sequence
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:

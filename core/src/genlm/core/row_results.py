@@ -11,8 +11,8 @@ from genlm.core.cache import OutputCache, copied
 from genlm.core.context import LeaseTable
 from genlm.core.engine import Engine
 from genlm.core.errors import EvaluationError
-from genlm.core.query import Query, Reduced, TokenScores
-from genlm.core.reductions import Draw, Reduction, reduce_rows
+from genlm.core.query import ROW_ONLY, Query, Reduced, Reduction, TokenScores
+from genlm.core.reductions import Draw, reduce_rows
 from genlm.core.rows import invalid_rows
 from genlm.core.scheduler import ResultHandler
 
@@ -74,7 +74,7 @@ def is_cacheable(reduction: Reduction) -> bool:
 
 def _expected(query: Query) -> type | tuple[type, ...]:
     if query.targets:
-        return TokenScores
+        return TokenScores if query.outputs == ROW_ONLY else Reduced
     return list if query.sampling is not None else (torch.Tensor, Reduced)
 
 

@@ -30,9 +30,10 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.query import Query
     from genlm.core.requests import Item, Requests
-    from genlm.core.validation import Integers, Stop, TokenBatch, TokenIds
+    from genlm.core.validation import Integers, Stop
     from genlm.core.vocab import Vocabulary
 
 __all__ = ["SampleMethods"]
@@ -170,7 +171,7 @@ class SampleMethods:
             top_k: Draw from the k most likely tokens.
             top_p: Draw from the fewest most likely tokens that have this share of the
                 probability at the temperature, in (0, 1], after top-k.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             The drawn ids, without the prompt and without the end-of-sequence id; at

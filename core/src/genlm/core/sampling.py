@@ -15,7 +15,7 @@ on every machine and device.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,9 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.draws import batch_draw
-from genlm.core.query import SamplingParams
 
 __all__ = [
     "draw_tokens",
-    "sample_continuation",
     "stream_seeds",
     "stream_uniform",
     "stream_uniforms",
@@ -188,31 +186,3 @@ def draw_tokens(
     return batch_draw(
         logprobs, uniforms, temperature=temperatures, top_k=top_k, top_p=top_p
     ).token_ids
-
-
-async def sample_continuation(
-    next_token_logprobs: Callable[[list[int]], Awaitable[torch.Tensor]],
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    max_context: int | None,
-) -> list[int]:
-    """Continue a sequence token by token from its rows.
-
-    For programs that have rows from elsewhere; `AsyncLM` draws where the rows are. Ends before
-    a stop id, after `params.max_tokens`, or when the context is full.
-
-    Returns:
-        The drawn ids without the stop id.
-    """
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    sequence = list(prompt)
-    for position in range(params.max_tokens):
-        if max_context is not None and len(sequence) > max_context:
-            break
-        row = await next_token_logprobs(sequence)
-        uniform = stream_uniform(seed, position)
-        token_id = int(draw_tokens(row[None], [params.temperature], [uniform]))
-        if token_id in params.stop_token_ids:
-            break
-        sequence.append(token_id)
-    return sequence[len(prompt) :]

@@ -1,7 +1,7 @@
 """Scores of texts: the log-probability of each of their tokens after those before it.
 
-Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`); for
-others each position is a request for a reduction of its row.
+Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`), or
+reduce all of their rows; for others each position is a request for a reduction of its row.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from tqdm.auto import tqdm
 from genlm.core.blocking import blocking
 from genlm.core.engine import invalid_scores
 from genlm.core.errors import EvaluationError, each_in_batch
+from genlm.core.group_reductions import checked_reduction
 from genlm.core.query import TokenScores
 from genlm.core.validation import checked_batch, is_several
 
 if TYPE_CHECKING:
+    from genlm.core.context import TokenBatch, TokenIds
+    from genlm.core.query import GroupReduction, Reduction
     from genlm.core.requests import Requests
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["ScoreMethods"]
 
@@ -82,7 +85,7 @@ class ScoreMethods:
                 comes before it is a prompt.
             with_top: Whether to return `TokenScores`, which also tell of each token whether
                 it was the most likely one.
-            lora_name: A loaded adapter; by default the one set with `set_lora`.
+            lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
             `log p(token_ids[i] | token_ids[:i])` for i from `start` on, shape
@@ -165,6 +168,42 @@ class ScoreMethods:
         return scores if with_top else [each.logprobs for each in scores]
 
     batch_score_sync = blocking(batch_score)
+
+    async def reduce_text(
+        self,
+        token_ids: TokenIds,
+        reduction: GroupReduction | Reduction,
+        start: int = 1,
+        *,
+        lora_name: str | None = None,
+    ) -> Any:
+        """Return a reduction of the rows that predict the tokens of a text.
+
+        The rows are those that `score` reads. They are computed and reduced in pieces where the
+        logits are, so memory for the rows of a whole text is never needed.
+
+        Args:
+            token_ids: As `score`.
+            reduction: A `GroupReduction`, whose columns have an entry for each position, or a
+                `Reduction` that all positions share.
+            start: As `score`: the first token whose row is reduced.
+            lora_name: As `score`.
+
+        Returns:
+            What it computed for each of the `len(token_ids) - start` positions: a tensor whose
+            first dimension this is, or a tuple of them.
+
+        Raises:
+            TypeError: Neither of them, or `start` is not an integer.
+            ValueError: `start` is below 1 or beyond the end.
+            EvaluationError: Its `compute` raised.
+            GenlmError: As `next_token_logprobs`.
+        """
+        group = checked_reduction(reduction)
+        columns = await self._requests.reduced_text(token_ids, group, start, lora_name)
+        return columns[0] if len(columns) == 1 else columns
+
+    reduce_text_sync = blocking(reduce_text)
 
     def _score_requests(
         self, texts: TokenBatch, start: int | Integers, lora_name: str | None

@@ -6,7 +6,6 @@ Decoding needs no tokenizer, because a vocabulary has the exact bytes of its tok
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +16,7 @@ from genlm.core.vocab import Vocabulary
 if TYPE_CHECKING:
     from genlm.core.validation import Integers
 
-__all__ = ["Tokenizer", "decode", "encode", "encode_chat", "fewest_token_ids", "text_ids"]
+__all__ = ["Tokenizer", "decode", "encode", "encode_chat"]
 
 
 class Tokenizer(Protocol):
@@ -142,51 +141,6 @@ def encode_chat(
             f"{type(error).__name__}: {error}"
         ) from error
     return _ids(vocabulary, found, "apply_chat_template")
-
-
-def fewest_token_ids(vocabulary: Vocabulary, data: bytes) -> list[int]:
-    """Spell bytes with as few tokens as possible, special tokens excepted.
-
-    For vocabularies without a tokenizer. A tokenizer may split a text otherwise, and a model
-    continues best what was split as in its training.
-
-    Raises:
-        TokenizerError: No tokens have these bytes.
-    """
-    id_of = {
-        token.byte_string: token.token_id
-        for token in reversed(vocabulary.byte_vocab)
-        if token.byte_string and token.token_id not in vocabulary.special_ids
-    }
-    longest = max(map(len, id_of), default=0)
-    counts: list[float] = [0.0]  # fewest tokens, for each length of a prefix of `data`
-    starts = [0]  # where the last of them starts
-    for end in range(1, len(data) + 1):
-        count, start = math.inf, end
-        for first in range(max(0, end - longest), end):
-            if counts[first] + 1 < count and data[first:end] in id_of:
-                count, start = counts[first] + 1, first
-        counts.append(count)
-        starts.append(start)
-    if counts[-1] == math.inf:
-        raise TokenizerError(f"no tokens of the vocabulary have the bytes {data!r}")
-    ids = []
-    end = len(data)
-    while end:
-        ids.append(id_of[data[starts[end] : end]])
-        end = starts[end]
-    return ids[::-1]
-
-
-def text_ids(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
-    """Encode a text for any engine: as `encode`, or without a tokenizer by `fewest_token_ids`.
-
-    Raises:
-        TokenizerError: As they raise.
-    """
-    if callable(getattr(vocabulary.tokenizer, "encode", None)):
-        return encode(vocabulary, text, begin=begin)
-    return fewest_token_ids(vocabulary, text.encode())
 
 
 def _method(vocabulary: Vocabulary, name: str) -> Callable[..., Any]:

@@ -21,15 +21,12 @@ from genlm.core.errors import (
 if TYPE_CHECKING:
     import torch
 
-    from genlm.core.context import Context
     from genlm.core.query import Query
 
     Integers: TypeAlias = Sequence[SupportsIndex] | np.ndarray[Any, Any] | torch.Tensor
     Stop: TypeAlias = (
         str | bytes | SupportsIndex | Iterable[str | bytes | SupportsIndex] | torch.Tensor
     )
-    TokenIds: TypeAlias = Integers | Context
-    TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
 T = TypeVar("T")
 
@@ -246,7 +243,7 @@ def checked_integers(values: Integers, argument: str = "token ids") -> tuple[int
     return _integers(values if array_values is None else array_values(), argument)
 
 
-def checked_batch(sequences: TokenBatch) -> Iterable[TokenIds]:
+def checked_batch(sequences: Sequence[T] | np.ndarray[Any, Any] | torch.Tensor) -> Iterable[T]:
     """Return `sequences` unchanged.
 
     Raises:

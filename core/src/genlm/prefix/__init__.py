@@ -9,78 +9,47 @@ the base class of such engines; `choose_path` selects the fastest execution path
 right rows.
 """
 
-from genlm.prefix.continuation import TableBatch
-from genlm.prefix.engine import Adapters, PrefixEngine
-from genlm.prefix.execution_path import (
-    ExecutionPath,
-    PathChoice,
-    ScoringPath,
-    SelfTest,
-    ServeOptions,
-    UnsupportedModelError,
-    choose_path,
-)
-from genlm.prefix.forward import (
-    ForwardCounts,
-    ForwardFn,
-    ForwardResult,
-    Receive,
-    ScoringForward,
-    TableForward,
-    TokenRun,
-    TreeBatch,
-)
-from genlm.prefix.node import SCRATCH_SLOT, Node, Slots, slots_within
-from genlm.prefix.padding import (
-    BatchLimits,
-    Segment,
-    SegmentBatch,
-    SegmentLimits,
-    group_segments,
-    places_of,
-    plan_batches,
-    prefill_stages,
-)
-from genlm.prefix.rows import PrefixRows
-from genlm.prefix.scoring import PieceScores, ScoredText, divided_scores
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree, Tokens
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SCRATCH_SLOT",
-    "Adapters",
-    "BatchLimits",
-    "ExecutionPath",
-    "ForwardCounts",
-    "ForwardFn",
-    "ForwardResult",
-    "Node",
-    "OutOfSlotsError",
-    "PathChoice",
-    "PieceScores",
-    "PrefixEngine",
-    "PrefixRows",
-    "PrefixTree",
-    "Receive",
-    "ScoredText",
-    "ScoringForward",
-    "ScoringPath",
-    "Segment",
-    "SegmentBatch",
-    "SegmentLimits",
-    "SelfTest",
-    "ServeOptions",
-    "Slots",
-    "TableBatch",
-    "TableForward",
-    "TokenRun",
-    "Tokens",
-    "TreeBatch",
-    "UnsupportedModelError",
-    "choose_path",
-    "divided_scores",
-    "group_segments",
-    "places_of",
-    "plan_batches",
-    "prefill_stages",
-    "slots_within",
-]
+from genlm.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
+    from genlm.core.text_scores import PieceScores as PieceScores
+    from genlm.core.text_scores import ScoredText as ScoredText
+    from genlm.core.text_scores import TextResult as TextResult
+    from genlm.prefix.continuation import TableBatch as TableBatch
+    from genlm.prefix.engine import Adapters as Adapters
+    from genlm.prefix.engine import PrefixEngine as PrefixEngine
+    from genlm.prefix.execution_path import ExecutionPath as ExecutionPath
+    from genlm.prefix.execution_path import PathChoice as PathChoice
+    from genlm.prefix.execution_path import ScoringPath as ScoringPath
+    from genlm.prefix.execution_path import SelfTest as SelfTest
+    from genlm.prefix.execution_path import ServeOptions as ServeOptions
+    from genlm.prefix.execution_path import UnsupportedModelError as UnsupportedModelError
+    from genlm.prefix.execution_path import choose_path as choose_path
+    from genlm.prefix.forward import ForwardCounts as ForwardCounts
+    from genlm.prefix.forward import ForwardFn as ForwardFn
+    from genlm.prefix.forward import ForwardResult as ForwardResult
+    from genlm.prefix.forward import Receive as Receive
+    from genlm.prefix.forward import ScoringForward as ScoringForward
+    from genlm.prefix.forward import TableForward as TableForward
+    from genlm.prefix.forward import TokenRun as TokenRun
+    from genlm.prefix.forward import TreeBatch as TreeBatch
+    from genlm.prefix.node import SCRATCH_SLOT as SCRATCH_SLOT
+    from genlm.prefix.node import Node as Node
+    from genlm.prefix.node import Slots as Slots
+    from genlm.prefix.node import slots_within as slots_within
+    from genlm.prefix.padding import BatchLimits as BatchLimits
+    from genlm.prefix.padding import Segment as Segment
+    from genlm.prefix.padding import SegmentBatch as SegmentBatch
+    from genlm.prefix.padding import SegmentLimits as SegmentLimits
+    from genlm.prefix.padding import group_segments as group_segments
+    from genlm.prefix.padding import places_of as places_of
+    from genlm.prefix.padding import plan_batches as plan_batches
+    from genlm.prefix.padding import prefill_stages as prefill_stages
+    from genlm.prefix.rows import PrefixRows as PrefixRows
+    from genlm.prefix.tree import OutOfSlotsError as OutOfSlotsError
+    from genlm.prefix.tree import PrefixTree as PrefixTree
+    from genlm.prefix.tree import Tokens as Tokens
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

@@ -11,16 +11,16 @@ import numpy as np
 from genlm.core.engine import BatchEngine, Capability
 from genlm.core.errors import UnknownAdapterError, UnsupportedCapabilityError
 from genlm.core.query import GroupQuery, GroupValues, Query
+from genlm.core.text_scores import ScoredText
 from genlm.core.validation import check_query
 from genlm.prefix.execution_path import PathChoice, ScoringPath
 from genlm.prefix.rows import PrefixRows
-from genlm.prefix.scoring import ScoredText
 
 if TYPE_CHECKING:
     import torch
 
     from genlm.core.generations import Integers64
-    from genlm.core.query import TokenScores
+    from genlm.core.text_scores import TextResult
     from genlm.prefix.populations import Populations
 
 __all__ = ["Adapters", "PrefixEngine"]
@@ -190,8 +190,15 @@ class PrefixEngine(BatchEngine):
         with self.activate(adapter):
             return self._choice.path.rows(adapter, self._sequences(queries))
 
-    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
+    def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score the targets of each query; all have the same adapter."""
+        return self._text_results(queries)
+
+    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
+        """Reduce the rows before the targets of each query; all have the same adapter."""
+        return self._text_results(queries)
+
+    def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
         adapter, path = queries[0].adapter, self._choice.path
         assert isinstance(path, ScoringPath)  # noqa: S101 - `submit` checks it
         self._tokens_evaluated += sum(map(len, queries))
@@ -305,4 +312,4 @@ class PrefixEngine(BatchEngine):
 
 
 def _texts(queries: Sequence[Query]) -> list[ScoredText]:
-    return [ScoredText(query.sequence, query.targets) for query in queries]
+    return [ScoredText.of(query) for query in queries]

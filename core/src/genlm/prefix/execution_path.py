@@ -19,8 +19,7 @@ from genlm.core.progress import loading_stage
 from genlm.prefix.rows import PrefixRows
 
 if TYPE_CHECKING:
-    from genlm.core.query import TokenScores
-    from genlm.prefix.scoring import ScoredText
+    from genlm.core.text_scores import ScoredText, TextResult
 
 __all__ = [
     "ExecutionPath",
@@ -87,8 +86,8 @@ class ScoringPath(ExecutionPath, Protocol):
         """Whether it scores texts of this model."""
         ...
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
-        """Score the targets of each text; the caller activates the adapter."""
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
+        """Score or reduce the targets of each text; the caller activates the adapter."""
         ...
 
     def next_score_pass(

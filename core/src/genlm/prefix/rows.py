@@ -17,14 +17,15 @@ from genlm.prefix.continuation import TableBatch
 from genlm.prefix.forward import ForwardFn, Receive, ScoringForward, TableForward, TreeBatch
 from genlm.prefix.node import Node, slots_within
 from genlm.prefix.populations import Populations
-from genlm.prefix.scoring import ScoredText, TextScorer
+from genlm.prefix.scoring import TextScorer
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree, Tokens
 
 if TYPE_CHECKING:
     import torch
 
     from genlm.core.generations import Integers64
-    from genlm.core.query import GroupQuery, TokenScores
+    from genlm.core.query import GroupQuery
+    from genlm.core.text_scores import ScoredText, TextResult
 
 __all__ = ["PrefixRows"]
 
@@ -68,7 +69,7 @@ class PrefixRows:
         bytes_per_token: int,
         max_tokens: int,
         max_rows: int,
-        score_without_cache: Callable[[ScoredText], TokenScores] | None = None,
+        score_without_cache: Callable[[ScoredText], TextResult] | None = None,
     ) -> None:
         self.forward, self._without_cache = forward, without_cache
         self._vocabulary = vocabulary
@@ -159,7 +160,7 @@ class PrefixRows:
             self.forward, ScoringForward
         )
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
         """Score texts: each position that is not cached is computed once, in few passes.
 
         When this raises, the tree holds computed tokens only.
@@ -168,8 +169,8 @@ class PrefixRows:
             adapter: Name of the adapter that is active in the model.
             texts: At least one; ids that the model can embed.
 
-        Raises:
-            EvaluationError: A row is not a distribution.
+        Returns:
+            As `PieceScores.results`.
         """
         assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
         self._collect()
@@ -339,7 +340,7 @@ class PrefixRows:
         assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
         self._commit(*self.forward.score(wanted, receive), ends)
 
-    def _scored_alone(self, text: ScoredText) -> TokenScores:
+    def _scored_alone(self, text: ScoredText) -> TextResult:
         assert self._score_without_cache is not None  # noqa: S101 - our own mistake
         self._contexts_without_cache += 1
         return self._score_without_cache(text)

@@ -9,19 +9,15 @@ contexts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from genlm.core.errors import EvaluationError
-from genlm.core.query import TokenScores
-from genlm.core.rows import known_logits
 from genlm.core.sequence import TokenSequence
+from genlm.core.text_scores import PieceScores, ScoredText, TextResult
 from genlm.core.vocab import Vocabulary
 from genlm.prefix.forward import Receive, TreeBatch
 from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
@@ -29,122 +25,12 @@ from genlm.prefix.tree import End, OutOfSlotsError, PrefixTree
 if TYPE_CHECKING:
     from genlm.prefix.node import Node, Slots
 
-__all__ = ["PieceScores", "ScoredText", "TextScorer", "divided_scores"]
-
-# Logits that are normalised at once on a CPU: 1 MiB in float32, which stays in its caches.
-_VALUES_AT_ONCE = 2**18
+__all__ = ["TextScorer"]
 
 # `next_pass` looks at each pending text for microseconds; this bounds the total.
 _MOST_PASSED_OVER = 256
 
 _Integers = NDArray[np.int64]
-
-
-class ScoredText(NamedTuple):
-    """A text whose last tokens are scored.
-
-    Attributes:
-        sequence: The text without its last token.
-        targets: The last tokens, one of which the sequence lacks.
-    """
-
-    sequence: TokenSequence
-    targets: tuple[int, ...]
-
-    @property
-    def first(self) -> int:
-        """Position of the token after which the first target follows."""
-        return len(self.sequence) - len(self.targets)
-
-
-class PieceScores:
-    """Scores of targets, from logits that come in pieces and in any order.
-
-    Args:
-        keys: For each target the key of the position that it follows, such as its slot.
-            Several targets may have the same.
-        targets: Token ids.
-        vocabulary: Decides which logits count, as for rows.
-    """
-
-    def __init__(self, keys: _Integers, targets: _Integers, vocabulary: Vocabulary) -> None:
-        self._order = np.argsort(keys, kind="stable")
-        self._keys, self._targets = keys[self._order], targets[self._order]
-        self._vocabulary = vocabulary
-        self._parts: list[tuple[_Integers, torch.Tensor]] = []
-
-    def add(self, keys: _Integers, logits: torch.Tensor) -> None:
-        """Score the targets that follow some positions.
-
-        Args:
-            keys: Keys of positions, none of which was added before; those that no target
-                follows are ignored.
-            logits: Shape `(len(keys), width)`, any floating dtype, any device.
-        """
-        begins = np.searchsorted(self._keys, keys, "left")
-        counts = np.searchsorted(self._keys, keys, "right") - begins
-        rows = np.repeat(np.arange(len(keys)), counts)
-        if not len(rows):
-            return
-        # The targets of each key follow each other.
-        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        members = np.repeat(begins, counts) + offsets
-        logprobs, highest = self._scored(logits, rows, self._targets[members])
-        self._parts.append((self._order[members], torch.stack([logprobs, highest])))
-
-    def _scored(
-        self, logits: torch.Tensor, rows: _Integers, targets: _Integers
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probability of each target, and the highest one of its row."""
-        width = min(logits.shape[1], self._vocabulary.size)
-        missing = targets >= width
-        if self._vocabulary.missing_ids:
-            missing |= np.isin(targets, np.array(self._vocabulary.missing_ids))
-        moved = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
-        row, column, is_missing = torch.from_numpy(moved).to(logits.device)
-        logits = logits.detach()
-        totals, highest = self._normalisers(logits)
-        found = logits[row, column].float().masked_fill(is_missing.bool(), -math.inf)
-        return found - totals[row], highest[row] - totals[row]
-
-    def _normalisers(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logsumexp and the maximum of each row, a few rows at a time on a CPU."""
-        step = len(logits)
-        if logits.device.type == "cpu":
-            step = max(1, _VALUES_AT_ONCE // logits.shape[1])
-        totals, highest = [], []
-        for part in torch.split(logits, step):
-            known = known_logits(part, self._vocabulary)
-            totals.append(known.logsumexp(-1))
-            highest.append(known.amax(-1))
-        return torch.cat(totals), torch.cat(highest)
-
-    def results(self) -> TokenScores:
-        """Return the scores of all targets, in the order in which they were given.
-
-        Raises:
-            EvaluationError: A row is not a distribution.
-        """
-        logprobs, highest = torch.empty(2, len(self._order))
-        for members, values in self._parts:
-            places = torch.from_numpy(members)
-            logprobs[places], highest[places] = values.cpu()
-        if not highest.isfinite().all():
-            count = int((~highest.isfinite()).sum())
-            raise EvaluationError(
-                f"the engine computed {count} of {len(highest)} rows that are not "
-                f"distributions: logits are NaN, infinite or all -inf. The computation "
-                f"overflowed, or the engine does not serve this model correctly: try "
-                f"dtype='float32' or another engine"
-            )
-        return TokenScores(logprobs, logprobs >= highest)
-
-
-def divided_scores(scores: TokenScores, texts: Sequence[ScoredText]) -> list[TokenScores]:
-    """Return the scores of each text, given those of all their targets."""
-    sizes = [len(text.targets) for text in texts]
-    parts = zip(*(torch.split(each, sizes) for each in scores), strict=True)
-    return [TokenScores(logprobs.clone(), is_top.clone()) for logprobs, is_top in parts]
 
 
 @dataclass(slots=True)
@@ -191,7 +77,7 @@ class TextScorer:
         tree: PrefixTree,
         run: Callable[[TreeBatch, Sequence[End], Receive], None],
         *,
-        without_cache: Callable[[ScoredText], TokenScores],
+        without_cache: Callable[[ScoredText], TextResult],
         vocabulary: Vocabulary,
     ) -> None:
         self._tree, self._run = tree, run
@@ -199,20 +85,15 @@ class TextScorer:
 
     def scores(
         self, adapter: str | None, texts: Sequence[ScoredText], limit: int
-    ) -> list[TokenScores]:
+    ) -> list[TextResult]:
         """Score texts in passes of at most `limit` tokens; see `PrefixRows.scores`."""
-        targets = np.array([i for text in texts for i in text.targets], np.int64)
-        found = TokenScores(
-            torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
-        )
+        scores = PieceScores(texts, self._vocabulary)
         try:
-            for members, scores in self._passes(adapter, texts, targets, limit):
-                places = torch.from_numpy(members)
-                found.logprobs[places], found.is_top[places] = scores
+            self._compute(adapter, texts, scores, limit)
         except BaseException:
             self._tree.roll_back()
             raise
-        return divided_scores(found, texts)
+        return scores.results()
 
     def next_pass(
         self, adapter: str | None, texts: Sequence[ScoredText], limit: int
@@ -244,16 +125,16 @@ class TextScorer:
                 break
         return chosen
 
-    def _passes(
+    def _compute(
         self,
         adapter: str | None,
         texts: Sequence[ScoredText],
-        targets: _Integers,
+        scores: PieceScores,
         limit: int,
-    ) -> Iterator[tuple[_Integers, TokenScores]]:
-        """Yield which targets a pass scored, and their scores."""
+    ) -> None:
+        """Run the passes that the texts need."""
         batch, begin = _Batch(), 0
-        for text in texts:
+        for index, text in enumerate(texts):
             members = np.arange(begin, begin + len(text.targets))
             begin += len(text.targets)
             known = len(text.sequence) - self._tree.missing(adapter, text.sequence)
@@ -266,24 +147,24 @@ class TextScorer:
                 )
                 if fits or not batch.members:
                     break
-                yield self._scored(adapter, batch, targets)
+                self._run_pass(adapter, batch, scores)
                 batch = _Batch()
             if fits:
                 continue
             if not self._add(adapter, batch, text.sequence, text.first, members, kept=kept):
                 # No token is uncached: this releases the cached prefix.
                 self._tree.roll_back()
-                yield members, self._without_cache(text)
+                scores.put(index, self._without_cache(text))
                 continue
             self._tree.roll_back()  # frees its slots, which suffice for every part
             batch = _Batch()
             for sequence, first, part in _parts(text, members, tokens, limit):
                 if batch.members:
-                    yield self._scored(adapter, batch, targets)
+                    self._run_pass(adapter, batch, scores)
                     batch = _Batch()
                 self._add(adapter, batch, sequence, first, part, kept=kept)
         if batch.members:
-            yield self._scored(adapter, batch, targets)
+            self._run_pass(adapter, batch, scores)
 
     def _tokens(
         self, adapter: str | None, sequence: TokenSequence, first: int
@@ -330,17 +211,13 @@ class TextScorer:
         batch.ends.append(End(adapter, sequence, kept))
         return True
 
-    def _scored(
-        self, adapter: str | None, batch: _Batch, targets: _Integers
-    ) -> tuple[_Integers, TokenScores]:
-        """Compute a batch; return which targets these are, and their scores."""
-        members = np.concatenate(batch.members)
-        scores = PieceScores(np.concatenate(batch.keys), targets[members], self._vocabulary)
+    def _run_pass(self, adapter: str | None, batch: _Batch, scores: PieceScores) -> None:
+        """Compute a batch, and give its logits to `scores`."""
+        scores.expect(np.concatenate(batch.keys), np.concatenate(batch.members))
         wanted = TreeBatch(
             self._tree, adapter, batch.sequences, batch.nodes, batch.first_positions
         )
         self._run(wanted, batch.ends, scores.add)
-        return members, scores.results()
 
 
 def _parts(

@@ -13,28 +13,16 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache
+from genlm.testing.comparison import entry_differences, largest_difference
 from genlm.testing.failure import CheckFailure, CheckTimeout, expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
 from genlm.testing.target import EngineTarget
 
-__all__ = ["EngineFixture", "describe_difference", "row_error"]
+__all__ = ["EngineFixture", "describe_difference"]
 
 T = TypeVar("T")
-
-
-def row_error(row: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference of a log-probability; infinite if only one of two is `-inf`.
-
-    Args:
-        row: Shape `(vocab_size,)`.
-        expected: The same shape, float64, on the CPU.
-    """
-    if row.shape != expected.shape:
-        return float("inf")
-    differences = _differences(row, expected)
-    return float(differences.max()) if len(differences) else 0.0
 
 
 def describe_difference(row: Any, expected: torch.Tensor) -> str:
@@ -43,19 +31,12 @@ def describe_difference(row: Any, expected: torch.Tensor) -> str:
         return f"a {type(row).__name__}"
     if row.shape != expected.shape:
         return f"shape {tuple(row.shape)} instead of {tuple(expected.shape)}"
-    differences = _differences(row, expected)
+    differences = entry_differences(row, expected)
     worst = int(differences.argmax())
     return (
         f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at id {worst}, "
         f"{int((differences > 1e-4).sum())} of {len(row)} ids off by more than 1e-4"
     )
-
-
-def _differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    found = row.detach().cpu().double()
-    same = found == expected  # the difference of equal infinities is NaN
-    differences = torch.where(same, 0.0, (found - expected).abs())
-    return differences.nan_to_num(nan=float("inf"))
 
 
 class EngineFixture(Fixture):
@@ -100,7 +81,7 @@ class EngineFixture(Fixture):
             self._resources.callback(probe.release)
         if adapters:
             for name, path in self.target.adapters.items():
-                self.call(functools.partial(lm.add_new_lora, path, name))
+                self.call(functools.partial(lm.load_lora, path, name))
         return lm
 
     def load_probed(self, **options: Any) -> tuple[AsyncLM, EngineProbe]:
@@ -189,7 +170,7 @@ class EngineFixture(Fixture):
         limit = self.target.largest_error
         if isinstance(row, torch.Tensor):
             self.devices.add(str(row.device))
-            if row_error(row, expected) <= limit:
+            if largest_difference(row, expected) <= limit:
                 return
         whose = f"the row of {tuple(token_ids)}"
         if adapter is not None:

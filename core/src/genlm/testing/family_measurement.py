@@ -7,6 +7,7 @@ and, where the engine needs it, a process of its own.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from genlm import AsyncLM, Capability, ModelLoadError
+from genlm.testing.comparison import TokenIds, contexts_of, differences, request_rows
 from genlm.testing.tiny_model import TINY_VOCABULARY
 
 if TYPE_CHECKING:
@@ -26,12 +28,10 @@ __all__ = ["FamilyResult", "measure_family"]
 
 _LONGEST = 60
 _FIRST_ID = 3  # the special tokens come before
-# On both sides of windows and chunks of 4 and 16 and of blocks of 32; one length twice.
-_LENGTHS = (9, 1, 3, 4, 5, 23, 13, 23, 2, 15, 16, 17, 31, 32, 33, 47, 60)
+_LIMITS = {f"window of {size}": size for size in (4, 16)} | {"block of 32": 32}
+_LENGTHS = (60, 47, 33, 23, 23, 13, 9)
 _GROWING_FROM = (1, 11, 11, 27)
 _STEPS = 12
-
-_Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class FamilyResult:
         status: `"right"`: every row is within the bound. `"wrong"`: a row is not.
             `"refused"`: loading raised `ModelLoadError`. `"fails"`: loading raised another
             exception, or a request raised.
-        error: The largest difference in log-probability to the oracle, NaN if a row has one;
-            None without rows.
+        error: Largest difference of a log-probability from the oracle's; infinite if a row
+            has NaN. None without rows.
         reason: Why it was refused or failed, or the position of the largest error.
         rows: How many rows were compared.
         statistics: The engine's statistics at the end.
@@ -102,34 +102,23 @@ class _Program:
         self._llm = llm
         self._rng = rng
         self._longest = min(_LONGEST, llm.max_context or _LONGEST)
-        self.answers: list[tuple[_Ids, torch.Tensor]] = []
+        self.answers: list[tuple[TokenIds, torch.Tensor]] = []
 
     async def run(self) -> None:
         """Send all requests; append the rows to `answers`."""
-        sequences = self._sequences()
-        await self._request(sequences, cancel_some=True)
+        texts = [self._ids(min(length, self._longest)) for length in _LENGTHS]
+        contexts = [*contexts_of(self._ids(_LONGEST), texts, _LIMITS, self._longest)]
+        contexts += contexts[:4]  # duplicates
+        await self._request(contexts, cancel_some=True)
         await self._grow()
-        await self._request(self._shuffled(sequences), cached=False)
-        await self._request(sequences)  # from the output cache
+        await self._request(self._shuffled(contexts), cached=False)
+        await self._request(contexts)  # from the output cache
         if Capability.PREFIX_CACHE in self._llm.capabilities:
             self._llm.clear_kv_cache()
-        self._llm.clear_cache()
-        await self._request(self._shuffled(sequences))
-        for ids in sequences[:3]:
+        self._llm.clear_output_cache()
+        await self._request(self._shuffled(contexts))
+        for ids in contexts[:3]:
             await self._request([ids], cached=False)
-
-    def _sequences(self) -> list[_Ids]:
-        """Sequences of all lengths, forks of the longest around window sizes, duplicates."""
-        mixed = [self._ids(min(n, self._longest)) for n in _LENGTHS]
-        longest = max(mixed, key=len)
-        forks = [
-            (*longest[:n], *self._ids(more))
-            for n in (3, 15, 16, 30)
-            for more in (1, 2, 20)
-            if n + more <= self._longest
-        ]
-        prefixes = [longest[:n] for n in range(1, len(longest), 7)]
-        return [*mixed, *forks, *prefixes, *mixed[:4]]
 
     async def _grow(self) -> None:
         """Grow particles token by token across the windows and resample one of them."""
@@ -142,49 +131,40 @@ class _Program:
             await self._request(particles, cancel_some=step % 3 == 1)
 
     async def _request(
-        self, sequences: Sequence[_Ids], *, cached: bool = True, cancel_some: bool = False
+        self, sequences: Sequence[TokenIds], *, cached: bool = True, cancel_some: bool = False
     ) -> None:
         """Request rows concurrently; with `cancel_some`, cancel some further requests."""
-        ask = self._llm.next_token_logprobs
-        if not cached:
-            ask = self._llm.next_token_logprobs_uncached
         extra = [self._ids(min(20, self._longest)), *sequences[:1]] if cancel_some else []
-        cancelled = [asyncio.ensure_future(ask(ids)) for ids in extra]
-        wanted = [asyncio.ensure_future(ask(ids)) for ids in sequences]
-        await asyncio.sleep(0)  # so that the requests are scheduled
+        cancelled = [asyncio.ensure_future(self._llm.next_token_logprobs(ids)) for ids in extra]
+        answers = asyncio.ensure_future(request_rows(self._llm, sequences, cached=cached))
+        for _ in range(2):  # so that all requests are scheduled
+            await asyncio.sleep(0)
         for task in cancelled:
             task.cancel()
-        rows = await asyncio.gather(*wanted)
+        self.answers += await answers
         await asyncio.gather(*cancelled, return_exceptions=True)
-        self.answers += zip(sequences, rows, strict=True)
 
-    def _ids(self, count: int) -> _Ids:
+    def _ids(self, count: int) -> TokenIds:
         return tuple(self._rng.randrange(_FIRST_ID, TINY_VOCABULARY) for _ in range(count))
 
-    def _shuffled(self, sequences: Iterable[_Ids]) -> list[_Ids]:
+    def _shuffled(self, sequences: Iterable[TokenIds]) -> list[TokenIds]:
         return sorted(sequences, key=lambda _: self._rng.random())
 
 
 def _compared(
-    answers: Sequence[tuple[_Ids, torch.Tensor]],
+    answers: Sequence[tuple[TokenIds, torch.Tensor]],
     model: TinyModel,
     bound: float,
     statistics: dict[str, Any],
 ) -> FamilyResult:
-    expected = {ids: model.logprobs(ids) for ids in dict.fromkeys(ids for ids, _ in answers)}
-    largest, where = 0.0, ""
-    for ids, row in answers:
-        if row.shape != (model.vocab_size,):
-            why = f"a row of shape {tuple(row.shape)}; the tokenizer has {model.vocab_size} ids"
-            return FamilyResult("wrong", math.inf, why, len(answers), statistics)
-        difference = float((row.cpu().double() - expected[ids]).abs().max())
-        if math.isnan(difference) or difference > largest:
-            largest, where = difference, f"largest after {len(ids)} tokens"
-            if math.isnan(difference):
-                break
-    if largest <= bound:  # false for NaN
-        return FamilyResult("right", largest, "", len(answers), statistics)
-    return FamilyResult("wrong", largest, where, len(answers), statistics)
+    try:
+        found = differences(answers, functools.cache(model.logprobs))
+    except ValueError as error:
+        return FamilyResult("wrong", math.inf, str(error), len(answers), statistics)
+    if found.largest <= bound:
+        return FamilyResult("right", found.largest, "", found.rows, statistics)
+    where = f"largest after {found.where}"
+    return FamilyResult("wrong", found.largest, where, found.rows, statistics)
 
 
 def _described(error: BaseException) -> str:

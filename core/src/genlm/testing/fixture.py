@@ -33,7 +33,6 @@ class Profile:
         examples: Examples per property.
         programs: Random programs of the stateful test.
         program_steps: Most calls in one of them.
-        draws: Samples per goodness-of-fit test.
         shrink: Whether to search for the smallest failing example, which takes longer than
             finding one.
     """
@@ -42,12 +41,11 @@ class Profile:
     examples: int
     programs: int
     program_steps: int
-    draws: int
     shrink: bool = True
 
 
-QUICK = Profile("quick", examples=20, programs=25, program_steps=20, draws=1000)
-FULL = Profile("full", examples=150, programs=80, program_steps=50, draws=5000)
+QUICK = Profile("quick", examples=20, programs=25, program_steps=20)
+FULL = Profile("full", examples=150, programs=80, program_steps=50)
 
 PROFILES = {profile.name: profile for profile in (QUICK, FULL)}
 

@@ -57,13 +57,7 @@ class Report:
             "certified": self.certified,
             "counts": dict(Counter(outcome.status for outcome in self.outcomes)),
             "seconds": sum(outcome.seconds for outcome in self.outcomes),
-            "outcomes": [
-                {
-                    **dataclasses.asdict(outcome),
-                    "law": outcome.property,
-                }  # its former name, until 1.1
-                for outcome in self.outcomes
-            ],
+            "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
         }
 
     def as_text(self) -> str:

@@ -98,10 +98,18 @@ class TinyModel:
         self.adapters = {name: str(folder / name) for name in adapters}
 
     @classmethod
-    def of(cls, folder: Path, family: Family) -> Self:
-        """Create the model of a family; the wider it is, the smaller are the weights."""
+    def of(cls, folder: Path, family: Family, **options: Any) -> Self:
+        """Create the model of a family; the wider it is, the smaller are the weights.
+
+        Args:
+            folder: Folder of model, tokenizer and adapters.
+            family: One of `families`.
+            **options: `adapters` and `lora` of the class.
+        """
         scale = _SCALE * (TINY_LLAMA["hidden_size"] / family.hidden_size) ** 0.5
-        return cls(folder, family.settings, model_type=family.model_type, scale=scale)
+        return cls(
+            folder, family.settings, model_type=family.model_type, scale=scale, **options
+        )
 
     @functools.cached_property
     def path(self) -> Path:

@@ -146,8 +146,8 @@ class HFEngine(PrefixEngine):
         The caller keeps the model on its device and may run it in any thread at any time:
         the engine runs modules of its own over the same weights. Weights must not be changed
         while the engine steps. After weights were changed in place, call `clear_kv_cache` and
-        `clear_cache`: until then rows mix what both sets of weights computed. Weights that
-        `prepack=True` (for speed on a CPU) has copied do not change.
+        `clear_output_cache`: until then rows mix what both sets of weights computed. Weights
+        that `prepack=True` (for speed on a CPU) has copied do not change.
         Hooks of the model run in the engine's passes too. Modules, adapters and attention
         functions that are put into the model later do not affect the engine.
 

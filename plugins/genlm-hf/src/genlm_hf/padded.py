@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from genlm.plugin import TokenScores, rows_from_logits
-from genlm.prefix import BatchLimits, PieceScores, ScoredText, divided_scores, plan_batches
+from genlm.plugin import rows_from_logits
+from genlm.prefix import BatchLimits, PieceScores, ScoredText, TextResult, plan_batches
 from genlm_hf.forward import next_logits, padded_inputs
 from genlm_hf.pieces import OutputPieces
 from genlm_hf.probe import padding_is_safe, sample_ids
@@ -90,20 +90,18 @@ class PaddedPath:
         self,
         adapter: str | None,
         texts: Sequence[ScoredText],
-    ) -> list[TokenScores]:
+    ) -> list[TextResult]:
         """Score texts in few passes; where a row depends on the length, by rows."""
-        ends = np.cumsum([0, *(len(text.targets) for text in texts)])
-        targets = np.array([i for text in texts for i in text.targets], np.int64)
-        scores = PieceScores(np.arange(len(targets)), targets, self._served.vocabulary)
+        scores = PieceScores(texts, self._served.vocabulary)
         if self.pads:
             lengths = [len(text.sequence) for text in texts]
             for batch in plan_batches(lengths, self._score_limits()):
-                chosen = [(texts[i], int(ends[i])) for i in batch]
+                chosen = [(texts[i], int(scores.ends[i])) for i in batch]
                 self._score_pass(chosen, scores)
         else:
-            for text, first in zip(texts, ends, strict=False):
+            for text, first in zip(texts, scores.ends, strict=False):
                 self._score_by_rows(adapter, text, int(first), scores)
-        return divided_scores(scores.results(), texts)
+        return scores.results()
 
     def next_score_pass(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from genlm.testing import TINY_LLAMA, TINY_LOGITS, EngineTarget, TinyModel
+from genlm.testing import EngineTarget, TinyModel, families
 
 __all__ = ["CERTIFIED", "FAMILIES", "TinyGguf", "targets"]
 
@@ -24,47 +24,22 @@ _TIGHT = (
 """Nothing is kept; few sequences and small batches; a copy of keys and values for each."""
 
 
-class _Family(NamedTuple):
-    """Settings of a model and of its adapters; the dtype in which it is computed."""
+class _Adapted(NamedTuple):
+    """A family, the modules that its adapters change, and the dtype in which it is computed."""
 
-    settings: Mapping[str, Any]
+    family: str
     lora: tuple[str, ...]
     dtype: str = "float32"
 
 
-_COMMON = {
-    "vocab_size": TINY_LOGITS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(TINY_LLAMA, ("q_proj", "down_proj")),
-    "qwen2": _Family(TINY_LLAMA, ("k_proj", "o_proj")),
-    "qwen3": _Family({**TINY_LLAMA, "head_dim": 8}, ("v_proj", "up_proj")),
+FAMILIES: Mapping[str, _Adapted] = {
+    "llama": _Adapted("llama", ("q_proj", "down_proj")),
+    "qwen2": _Adapted("qwen2", ("k_proj", "o_proj")),
+    "qwen3": _Adapted("qwen3", ("v_proj", "up_proj")),
     # llama.cpp computes GELU by a table of float16 on the CPU.
-    "gemma2": _Family(
-        {
-            **TINY_LLAMA,
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 4,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        ("q_proj", "gate_proj"),
-        "float16",
-    ),
-    "gpt2": _Family(
-        {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        ("c_attn",),
-        "float16",
-    ),
-    "mamba": _Family(
-        {**_COMMON, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-        ("x_proj",),
-    ),
+    "gemma2": _Adapted("gemma2 with capped scores", ("q_proj", "gate_proj"), "float16"),
+    "gpt2": _Adapted("gpt2", ("c_attn",), "float16"),
+    "mamba": _Adapted("mamba", ("x_proj",)),
 }
 """Grouped-query attention, biases, norms of heads, windows and soft caps, learned positions, a
 recurrent state."""
@@ -84,17 +59,19 @@ class TinyGguf(TinyModel):
     """
 
     def __init__(self, folder: Path, name: str, *, weights: str = "F32") -> None:
-        family = FAMILIES[name]
         self._name, self._weights = name, weights
+        adapted = FAMILIES[name]
+        family = families(head_dim=8)[adapted.family]
+        lora = {
+            "target_modules": list(adapted.lora),
+            "fan_in_fan_out": name == "gpt2",  # its linear layers are transposed
+        }
         super().__init__(
             folder,
             family.settings,
-            model_type=name,
+            model_type=family.model_type,
             adapters=("red", "blue"),
-            lora={
-                "target_modules": list(family.lora),
-                "fan_in_fan_out": name == "gpt2",  # its linear layers are transposed
-            },
+            lora=lora,
         )
 
     @functools.cached_property
@@ -124,13 +101,12 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
         folder: Folder for the models.
     """
     for name in CERTIFIED:
-        family = FAMILIES[name]
         model = TinyGguf(folder / name, name)
         yield EngineTarget(
             model=name,
             build=model.engine,
             oracle=model.logprobs,
             adapters=model.adapters,
-            dtype=family.dtype,
+            dtype=FAMILIES[name].dtype,
             tight_options=_TIGHT,
         )

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,15 @@ from genlm.plugin import (
     EvaluationError,
     ModelLoadError,
     Query,
-    TokenScores,
     TokenSequence,
     UnknownAdapterError,
     UnsupportedCapabilityError,
+    Vocabulary,
     check_query,
     model_source,
     rows_from_logits,
 )
-from genlm.prefix import PieceScores
+from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_llamacpp.batch import TokenBatch, build_batch
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import parts_for
@@ -194,11 +195,19 @@ class LlamaCppEngine(BatchEngine):
         self._compute(queries[0].adapter, requests, rows)
         return rows.result()
 
-    def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:
+    def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score the targets of each query; all have the same adapter."""
+        return self._text_results(queries)
+
+    def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
+        """Reduce the rows before the targets of each query; all have the same adapter."""
+        return self._text_results(queries)
+
+    def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
         self._arrange(queries)
-        requests = [(query.sequence, len(query) - len(query.targets)) for query in queries]
-        scores = _Scores(self, [query.targets for query in queries])
+        texts = [ScoredText.of(query) for query in queries]
+        requests = [(text.sequence, text.first) for text in texts]
+        scores = _Scores(texts, self.vocabulary)
         self._compute(queries[0].adapter, requests, scores)
         return scores.result()
 
@@ -414,38 +423,24 @@ class _Rows:
 
 
 class _Scores:
-    """Collects the scores of targets, and keeps no rows."""
+    """Collects what is computed of the rows of texts, and keeps no rows."""
 
-    def __init__(self, engine: LlamaCppEngine, targets: Sequence[tuple[int, ...]]) -> None:
-        self._vocabulary = engine.vocabulary
-        self._targets = targets
-        self._parts: dict[int, PieceScores] = {}  # by the first request; a retry replaces one
+    def __init__(self, texts: Sequence[ScoredText], vocabulary: Vocabulary) -> None:
+        self._pieces = PieceScores(texts, vocabulary)
 
     def begin(self, batch: TokenBatch, first: int) -> None:
         """Note which targets follow which entries of the batch, from request `first` on."""
-        targets = self._targets[first : first + len(batch.entries)]
-        self._pieces = self._parts[first] = PieceScores(
-            np.concatenate(batch.entries).astype(np.int64),
-            np.array([i for each in targets for i in each], np.int64),
-            self._vocabulary,
-        )
+        begin, end = self._pieces.ends[[first, first + len(batch.entries)]]
+        keys = np.concatenate(batch.entries).astype(np.int64)
+        self._pieces.expect(keys, np.arange(begin, end))
 
     def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
-        """Score the targets that follow these entries."""
+        """Compute what is wanted of the rows of these entries."""
         self._pieces.add(np.asarray(entries, np.int64), logits)
 
-    def result(self) -> list[TokenScores]:
-        """Return the scores of all requests.
-
-        Raises:
-            EvaluationError: A row is not a distribution.
-        """
-        found = [self._parts[first].results() for first in sorted(self._parts)]
-        sizes = [len(each) for each in self._targets]
-        logprobs, is_top = (
-            torch.split(torch.cat(each), sizes) for each in zip(*found, strict=True)
-        )
-        return [TokenScores(*each) for each in zip(logprobs, is_top, strict=True)]
+    def result(self) -> list[TextResult]:
+        """Return what was computed for each request."""
+        return self._pieces.results()
 
 
 def model_file(model: str | os.PathLike[str]) -> Path:

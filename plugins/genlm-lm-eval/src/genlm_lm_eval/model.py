@@ -119,7 +119,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             engine_options["device"] = device
         self.llm = _load(pretrained, backend, engine_options)
         if peft is not None:
-            self.llm.add_new_lora(peft, _PEFT)
+            self.llm.load_lora(peft, _PEFT)
             self.llm = self.llm.with_lora(_PEFT)
         remote = {k: v for k, v in engine_options.items() if k == "trust_remote_code"}
         self.tokenizer = load_tokenizer(self.llm.tokenizer, tokenizer, add_bos_token, **remote)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from genlm.plugin import TokenScores, Vocabulary, rows_from_logits
+from genlm.plugin import Vocabulary, rows_from_logits
 from genlm.prefix import (
     BatchLimits,
     PathChoice,
@@ -25,10 +25,10 @@ from genlm.prefix import (
     SegmentLimits,
     SelfTest,
     ServeOptions,
+    TextResult,
     Tokens,
     UnsupportedModelError,
     choose_path,
-    divided_scores,
     plan_batches,
     slots_within,
 )
@@ -170,18 +170,16 @@ class UncachedPath:
         totals = itertools.accumulate(map(len, sequences))
         return range(max(1, sum(total <= self._max_tokens for total in totals)))
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
         """Score texts of one length together; where rows depend on the length, by rows."""
-        ends = np.cumsum([0, *(len(text.targets) for text in texts)])
-        targets = np.array([i for text in texts for i in text.targets], np.int64)
-        scores = PieceScores(np.arange(len(targets)), targets, self._vocabulary)
+        scores = PieceScores(texts, self._vocabulary)
         if self._rotary:
-            for text, first in zip(texts, ends, strict=False):
+            for text, first in zip(texts, scores.ends, strict=False):
                 self._score_by_rows(adapter, text, int(first), scores)
         else:
             for batch in self._batches([len(text.sequence) for text in texts]):
-                self._score_batch([texts[i] for i in batch], ends[batch], scores)
-        return divided_scores(scores.results(), texts)
+                self._score_batch([texts[i] for i in batch], scores.ends[batch], scores)
+        return scores.results()
 
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
@@ -304,7 +302,7 @@ class SlotCachePath(PrefixRows):
                 self.clear()
             raise
 
-    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TokenScores]:
+    def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
         """Score texts in few passes; see `PrefixRows.scores`."""
         try:
             return super().scores(adapter, texts)

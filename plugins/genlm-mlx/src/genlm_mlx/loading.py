@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _OURS = {
-    "adapter_path": "call add_new_lora, and the base model can be asked as well",
+    "adapter_path": "call load_lora, and the base model can be asked as well",
     "lazy": "weights are read where they are used, on the engine's thread",
     "return_config": "the engine reads the config itself",
     "trust_remote_code": "it is an option of its own",

@@ -84,8 +84,9 @@ def _extend(
     if encoder_lens is not None or not single.any():
         return extend(*tensors, **options)
     tokens = single.repeat_interleave(news)
-    for part, chosen in ((tokens, single), (~tokens, ~single)):
+    for wanted, chosen in ((tokens, single), (~tokens, ~single)):
         sizes = (prefixes[chosen], news[chosen])
+        part = wanted.nonzero()[:, 0]  # not a mask: padding may follow the tokens
         queries = query[part]
         computed = output.new_empty((len(queries), *output.shape[1:]))
         arguments = (queries, computed, *cache, rows[chosen], lengths[chosen], *sizes, None)

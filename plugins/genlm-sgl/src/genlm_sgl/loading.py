@@ -139,7 +139,7 @@ def checked_options(options: Mapping[str, Any], known: frozenset[str]) -> dict[s
     if options.get("lora_paths"):
         raise ValueError(
             "engine_opts['lora_paths']: pass enable_lora=True instead, and load each adapter "
-            "with the model's add_new_lora, which checks it"
+            "with the model's load_lora, which checks it"
         )
     for name in options:
         if name not in known:

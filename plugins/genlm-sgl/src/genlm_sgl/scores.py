@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genlm.plugin import EvaluationError, Query, TokenScores, Vocabulary
-from genlm.prefix import PieceScores
+from genlm.plugin import EvaluationError, Query, Reduced, TokenScores, Vocabulary
+from genlm.prefix import PieceScores, ScoredText
 from genlm_sgl.score_api import ComputeLogits
 
 __all__ = ["Span", "TextScores", "score_spans"]
@@ -34,8 +34,7 @@ class TextScores:
     def __init__(self, query: Query, vocabulary: Vocabulary) -> None:
         self._targets = query.targets
         self._first = len(query) - len(query.targets)
-        places = np.arange(len(query.targets))
-        self._pieces = PieceScores(places, np.array(query.targets), vocabulary)
+        self._pieces = PieceScores([ScoredText.of(query)], vocabulary)
         self._known = 0
 
     def wanted(self, begin: int, length: int) -> range:
@@ -58,7 +57,7 @@ class TextScores:
         if targets.start == self._known:
             self._known = targets.stop
 
-    def result(self) -> TokenScores:
+    def result(self) -> TokenScores | Reduced:
         """Return the scores.
 
         Raises:
@@ -69,7 +68,10 @@ class TextScores:
                 f"SGLang computed the positions of {self._known} of {len(self._targets)} "
                 f"targets in order; the radix cache served others"
             )
-        return self._pieces.results()
+        [found] = self._pieces.results()
+        if isinstance(found, EvaluationError):
+            raise found
+        return found
 
 
 class Span(NamedTuple):

@@ -21,6 +21,7 @@ from genlm.plugin import (
     TokenScores,
     Vocabulary,
 )
+from genlm.prefix import TextResult
 from genlm_vllm.forks import FORK, Fork
 from genlm_vllm.scores import SCORES, Scores, ScoreTargets
 from genlm_vllm.transport import pack_outputs, unpack_result
@@ -117,7 +118,8 @@ def params_of(request: Request, rows: LocalRows, fork: Fork | None = None) -> An
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
     elif query.targets:
         first = len(query) - len(query.targets)
-        arguments = {SCORES: ScoreTargets(request.number, first, query.targets)}
+        [output] = rows.sent(query.outputs)
+        arguments = {SCORES: ScoreTargets(request.number, first, query.targets, output)}
     else:
         arguments = capture_row(request.number, query, rows)
     return vllm.SamplingParams(
@@ -231,7 +233,11 @@ class RemoteRows(LocalRows):
         """Do nothing: the workers' processes end."""
 
 
-def _scores(packed: Scores) -> TokenScores | EvaluationError:
+def _scores(packed: Scores | TextResult | list[bytes] | bytes) -> Result:
+    if isinstance(packed, (list, bytes)):
+        return unpack_result(packed)
+    if isinstance(packed, (Reduced, Exception)):
+        return packed
     if isinstance(packed, str):
         return EvaluationError(f"vLLM did not compute the scores: {packed}")
     logprobs, is_top = packed

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from genlm.plugin import rows_from_logits
+from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, rows_from_logits
+from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
@@ -48,11 +50,14 @@ class ScoreTargets(NamedTuple):
         key: Key of the scores.
         first: Position of the prompt after which the first one comes.
         targets: Their ids; target i comes after position `first + i`.
+        output: What is computed of the rows before them, in another process as `pack_outputs`
+            made it; None for the scores.
     """
 
     key: int
     first: int
     targets: Sequence[int]
+    output: PositionReduction | bytes | None = None
 
     @classmethod
     def of(cls, sampling_params: Any) -> ScoreTargets | None:
@@ -61,6 +66,20 @@ class ScoreTargets(NamedTuple):
         found = (arguments or {}).get(SCORES)
         # In another process a named tuple arrives as a list.
         return None if found is None else cls(*found)
+
+    def pieces(self) -> PieceScores:
+        """Return what reduces the rows before the targets.
+
+        Raises:
+            EvaluationError: The reduction cannot be loaded in this process.
+        """
+        output = self.output
+        if isinstance(output, bytes):
+            [output] = unpack_outputs([output])  # type: ignore[assignment]
+        if not isinstance(output, PositionReduction):
+            raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
+        text = ScoredText(TokenSequence(b""), tuple(self.targets), output.reduction)
+        return PieceScores([text], cast("Vocabulary", ROW_BUFFER.ids))
 
 
 class Span(NamedTuple):
@@ -102,7 +121,7 @@ class ScoreBuffer:
     """
 
     def __init__(self) -> None:
-        self._scores: dict[int, _Scores | Exception] = {}
+        self._scores: dict[int, _Scores | PieceScores | Exception] = {}
 
     def reset(self) -> None:
         """Drop all scores."""
@@ -112,34 +131,49 @@ class ScoreBuffer:
         self, request: ScoreTargets, wanted: range, logprobs: torch.Tensor, is_top: torch.Tensor
     ) -> None:
         """Store the scores of some targets of a request, on the CPU."""
-        scores = self._scores.get(request.key)
-        if scores is None:
-            scores = self._scores[request.key] = _Scores(len(request.targets))
-        elif isinstance(scores, Exception):
+        scores = self._scores.setdefault(request.key, _Scores(len(request.targets)))
+        if not isinstance(scores, _Scores):
             return
         places = slice(wanted.start, wanted.stop)
         scores.logprobs[places] = logprobs.numpy()
         scores.is_top[places] = is_top.numpy()
         scores.known[places] = True
 
+    def reduce(self, request: ScoreTargets, wanted: range, logits: torch.Tensor) -> None:
+        """Reduce the rows before some targets of a request."""
+        if request.key not in self._scores:
+            try:
+                self._scores[request.key] = request.pieces()
+            except EvaluationError as error:
+                self.fail(request, error)
+        scores = self._scores[request.key]
+        if isinstance(scores, PieceScores):
+            scores.add(np.arange(wanted.start, wanted.stop), logits)
+
     def fail(self, request: ScoreTargets, error: Exception) -> None:
         """Store an error, such as out of memory: if it were raised, vLLM would end."""
         self._scores[request.key] = error.with_traceback(None)
 
-    def take(self, keys: Iterable[int], abandoned: Iterable[int]) -> dict[int, Scores]:
+    def take(
+        self, keys: Iterable[int], abandoned: Iterable[int]
+    ) -> dict[int, Scores | TextResult]:
         """Remove and return the scores of requests; drop the `abandoned` ones.
 
         Returns:
             Those of which all targets are known: what vLLM's prefix cache served was not
-            computed. An error's message in place of scores that could not be computed.
+            computed. An error's message in place of scores that could not be computed. What
+            was reduced as `PieceScores.results` has it.
         """
         taken = {key: self._scores.pop(key) for key in keys if key in self._scores}
         for key in abandoned:
             self._scores.pop(key, None)
-        packed: dict[int, Scores] = {}
+        packed: dict[int, Scores | TextResult] = {}
         for key, scores in taken.items():
             if isinstance(scores, Exception):
                 packed[key] = f"{type(scores).__name__}: {scores}"
+            elif isinstance(scores, PieceScores):
+                if scores.is_complete:
+                    [packed[key]] = scores.results()
             elif scores.known.all():
                 packed[key] = (scores.logprobs.tobytes(), scores.is_top.tobytes())
         return packed
@@ -252,6 +286,12 @@ def _store(
     wanted: Sequence[tuple[ScoreTargets, range, int]],
     mapping: _AdapterMapping,
 ) -> None:
+    for request, places, row in wanted:
+        if request.output is not None:
+            _reduce(compute_logits, hidden_states, request, places, row, mapping)
+    wanted = [each for each in wanted if each[0].output is None]
+    if not wanted:
+        return
     device = hidden_states.device
     rows = torch.tensor([row + i for _, places, row in wanted for i in places], device=device)
     targets = torch.tensor(
@@ -273,6 +313,25 @@ def _store(
         end = begin + len(places)
         SCORE_BUFFER.put(request, places, logprobs[begin:end], is_top[begin:end])
         begin = end
+
+
+def _reduce(  # noqa: PLR0917
+    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
+    hidden_states: torch.Tensor,
+    request: ScoreTargets,
+    places: range,
+    row: int,
+    mapping: _AdapterMapping,
+) -> None:
+    """Reduce the rows before some targets of a request, which follow from token `row` on."""
+    size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
+    for begin in range(places.start, places.stop, size):
+        part = range(begin, min(begin + size, places.stop))
+        rows = torch.arange(row + part.start, row + part.stop, device=hidden_states.device)
+        with mapping.of(rows):
+            logits = compute_logits(hidden_states[rows])
+        if logits is not None and ROW_BUFFER.active:
+            SCORE_BUFFER.reduce(request, part, logits)
 
 
 def _picked(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import EvaluationError
+from genlm.plugin import EvaluationError, Reduced
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import record_failures, start_parent_watchdog
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
-from genlm_vllm.scores import SCORE_BUFFER, Scores, start_scores
+from genlm_vllm.scores import SCORE_BUFFER, start_scores
 from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
@@ -137,7 +137,7 @@ class RowWorker:
     @_replying
     def genlm_take(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[dict[int, Any], dict[int, Scores], int]:
+    ) -> tuple[dict[int, Any], dict[int, Any], int]:
         """Return results within this process, on the device's default stream.
 
         Returns:
@@ -152,7 +152,7 @@ class RowWorker:
     @_replying
     def genlm_take_bytes(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[list[int], bytes, list[tuple[int, Any]], list[tuple[int, Scores]], int]:
+    ) -> tuple[list[int], bytes, list[tuple[int, Any]], list[tuple[int, Any]], int]:
         """Return results to another process.
 
         Returns:
@@ -173,7 +173,10 @@ class RowWorker:
             for key, each in results.items()
             if not isinstance(each, torch.Tensor)
         ]
-        scores = list(SCORE_BUFFER.take(keys, abandoned).items())
+        scores = [
+            (key, pack_result(each) if isinstance(each, (Reduced, Exception)) else each)
+            for key, each in SCORE_BUFFER.take(keys, abandoned).items()
+        ]
         return list(rows), data, packed, scores, ROW_BUFFER.tokens_copied
 
     @_replying

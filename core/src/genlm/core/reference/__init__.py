@@ -4,29 +4,15 @@ For teaching and as an oracle in tests. Names are imported on first use, because
 module in this package must load without numpy or torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from genlm.core.reference.engine import ReferenceEngine
-    from genlm.core.reference.exact import exact_row
-    from genlm.core.reference.ngram import NgramModel
-    from genlm.core.reference.tokenizer import ByteTokenizer, split_documents
+from genlm.lazy_exports import lazy_exports
 
-__all__ = ["ByteTokenizer", "NgramModel", "ReferenceEngine", "exact_row", "split_documents"]
-
-_MODULE_OF = {
-    "ByteTokenizer": "tokenizer",
-    "NgramModel": "ngram",
-    "ReferenceEngine": "engine",
-    "exact_row": "exact",
-    "split_documents": "tokenizer",
-}
-
-
-if not TYPE_CHECKING:  # as in `genlm`
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
+    from genlm.core.reference.engine import ReferenceEngine as ReferenceEngine
+    from genlm.core.reference.exact import exact_row as exact_row
+    from genlm.core.reference.ngram import NgramModel as NgramModel
+    from genlm.core.reference.tokenizer import ByteTokenizer as ByteTokenizer
+    from genlm.core.reference.tokenizer import split_documents as split_documents
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

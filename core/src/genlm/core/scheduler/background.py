@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
+
+from genlm.core.forking import renew_in_forks
 
 __all__ = ["run_in_background", "start_background_thread"]
 
@@ -14,6 +15,11 @@ class _Background:
     """The thread of this process and the functions that it is to run."""
 
     def __init__(self) -> None:
+        self._after_fork()
+        renew_in_forks(self)
+
+    def _after_fork(self) -> None:
+        """Forget the thread, which a forked process does not inherit."""
         self.functions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.is_started = False
 
@@ -39,13 +45,3 @@ def run_in_background(function: Callable[[], object]) -> None:
     takes. `SimpleQueue.put` is safe there.
     """
     _background.functions.put(function)
-
-
-def _renew() -> None:
-    """Forget the thread, which a forked process does not inherit."""
-    _background.functions = queue.SimpleQueue()
-    _background.is_started = False
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)

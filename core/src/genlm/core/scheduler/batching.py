@@ -16,12 +16,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from genlm.core.scheduler.request_table import RequestTable
-from genlm.core.validation import checked_integer
 
-__all__ = ["BatchingPolicy", "IdleFlush", "Limits"]
+__all__ = ["BatchingPolicy", "IdleFlush"]
 
 MAX_ITERATIONS = 8
 """Most iterations of an event loop that a growing batch is held back."""
@@ -32,20 +30,6 @@ throughput; without it one late request can split a population into two batches 
 
 MIN_GRACE_S = 1e-4
 """Below this, waiting costs more in thread switches than a split batch does."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How requests are batched; see `Scheduler`."""
-
-    max_batch_size: int | None = None
-    max_pending: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_pending"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, checked_integer(name, value, 1))
 
 
 class BatchingPolicy:

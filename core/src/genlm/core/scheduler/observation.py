@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from genlm.core.scheduler.delivery import Outcome
@@ -52,41 +52,26 @@ class StepObserver:
         """Call and report `step(engine)`, which has `queries` queries; return its seconds."""
         if self._tracer is None and "opentelemetry.trace" in sys.modules:
             self._tracer = _configured_tracer()
-        is_logged = logger.isEnabledFor(logging.DEBUG)
-        if self._tracer is None and not is_logged:
-            start_s = time.perf_counter()
-            step(engine)
-            step_s = time.perf_counter() - start_s
-        else:
-            step_s = self._observe_closely(step, engine, queries, is_logged)
-        if step_s >= SLOW_STEP_S:
-            self._warn(queries, step_s)
-        return step_s
-
-    def _observe_closely(self, step: Step, engine: Any, queries: int, is_logged: bool) -> float:
-        """Do what `observe` does where something records it."""
         with self._span() as span:  # current meanwhile: what the engine traces belongs to it
             is_traced = span is not None and span.is_recording()
-            if not is_logged and not is_traced:
-                start_s = time.perf_counter()
-                step(engine)
-                return time.perf_counter() - start_s
-            before = _tokens_computed(engine)
+            is_reported = is_traced or logger.isEnabledFor(logging.DEBUG)
+            before = _tokens_computed(engine) if is_reported else None
             start_s = time.perf_counter()
             finished = step(engine)
             step_s = time.perf_counter() - start_s
-            after = _tokens_computed(engine)
-            tokens = None if before is None or after is None else after - before
-            failed = sum(isinstance(outcome, Exception) for _, outcome in finished)
-            if is_logged:
-                self._log(queries, len(finished), failed, tokens, step_s)
-            if is_traced:
+            if is_reported:
+                failed = sum(isinstance(outcome, Exception) for _, outcome in finished)
                 counts = {"queries": queries, "finished": len(finished), "failed": failed}
-                if tokens is not None:
-                    counts["tokens_computed"] = tokens
+                after = _tokens_computed(engine)
+                if before is not None and after is not None:
+                    counts["tokens_computed"] = after - before
+                self._log(counts, step_s)
+            if is_traced:
                 span.set_attribute("genlm.engine", self._name)
                 span.set_attributes({f"genlm.batch.{key}": counts[key] for key in counts})
-            return step_s
+        if step_s >= SLOW_STEP_S:
+            self._warn(queries, step_s)
+        return step_s
 
     def _span(self) -> contextlib.AbstractContextManager[Any]:
         if self._tracer is None:
@@ -95,14 +80,12 @@ class StepObserver:
         span = self._tracer.start_as_current_span("genlm.batch")
         return span
 
-    def _log(
-        self, queries: int, finished: int, failed: int, tokens: int | None, step_s: float
-    ) -> None:
-        parts = [f"step of {queries} queries", f"{finished} finished"]
-        if failed:
-            parts.append(f"{failed} failed")
-        if tokens is not None:
-            parts.append(f"{tokens} tokens computed")
+    def _log(self, counts: Mapping[str, int], step_s: float) -> None:
+        parts = [f"step of {counts['queries']} queries", f"{counts['finished']} finished"]
+        if counts["failed"]:
+            parts.append(f"{counts['failed']} failed")
+        if "tokens_computed" in counts:
+            parts.append(f"{counts['tokens_computed']} tokens computed")
         logger.debug("%s: %s, %.1f ms", self._name, ", ".join(parts), 1000 * step_s)
 
     def _warn(self, queries: int, step_s: float) -> None:

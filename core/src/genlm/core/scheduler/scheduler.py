@@ -16,12 +16,11 @@ from typing import Any, Generic, TypeVar
 from genlm.core.blocking import is_blocking, run_blocking
 from genlm.core.errors import EngineClosedError, QueryResetError
 from genlm.core.scheduler.background import run_in_background, start_background_thread
-from genlm.core.scheduler.batching import Limits
 from genlm.core.scheduler.request_table import Identified, Request
 from genlm.core.scheduler.results import ResultHandler
 from genlm.core.scheduler.worker import Submission, Worker
 from genlm.core.statistics import SchedulerStatistics
-from genlm.core.validation import checked_builder
+from genlm.core.validation import checked_builder, checked_integer
 
 __all__ = ["Scheduler"]
 
@@ -71,7 +70,8 @@ class Scheduler(Generic[EngineT]):
         self._worker = Worker(
             checked_builder(build_engine),
             results=results or ResultHandler(),
-            limits=Limits(max_batch_size, max_pending),
+            max_batch_size=_checked_limit("max_batch_size", max_batch_size),
+            max_pending=_checked_limit("max_pending", max_pending),
             name=name,
         )
         start_background_thread()  # here: a finalizer must not start it
@@ -237,9 +237,7 @@ class Scheduler(Generic[EngineT]):
 
     def reset(self) -> None:
         """End all unanswered requests with `QueryResetError`; the engine stays usable."""
-        self._worker.reset(
-            QueryResetError("the request was dropped by reset_async_queries; ask again")
-        )
+        self._worker.reset(QueryResetError("the request was dropped by cancel_all; ask again"))
 
     def close(self) -> None:
         """End all unanswered requests with `EngineClosedError` and close the engine.
@@ -265,6 +263,10 @@ class Scheduler(Generic[EngineT]):
                 "called from the engine's own thread, which would wait for itself; "
                 "call from another thread"
             )
+
+
+def _checked_limit(name: str, value: int | None) -> int | None:
+    return None if value is None else checked_integer(name, value, 1)
 
 
 def _stop(worker: Worker) -> None:

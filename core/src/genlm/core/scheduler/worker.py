@@ -30,7 +30,7 @@ from genlm.core.errors import (
 from genlm.core.forking import renew_in_forks
 from genlm.core.query import Completion, GroupQuery
 from genlm.core.scheduler.background import run_in_background
-from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush, Limits
+from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
 from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import Finished, StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
@@ -86,16 +86,17 @@ class Worker:
         build_engine: Callable[[], Any],
         *,
         results: ResultHandler,
-        limits: Limits,
+        max_batch_size: int | None,
+        max_pending: int | None,
         name: str,
     ) -> None:
         self._results = results
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._table = RequestTable(limits.max_pending)
-        self._policy = BatchingPolicy(limits.max_batch_size)
+        self._table = RequestTable(max_pending)
+        self._policy = BatchingPolicy(max_batch_size)
         self._observer = StepObserver(name)
-        self._max_batch_size = limits.max_batch_size
+        self._max_batch_size = max_batch_size
         self._aborts: list[int] = []
         self._calls: deque[Call] = deque()
         self._released: deque[Any] = deque()

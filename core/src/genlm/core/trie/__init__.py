@@ -4,27 +4,13 @@
 that users see; each remaining module adds one ability to it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+from genlm.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.trie.async_trie import AsyncTokenCharacterTrie as AsyncTokenCharacterTrie
     from genlm.core.trie.layout import TrieLayout as TrieLayout
     from genlm.core.trie.trie import TokenCharacterTrie as TokenCharacterTrie
-
-# Imported on first use: the registry imports `plugin` in this package, without numpy.
-_HOME = {
-    "AsyncTokenCharacterTrie": "async_trie",
-    "TokenCharacterTrie": "trie",
-    "TrieLayout": "layout",
-}
-
-__all__ = ["AsyncTokenCharacterTrie", "TokenCharacterTrie", "TrieLayout"]
-
-
-if not TYPE_CHECKING:  # as in `genlm`
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

@@ -152,10 +152,6 @@ class AsyncTokenCharacterTrie:
         """Add log-weights below every node, in the log domain; as `weight_sum`."""
         return await self._answer(ws, "logsumexp", returns)
 
-    async def mass_sum(self, ws: Any, *, returns: Returns = "numpy") -> Any:
-        """Older name of `weight_sum`."""
-        return await self.weight_sum(ws, returns=returns)
-
     def start(self) -> None:
         """Start the worker thread if it is not running; the first call does so as well."""
         self._running()

@@ -17,6 +17,7 @@ _MODULES: dict[Kind, tuple[str, ...]] = {
         "engine_contexts",
         "engine_reductions",
         "engine_populations",
+        "engine_text_reductions",
         "engine_requests",
         "engine_cancellation",
         "engine_threads",

@@ -19,32 +19,27 @@ from genlm import (
 )
 from genlm.testing.background import on_thread
 from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture, row_error
+from genlm.testing.comparison import largest_difference
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 Asked = tuple[TokenTuple, str | None]
 
 
-@engine_check(
-    needs=Capability.LORA, cases=("lora_name", "with_lora", "set_lora", "differs from the base")
-)
+@engine_check(needs=Capability.LORA, cases=("lora_name", "with_lora", "differs from the base"))
 def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
     """A request for an adapter returns that adapter's row, however it is selected."""
     names = fixture.adapter_names()
     lm = fixture.load(adapters=True)
 
     def holds(token_ids: TokenTuple, name: str) -> None:
-        lm.clear_cache()
-        lm.set_lora(name)
-        by_state = fixture.run(lm.next_token_logprobs_uncached(token_ids))
-        lm.clear_lora()
+        lm.clear_output_cache()
         rows = {
             "lora_name": fixture.run(lm.next_token_logprobs(token_ids, lora_name=name)),
             "with_lora": fixture.run(
-                lm.with_lora(name).next_token_logprobs_uncached(token_ids)
+                lm.with_lora(name).next_token_logprobs(token_ids, use_cache=False)
             ),
-            "set_lora": by_state,
             "sync": lm.next_token_logprobs_sync(token_ids, lora_name=name),
             "batch": fixture.run(lm.batch_next_token_logprobs([token_ids], lora_name=name))[0],
         }
@@ -52,7 +47,7 @@ def adapters_answer_as_themselves(fixture: EngineFixture) -> None:
             fixture.check_row(row, token_ids, name, how=how)
             fixture.saw(how)
         base, adapted = fixture.expected(token_ids), fixture.expected(token_ids, name)
-        fixture.saw("differs from the base", row_error(adapted, base) > 0.01)
+        fixture.saw("differs from the base", largest_difference(adapted, base) > 0.01)
         fixture.check_row(fixture.run(lm.next_token_logprobs(token_ids)), token_ids, after=name)
 
     fixture.for_all(holds, token_ids=fixture.sequences(), name=st.sampled_from(names))
@@ -65,7 +60,7 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed(adapters=True)
 
     def holds(batch: list[Asked], same: TokenTuple) -> None:
-        lm.clear_cache()
+        lm.clear_output_cache()
         asked = [*batch, *((same, name) for name in names)]
         before = len(probe.in_step)
         rows = fixture.run(_gathered(lm, asked))
@@ -78,14 +73,8 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
 
 
 async def _gathered(lm: AsyncLM, asked: Sequence[Asked]) -> list[torch.Tensor]:
-    rows = (lm.next_token_logprobs(ids, lora_name=name) for ids, name in _named(lm, asked))
+    rows = (lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked)
     return list(await asyncio.gather(*rows))
-
-
-def _named(lm: AsyncLM, asked: Sequence[Asked]) -> Sequence[Asked]:
-    # `lora_name=None` means the adapter that is set; none is, so it is the base model.
-    lm.clear_lora()
-    return asked
 
 
 @engine_check(
@@ -97,26 +86,17 @@ def switching_adapters_serves_no_stale_row(fixture: EngineFixture) -> None:
     names = [None, *fixture.adapter_names()]
 
     def holds(token_ids: TokenTuple, order: list[str | None]) -> None:
-        lm.clear_cache()
+        lm.clear_output_cache()
         for length in (max(1, len(token_ids) - 1), len(token_ids)):
             for name in order:
-                _set(lm, name)
                 prefix = token_ids[:length]
-                row = fixture.run(lm.next_token_logprobs(prefix))
+                row = fixture.run(lm.with_lora(name).next_token_logprobs(prefix))
                 fixture.check_row(row, prefix, name, order=order)
-        _set(lm, None)
         fixture.saw("cached under another adapter", len(set(order)) > 1)
         fixture.saw("extended after a switch", len(set(order)) > 1 and len(token_ids) > 1)
 
     orders = st.lists(st.sampled_from(names), min_size=2, max_size=6)
     fixture.for_all(holds, token_ids=fixture.sequences(), order=orders)
-
-
-def _set(lm: AsyncLM, name: str | None) -> None:
-    if name is None:
-        lm.clear_lora()
-    else:
-        lm.set_lora(name)
 
 
 @engine_check(needs=Capability.LORA, cases=("unknown", "not loadable", "loaded again"))
@@ -130,10 +110,10 @@ def wrong_adapters_are_refused(fixture: EngineFixture) -> None:
         fixture.saw("unknown")
     paths = fixture.target.adapters
     for name, path in (("absent", paths[first] + "-absent"), (first, paths[second])):
-        load = functools.partial(lm.add_new_lora, path, name)
+        load = functools.partial(lm.load_lora, path, name)
         fixture.expect_error(AdapterError, load, name=name, path=path)
         fixture.saw("not loadable")
-    fixture.call(functools.partial(lm.add_new_lora, paths[first], first))
+    fixture.call(functools.partial(lm.load_lora, paths[first], first))
     fixture.saw("loaded again")
     for adapter in (None, first, second):
         row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=adapter))
@@ -152,7 +132,7 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
         probe.hold()
         row = asyncio.ensure_future(lm.next_token_logprobs(second))
         await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
-        loading = on_thread(lm.add_new_lora, fixture.target.adapters[names[0]], names[0])
+        loading = on_thread(lm.load_lora, fixture.target.adapters[names[0]], names[0])
         await asyncio.sleep(0)
         probe.release()
         await loading
@@ -160,29 +140,31 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
 
     fixture.check_row(fixture.run(request_while_loading()), second, while_loading=names[0])
     fixture.saw("loaded while a request waited")
-    load = functools.partial(lm.add_new_lora, fixture.target.adapters[names[1]], names[1])
+    load = functools.partial(lm.load_lora, fixture.target.adapters[names[1]], names[1])
     fixture.call(load)
     for name in (None, *names):
-        for ask in (lm.next_token_logprobs, lm.next_token_logprobs_uncached):
-            row = fixture.run(ask(first, lora_name=name))
+        for use_cache in (True, False):
+            row = fixture.run(
+                lm.next_token_logprobs(first, lora_name=name, use_cache=use_cache)
+            )
             fixture.check_row(row, first, name, after="both adapters were loaded")
     fixture.saw("loaded later")
 
 
 @engine_check(needs=Capability.LORA, cases=("removed or refused",))
 def removed_adapters_are_gone(fixture: EngineFixture) -> None:
-    """After `remove_lora` only requests under way get the adapter; its name can be reused."""
+    """After `unload_lora` only requests under way get the adapter; its name can be reused."""
     paths = [fixture.target.adapters[name] for name in fixture.adapter_names()[:2]]
     first, second = fixture.adapter_names()[:2]
     lm, probe = fixture.load_probed()
     before, waiting = fixture.some_sequences(2)
-    lm.add_new_lora(paths[0], first)
+    lm.load_lora(paths[0], first)
     row = fixture.run(lm.next_token_logprobs(before, lora_name=first))
     fixture.check_row(row, before, first)
 
     if not hasattr(probe.engine, "remove_adapter"):
-        remove = functools.partial(lm.remove_lora, first)
-        fixture.expect_error(UnsupportedCapabilityError, remove, call="remove_lora")
+        remove = functools.partial(lm.unload_lora, first)
+        fixture.expect_error(UnsupportedCapabilityError, remove, call="unload_lora")
         fixture.saw("removed or refused")
         return
 
@@ -193,7 +175,7 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
         row = asyncio.ensure_future(lm.next_token_logprobs(waiting, lora_name=first))
         await asyncio.sleep(0)
         try:
-            lm.remove_lora(first)
+            lm.unload_lora(first)
         finally:
             probe.release()
         await base
@@ -202,13 +184,15 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
     fixture.check_row(fixture.run(remove_while_a_request_waits()), waiting, first)
     ask = functools.partial(lm.next_token_logprobs, before, lora_name=first)
     fixture.expect_error(UnknownAdapterError, ask, call="next_token_logprobs")
-    lm.add_new_lora(paths[1], first)
+    lm.load_lora(paths[1], first)
     for token_ids in (before, waiting):
         for adapter, name in ((second, first), (None, None)):
             row = fixture.run(lm.next_token_logprobs(token_ids, lora_name=name))
             fixture.check_row(row, token_ids, adapter, after="the name was given again")
-    lm.remove_lora(first)  # a shared engine may have room for the target's adapters only
-    fixture.run(lm.next_token_logprobs_uncached(before))  # removes it before the model closes
+    lm.unload_lora(first)  # a shared engine may have room for the target's adapters only
+    fixture.run(
+        lm.next_token_logprobs(before, use_cache=False)
+    )  # removes it before the model closes
     fixture.saw("removed or refused")
 
 
@@ -217,9 +201,7 @@ def undeclared_adapters_are_refused(fixture: EngineFixture) -> None:
     """Without `lora` declared, every call that names an adapter is refused as unsupported."""
     lm = fixture.lm
     token_ids = fixture.some_sequences(1)[0]
-    calls = _calls(lm, token_ids, "any") | {
-        "add_new_lora": lambda: lm.add_new_lora("folder", "any")
-    }
+    calls = _calls(lm, token_ids, "any") | {"load_lora": lambda: lm.load_lora("folder", "any")}
     for name, call in calls.items():
         fixture.expect_error(UnsupportedCapabilityError, call, call=name)
         fixture.saw("refused")
@@ -235,5 +217,4 @@ def _calls(lm: AsyncLM, token_ids: TokenTuple, name: str) -> dict[str, Callable[
         "sync": lambda: lm.next_token_logprobs_sync(token_ids, lora_name=name),
         "sample": lambda: lm.sample(token_ids, 1, lora_name=name),
         "with_lora": lambda: lm.with_lora(name),
-        "set_lora": lambda: lm.set_lora(name),
     }

@@ -14,16 +14,20 @@ from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 
-@engine_check(cases=("ragged batch", "duplicates", "another order"))
+@engine_check(cases=("ragged batch", "duplicates", "another order", "concurrent requests"))
 def batch_equals_map(fixture: EngineFixture) -> None:
-    """Row i of a batch is that of sequence i, whatever else is in the batch."""
+    """Row i of a batch, or of concurrent requests, is that of sequence i."""
 
     def holds(batch: list[TokenTuple], data: st.DataObject) -> None:
         shuffled = data.draw(st.permutations([*batch, *batch[:2]]))
         for asked in (batch, shuffled):
-            fixture.lm.clear_cache()
+            fixture.lm.clear_output_cache()
             rows = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
             fixture.check_rows(rows, asked, batch=asked)
+        fixture.lm.clear_output_cache()
+        concurrent = fixture.run(_gathered(fixture.lm, shuffled))
+        fixture.check_rows(concurrent, shuffled, concurrent=shuffled)
+        fixture.saw("concurrent requests")
         fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
         fixture.saw("duplicates")
         fixture.saw("another order", shuffled[: len(batch)] != batch)
@@ -33,20 +37,6 @@ def batch_equals_map(fixture: EngineFixture) -> None:
 
 async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
     return list(await asyncio.gather(*map(lm.next_token_logprobs, asked)))
-
-
-@engine_check(cases=("ragged batch", "duplicates"))
-def concurrent_equals_alone(fixture: EngineFixture) -> None:
-    """A request answered together with others gets the row that it gets alone."""
-
-    def holds(batch: list[TokenTuple]) -> None:
-        fixture.lm.clear_cache()
-        asked = [*batch, batch[0]]
-        fixture.check_rows(fixture.run(_gathered(fixture.lm, asked)), asked, asked=asked)
-        fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
-        fixture.saw("duplicates")
-
-    fixture.for_all(holds, batch=fixture.batches())
 
 
 @engine_check(cases=("shared step",))

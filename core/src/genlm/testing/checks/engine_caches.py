@@ -8,30 +8,13 @@ import torch
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapabilityError
 from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture, row_error
+from genlm.testing.comparison import largest_difference
+from genlm.testing.engine_fixture import EngineFixture
 from genlm.testing.failure import NotApplicable, Skipped, expect
 from genlm.testing.strategies import TokenTuple, near_misses
 
 SMALL = 3
 """Rows in a small output cache: fewer than the sequences of a check."""
-
-
-@engine_check(cases=("answered from the cache", "asked again uncached"))
-def warm_equals_cold(fixture: EngineFixture) -> None:
-    """A repeated request gets the same row as the first, from the cache or uncached."""
-
-    def holds(token_ids: TokenTuple) -> None:
-        fixture.lm.clear_cache()
-        before = fixture.lm.statistics().cache_hits
-        for time in ("first", "second", "third"):
-            row = fixture.run(fixture.lm.next_token_logprobs(token_ids))
-            fixture.check_row(row, token_ids, time=time)
-        fixture.saw("answered from the cache", fixture.lm.statistics().cache_hits - before)
-        row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
-        fixture.check_row(row, token_ids, time="uncached")
-        fixture.saw("asked again uncached")
-
-    fixture.for_all(holds, token_ids=fixture.sequences())
 
 
 @engine_check(cases=("size 0", "size 1", "small", "unbounded", "evicted", "hit"))
@@ -103,7 +86,7 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
     """A sequence that resembles an earlier one gets its own row."""
 
     def holds(token_ids: TokenTuple) -> None:
-        fixture.lm.clear_cache()
+        fixture.lm.clear_output_cache()
         own = fixture.expected(token_ids)
         misses = {
             how: miss
@@ -113,7 +96,9 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
         for how, miss in misses.items():
             fixture.saw(how)
             # A wrong row can be detected only if the two rows differ.
-            differs = row_error(fixture.expected(miss), own) > fixture.target.largest_error
+            differs = (
+                largest_difference(fixture.expected(miss), own) > fixture.target.largest_error
+            )
             fixture.saw("another row", differs)
         one_by_one = [fixture.run(fixture.lm.next_token_logprobs(token_ids))]
         one_by_one += [
@@ -121,7 +106,7 @@ def near_misses_are_told_apart(fixture: EngineFixture) -> None:
         ]
         asked = [token_ids, *misses.values()]
         fixture.check_rows(one_by_one, asked, asked="one after another", sequences=asked)
-        fixture.lm.clear_cache()
+        fixture.lm.clear_output_cache()
         together = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
         fixture.check_rows(together, asked, asked="together", sequences=asked)
 
@@ -142,7 +127,7 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
     """A sequence grown token by token, forked or shortened gets its uncached row."""
 
     def holds(token_ids: TokenTuple, other: TokenTuple, fork: int) -> None:
-        fixture.lm.clear_cache()
+        fixture.lm.clear_output_cache()
         grown = [token_ids[:length] for length in range(1, len(token_ids) + 1)]
         for prefix in grown:
             _check_alone(fixture, prefix, "extended")
@@ -163,7 +148,7 @@ def prefixes_equal_fresh_evaluation(fixture: EngineFixture) -> None:
 
 
 def _check_alone(fixture: EngineFixture, token_ids: TokenTuple, how: str) -> None:
-    row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+    row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
     fixture.check_row(row, token_ids, how=how)
     fixture.saw(how, len(token_ids) > 1)
 
@@ -185,27 +170,27 @@ def tight_budgets_change_nothing(fixture: EngineFixture) -> None:
             fixture.check_rows(rows, asked, engine_options=options, batch=asked)
             # The last evaluation is still cached in part; a hit must give the right row.
             for token_ids in (asked[-1], asked[0]):
-                row = fixture.run(lm.next_token_logprobs_uncached(token_ids))
+                row = fixture.run(lm.next_token_logprobs(token_ids, use_cache=False))
                 fixture.check_row(row, token_ids, engine_options=options, after=asked)
         fixture.saw("more prefixes than fit")
 
 
 @engine_check(needs=Capability.PREFIX_CACHE, cases=("asked below a kept prefix", "cleared"))
 def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
-    """Keeping a prefix with `cache_kv`, keeping it twice and freeing it change no row."""
+    """Keeping a prefix with `pin_prefix`, keeping it twice and freeing it change no row."""
 
     def holds(prefix: TokenTuple, other: TokenTuple) -> None:
-        fixture.lm.clear_cache()
+        fixture.lm.clear_output_cache()
         asked = [prefix, (prefix + other)[: fixture.max_length], prefix[:1] + other[1:], other]
         for kept in (prefix, prefix, (prefix + other)[: fixture.max_length]):
-            fixture.call(functools.partial(fixture.lm.cache_kv, kept))
+            fixture.call(functools.partial(fixture.lm.pin_prefix, kept))
             for token_ids in asked:
-                row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+                row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
                 fixture.check_row(row, token_ids, kept=kept)
         fixture.saw("asked below a kept prefix")
         fixture.call(fixture.lm.clear_kv_cache)
         for token_ids in asked:
-            row = fixture.run(fixture.lm.next_token_logprobs_uncached(token_ids))
+            row = fixture.run(fixture.lm.next_token_logprobs(token_ids, use_cache=False))
             fixture.check_row(row, token_ids, freed=prefix)
         fixture.saw("cleared")
 
@@ -214,9 +199,9 @@ def kept_prefixes_change_nothing(fixture: EngineFixture) -> None:
 
 @engine_check(unless=Capability.PREFIX_CACHE, cases=("refused",))
 def undeclared_prefix_cache_is_refused(fixture: EngineFixture) -> None:
-    """Without `prefix_cache` declared, `cache_kv` and `clear_kv_cache` are refused."""
+    """Without `prefix_cache` declared, `pin_prefix` and `clear_kv_cache` are refused."""
     calls = {
-        "cache_kv": lambda: fixture.lm.cache_kv(fixture.some_sequences(1)[0]),
+        "pin_prefix": lambda: fixture.lm.pin_prefix(fixture.some_sequences(1)[0]),
         "clear_kv_cache": fixture.lm.clear_kv_cache,
     }
     for name, call in calls.items():

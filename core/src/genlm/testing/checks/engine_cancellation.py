@@ -56,7 +56,7 @@ def cancelled_at_every_stage(fixture: EngineFixture) -> None:
         asked = fixture.some_sequences(3, salt=salt)
         fixture.run(scene(_Scene(fixture, lm, probe, asked)))
         probe.release()
-        lm.clear_cache()  # so that the engine evaluates the cancelled request too
+        lm.clear_output_cache()  # so that the engine evaluates the cancelled request too
         again = fixture.run(lm.batch_next_token_logprobs(asked))
         fixture.check_rows(again, asked, cancelled=stage)
         left = lm.statistics()
@@ -92,7 +92,7 @@ async def _before_it_leaves(on: _Scene) -> None:
         on.fixture.check_rows(
             await asyncio.gather(*tasks[1:]), on.asked[1:], cancelled=on.asked[0]
         )
-        on.lm.clear_cache()
+        on.lm.clear_output_cache()
 
 
 async def _held_back(on: _Scene) -> None:
@@ -184,6 +184,6 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
         return list(await asyncio.gather(tasks[0], tasks[2]))
 
     uncancelled = [fixture.run(drawn(0)), fixture.run(drawn(2))]
-    lm.clear_cache()
+    lm.clear_output_cache()
     found = fixture.run(play())
     expect(found == uncancelled, f"{uncancelled}, as without the third", found)

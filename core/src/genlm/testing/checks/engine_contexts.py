@@ -56,7 +56,7 @@ def contexts_equal_lists(fixture: EngineFixture) -> None:
             "contexts of other ids to be different",
             f"{lm.context(other)!r} == {whole!r}",
         )
-        lm.clear_cache()
+        lm.clear_output_cache()
         before = len(probe.submitted)
         asked = [one_by_one, token_ids, at_once]
         rows = fixture.run(_gathered(lm.next_token_logprobs, asked))
@@ -187,7 +187,7 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
         await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
         try:
             if how == "reset":
-                lm.reset_async_queries()
+                lm.cancel_all()
             else:
                 for task in tasks:
                     task.cancel()
@@ -208,7 +208,7 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
             for each in (second, context, first, second.extend(token_ids[0])):
                 row = fixture.run(each.next_token_logprobs())
                 fixture.check_row(row, each.token_ids, after=how)
-        lm.clear_cache()
+        lm.clear_output_cache()
         if Capability.PREFIX_CACHE in lm.capabilities:
             fixture.call(lm.clear_kv_cache)
         fixture.saw("cleared")
@@ -283,12 +283,10 @@ def contexts_keep_their_adapter(fixture: EngineFixture) -> None:
                 fixture.check_row(row, context.token_ids, name)
                 fixture.saw("switched")
             contexts = {name: each.extend(short[0]) for name, each in contexts.items()}
-        lm.set_lora(first)
-        default = lm.context(short)
-        lm.clear_lora()
+        default = lm.with_lora(first).context(short)
         fixture.check_row(fixture.run(default.next_token_logprobs()), short, first)
         fixture.saw("default", default.lora_name == first)
     if hasattr(lm.engine, "remove_adapter"):
-        lm.remove_lora(second)
+        lm.unload_lora(second)
         fixture.expect_error(UnknownAdapterError, contexts[second].next_token_logprobs)
     fixture.saw("removed or refused")

@@ -1,4 +1,4 @@
-"""Checks that `close` and `reset_async_queries` end every request."""
+"""Checks that `close` and `cancel_all` end every request."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def closing_ends_every_request(fixture: EngineFixture) -> None:
 
 @engine_check(cases=("in the engine", "not yet in the engine", "sync caller", "asked again"))
 def resetting_ends_every_request(fixture: EngineFixture) -> None:
-    """`reset_async_queries` ends unanswered requests with `QueryResetError`; later ones run."""
+    """`cancel_all` ends unanswered requests with `QueryResetError`; later ones run."""
     lm, probe = fixture.load_probed()
     asked = fixture.some_sequences(3)
 
     async def end() -> None:
-        lm.reset_async_queries()
+        lm.cancel_all()
 
     found, _ = _ended(fixture, lm, probe, asked, end)
     for error in found:
         fixture.expect_raised(QueryResetError, error)
     rows = fixture.run(lm.batch_next_token_logprobs(asked))
-    fixture.check_rows(rows, asked, after="reset_async_queries")
+    fixture.check_rows(rows, asked, after="cancel_all")
     fixture.saw("asked again")
 
 
@@ -78,7 +78,7 @@ def closed_means_closed(fixture: EngineFixture) -> None:
 def _check_closed(fixture: EngineFixture, lm: AsyncLM, token_ids: TokenTuple) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "next_token_logprobs": lambda: lm.next_token_logprobs(token_ids),
-        "next_token_logprobs_uncached": lambda: lm.next_token_logprobs_uncached(token_ids),
+        "uncached": lambda: lm.next_token_logprobs(token_ids, use_cache=False),
         "batch_next_token_logprobs": lambda: lm.batch_next_token_logprobs([token_ids]),
         "next_token_logprobs_sync": lambda: lm.next_token_logprobs_sync(token_ids),
         "batch_sample": lambda: lm.batch_sample([token_ids], 2),

@@ -37,7 +37,7 @@ def a_poisoned_sequence_fails_alone(fixture: EngineFixture) -> None:
         raise NotApplicable("the engine has no `evaluate` to inject an exception into")
     asked = fixture.some_sequences(7)
     for bad in (0, 3, 6):
-        lm.clear_cache()
+        lm.clear_output_cache()
         probe.poison = _is(asked[bad])
         _check_one_fails(fixture, lm, asked, bad)
         fixture.saw("poisoned batch")
@@ -51,7 +51,7 @@ def invalid_rows_are_refused(fixture: EngineFixture) -> None:
     for case, spoiled in _SPOILED.items():
         bad = len(case) % 5
         probe.spoil = _spoiling(asked[bad], spoiled)
-        lm.clear_cache()
+        lm.clear_output_cache()
         found = fixture.run(_gathered(lm, asked))
         fixture.expect_raised(EvaluationError, found[bad], row_with=case)
         good = [row for row in found if isinstance(row, torch.Tensor)]
@@ -68,7 +68,7 @@ def a_broken_step_is_survived(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed()
     asked = fixture.some_sequences(4)
     for _ in range(2):
-        lm.clear_cache()
+        lm.clear_output_cache()
         probe.break_step = InjectedFault("the step broke")
         for found in fixture.run(_gathered(lm, asked)):
             _check_cause(fixture, found)

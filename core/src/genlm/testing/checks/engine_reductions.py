@@ -92,7 +92,9 @@ def reductions_are_of_the_row(fixture: EngineFixture) -> None:
             context=token_ids,
         )
         fixture.saw("given tokens", bool(wanted))
-        _check_top(fixture, row, fixture.run(lm.top_k(token_ids, min(k, size))), min(k, size))
+        _check_top(
+            fixture, row, fixture.run(lm.top_tokens(token_ids, min(k, size))), min(k, size)
+        )
         fixture.saw("most likely")
         mass = float(row[sorted(set(wanted))].logsumexp(-1)) if wanted else -math.inf
         for form, mask in _forms(wanted, size).items():
@@ -387,7 +389,7 @@ def reductions_share_evaluations(fixture: EngineFixture) -> None:
     async def together() -> None:
         await asyncio.gather(
             lm.next_token_logprobs(context),
-            lm.top_k(context, 2),
+            lm.top_tokens(context, 2),
             *(lm.draw(context, seed=seed) for seed in range(DRAWS)),
         )
 
@@ -404,12 +406,12 @@ def reductions_share_evaluations(fixture: EngineFixture) -> None:
     fixture.run(lm.log_mass(context, [0, 1]))
     submitted(1, "the log mass of a cached row")
     fixture.saw("of a cached row")
-    first = fixture.run(lm.top_k(other, 2))
+    first = fixture.run(lm.top_tokens(other, 2))
     first.logprobs.zero_()  # the caller's own
-    again = fixture.run(lm.top_k(other, 2))
+    again = fixture.run(lm.top_tokens(other, 2))
     submitted(2, "the same top-k twice")
     _check_top(fixture, fixture.expected(other), again, 2)
-    fixture.run(lm.top_k(other, 1))
+    fixture.run(lm.top_tokens(other, 1))
     submitted(3, "another top-k")
     fixture.saw("cached")
 
@@ -450,8 +452,8 @@ def wrong_reductions_are_refused(fixture: EngineFixture) -> None:
         (ValueError, lm.log_mass, {"mask": np.zeros(-(-size // 32), np.int32)}),
         (TokenIdError, lm.log_mass, {"mask": [size]}),
         (TokenIdError, lm.token_logprobs, {"token_ids": [-1]}),
-        (ValueError, lm.top_k, {"k": 0}),
-        (ValueError, lm.top_k, {"k": size + 1}),
+        (ValueError, lm.top_tokens, {"k": 0}),
+        (ValueError, lm.top_tokens, {"k": size + 1}),
         (ValueError, lm.draw, {"temperature": math.inf}),
         (ValueError, lm.draw, {"temperature": -1.0}),
         (ValueError, lm.draw, {"top_k": 0}),

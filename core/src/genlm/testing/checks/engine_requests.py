@@ -56,7 +56,7 @@ def bad_requests_fail_alone(fixture: EngineFixture) -> None:
 
     good = fixture.some_sequences(1)[0]
     for case, (bad, error) in bad_requests(good, lm.vocab_size, lm.max_context).items():
-        lm.clear_cache()
+        lm.clear_output_cache()
         first, found, last = fixture.run(surrounded(good, bad))
         fixture.check_rows([first, last], [good, good[::-1]], beside=bad)
         fixture.expect_raised(error, found, request=bad)
@@ -64,7 +64,7 @@ def bad_requests_fail_alone(fixture: EngineFixture) -> None:
             fixture.expect_error(error, functools.partial(call, [good, bad]), request=bad)
         fixture.saw(case)
     fixture.check_row(
-        fixture.run(lm.next_token_logprobs_uncached(good)), good, after="bad ones"
+        fixture.run(lm.next_token_logprobs(good, use_cache=False)), good, after="bad ones"
     )
     seen = [query for query in probe.submitted if query.token_ids not in {good, good[::-1]}]
     expect(not seen, "no bad request to reach the engine", seen)
@@ -93,7 +93,7 @@ def integers_of_any_kind(fixture: EngineFixture) -> None:
 
     for token_ids in filter(None, (*fixture.some_sequences(2), tuple(narrow[:2]))):
         for kind, spelled in kinds(token_ids).items():
-            row = fixture.run(fixture.lm.next_token_logprobs_uncached(spelled))
+            row = fixture.run(fixture.lm.next_token_logprobs(spelled, use_cache=False))
             fixture.check_row(row, token_ids, kind=kind)
             row = fixture.run(fixture.lm.next_token_logprobs(spelled))
             fixture.check_row(row, token_ids, kind=kind)

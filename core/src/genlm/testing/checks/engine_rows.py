@@ -92,7 +92,7 @@ def rows_belong_to_the_caller(fixture: EngineFixture) -> None:
         return list(await asyncio.gather(*asked))
 
     def holds(token_ids: TokenTuple, other: TokenTuple) -> None:
-        fixture.lm.clear_cache()
+        fixture.lm.clear_output_cache()
         first, *others = fixture.run(shared(token_ids))
         _overwrite(first)
         for row in others:

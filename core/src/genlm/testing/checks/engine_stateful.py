@@ -46,7 +46,7 @@ positions = st.integers(0, 30)
         "spoil",
         "cancel",
         "reset",
-        "clear_cache",
+        "clear_output_cache",
     )
 )
 def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
@@ -70,15 +70,14 @@ class EngineMachine(RuleBasedStateMachine):
     """
 
     fixture: ClassVar[EngineFixture]
-    lm: ClassVar[AsyncLM]
+    lm: AsyncLM
 
     def __init__(self) -> None:
         super().__init__()
         self.program: list[str] = []
         self.adapter: str | None = None
         self.loop = self.fixture.loop
-        self.lm.clear_cache()
-        self.lm.clear_lora()
+        self.lm.clear_output_cache()
         if Capability.PREFIX_CACHE in self.lm.capabilities:
             self.fixture.call(self.lm.clear_kv_cache)
 
@@ -128,8 +127,8 @@ class EngineMachine(RuleBasedStateMachine):
     def query(self, token_ids: TokenTuple, cached: bool) -> None:
         """Request one row."""
         self._record("query", token_ids, cached)
-        ask = self.lm.next_token_logprobs if cached else self.lm.next_token_logprobs_uncached
-        self._check([self._run(ask(token_ids))], [token_ids], self.adapter)
+        row = self._run(self.lm.next_token_logprobs(token_ids, use_cache=cached))
+        self._check([row], [token_ids], self.adapter)
 
     @rule(batch=st.lists(known, min_size=1, max_size=5), sync=st.booleans())
     def batch(self, batch: list[TokenTuple], sync: bool) -> None:
@@ -186,7 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
             asked = [asyncio.ensure_future(self.lm.next_token_logprobs(s)) for s in batch]
             for _ in range(turns):
                 await asyncio.sleep(0)
-            self.lm.reset_async_queries()
+            self.lm.cancel_all()
             return list(await asyncio.gather(*asked, return_exceptions=True))
 
         for token_ids, found in zip(batch, self._run(run()), strict=True):
@@ -198,10 +197,10 @@ class EngineMachine(RuleBasedStateMachine):
     # -- state ------------------------------------------------------------------------
 
     @rule()
-    def clear_cache(self) -> None:
+    def clear_output_cache(self) -> None:
         """Clear the output cache."""
-        self._record("clear_cache")
-        self.lm.clear_cache()
+        self._record("clear_output_cache")
+        self.lm.clear_output_cache()
 
     @precondition(lambda self: Capability.PREFIX_CACHE in self.lm.capabilities)
     @rule(token_ids=known, keep=st.booleans())
@@ -209,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Keep a prefix in the engine, or free all prefixes."""
         self._record("prefix_cache", token_ids, keep)
         if keep:
-            self.fixture.call(lambda: self.lm.cache_kv(token_ids))
+            self.fixture.call(lambda: self.lm.pin_prefix(token_ids))
         else:
             self.fixture.call(self.lm.clear_kv_cache)
 
@@ -224,14 +223,11 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: Capability.LORA in self.lm.capabilities)
     @rule(which=st.integers(0, 5))
     def switch_adapter(self, which: int) -> None:
-        """Set another adapter or the base model."""
+        """Choose another adapter or the base model."""
         names = [None, *self.fixture.target.adapters]
         self.adapter = names[which % len(names)]
         self._record("switch_adapter", self.adapter)
-        if self.adapter is None:
-            self.lm.clear_lora()
-        else:
-            self.lm.set_lora(self.adapter)
+        self.lm = self.lm.with_lora(self.adapter)
 
     @precondition(lambda self: Capability.LORA in self.lm.capabilities)
     @rule(batch=st.lists(st.tuples(known, st.integers(0, 5)), min_size=2, max_size=6))

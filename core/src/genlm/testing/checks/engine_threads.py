@@ -30,7 +30,7 @@ def sync_equals_async(fixture: EngineFixture) -> None:
             "without an event loop": lambda: _both_sync(fixture.lm, batch),
             "inside a running event loop": lambda: fixture.run(inside(batch)),
         }.items():
-            fixture.lm.clear_cache()
+            fixture.lm.clear_output_cache()
             row, rows = fixture.call(ask)
             fixture.check_row(row, batch[-1], case=case)
             fixture.check_rows(rows, batch, case=case, batch=batch)
@@ -78,7 +78,7 @@ def threads_and_event_loops_share(fixture: EngineFixture) -> None:
         "all at once": callers,
     }
     for case, together in stages.items():
-        lm.clear_cache()
+        lm.clear_output_cache()
         count = len(together) * len([*asked[0], *shared])
         probe.hold()  # so that one step answers all callers
         release = functools.partial(
@@ -100,7 +100,8 @@ def _release_when_all_wait(
 
 
 async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
-    return list(await asyncio.gather(*map(lm.next_token_logprobs_uncached, asked)))
+    rows = (lm.next_token_logprobs(each, use_cache=False) for each in asked)
+    return list(await asyncio.gather(*rows))
 
 
 @engine_check(cases=("shared by two event loops",))
@@ -118,7 +119,7 @@ def one_evaluation_serves_several_loops(fixture: EngineFixture) -> None:
         return torch.empty(0)
 
     async def request() -> torch.Tensor:
-        return await lm.next_token_logprobs_uncached(token_ids)
+        return await lm.next_token_logprobs(token_ids, use_cache=False)
 
     callers = [
         lambda: fixture.run(request()),

@@ -48,7 +48,7 @@ class _Scene:
         self.fixture.check_values(self.probe, values, ws, operation, **example)
 
 
-@trie_check(cases=(*OPERATIONS, "mass", "tensors", "float64", "another event loop"))
+@trie_check(cases=(*OPERATIONS, "tensors", "float64", "another event loop"))
 def concurrent_reductions_equal_lone_ones(fixture: TrieFixture) -> None:
     """Each of many concurrent calls gets the values of its weights, in their type."""
     scene = _Scene(fixture)
@@ -62,8 +62,6 @@ def concurrent_reductions_equal_lone_ones(fixture: TrieFixture) -> None:
                 calls.append(("float64", operation, double, scene.ask(double, operation)))
                 tensors = scene.ask(row, operation, returns="torch")
                 calls.append(("tensors", operation, row, tensors))
-            mass = asyncio.ensure_future(scene.trie.mass_sum(row))
-            calls.append(("mass", "sum", row, mass))
         for case, operation, row, call in calls:
             values = await call
             kind = str(values.dtype).removeprefix("torch.")

@@ -349,13 +349,16 @@ def _attend_causally(
         # Flash attention knows shared heads, the kernel for float32 does not.
         keys, values = _for_each_query(keys, query), _for_each_query(values, query)
         shared_heads = False
-    options = {"scale": scale, "enable_gqa": shared_heads}
-    if not past:
-        return scaled_dot_product_attention(
-            query[None], keys, values, is_causal=True, **options
-        )[0]
-    mask = causal_lower_right(query.shape[1], keys.shape[2])
-    return scaled_dot_product_attention(query[None], keys, values, attn_mask=mask, **options)[0]
+    mask = causal_lower_right(query.shape[1], keys.shape[2]) if past else None
+    return scaled_dot_product_attention(
+        query[None],
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=shared_heads,
+    )[0]
 
 
 def _for_each_query(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

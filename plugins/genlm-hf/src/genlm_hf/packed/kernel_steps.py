@@ -124,14 +124,11 @@ class KernelSteps:
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of steps by kernels, captures and replays, and why there are none."""
+        counts: dict[str, int | float | str]
         counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
-        if self._graphs is None:
-            return counts
-        return {
-            **counts,
-            "graphs_captured": self._captured,
-            "graphs_replayed": self._replayed,
-        }
+        if self._graphs is not None:
+            counts |= {"graphs_captured": self._captured, "graphs_replayed": self._replayed}
+        return counts
 
     def _step(self, plan: PackedPlan, items: WorkItems, run: Run) -> torch.Tensor:
         """Compute a pass without a graph; the first one is compared with `run`."""

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 import genlm
+from genlm.backend.llm.continuation import sampled_continuation
 from genlm.backend.tokenization import decode_vocab
-from genlm.plugin import SamplingParams, sample_continuation, stream_seeds
+from genlm.plugin import SamplingParams, stream_seeds
 
 __all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
@@ -138,7 +139,7 @@ class AsyncLM(abc.ABC):
 
         seeds = stream_seeds(seed, len(prompt_token_ids_list))
         continuations = [
-            sample_continuation(
+            sampled_continuation(
                 rows,
                 tuple(map(int, prompt)),
                 SamplingParams(max_tokens, temperature, stop, stream),

@@ -14,7 +14,7 @@ from genlm.backend.cache import TokenTrie
 from genlm.backend.llm.served import ServedLM, with_rows_on_cpu
 
 if TYPE_CHECKING:
-    from genlm.core.validation import TokenIds
+    from genlm.core.context import TokenIds
 
 __all__ = ["AsyncTransformer", "Query"]
 
@@ -156,13 +156,11 @@ class AsyncTransformer(ServedLM):
         )
         return cls(*load_checkpoint(model_id, loading), **kwargs)
 
-    def next_token_logprobs_uncached(  # type: ignore[override]
+    def next_token_logprobs_uncached(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
         """Score every possible next token and wait, never from the output cache."""
-        return self.next_token_logprobs_uncached_sync(
-            token_ids, lora_name=self._known(lora_name)
-        )
+        return self.next_token_logprobs_sync(token_ids, lora_name, use_cache=False)
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it, which `walk_cache` finds until `clear_kv_cache`."""
@@ -185,7 +183,7 @@ class AsyncTransformer(ServedLM):
         self._forget_kept(lora_name)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Take away an adapter; see `genlm.AsyncLM.remove_lora`."""
+        """Unload an adapter; see `ServedLM.remove_lora`."""
         super().remove_lora(lora_name)
         self._forget_kept(lora_name)
 

@@ -2,7 +2,7 @@
 
 The core validates, caches, batches and runs the engine; this adds the published spellings,
 adapters' names that can be given again, and cache calls that do nothing on engines without
-prefix caches. It uses the core's public methods only.
+prefix caches, and a default adapter that can be changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from genlm.backend.tokenization.vocab import bytes_to_strs
 from genlm.plugin import Completion, Engine, Reduced, get_backend
 
 if TYPE_CHECKING:
-    from genlm.core.validation import Integers, TokenBatch, TokenIds
+    from genlm.core.context import TokenBatch, TokenIds
+    from genlm.core.validation import Integers
 
 __all__ = ["ServedLM", "installed_engine", "output_cache", "with_rows_on_cpu"]
 
@@ -68,16 +69,22 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     # -- rows and samples: the adapter may be given by position -----------------------
 
     async def next_token_logprobs(
-        self, token_ids: TokenIds, lora_name: str | None = None
+        self, token_ids: TokenIds, lora_name: str | None = None, *, use_cache: bool = True
     ) -> torch.Tensor:
         """Score every possible next token; see `genlm.AsyncLM.next_token_logprobs`."""
-        return await super().next_token_logprobs(token_ids, lora_name=self._known(lora_name))
+        lora_name = self._known(lora_name)
+        return await super().next_token_logprobs(
+            token_ids, lora_name=lora_name, use_cache=use_cache
+        )
 
     def next_token_logprobs_sync(
-        self, token_ids: TokenIds, lora_name: str | None = None
+        self, token_ids: TokenIds, lora_name: str | None = None, *, use_cache: bool = True
     ) -> torch.Tensor:
         """Score every possible next token and wait."""
-        return super().next_token_logprobs_sync(token_ids, lora_name=self._known(lora_name))
+        lora_name = self._known(lora_name)
+        return super().next_token_logprobs_sync(
+            token_ids, lora_name=lora_name, use_cache=use_cache
+        )
 
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
@@ -146,7 +153,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         *,
         replace: bool = True,
     ) -> None:
-        """Load a LoRA adapter; see `genlm.AsyncLM.add_new_lora`.
+        """Load a LoRA adapter; see `genlm.AsyncLM.load_lora`.
 
         Args:
             lora_path: Folder of the adapter, or its hub id.
@@ -160,9 +167,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """
         if genlm.Capability.LORA in self.capabilities:  # else the core refuses
             lora_path = _adapter_folder(lora_path)
-        super().add_new_lora(lora_path, lora_name, replace=replace)
+        self.load_lora(lora_path, lora_name, replace=replace)
 
-    def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:  # type: ignore[override]
+    def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
         """Use an adapter for all later requests, with a `DeprecationWarning`.
 
         Args:
@@ -173,22 +180,25 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             UnknownAdapterError: There is no such adapter.
         """
         _warn_of_state("set_lora")
-        self._known(lora_name)
-        super().set_lora(lora_name)
+        self._use_lora(self._known(lora_name))
 
     def clear_lora(self) -> None:
         """Use the base model for all later requests, with a `DeprecationWarning`."""
         _warn_of_state("clear_lora")
-        super().clear_lora()
+        self._use_lora(None)
 
     def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
         return super().with_lora(self._known(lora_name))
 
     def remove_lora(self, lora_name: str) -> None:
-        """Take away an adapter; see `genlm.AsyncLM.remove_lora`."""
+        """Unload an adapter; see `genlm.AsyncLM.unload_lora`."""
         self._known(lora_name)
-        super().remove_lora(lora_name)
+        self.unload_lora(lora_name)
+
+    def _use_lora(self, lora_name: str | None) -> None:
+        # The core's models have one default adapter: this one becomes another of them.
+        vars(self).update(vars(genlm.AsyncLM.with_lora(self, lora_name)))
 
     def _known(self, lora_name: str | None) -> str | None:
         """Refuse unknown adapters as published: by `ValueError`, whatever the engine serves."""
@@ -201,12 +211,20 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prefix and keep it, if the engine keeps prefixes."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
-            super().cache_kv(prompt_tokens, lora_name=self._known(lora_name))
+            self.pin_prefix(prompt_tokens, lora_name=self._known(lora_name))
 
     def clear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps, if any."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
             super().clear_kv_cache()
+
+    def clear_cache(self) -> None:
+        """Drop this model's rows from the output cache."""
+        self.clear_output_cache()
+
+    def reset_async_queries(self) -> None:
+        """End all unanswered requests with `QueryResetError`; the model stays usable."""
+        self.cancel_all()
 
     def cleanup(self) -> None:
         """Close the model; the same as `close`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from genlm.core.errors import ModelLoadError
-from genlm.core.model_facts import ModelFacts
+from genlm.engines.model_facts import ModelFacts
 
 __all__ = ["UnverifiedModelWarning", "VerifiedFamilies", "check_causal", "check_verified"]
 

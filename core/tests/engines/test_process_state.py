@@ -126,7 +126,7 @@ def test_a_library_that_is_not_used_is_not_imported() -> None:
     code = (
         "import sys, genlm.plugin; genlm.plugin.free_memory_bytes()\n"
         "assert 'preserve_process_state' in dir(genlm.plugin)\n"
-        "assert not {'torch', 'numpy', 'genlm.core.process_state'} & set(sys.modules)"
+        "assert not {'torch', 'numpy', 'genlm.engines.process_state'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

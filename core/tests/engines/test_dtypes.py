@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm.core.dtypes import dtype_name
+from genlm.engines.dtypes import dtype_name
 
 SPELLINGS: dict[str, list[Any]] = {
     "float32": ["float32", "fp32", "f32", "float", "torch.float32", torch.float32, np.float32],

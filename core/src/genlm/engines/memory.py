@@ -2,12 +2,11 @@
 
 On the CPU it is the smallest of: the memory available on the machine, the remainder of each
 Linux control group (versions 1 and 2, nested, in containers), the free memory of the NUMA nodes
-to which the process is bound, and the remainder of RLIMIT_AS.
+that an engine names, and the remainder of RLIMIT_AS.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ __all__ = ["cache_budget_bytes", "free_memory_bytes"]
 _PROCESS = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
-_UNKNOWN = 2**32
 _MIB = 2**20
 
 
@@ -45,8 +43,7 @@ def free_memory_bytes(
     Args:
         device: A torch device. Of a CUDA device the driver's figure is returned, of any
             other one that of the CPU.
-        memory_nodes: NUMA nodes that will be allocated from. By default those to which the
-            process is bound, if it is bound to some of them.
+        memory_nodes: NUMA nodes that will be allocated from; by default any.
     """
     return _free(device, memory_nodes).nbytes
 
@@ -91,19 +88,12 @@ def _free(device: torch.device | str, memory_nodes: Collection[int] | None) -> _
         import torch
 
         return _Bound(int(torch.cuda.mem_get_info(device)[0]), f"the device {device}")
-    bounds = [_of_the_machine(), *_of_control_groups(), *_of_address_space()]
-    nodes = _bound_nodes() if memory_nodes is None else set(memory_nodes)
-    if nodes:
-        bounds += _of_nodes(nodes)
-    smallest = min(bounds)
+    import psutil
+
+    machine = _Bound(psutil.virtual_memory().available, "the machine")
+    nodes = _of_nodes(memory_nodes or ())
+    smallest = min([machine, *_of_control_groups(), *_of_address_space(), *nodes])
     return _Bound(max(0, smallest.nbytes), smallest.limit)
-
-
-def _of_the_machine() -> _Bound:
-    available = _fields(_PROCESS / "meminfo").get("MemAvailable:")
-    if available is None and "SC_PHYS_PAGES" in os.sysconf_names:
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // 1024
-    return _Bound(_UNKNOWN if available is None else available * 1024, "the machine")
 
 
 def _of_control_groups() -> Iterator[_Bound]:
@@ -151,9 +141,10 @@ def _of_address_space() -> Iterator[_Bound]:
     except ImportError:  # not on this system
         return
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    pages = " ".join(_lines(_PROCESS / "self" / "statm")).split()
-    if limit != resource.RLIM_INFINITY and pages:
-        taken = int(pages[0]) * resource.getpagesize()
+    if limit != resource.RLIM_INFINITY:
+        import psutil
+
+        taken = psutil.Process().memory_info().vms
         yield _Bound(limit - taken, "the address space (RLIMIT_AS, ulimit -v)")
 
 
@@ -171,47 +162,12 @@ def _of_nodes(nodes: Collection[int]) -> Iterator[_Bound]:
         yield _Bound(free, f"NUMA memory node {', '.join(known)}")
 
 
-def _bound_nodes() -> set[int] | None:
-    """Return the memory nodes to which this process is bound, None if it may use any."""
-    online = _ids(" ".join(_lines(_NODES / "online")))
-    allowed = online
-    for line in _lines(_PROCESS / "self" / "status"):
-        name, _, value = line.partition(":")
-        if name == "Mems_allowed_list":
-            allowed = _ids(value) & online
-    # The policy that numactl sets, as the second word of any mapping without one of its own.
-    with_policy = _first_line(_PROCESS / "self" / "numa_maps").split()[1:2]
-    for policy in with_policy:
-        name, _, nodes = policy.partition(":")
-        if name.partition("=")[0] == "bind":
-            allowed &= _ids(nodes)
-    return allowed if allowed and allowed != online else None
-
-
-def _ids(text: str) -> set[int]:
-    """Read a list such as `0-2,5`."""
-    ids: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        ids.update(range(int(first), int(last or first) + 1))
-    return ids
-
-
 def _lines(path: Path) -> list[str]:
     """Return a file's lines, none if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
         return []
-
-
-def _first_line(path: Path) -> str:
-    # All of `numa_maps` would take a walk through every page of the process.
-    try:
-        with path.open() as lines:
-            return lines.readline()
-    except OSError:
-        return ""
 
 
 def _number(path: Path) -> int | None:

@@ -1,1 +1,0 @@
-"""The parts of `genlm compare`: what is asked, one engine's answers, how far they differ."""

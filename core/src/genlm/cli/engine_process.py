@@ -1,0 +1,260 @@
+"""Rows of one engine, computed in a process of its own.
+
+The memory of a process is freed when it ends, and an engine that changes or ends its process
+does not affect the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from genlm.cli.text_ids import text_ids
+from genlm.core.errors import TokenizerError
+from genlm.core.lm import load_model
+from genlm.core.plugins import find_backend, get_backend
+from genlm.core.reference.tokenizer import default_text
+from genlm.engines.model_facts import ModelFacts
+from genlm.testing.comparison import contexts_of, request_rows
+
+if TYPE_CHECKING:
+    from genlm.core.lm import AsyncLM
+
+__all__ = ["Answer", "Plan", "Request", "answer_of", "device_memory", "peak_memory"]
+
+DEFAULT_LONGEST = 256
+MAX_DEFAULT_LONGEST = 8192
+
+_KIB = 1 if sys.platform == "darwin" else 1024  # of `ru_maxrss`
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The contexts to request from every engine.
+
+    Attributes:
+        contexts: Kind of each context, by its token ids.
+        longest: Maximum length of a context.
+        not_reached: Limits of the model that no context exceeds.
+        family: Architecture of the model; None if unknown.
+    """
+
+    contexts: Mapping[tuple[int, ...], str]
+    longest: int
+    not_reached: Sequence[str]
+    family: str | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one engine computes.
+
+    Attributes:
+        model: Model id or path.
+        backend: Name of the engine.
+        dtype: Dtype in which the engine computes.
+        options: Options of `load_model`.
+        longest: Maximum length of a context; None chooses it by the model.
+        texts: Texts to compare on; None takes the embedded text.
+        ids: Token ids to compare on, in place of texts.
+        plan: The contexts; None makes them with the vocabulary of this engine.
+    """
+
+    model: str
+    backend: str
+    dtype: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
+    texts: Sequence[str] | None = None
+    ids: Sequence[Sequence[int]] | None = None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of one engine.
+
+    Attributes:
+        plan: The contexts that were requested, of which the engine took those that fit.
+        ids: Token ids of each row; every context occurs twice.
+        rows: Shape `(len(ids), vocab_size)`, float32.
+        figures: Memory, speed and sizes.
+    """
+
+    plan: Plan
+    ids: Sequence[tuple[int, ...]]
+    rows: np.ndarray[Any, Any]
+    figures: Mapping[str, Any]
+
+
+def answer_of(request: Request, timeout: float | None) -> Answer | str:
+    """Answer a request in a new process.
+
+    Returns:
+        The answer, or the error with which loading, computing or the process ended. Output of
+        the engine goes to standard error.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_answer, args=(sender, request))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return f"did not answer within {timeout:g} s"
+        answer: Answer | str = receiver.recv()
+    except EOFError:
+        process.join()
+        return f"its process ended with exit code {process.exitcode}"
+    else:
+        process.join(timeout)
+        return answer
+    finally:
+        process.kill()
+        receiver.close()
+
+
+def _send_answer(sender: Connection, request: Request) -> None:
+    os.dup2(2, 1)  # programs read the standard output of the command
+    try:
+        answer: Answer | str = answer_here(request)
+    except Exception as error:  # noqa: BLE001 - reported; the next engine is not affected
+        answer = f"{type(error).__name__}: {error}"
+    sender.send(answer)
+
+
+def answer_here(request: Request) -> Answer:
+    """Answer a request in this process."""
+    options = _engine_options(request)
+    start = time.perf_counter()
+    with load_model(request.model, request.backend, **options) as llm:
+        loaded_s = time.perf_counter() - start
+        plan = request.plan or _plan(llm, request)
+        fitting = [ids for ids in plan.contexts if _fits(llm, ids)]
+        if not fitting:
+            raise ValueError("takes none of the contexts: too long, or of unknown token ids")
+        start = time.perf_counter()
+        answers = asyncio.run(request_rows(llm, fitting))
+        seconds = time.perf_counter() - start
+        answers += asyncio.run(request_rows(llm, fitting[::-1]))
+        figures = {
+            "load_s": loaded_s,
+            "rows": len(fitting),
+            "rows_per_s": len(fitting) / seconds,
+            "vocab_size": llm.vocab_size,
+            "max_context": llm.max_context,
+            "device_memory_bytes": device_memory(),
+        }
+    figures["peak_memory_bytes"] = peak_memory()
+    rows = np.stack([row.cpu().numpy() for _, row in answers])
+    return Answer(plan, [ids for ids, _ in answers], rows, figures)
+
+
+def _engine_options(request: Request) -> dict[str, Any]:
+    """Add the dtype to an engine's options, if it has such an option."""
+    build = get_backend(find_backend(request.backend).provider)
+    parameters = inspect.signature(build).parameters
+    options = dict(request.options)
+    if "dtype" in parameters:
+        options.setdefault("dtype", request.dtype)
+    elif "engine_opts" in parameters:
+        options["engine_opts"] = {"dtype": request.dtype, **options.get("engine_opts", {})}
+    return options
+
+
+def _fits(llm: AsyncLM, ids: Sequence[int]) -> bool:
+    short = llm.max_context is None or len(ids) <= llm.max_context
+    return short and max(ids) < llm.vocab_size
+
+
+# -- contexts -------------------------------------------------------------------------------
+
+
+def _plan(llm: AsyncLM, request: Request) -> Plan:
+    facts = _facts(llm, request.model)
+    limits = limits_of(facts)
+    longest = longest_of(request.longest, limits, llm.max_context)
+    contexts = contexts_of(*_sequences(llm, request), limits, longest)
+    not_reached = [name for name, limit in limits.items() if limit >= longest]
+    return Plan(contexts, longest, not_reached, None if facts is None else facts.key)
+
+
+def limits_of(facts: ModelFacts | None) -> dict[str, int]:
+    """Return the lengths at which the computation of a model changes, by name."""
+    if facts is None:
+        return {}
+    limits = {f"window of {size}": size for size in facts.sliding_windows}
+    if facts.attention_chunk_size is not None:
+        limits[f"chunk of {facts.attention_chunk_size}"] = facts.attention_chunk_size
+    if facts.rope_types and facts.original_positions is not None:
+        limits[f"original context of {facts.original_positions}"] = facts.original_positions
+    elif facts.rope_by_longest and facts.max_positions is not None:
+        limits[f"original context of {facts.max_positions}"] = facts.max_positions
+    return limits
+
+
+def longest_of(wanted: int | None, limits: Mapping[str, int], max_context: int | None) -> int:
+    """Choose the longest context: beyond every limit, and within the engine's maximum."""
+    needed = max([DEFAULT_LONGEST, *(limit + 16 for limit in limits.values())])
+    longest = min(needed, MAX_DEFAULT_LONGEST) if wanted is None else wanted
+    return longest if max_context is None else min(longest, max_context)
+
+
+def _sequences(llm: AsyncLM, request: Request) -> tuple[list[int], Sequence[Sequence[int]]]:
+    """Return ids to repeat, and ids to request: those given, of texts, or of the vocabulary."""
+    if request.ids is not None:
+        return list(itertools.chain(*request.ids)), request.ids
+    texts = request.texts or default_text().decode().split("\n\n")
+    try:
+        base = text_ids(llm.vocabulary, "\n".join(texts))
+        return base, [text_ids(llm.vocabulary, text) for text in texts]
+    except TokenizerError:
+        if request.texts:
+            raise
+    # The vocabulary cannot spell the embedded texts; any tokens serve.
+    missing = {*llm.vocabulary.missing_ids, *llm.vocabulary.special_ids}
+    known = [token_id for token_id in range(llm.vocab_size) if token_id not in missing]
+    return random.Random(0).choices(known, k=DEFAULT_LONGEST), []
+
+
+def _facts(llm: AsyncLM, model: str) -> ModelFacts | None:
+    """Read the config of the model; None if transformers finds none."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        return None
+    for source in (getattr(llm.tokenizer, "name_or_path", None), model):
+        try:
+            return ModelFacts.of(AutoConfig.from_pretrained(source))
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return None
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def peak_memory() -> int:
+    """Peak resident memory in bytes, of this process and the largest that it started."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _KIB * (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+
+
+def device_memory() -> int | None:
+    """Peak GPU memory in bytes that this process allocated with torch; None without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() or None  # 0 where torch used no GPU

@@ -1,0 +1,56 @@
+"""`lazy_exports`: public names of a package, each listed once and imported on first use."""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(
+    spec: ModuleSpec,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a module that imports its names lazily.
+
+    The names are those that the module imports under `if TYPE_CHECKING:`, which its source is
+    read for: programs and type checkers see one list. `from other import *` there makes the
+    names of another such module accessible, but not part of `__all__`.
+
+    Args:
+        spec: The module's `__spec__`.
+
+    Raises:
+        ImportError: The module was installed without its source.
+    """
+    get_source = getattr(spec.loader, "get_source", None)
+    source = get_source and get_source(spec.name)
+    if not source:
+        raise ImportError(
+            f"{spec.name} was installed without its source, which lists its names"
+        )
+    home: dict[str, str] = {}
+    others: list[str] = []
+    for block in ast.parse(source).body:
+        if isinstance(block, ast.If):
+            for node in block.body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    names = [each.name for each in node.names]
+                    if names == ["*"]:
+                        others.append(node.module)
+                    else:
+                        home |= dict.fromkeys(names, node.module)
+
+    def find(name: str) -> Any:
+        modules = [home[name]] if name in home else others
+        for module in map(import_module, modules):
+            if name in module.__all__:
+                value = getattr(module, name)
+                setattr(sys.modules[spec.name], name, value)  # found directly from now on
+                return value
+        raise AttributeError(f"module {spec.name!r} has no attribute {name!r}")
+
+    names = sorted(home)
+    return find, lambda: names, names

@@ -1,0 +1,207 @@
+"""Comparison of an engine's rows with expected rows: sequences, requests and differences.
+
+`genlm compare` expects the rows of another engine, `measure_family` those of an unbatched
+forward pass, and the checks those of a target's oracle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from genlm.plugin import draw_tokens, stream_uniform
+
+if TYPE_CHECKING:
+    from genlm import AsyncLM
+
+__all__ = [
+    "Differences",
+    "TokenIds",
+    "contexts_of",
+    "differences",
+    "entry_differences",
+    "largest_difference",
+    "request_rows",
+]
+
+TokenIds = tuple[int, ...]
+Answers = Sequence[tuple[TokenIds, torch.Tensor]]
+"""Token ids and the row that an engine returned for them, in the order of the requests."""
+
+_SHORT = (1, 2, 3, 5, 8, 13, 21, 34, 55)
+_AROUND = (-1, 0, 1, 2, 9)
+_STEM, _FORKS = 40, 8
+_CUTS = 4
+
+
+# -- sequences and requests -----------------------------------------------------------
+
+
+def contexts_of(
+    base: Sequence[int],
+    sequences: Iterable[Sequence[int]],
+    limits: Mapping[str, int],
+    longest: int,
+) -> dict[TokenIds, str]:
+    """List the contexts on which engines are compared.
+
+    Args:
+        base: At least one token id. Contexts of every length repeat these ids.
+        sequences: Further token ids. Each is requested whole and in part.
+        limits: Lengths at which the computation of a model changes, by name. Contexts have
+            fewer, as many and more tokens.
+        longest: Maximum number of tokens of a context.
+
+    Returns:
+        Distinct contexts, and for each the kind of context that it is.
+
+    Raises:
+        ValueError: `base` is empty.
+    """
+    if not base:
+        raise ValueError("the texts have no tokens; pass some text")
+    repeated = (list(base) * (longest // len(base) + 1))[:longest]
+    found: dict[TokenIds, str] = {}
+    for kind, ids in _contexts(repeated, sequences, limits):
+        if 0 < len(ids) <= longest:
+            found.setdefault(tuple(ids), kind)
+    return found
+
+
+def _contexts(
+    base: Sequence[int], sequences: Iterable[Sequence[int]], limits: Mapping[str, int]
+) -> Iterator[tuple[str, Sequence[int]]]:
+    for length in _SHORT:
+        yield "short", base[:length]
+    stem = base[:_STEM]
+    for fork in range(_FORKS):
+        start = (7 * fork) % max(len(base) - 4, 1)
+        yield "fork", [*stem, *base[start : start + 1 + fork % 4]]
+    for name, limit in limits.items():
+        for length in (limit + more for more in _AROUND):
+            yield f"around the {name}", base[:length] if length <= len(base) else []
+    for kind, whole in [*(("text", ids) for ids in sequences), ("long", base)]:
+        for part in range(1, _CUTS + 1):
+            yield kind, whole[: len(whole) * part // _CUTS]
+
+
+async def request_rows(
+    llm: AsyncLM, sequences: Sequence[TokenIds], *, cached: bool = False
+) -> list[tuple[TokenIds, torch.Tensor]]:
+    """Request the rows of all sequences concurrently.
+
+    Args:
+        llm: The model.
+        sequences: Token ids.
+        cached: Whether the output cache may answer.
+    """
+    request = functools.partial(llm.next_token_logprobs, use_cache=cached)
+    rows = await asyncio.gather(*map(request, sequences))
+    return list(zip(sequences, rows, strict=True))
+
+
+# -- differences ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences between an engine's rows and the expected ones.
+
+    Attributes:
+        largest: Largest absolute difference of a log-probability, in nats. Infinite if a token
+            is impossible in one of the rows only, or if a row has NaN.
+        where: Kind and length of the context with the largest difference.
+        total_variation: Largest total variation distance of two distributions, at most 1.
+        mean_total_variation: Its mean over all rows.
+        same_greedy: Fraction of rows with the expected most likely token.
+        same_draw: Fraction of rows from which one random number draws the expected token.
+        repeats: Largest difference between two rows that the engine returned for one context.
+        rows: Number of rows compared.
+    """
+
+    largest: float
+    where: str
+    total_variation: float
+    mean_total_variation: float
+    same_greedy: float
+    same_draw: float
+    repeats: float
+    rows: int
+
+
+def differences(
+    answers: Answers,
+    expected: Callable[[TokenIds], torch.Tensor],
+    *,
+    kinds: Mapping[TokenIds, str] | None = None,
+    seed: int = 0,
+) -> Differences:
+    """Compare an engine's rows with the expected ones.
+
+    Args:
+        answers: At least one row of the engine with its token ids. A context may occur
+            several times.
+        expected: Returns the expected row of a context.
+        kinds: Names of contexts for `where`, by token ids.
+        seed: Seed of the random numbers for draws.
+
+    Raises:
+        ValueError: A row has not as many entries as the expected row.
+    """
+    apart, variations, greedy, draws, repeats = [], [], [], [], [0.0]
+    first: dict[TokenIds, torch.Tensor] = {}
+    for number, (ids, answer) in enumerate(answers):
+        row, right = answer.cpu().double(), expected(ids).cpu().double()
+        if row.shape != right.shape:
+            raise ValueError(f"a row of {len(row)} ids; expected {len(right)}")
+        apart.append(largest_difference(row, right))
+        variations.append(float((row.exp() - right.exp()).abs().sum() / 2))
+        both, uniform = torch.stack([row, right]).float(), stream_uniform(seed, number)
+        greedy.append(len(set(both.argmax(-1).tolist())) == 1)
+        draws.append(len(set(draw_tokens(both, [1.0] * 2, [uniform] * 2).tolist())) == 1)
+        repeats.append(largest_difference(row, first.setdefault(ids, row)))
+    worst = max(range(len(apart)), key=apart.__getitem__)
+    ids = answers[worst][0]
+    kind = (kinds or {}).get(ids)
+    return Differences(
+        largest=apart[worst],
+        where=", ".join(filter(None, [kind, f"{len(ids)} tokens"])),
+        total_variation=max(variations),
+        mean_total_variation=sum(variations) / len(variations),
+        same_greedy=sum(greedy) / len(greedy),
+        same_draw=sum(draws) / len(draws),
+        repeats=max(repeats),
+        rows=len(apart),
+    )
+
+
+def largest_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference of a log-probability.
+
+    Args:
+        row: Log-probabilities, shape `(vocab_size,)`, on any device.
+        expected: The expected ones.
+
+    Returns:
+        0 for equal rows. Infinite if an entry is `-inf` in one of them only, if one has NaN,
+        or if the shapes differ.
+    """
+    if row.shape != expected.shape:
+        return math.inf
+    apart = entry_differences(row, expected)
+    return float(apart.max()) if len(apart) else 0.0
+
+
+def entry_differences(row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Absolute difference of each entry of two rows of one shape; float64, on the CPU."""
+    found, right = row.detach().cpu().double(), expected.cpu().double()
+    same = found == right  # the difference of equal infinities is NaN
+    return torch.where(same, 0.0, (found - right).abs()).nan_to_num(
+        nan=math.inf, posinf=math.inf
+    )

@@ -1,0 +1,50 @@
+"""Two models with different tokenizers as one: a product or a mixture over bytes.
+
+`genlm.ByteReader` sums over tokenizations. Texts are drawn from the normalised product of the
+models' probabilities, or from their mixture, whose weights are all equal. arXiv 2603.05432.
+"""
+
+import asyncio
+import sys
+
+import numpy as np
+
+import genlm
+from genlm.smc import resampled
+
+
+async def extended(text, readers, combine, uniform):
+    """Draw the next byte in proportion to a combination; also the log of their sum."""
+    if not readers:
+        return (text, []), 0.0  # the text is over
+    before = [each.logprob for each in readers]
+    after = [each.logprob + np.log(each.probabilities() + 1e-300) for each in readers]
+    mass = np.exp(combine(*after) - combine(*before)).cumsum()
+    byte = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    if byte == genlm.ByteReader.STOP:
+        return (text, []), np.log(mass[-1])
+    readers = [each.copy() for each in readers]
+    await asyncio.gather(*(each.read(bytes([byte])) for each in readers))
+    return (text + bytes([byte]), readers), np.log(mass[-1])
+
+
+async def ensemble(models, prompt, size, *, combine=np.add, max_bytes, seed=0):
+    """Continue a prompt; `combine` is np.add for the product, np.logaddexp for the mixture."""
+    rng, log_weights = np.random.default_rng(seed), np.zeros(size)
+    for reader in (readers := [genlm.ByteReader(llm) for llm in models]):
+        await reader.start(reader.llm.encode("") or [reader.llm.vocabulary.eos_token_id])
+        await reader.read(prompt)
+    particles = [(b"", readers)] * size
+    for _ in range(max_bytes):
+        ancestors, log_weights = resampled(log_weights, rng.random())
+        drawn = zip(ancestors, rng.random(size))
+        steps = [extended(*particles[i], combine, uniform) for i, uniform in drawn]
+        particles, gains = zip(*await asyncio.gather(*steps))
+        log_weights = log_weights + np.array(gains)
+    return [text for text, _ in particles], log_weights
+
+
+if __name__ == "__main__":
+    models = genlm.load_model(*sys.argv[1:] or ["demo"]), genlm.load_model("demo", "reference")
+    for found in zip(*asyncio.run(ensemble(models, b"The function ", 8, max_bytes=16))):
+        print(*found)

@@ -1,0 +1,48 @@
+"""Faults of reductions of all positions of a text."""
+
+from __future__ import annotations
+
+from genlm.core import requests
+from genlm.core.text_scores import PieceScores
+
+from .baselines import cached_target
+from .mutant import core_mutant
+
+
+@core_mutant(requests, "_beginnings", killed_by="text-reductions-are-of-the-rows")
+def rows_after_the_token(beginnings):
+    """Reduces the row after each token, not the one that predicts it."""
+
+    def broken(packed, start):
+        found = list(beginnings(packed, start))
+        return iter([*found[1:], found[-1]])
+
+    return broken
+
+
+@core_mutant(
+    PieceScores, "_reduce", killed_by="text-reductions-are-of-the-rows", on=cached_target
+)
+def rows_in_the_opposite_order(reduce):
+    """Reduces the rows of a piece in the opposite order."""
+    return lambda self, logits, rows, members: reduce(self, logits, rows[::-1].copy(), members)
+
+
+@core_mutant(
+    PieceScores, "results", killed_by="a-failing-text-reduction-fails-alone", on=cached_target
+)
+def texts_fail_together(results):
+    """Fails all texts of a batch for the one whose reduction raises."""
+
+    def broken(self):
+        found = results(self)
+        errors = [each for each in found if isinstance(each, Exception)]
+        return [errors[0]] * len(found) if errors else found
+
+    return broken
+
+
+@core_mutant(PieceScores, "add", killed_by="text-reductions-are-of-the-rows", on=cached_target)
+def a_position_too_early(add):
+    """Computes what is wanted of each row from the row before it."""
+    return lambda self, keys, logits: add(self, keys, logits.roll(1, 0))

@@ -49,14 +49,13 @@ class StepMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.empty(0, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(_LEAST_NUMBERS, dtype=torch.int64, device=device)
 
     def reserve(self, count: int) -> bool:
         """Make room for `count` numbers; returns whether the memory is another one now."""
         if count <= len(self._numbers):
             return False
-        room = max(_LEAST_NUMBERS, power_of_two(count))
-        self._numbers = self._numbers.new_zeros(room)
+        self._numbers = self._numbers.new_zeros(power_of_two(count))
         return True
 
     def write(self, numbers: Integers) -> None:

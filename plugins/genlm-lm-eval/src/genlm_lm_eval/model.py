@@ -38,8 +38,8 @@ __all__ = ["GenlmLM"]
 _logger = logging.getLogger(__name__)
 
 _TEXTS_AT_ONCE = 512
-"""Number of texts per call of `batch_score`. The progress bar and the harness's cache of answers
-are updated between calls."""
+"""Number of texts per call of `batch_score`. The progress bar and the harness's cache of
+answers are updated between calls."""
 
 _DEFAULT_DEVICE = "cuda:0"
 """Device that the command of the harness passes by default."""

@@ -18,9 +18,9 @@ class OutputCache(genlm.OutputCache):
     Rows go in and come out as copies; overwriting evicts no other row.
 
     Args:
-        maxsize: Most rows kept; 0 keeps none.
-        move_to_cpu: Keep rows in main memory; they return to the device they came from.
-        max_bytes: Most memory kept, None for no bound.
+        maxsize: Maximum number of rows; 0 disables the cache.
+        move_to_cpu: Store rows in main memory; `get` returns them on their original device.
+        max_bytes: Maximum size in bytes; None for no limit.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class OutputCache(genlm.OutputCache):
 
     @property
     def maxsize(self) -> int:
-        """Most rows kept."""
+        """Maximum number of rows."""
         return self.max_entries
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:

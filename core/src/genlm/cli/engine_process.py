@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What one engine computes.
+    """A request for the rows of one engine.
 
     Attributes:
         model: Model id or path.

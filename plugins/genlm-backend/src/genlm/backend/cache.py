@@ -51,7 +51,7 @@ class TokenTrie:
 
     Attributes:
         children: The nodes one token further, by token id.
-        logprobs: What follows this sequence, None if unknown.
+        logprobs: Row of this sequence; None if unknown.
         past_key_values: Set by the caller.
     """
 
@@ -97,7 +97,7 @@ class TokenTrie:
         """Add the nodes of `token_ids[next_token_index:]` with their rows.
 
         Args:
-            next_token_index: How many tokens lead to this node.
+            next_token_index: Number of tokens up to this node.
             token_ids: The whole sequence.
             logits: Those after token `base + i` in row `i`.
             base: The token that row 0 belongs to.

@@ -165,7 +165,7 @@ async def logp_at(weights: Row, index: int) -> float:
 
     Args:
         weights: Log-weights, `(vocab,)`.
-        index: Of the entry; negative ones count from the end.
+        index: Index of the entry; negative indices count from the end.
 
     Raises:
         IndexError: The index is out of range.

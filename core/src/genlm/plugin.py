@@ -1,4 +1,4 @@
-"""What authors of engines and tries import: `from genlm.plugin import BatchEngine, hookimpl`.
+"""Interface for authors of engines and tries: `from genlm.plugin import BatchEngine, hookimpl`.
 
 - the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`

@@ -61,7 +61,7 @@ def cache_budget_bytes(
 
     Args:
         device: Device of the cache.
-        share: Share of the free memory for this cache.
+        share: Fraction of the free memory for this cache.
         at_least: Size of the smallest cache that is of use.
         at_most: The result is never larger.
         option: Option that sets the size, for the error.

@@ -85,7 +85,7 @@ class PrefixEngine(BatchEngine):
             choice: Computes the rows.
             adapters: Loads and activates adapters.
             embedding_rows: The model can embed ids from 0 up to here.
-            hints: Advice for the capabilities that the model lacks.
+            hints: Advice for each capability that the model lacks.
         """
         self._choice, self._adapters = choice, adapters
         self._embedding_rows = embedding_rows

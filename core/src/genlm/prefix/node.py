@@ -66,9 +66,9 @@ class Node:
         start: Position of the first token in its sequences.
         parent: None in a root and in nodes removed from the tree.
         children: Children by their first token.
-        computed: Number of the tokens that have keys and values; the others are uncached.
-        pinned: Number of pins; the node is kept while it is above 0.
-        cuts: Number of removals of tokens from its end, where others may have followed.
+        computed: Number of tokens that have keys and values; the others are uncached.
+        pinned: Number of users of the node, which is not evicted while there are any.
+        cuts: How often tokens were removed from its end, where others may have followed.
     """
 
     __slots__ = (

@@ -44,7 +44,7 @@ class BatchLimits:
     """Limits of one padded batch of sequences.
 
     Attributes:
-        max_tokens: Maximum number of positions, with padding. A longer sequence is a batch of
+        max_tokens: Maximum number of positions with padding. A longer sequence is a batch of
             its own.
         max_rows: Maximum number of sequences, which bounds the logits of a batch.
         equal_lengths: Whether all sequences of a batch must have the same length.
@@ -110,9 +110,9 @@ class SegmentLimits:
     """Limits of one padded batch of segments.
 
     Attributes:
-        max_tokens: Maximum number of new positions, padded. A longer segment is a batch of
+        max_tokens: Maximum number of new positions with padding. A longer segment is a batch of
             its own.
-        max_context: Maximum number of positions of past and new tokens together, padding
+        max_context: Maximum number of positions of past and new tokens, padding
             included; None for no limit.
     """
 

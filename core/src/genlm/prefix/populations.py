@@ -46,8 +46,8 @@ class Populations:
 
     Args:
         tree: Provides slots, and keeps the first sequences of populations.
-        max_tokens: Maximum number of tokens in a pass.
-        max_rows: Maximum number of rows in a pass.
+        max_tokens: Maximum number of tokens of a pass.
+        max_rows: Maximum number of results of a pass.
     """
 
     def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:

@@ -56,9 +56,7 @@ def writings(accepts: Callable[[bytes], bool], longest: int) -> Iterator[tuple[i
 
 def probability(prompt: Sequence[int], ids: Sequence[int]) -> float:
     """The probability of a continuation of a prompt."""
-    logprob = sum(
-        float(row((*prompt, *ids[:place]))[token]) for place, token in enumerate(ids)
-    )
+    logprob = sum(float(row((*prompt, *ids[:place]))[token]) for place, token in enumerate(ids))
     return float(np.exp(logprob))
 
 

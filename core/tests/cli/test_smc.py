@@ -119,7 +119,9 @@ def run(llm: genlm.AsyncLM, prompt: tuple[int, ...], **options: Any) -> list[Any
 
 
 @given(st.binary(max_size=12), st.integers(0, 4))
-def test_the_automaton_agrees_with_splitting_the_text_into_words(text: bytes, limit: int) -> None:
+def test_the_automaton_agrees_with_splitting_the_text_into_words(
+    text: bytes, limit: int
+) -> None:
     words = re.findall(rb"[a-zA-Z\x80-\xff]+", text)
     expected = max(map(len, words), default=0) <= limit
     assert (text in smc.max_word_length(limit)) == expected

@@ -30,10 +30,13 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 States: TypeAlias = npt.NDArray[np.int64]
 
 DEAD = -1
-_BEGINNING = re.compile(r"""
+_BEGINNING = re.compile(
+    r"""
     ^(?: \\[^A] | \[ \^? \]? (?: \\. | [^]\\] )* \] | [^\\^[] )*  # escapes, classes, others
     (?: \^ | \\A )
-""", re.VERBOSE | re.DOTALL)
+""",
+    re.VERBOSE | re.DOTALL,
+)
 
 
 class ByteTable(NamedTuple):
@@ -76,7 +79,9 @@ def regex_table(pattern: str) -> ByteTable:
         # The byte before it is needed by expressions that match the empty text.
         index = Index(rf"\x00(?:{pattern})\z", letters)
     except Exception as error:
-        raise ValueError(f"cannot compile the regular expression {pattern!r}: {error}") from error
+        raise ValueError(
+            f"cannot compile the regular expression {pattern!r}: {error}"
+        ) from error
     edges = index.get_transitions()
     first = edges[index.get_initial_state()][0]
     accepting = index.get_final_states()
@@ -165,7 +170,9 @@ def reduced(table: ByteTable) -> ByteTable:
     successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
     successors[successors == DEAD] = dead
     successors[~live_states(successors, np.append(table.accepting, [False]))] = dead
-    columns = {column.tobytes(): column for column in successors.T.copy()}  # bytes of one effect
+    columns = {
+        column.tobytes(): column for column in successors.T.copy()
+    }  # bytes of one effect
     classes = np.append(table.accepting, [False]).astype(np.int64)
     count = 0
     while classes.max() + 1 > count:

@@ -80,7 +80,9 @@ class XGrammar(MatcherLibrary):
         raw, end = library.VocabType.RAW, len(texts)
         info = library.TokenizerInfo([*texts, b"</s>"], vocab_type=raw, stop_token_ids=[end])
         compiler = library.GrammarCompiler(info)
-        read = compiler.compile_json_schema if form == "json_schema" else compiler.compile_grammar
+        read = (
+            compiler.compile_json_schema if form == "json_schema" else compiler.compile_grammar
+        )
         try:
             self._grammar = read(source, **options)
         except (RuntimeError, ValueError) as error:
@@ -137,7 +139,9 @@ class LLGuidance(MatcherLibrary):
         """Return a copy of a matcher that has accepted a token."""
         found = matcher.deep_copy()
         if not found.consume_token(token_id):
-            raise RuntimeError(f"llguidance does not accept token {token_id}: {found.get_error()}")
+            raise RuntimeError(
+                f"llguidance does not accept token {token_id}: {found.get_error()}"
+            )
         return found
 
     def fill(self, matchers: Sequence[Any], words: Words) -> None:
@@ -160,4 +164,6 @@ class _ByteTokenizer:
         raise NotImplementedError("texts are tokenised greedily")
 
 
-LIBRARIES: dict[str, type[MatcherLibrary]] = {each.name: each for each in (XGrammar, LLGuidance)}
+LIBRARIES: dict[str, type[MatcherLibrary]] = {
+    each.name: each for each in (XGrammar, LLGuidance)
+}

@@ -82,9 +82,9 @@ async def steer(
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     end = llm.vocabulary.eos_token_id
     ends = np.array(([] if end is None else [end]) if stop is None else stop, np.int64)
-    filter_ = _Filter(
-        llm, llm.population(prompt, size), constraint, potential, ends, temperature, seed
-    )
+    population = llm.population(prompt, size)
+    options = {"ends": ends, "temperature": temperature, "seed": seed}
+    filter_ = _Filter(llm, population, constraint, potential, **options)
     with _bar(max_tokens, is_shown=progress) as bar:
         for _ in range(max_tokens):
             await filter_.extend()
@@ -122,6 +122,7 @@ class _Filter:
         population: Population,
         constraint: Constraint | None,
         potential: Callable[[Population], LogWeights] | None,
+        *,
         ends: npt.NDArray[np.int64],
         temperature: float,
         seed: int | None,

@@ -2,8 +2,9 @@
 
 Adaptive weighted rejection sampling (Lipkin et al., 2025, arXiv 2504.05410) draws tokens
 without replacement until one is accepted, which then has the distribution of the accepted
-ones. The mass of the accepted tokens is estimated from draws that follow, by the ordered estimates of
-Des Raj ("Some estimators in sampling with varying probabilities without replacement", 1956).
+ones. The mass of the accepted tokens is estimated from draws that follow, by the ordered
+estimates of Des Raj ("Some estimators in sampling with varying probabilities without
+replacement", 1956).
 """
 
 from __future__ import annotations

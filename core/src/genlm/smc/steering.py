@@ -83,8 +83,9 @@ async def steer(
     end = llm.vocabulary.eos_token_id
     ends = np.array(([] if end is None else [end]) if stop is None else stop, np.int64)
     population = llm.population(prompt, size)
-    options = {"ends": ends, "temperature": temperature, "seed": seed}
-    filter_ = _Filter(llm, population, constraint, potential, **options)
+    filter_ = _Filter(
+        llm, population, constraint, potential, ends=ends, temperature=temperature, seed=seed
+    )
     with _bar(max_tokens, is_shown=progress) as bar:
         for _ in range(max_tokens):
             await filter_.extend()

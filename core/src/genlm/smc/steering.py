@@ -91,11 +91,10 @@ async def steer(
             await filter_.extend()
             filter_.resample(resample_below)
             particles = filter_.particles()
-            bar.set_postfix_str(
-                f"effective {particles.history[-1].effective_sample_size:.1f}, "
-                f"finished {int(particles.population.finished.sum())}",
-                refresh=False,
-            )
+            if progress:
+                size_now = particles.history[-1].effective_sample_size
+                finished = int(particles.population.finished.sum())
+                bar.set_postfix_str(f"effective {size_now:.1f}, finished {finished}", refresh=False)
             bar.update()
             yield particles
             if particles.population.finished.all():

@@ -18,7 +18,7 @@ def beam_search(llm, prompt, width, *, max_tokens):
     end = llm.vocabulary.eos_token_id
     beams, scores = llm.population(prompt, 1), torch.zeros(1, dtype=torch.float64)
     for _ in range(max_tokens):
-        top = beams.top_k_sync(min(width, llm.vocab_size))
+        top = beams.top_tokens_sync(min(width, llm.vocab_size))
         is_over = beams.finished[:, None]
         gains = top.logprobs.double().masked_fill(is_over, -math.inf)
         gains[:, :1] = gains[:, :1].masked_fill(is_over, 0)  # one candidate: itself

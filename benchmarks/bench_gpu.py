@@ -266,7 +266,7 @@ def why_without_graphs(lm: AsyncLM) -> str:
     statistics = lm.statistics().engine
     if statistics.get("graphs_replayed"):
         return ""
-    return str(statistics.get("graphs_refused") or "needs a CUDA device")
+    return str(statistics.get("kernels_refused") or "needs a CUDA device")
 
 
 def in_one_call(

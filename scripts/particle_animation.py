@@ -18,7 +18,7 @@ from typing import TypedDict
 import numpy as np
 
 import genlm
-from genlm.cli.smc import MaxWordLength
+from genlm.cli.smc import max_word_length
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "assets" / "particles.svg"
 PROMPT, SIZE, MAX_LETTERS, MAX_TOKENS, SEED = "The", 10, 5, 24, 6
@@ -56,7 +56,7 @@ def record() -> list[Frame]:
     frames: list[Frame] = []
     with genlm.load_model("demo", "hf") as llm:
         prompt = llm.encode(PROMPT)
-        rule = MaxWordLength.of(MAX_LETTERS, llm, prompt, SIZE)
+        rule = max_word_length(MAX_LETTERS).start(llm, SIZE, text=PROMPT.encode())
         options = {"max_tokens": MAX_TOKENS, "constraint": rule, "seed": SEED}
         for particles in genlm.smc.steer_sync(llm, prompt, SIZE, **options):
             tokens = particles.token_ids[particles.ancestors]

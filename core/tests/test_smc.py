@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
+from genlm.constraints import Constraint
 from genlm.smc import (
     effective_sample_size,
     normalised_weights,
@@ -188,18 +188,22 @@ def potential(population: Any) -> list[float]:
     return [potential_of(context.token_ids) for context in population]
 
 
-@dataclass(frozen=True)
-class NoTwo:
+class NoTwo(Constraint):
     """Token 2 is not allowed; which mask a member has alternates between equal ones."""
 
-    mask_index: np.ndarray
-    masks = ([0, 1, 3], [0, 1, 3])
+    def __init__(self, mask_index: np.ndarray) -> None:
+        self.mask_index = mask_index
+        self.finished = np.zeros(len(mask_index), bool)
+        self.log_potential = np.zeros(len(mask_index))
 
-    def advance(self, token_ids: np.ndarray) -> NoTwo:
+    def masks(self) -> Any:
+        return ([0, 1, 3], [0, 1, 3]), self.mask_index
+
+    def advance(self, token_ids: Any) -> NoTwo:
         assert token_ids.shape == self.mask_index.shape
         return NoTwo(1 - self.mask_index)
 
-    def __getitem__(self, ancestors: np.ndarray) -> NoTwo:
+    def __getitem__(self, ancestors: Any) -> NoTwo:
         return NoTwo(self.mask_index[ancestors])
 
 

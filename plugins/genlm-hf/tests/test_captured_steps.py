@@ -1,4 +1,4 @@
-"""Steps that are replayed from CUDA graphs give the rows of the unbatched forward pass.
+"""Steps by kernels, and from CUDA graphs, give the rows of the unbatched forward pass.
 
 With `TRITON_INTERPRET=1` the kernels run on the CPU and steps are not captured, but run over
 the same padded numbers (`test_interpreter.py`).
@@ -18,7 +18,7 @@ import torch
 
 from genlm import AsyncLM
 from genlm_hf.engine import HFEngine
-from genlm_hf.packed import graphs
+from genlm_hf.packed import kernel_steps, step_attention, work_items
 
 from .families import FAMILIES
 from .population import Oracle, particles, unique, used
@@ -46,6 +46,12 @@ SETTINGS["three heads, one of keys"] = (
 
 
 @pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:  # programs with nothing to do take as long as others
+        monkeypatch.setattr(work_items, "_ITEMS_WANTED", 4)
+
+
+@pytest.fixture(autouse=True)
 def _without_tf32() -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -53,8 +59,11 @@ def _without_tf32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def captured(model: Any, tokenizer: Any, **options: Any) -> HFEngine:
-    return HFEngine.from_model(model.to(DEVICE), tokenizer, cuda_graphs=True, **options)
+def captured(
+    model: Any, tokenizer: Any, *, cuda_graphs: bool = True, **options: Any
+) -> HFEngine:
+    model = model.to(DEVICE)
+    return HFEngine.from_model(model, tokenizer, cuda_graphs=cuda_graphs, **options)
 
 
 def grown(contexts: list[list[int]]) -> list[list[int]]:
@@ -89,9 +98,50 @@ def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) 
     engine = captured(model, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
     follow(engine, oracle, contexts, 6)
-    assert engine.statistics()["graphs_refused"] == ""
+    assert engine.statistics()["kernels_refused"] == ""
     assert used(engine, "graphs_captured") >= 1
     assert used(engine, "graphs_replayed") >= 2
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_of_kernels_without_graphs_are_those_of_single_sequences(
+    name: str, tokenizer: Any
+) -> None:
+    random.seed(3)
+    model = build_model(SETTINGS[name][0], **SETTINGS[name][1])
+    oracle = Oracle(model)
+    engine = captured(model, tokenizer, cuda_graphs=False)
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    follow(engine, oracle, contexts, 4)
+    assert engine.statistics()["kernels_refused"] == ""
+    assert used(engine, "kernel_steps") >= 3
+    assert "graphs_captured" not in engine.statistics()
+
+
+def test_a_population_that_grows_is_captured_once(tokenizer: Any) -> None:
+    random.seed(6)
+    model = build_model("llama", **llama_settings(max_position_embeddings=256))
+    oracle, engine = Oracle(model), captured(model, tokenizer)
+    contexts = [[*ids_of_lengths(40)[0], 3 + number] for number in range(5)]
+    for _ in range(3):
+        contexts = follow(engine, oracle, contexts, 4)
+        contexts = [[*ids, *random.choices(range(3, 9), k=30)] for ids in contexts]
+    assert used(engine, "graphs_captured") == 1
+    assert used(engine, "graphs_replayed") >= 4
+
+
+def test_more_numbers_than_there_is_room_for_are_captured_again(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_attention, "_LEAST_NUMBERS", 2)
+    random.seed(7)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
+    for count in (3, 30):
+        contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(count)]
+        follow(engine, oracle, contexts, 4)
+    follow(engine, oracle, [[*ids_of_lengths(9)[0], 3, number] for number in range(3, 6)], 4)
+    assert used(engine, "graphs_captured") >= 3
+    assert used(engine, "graphs_replayed") >= 3
 
 
 def test_populations_that_fork_share_one_graph_for_several_shapes(
@@ -193,20 +243,20 @@ def test_sequences_that_are_asked_several_times_get_their_rows(
 def test_a_graph_with_wrong_rows_never_answers(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    right = graphs.work_items
+    right = kernel_steps.work_items
 
     def wrong(plan: Any, tile: int) -> Any:
         items = right(plan, tile)
         items.slots[:] = items.slots[::-1].copy()
         return items
 
-    monkeypatch.setattr(graphs, "work_items", wrong)
+    monkeypatch.setattr(kernel_steps, "work_items", wrong)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
     follow(engine, oracle, contexts, 5)
     assert used(engine, "graphs_replayed") == 0
-    assert "differed by" in str(engine.statistics()["graphs_refused"])
-    assert "runs without CUDA graphs" in caplog.text
+    assert "differed by" in str(engine.statistics()["kernels_refused"])
+    assert "runs without kernels and CUDA graphs" in caplog.text
 
 
 def test_what_capturing_raises_is_logged_and_the_engine_goes_on(
@@ -215,7 +265,7 @@ def test_what_capturing_raises_is_logged_and_the_engine_goes_on(
     def broken(*_: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "step_attention", broken)
+    monkeypatch.setattr(kernel_steps, "step_attention", broken)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
     follow(engine, oracle, contexts, 4)

@@ -238,7 +238,7 @@ def test_chunks_blocks_and_later_tokens_are_no_windows() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("llama", "CUDA graphs need a CUDA device, and it is on cpu"),
+        ("llama", "its kernels need a CUDA device, and it is on cpu"),
         ("mamba", "it is served by the execution path 'padded'"),
     ],
 )
@@ -248,4 +248,4 @@ def test_graphs_that_cannot_be_are_refused_when_the_model_is_loaded(
     model = build_model(FAMILIES[name][0], **FAMILIES[name][1])
     with pytest.raises(ModelLoadError, match=reason) as caught:
         HFEngine.from_model(model, tokenizer, cuda_graphs=True)
-    assert "Load it without cuda_graphs" in str(caught.value)
+    assert "Load the model without cuda_graphs" in str(caught.value)

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from genlm.plugin import TokenSequence
 from genlm.prefix import SCRATCH_SLOT, PrefixTree, TreeBatch
 from genlm_hf.packed.plan import PackedPlan, plan_forward
-from genlm_hf.packed.work_items import FIELDS, WorkItems, flattened, sections, work_items
+from genlm_hf.packed.work_items import (
+    FIELDS,
+    WorkItems,
+    flattened,
+    graph_size,
+    sections,
+    work_items,
+)
 
 from .test_packed_plan import Sequence
 
@@ -82,7 +89,8 @@ def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None
     prompt = tuple(range(200))
     plan, _ = planned(*[(*prompt, 1000 + i) for i in range(count)])
     items = work_items(plan, 16)
-    size = items.size(len(plan.tokens))
+    size = graph_size(len(plan.tokens), 16)
+    assert items.fit(size)
     where, numbers = sections(size, items.tile), flattened(plan, items, size)
 
     def part(section: slice, used: int) -> tuple[list[int], list[int]]:
@@ -122,9 +130,10 @@ def test_the_numbers_of_a_pass_are_padded_with_nothing_to_do(count: int) -> None
 def test_sections_begin_at_multiples_of_16_numbers_and_do_not_overlap() -> None:
     plan, _ = planned(*[(*range(200), 1000 + i) for i in range(5)])
     items = work_items(plan, 16)
-    parts = list(sections(items.size(len(plan.tokens)), items.tile))
+    parts = list(sections(graph_size(len(plan.tokens), 16), items.tile))
     assert all(part.start % 16 == 0 for part in parts)
     assert all(a.stop <= b.start for a, b in pairwise(parts))
+    assert parts[-1].stop is None
 
 
 @pytest.mark.parametrize(
@@ -132,5 +141,16 @@ def test_sections_begin_at_multiples_of_16_numbers_and_do_not_overlap() -> None:
     [(1, 8), (9, 16), (50, 64), (65, 72), (200, 208), (513, 576), (1000, 1024)],
 )
 def test_tokens_are_padded_little(tokens: int, padded: int) -> None:
-    empty = np.empty((0, FIELDS), np.int64)
-    assert WorkItems(16, empty, empty, empty.reshape(-1)).size(tokens).tokens == padded
+    assert graph_size(tokens, 16).tokens == padded
+
+
+@pytest.mark.parametrize("tile", [1, 4, 16])
+@pytest.mark.parametrize("count", [1, 2, 17, 64, 100])
+@pytest.mark.parametrize("length", [1, 65, 900])
+def test_items_of_a_population_fit_whatever_their_lengths_are(
+    tile: int, count: int, length: int
+) -> None:
+    prompt = tuple(range(200))
+    sequences = [(*prompt, *range(1000 * i, 1000 * i + length)) for i in range(1, count + 1)]
+    plan, _ = planned(*sequences)
+    assert work_items(plan, tile).fit(graph_size(len(plan.tokens), tile))

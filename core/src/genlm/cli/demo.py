@@ -169,16 +169,17 @@ async def _steered(
     llm: AsyncLM, ids: list[int], plan: _Plan, on_step: Callable[[], None]
 ) -> tuple[list[tuple[int, ...]], np.ndarray, float]:
     """Return the last texts, weights and log-evidence of the SMC example."""
-    from genlm.cli.smc import MaxWordLength
+    from genlm.cli.smc import max_word_length
     from genlm.smc import steer
 
-    rule = MaxWordLength.of(plan.max_letters, llm, ids, plan.particles)
+    rule = max_word_length(plan.max_letters)
+    text = plan.prompt.encode()
     async for particles in steer(  # noqa: B007 - the last ones
         llm,
         ids,
         plan.particles,
         max_tokens=plan.max_tokens,
-        constraint=rule,
+        constraint=rule.start(llm, plan.particles, text=text),
         seed=plan.seed,
     ):
         on_step()

@@ -437,7 +437,8 @@ class Population:
                 `Mask` takes; a list of such masks, with None for all tokens; booleans of shape
                 `(m, vocab_size)`; or packed bits, int32 of shape `(m, ceil(vocab_size / 32))`,
                 as the bitmasks of xgrammar and llguidance. Arrays are numpy's or torch's, on
-                any device, and must not change before the result.
+                any device, and must not change before the result. A future of such an array,
+                with `mask_index`, is waited for when the model has computed the rows.
             mask_index: Which of m masks each member has, shape `(n,)`; by default member i has
                 mask i.
             temperature: A number, or one for each member, shape `(n,)`; 0 takes the most
@@ -703,7 +704,7 @@ class Population:
         rows = None if masks is None else RowMasks(masks, count, size, index)
         log_mass = torch.zeros(count)
         active = ~self._finished
-        if rows is not None:
+        if rows is not None and not rows.is_pending:
             dead = active & rows.is_empty
             log_mass[torch.from_numpy(dead)] = -math.inf
             active &= ~dead

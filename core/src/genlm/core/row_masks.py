@@ -5,8 +5,9 @@ Masks stay packed, a bit for each id, until a part of the rows is computed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,19 @@ if TYPE_CHECKING:
     from genlm.core.masks import MaskLike
 
     MasksLike: TypeAlias = (
-        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor"
+        "RowMasks | MaskLike | Sequence[MaskLike | None] | np.ndarray[Any, Any] | torch.Tensor "
+        "| PendingMasks"
     )
 
-__all__ = ["RowMasks"]
+__all__ = ["PendingMasks", "RowMasks"]
+
+
+class PendingMasks(Protocol):
+    """Masks that another thread computes, such as a `concurrent.futures.Future` of them."""
+
+    def result(self) -> torch.Tensor:
+        """Wait for the masks, and return them: booleans, or packed bits."""
+        ...
 
 
 class RowMasks:
@@ -34,7 +44,9 @@ class RowMasks:
             - booleans, shape `(m, vocab_size)`, numpy or torch on any device;
             - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
               word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
-              device. Bits beyond the vocabulary are ignored.
+              device. Bits beyond the vocabulary are ignored;
+            - `PendingMasks` of booleans or packed bits, with an index: the engine waits for
+              them when it has the rows.
 
             Arrays are not copied: they must not change while they are in use.
         count: Number of rows.
@@ -57,6 +69,12 @@ class RowMasks:
     ) -> None:
         self._size = vocab_size
         self._factors: dict[torch.device, torch.Tensor] = {}
+        if hasattr(masks, "result"):
+            if index is None:
+                raise ValueError("pending masks need an index with the mask of each row")
+            self._pending, self._unrestricted = masks, None
+            self._index = torch.as_tensor(index, dtype=torch.long).cpu()
+            return
         self._rows, self._is_packed, full, places = _table(masks, vocab_size)
         shown = len(self._rows) if places is None else len(places)
         if index is not None:
@@ -72,6 +90,23 @@ class RowMasks:
             places = torch.zeros(count, dtype=torch.long)
         self._index = places
         self._unrestricted = None if full is None or not full.any() else full
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether another thread computes the masks, which are not waited for yet."""
+        return "_rows" not in vars(self)
+
+    @functools.cached_property
+    def _rows(self) -> torch.Tensor:
+        table, self._is_packed = _array_table(self._pending.result(), self._size)
+        assert self._index is not None  # noqa: S101 - pending masks have one
+        _check_index(self._index, len(self._index), len(table))
+        return table  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Wait for pending masks: other processes get arrays."""
+        _ = self._rows
+        return {name: each for name, each in vars(self).items() if name != "_pending"}
 
     @property
     def unrestricted(self) -> torch.Tensor | None:

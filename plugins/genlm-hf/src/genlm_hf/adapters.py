@@ -87,6 +87,8 @@ class Adapters:
             )
             _refuse_misfit(report, before.put_weights_back())
             put_beside_base(self.model, inner)
+            for layer in adapter_layers(self.model):
+                layer.train(self.model.training)
         except Exception as error:
             before.switch_back()
             self._delete(inner)

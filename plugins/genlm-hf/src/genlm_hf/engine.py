@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from genlm.plugin import Capability, Vocabulary
+from genlm.plugin import Capability, Vocabulary, free_memory_bytes
 from genlm.prefix import PrefixEngine, ServeOptions
 from genlm_hf.adapters import Adapters
-from genlm_hf.execution_paths import PATHS, capture_steps, choose_execution_path
+from genlm_hf.execution_paths import PATHS, choose_execution_path, use_kernels
 from genlm_hf.forward import current_device
 from genlm_hf.loading import LoadOptions, check_decoder, load_checkpoint
 from genlm_hf.prepacked import PrepackedWeights
@@ -33,10 +33,11 @@ __all__ = ["HFEngine"]
 _TOKENS_PER_BATCH = 8192
 _TOKENS_PER_BATCH_ON_CPU = 2048
 
-# Logits of one batch: 2**26 float32 are 256 MiB. On a device 1,000 particles over 128,000 ids
-# are one pass, because a second one reads all weights again.
-_LOGITS_PER_BATCH = 2**27
+# Logits of one pass on a CPU: 256 MiB in float32. On other devices a sixteenth of the memory
+# that is free beside the weights: a second pass reads all weights again.
 _LOGITS_PER_BATCH_ON_CPU = 2**26
+_SHARE_OF_LOGITS = 1 / 16
+_BYTES_OF_A_LOGIT = 8  # in the model's dtype and in float32
 
 
 class HFEngine(PrefixEngine):
@@ -68,9 +69,9 @@ class HFEngine(PrefixEngine):
             oneDNN's fastest layout. It is made if it fits into a quarter of the free
             memory.
         cuda_graphs: Whether steps of up to 1,024 tokens are replayed from CUDA graphs. Each
-            size of step is captured when it comes for the second time and compared once
-            with the step without a graph. Hooks of the model do not run in replayed steps.
-            Needs Triton and the execution path `"packed"` on one CUDA device.
+            padded number of tokens is captured when it comes for the second time and compared
+            once with the step without a graph. Hooks of the model do not run in replayed
+            steps. Needs Triton and the execution path `"packed"` on one CUDA device.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
@@ -145,8 +146,8 @@ class HFEngine(PrefixEngine):
         The caller keeps the model on its device and may run it in any thread at any time:
         the engine runs modules of its own over the same weights. Weights must not be changed
         while the engine steps. After weights were changed in place, call `clear_kv_cache` and
-        `clear_output_cache`: until then rows mix what both sets of weights computed. Weights that
-        `prepack=True` (for speed on a CPU) has copied do not change.
+        `clear_output_cache`: until then rows mix what both sets of weights computed. Weights
+        that `prepack=True` (for speed on a CPU) has copied do not change.
         Hooks of the model run in the engine's passes too. Modules, adapters and attention
         functions that are put into the model later do not affect the engine.
 
@@ -196,7 +197,7 @@ class HFEngine(PrefixEngine):
         device = input_device(model)
         on_cpu = device.type == "cpu" and not is_offloaded(model)
         most = _TOKENS_PER_BATCH_ON_CPU if on_cpu else _TOKENS_PER_BATCH
-        logits = _LOGITS_PER_BATCH_ON_CPU if on_cpu else _LOGITS_PER_BATCH
+        logits = _LOGITS_PER_BATCH_ON_CPU if on_cpu else _logits_on(device)
         self._served = ServedModel(
             model=model,
             vocabulary=self.vocabulary,
@@ -210,7 +211,7 @@ class HFEngine(PrefixEngine):
         self._prepacked = PrepackedWeights(model.modules() if prepack else ())
         with current_device(device):
             choice = choose_execution_path(self._served, options)
-            self._graphs = capture_steps(self._served, choice) if cuda_graphs else None
+            self._kernels = use_kernels(choice, graphs=cuda_graphs)
         self.serve(choice, adapters, embedding_rows=rows, hints=_hints(model))
 
     @contextmanager
@@ -233,8 +234,8 @@ class HFEngine(PrefixEngine):
         """
         with packed_weights_kept(self._served.model):
             super().add_adapter(name, path)
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self._kernels is not None:
+            self._kernels.clear()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
@@ -244,13 +245,13 @@ class HFEngine(PrefixEngine):
         """
         with packed_weights_kept(self._served.model):
             super().remove_adapter(name)
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self._kernels is not None:
+            self._kernels.clear()
 
     def model_statistics(self) -> Mapping[str, int | float | str]:
         """Return the model's class, device and dtype, the size of prepacked weights, graphs."""
         return {
-            **({} if self._graphs is None else self._graphs.statistics()),
+            **({} if self._kernels is None else self._kernels.statistics()),
             "prepacked_bytes": self._prepacked.nbytes,
             "model": type(self._served.model).__name__,
             "device": str(self._served.device),
@@ -265,9 +266,14 @@ class HFEngine(PrefixEngine):
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
         super().close()
         adapters.unload()
-        del adapters, self._prepacked, self._served, self._graphs
+        del adapters, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()
+
+
+def _logits_on(device: torch.device) -> int:
+    """Return how many logits a pass on a device may have."""
+    return int(free_memory_bytes(device) * _SHARE_OF_LOGITS) // _BYTES_OF_A_LOGIT
 
 
 def _hints(model: Any) -> dict[Capability, str]:

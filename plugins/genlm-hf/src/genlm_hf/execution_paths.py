@@ -26,7 +26,7 @@ from genlm.prefix import (
     choose_path,
 )
 from genlm_hf.packed.attention import PackedForward, takes_positions
-from genlm_hf.packed.graphs import CapturedSteps
+from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayout, UnsupportedMaskError, read_layout
 from genlm_hf.padded import PaddedPath
 from genlm_hf.probe import sample_ids
@@ -35,7 +35,7 @@ from genlm_hf.served_model import ServedModel
 from genlm_hf.slot_cache import SlotCacheForward, read_cache
 from genlm_hf.storage import KVStorage, LayerShape, default_budget_bytes
 
-__all__ = ["PATHS", "KnownPaths", "capture_steps", "choose_execution_path"]
+__all__ = ["PATHS", "KnownPaths", "choose_execution_path", "use_kernels"]
 
 _logger = logging.getLogger("genlm_hf")
 
@@ -78,11 +78,18 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
     return choice
 
 
-def capture_steps(served: ServedModel, choice: PathChoice) -> CapturedSteps:
-    """Answer steps of the chosen execution path from CUDA graphs, which are returned.
+def use_kernels(choice: PathChoice, *, graphs: bool) -> KernelSteps | None:
+    """Compute steps of the chosen execution path by kernels, if it can.
+
+    Args:
+        choice: The execution path.
+        graphs: Whether steps must be replayed from CUDA graphs.
+
+    Returns:
+        The kernels, None if they cannot compute steps of the model.
 
     Raises:
-        ModelLoadError: Its steps cannot be captured.
+        ModelLoadError: Steps must be replayed and cannot be captured.
     """
     forward = choice.path.forward if isinstance(choice.path, PrefixRows) else None
     try:
@@ -91,11 +98,12 @@ def capture_steps(served: ServedModel, choice: PathChoice) -> CapturedSteps:
                 f"it is served by the execution path {choice.name!r} ({choice.reason}), and "
                 f"only 'packed' has graphs"
             )
-        return forward.capture_steps()
+        return forward.use_kernels(graphs=graphs)
     except UnsupportedModelError as error:
+        if not graphs:
+            return None
         raise ModelLoadError(
-            f"asked for cuda_graphs=True with {type(served.model).__name__}, but {error}. "
-            f"Load it without cuda_graphs"
+            f"asked for cuda_graphs=True, but {error}. Load the model without cuda_graphs"
         ) from error
 
 

@@ -170,8 +170,12 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Set evaluation mode (no dropout) within this context.
 
-    Modules in training mode are in training mode again afterwards.
+    Modules in training mode are in training mode again afterwards. A model that is in
+    evaluation mode itself is not searched, which would take longer than a layer's launches.
     """
+    if not model.training:
+        yield
+        return
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

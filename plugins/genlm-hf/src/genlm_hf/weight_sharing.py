@@ -86,7 +86,7 @@ class _Copies:
     """Copies of modules and configs, and of attributes that refer to them.
 
     Attributes:
-        model: The copy of the model.
+        model: The copy of the model, in evaluation mode.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -99,6 +99,7 @@ class _Copies:
             # The result of Module.compile runs the first model.
             attributes.pop("_compiled_call_impl", None)
             vars(second).update(attributes)
+            second.training = False
         self.model = self._modules[model]
 
     def _copy(self, value: Any) -> Any:

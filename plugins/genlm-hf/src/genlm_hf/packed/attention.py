@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from genlm.prefix import ForwardCounts, ForwardResult, Receive, TableBatch, TreeBatch
 from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.packed.device_plan import DeviceChunk, DeviceGroup, DevicePlan
-from genlm_hf.packed.graphs import CapturedSteps
+from genlm_hf.packed.kernel_steps import KernelSteps
 from genlm_hf.packed.layout import AttentionLayout
 from genlm_hf.packed.plan import PackedPlan, plan_forward
 from genlm_hf.packed.tables import plan_table
@@ -100,16 +101,19 @@ class PackedForward:
         self.storage, self._layout = storage, layout
         self._served, self._model, self._device = served, served.model, served.device
         self._pieces = OutputPieces(served)
-        self._graphs: CapturedSteps | None = None
+        self._kernels: KernelSteps | None = None
 
-    def capture_steps(self) -> CapturedSteps:
-        """Answer steps from CUDA graphs from now on, which are returned.
+    def use_kernels(self, *, graphs: bool) -> KernelSteps:
+        """Compute steps by kernels from now on, which are returned.
+
+        Args:
+            graphs: Whether steps are replayed from CUDA graphs.
 
         Raises:
-            UnsupportedModelError: Steps of this model cannot be captured.
+            UnsupportedModelError: The kernels cannot compute steps of this model.
         """
-        self._graphs = CapturedSteps(self._served, self._layout, self.storage)
-        return self._graphs
+        self._kernels = KernelSteps(self._served, self._layout, self.storage, graphs=graphs)
+        return self._kernels
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
         """Run one pass with explicit positions and without a mask."""
@@ -120,10 +124,10 @@ class PackedForward:
         return self._run(plan_table(batch), adapter)
 
     def _run(self, plan: PackedPlan, adapter: str | None) -> ForwardResult:
-        if self._graphs is None:
+        if self._kernels is None:
             logits = self._logits(plan)
         else:
-            logits = self._graphs(plan, adapter, self._logits)
+            logits = self._kernels(plan, adapter, self._logits)
         return ForwardResult(logits, tokens=len(plan.tokens), forwards=1)
 
     def _logits(self, plan: PackedPlan) -> torch.Tensor:
@@ -301,15 +305,13 @@ def _attend_chunk(
         return _attend_chunk_eagerly(query, keys, values, chunk=chunk, parameters=parameters)
     own_keys, own_values = chunk.all_of(keys)[None], chunk.all_of(values)[None]
     shared_heads = keys.shape[0] != query.shape[0]
-    if chunk.past == 0 and (parameters.window is None or chunk.length <= parameters.window):
-        return scaled_dot_product_attention(
-            query[None],
-            own_keys,
-            own_values,
-            is_causal=True,
-            scale=parameters.scale,
-            enable_gqa=shared_heads,
-        )[0]
+    sees_all = parameters.window is None or chunk.past + chunk.length <= parameters.window
+    on_cpu = query.device.type == "cpu"
+    if sees_all and (chunk.past == 0 or not on_cpu):
+        return _attend_causally(query, own_keys, own_values, chunk.past, parameters.scale)
+    if shared_heads and not on_cpu:  # kernels with masks do not know shared heads
+        own_keys, own_values = (_for_each_query(x, query) for x in (own_keys, own_values))
+        shared_heads = False
     step = max(1, _MASK_ENTRIES // (chunk.past + chunk.length))
     parts = []
     for first in range(0, chunk.length, step):
@@ -325,6 +327,40 @@ def _attend_chunk(
         )
         parts.append(part[0])
     return _joined(parts)
+
+
+def _attend_causally(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float
+) -> torch.Tensor:
+    """Attend from the last tokens, `(heads, tokens, width)`, by a kernel without a mask.
+
+    Args:
+        query: Queries of the tokens after `past` others.
+        keys: Keys of all tokens, `(1, heads, past + tokens, width)`.
+        values: Values of all tokens.
+        past: Number of earlier tokens.
+        scale: Factor of the scores.
+    """
+    shared_heads = keys.shape[1] != query.shape[0]
+    if shared_heads and query.device.type != "cpu" and query.dtype == torch.float32:
+        # Flash attention knows shared heads, the kernel for float32 does not.
+        keys, values = _for_each_query(keys, query), _for_each_query(values, query)
+        shared_heads = False
+    mask = causal_lower_right(query.shape[1], keys.shape[2]) if past else None
+    return scaled_dot_product_attention(
+        query[None],
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=shared_heads,
+    )[0]
+
+
+def _for_each_query(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Repeat keys or values, `(1, heads, tokens, width)`, for each head of the queries."""
+    return states.repeat_interleave(query.shape[0] // states.shape[1], dim=1)
 
 
 def _attend_chunk_eagerly(

@@ -45,9 +45,12 @@ class DevicePlan:
 
 
 def _moved(arrays: Sequence[Slots], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to a device in one transfer, as each transfer waits for the device."""
+    """Copy arrays to a device in one transfer, without waiting for the device."""
     numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-    parts = numbers.to(device).split_with_sizes([array.size for array in arrays])
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    moved = numbers.to(device, non_blocking=True)
+    parts = moved.split_with_sizes([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

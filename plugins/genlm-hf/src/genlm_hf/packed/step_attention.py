@@ -1,4 +1,4 @@
-"""The attention of captured steps: it reads all that differs between steps from a device.
+"""The attention of steps by kernels: it reads all that differs between steps from a device.
 
 As `packed.attention` it is a function that transformers calls, for passes of query tokens
 alone. Each layer takes three launches: `kernels.attend` over shared prefixes and over
@@ -10,23 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
-from genlm_hf.packed.plan import PackedPlan
-from genlm_hf.packed.work_items import (
-    Sections,
-    StepSize,
-    WorkItems,
-    flattened,
-    power_of_two,
-    sections,
-)
+from genlm_hf.packed.plan import Integers
+from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
 from genlm_hf.storage import KVStorage
 
-__all__ = ["StepInputs", "keys_at_once", "register", "step_attention", "tile_of"]
+__all__ = ["StepInputs", "StepMemory", "keys_at_once", "register", "step_attention", "tile_of"]
 
 _ATTENTION = "genlm_step"
 
@@ -42,30 +36,53 @@ _OPTIONS = {"enable_fp_fusion": True}
 # Bytes of keys that a program reads at once.
 _KEY_BYTES = 2**13
 
+# Numbers that a step has room for at first, 2 MiB: graphs are captured again when it grows.
+_LEAST_NUMBERS = 2**18
 
-class StepInputs:
-    """The numbers of a step in device memory.
+
+class StepMemory:
+    """Memory of a device for the numbers of one step, which graphs read at one address.
 
     Args:
-        size: What fits.
-        tile: Most query tokens of an item of a shared prefix.
         device: The device.
-
-    Attributes:
-        size, tile: As above.
-        found: The parts of the memory.
     """
 
-    def __init__(self, size: StepSize, tile: int, device: torch.device) -> None:
-        self.size, self.tile = size, tile
-        where = sections(size, tile)
-        self._numbers = torch.zeros(where.slots.stop, dtype=torch.int64, device=device)
-        self.found = Sections(*(self._numbers[part] for part in where))
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.empty(0, dtype=torch.int64, device=device)
 
-    def fill(self, plan: PackedPlan, items: WorkItems) -> None:
-        """Write the numbers of a pass, in one transfer."""
-        numbers = torch.from_numpy(flattened(plan, items, self.size))
-        self._numbers[: len(numbers)].copy_(numbers)
+    def reserve(self, count: int) -> bool:
+        """Make room for `count` numbers; returns whether the memory is another one now."""
+        if count <= len(self._numbers):
+            return False
+        room = max(_LEAST_NUMBERS, power_of_two(count))
+        self._numbers = self._numbers.new_zeros(room)
+        return True
+
+    def write(self, numbers: Integers) -> None:
+        """Copy numbers to the device, without waiting for it."""
+        source = torch.from_numpy(numbers)
+        if self._numbers.device.type == "cuda":
+            source = source.pin_memory()
+        self._numbers[: len(source)].copy_(source, non_blocking=True)
+
+    def parts(self, size: StepSize, tile: int) -> Sections[torch.Tensor]:
+        """Return the parts of the memory that belong to a step of a size."""
+        return Sections(*(self._numbers[part] for part in sections(size, tile)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the kernels of a step read.
+
+    Attributes:
+        size: Largest numbers of tokens and work items.
+        tile: Most query tokens of an item of a shared prefix.
+        found: The numbers, in a `StepMemory`.
+    """
+
+    size: StepSize
+    tile: int
+    found: Sections[torch.Tensor]
 
 
 class _Step(threading.local):

@@ -4,6 +4,9 @@ A work item is a tile of consecutive query tokens and a range of slots that all 
 a part of a shared prefix, or a part of one token's suffix. Each stands for a program of
 `kernels.attend` and gives a partial result for each of its tokens, which `kernels.combine`
 joins. Numbers are padded to a `StepSize`, since a CUDA graph has launches of one size.
+
+Graphs have a size for each padded number of tokens, whatever the lengths and prefixes of the
+sequences are, so that a population that grows is not captured again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ __all__ = [
     "StepSize",
     "WorkItems",
     "flattened",
+    "graph_size",
     "power_of_two",
     "sections",
     "work_items",
@@ -50,13 +54,11 @@ class StepSize:
         tokens: Query tokens.
         shared: Work items of shared prefixes.
         own: Work items of suffixes.
-        slots: Slots to read.
     """
 
     tokens: int
     shared: int
     own: int
-    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,20 @@ class WorkItems:
     own: Integers
     slots: Integers
 
-    def size(self, tokens: int) -> StepSize:
-        """Return the size that a pass with these items is padded to."""
-        padded, own = _padded_tokens(tokens), len(self.own)
-        return StepSize(
-            padded,
-            power_of_two(len(self.shared)),
-            padded if own <= padded else power_of_two(own),
-            max(1024, power_of_two(len(self.slots))),
-        )
+    def fit(self, size: StepSize) -> bool:
+        """Whether a pass of this size has room for the items."""
+        return len(self.shared) <= size.shared and len(self.own) <= size.own
+
+
+def graph_size(tokens: int, tile: int) -> StepSize:
+    """Return the size that a pass of that many query tokens is padded to.
+
+    It has room for the suffixes of all tokens, and for the shared prefixes of tokens that are
+    in few groups. `_divided` makes `_ITEMS_WANTED` items, or one for each tile.
+    """
+    padded = _padded_tokens(tokens)
+    tiles = -(-padded // tile)
+    return StepSize(padded, max(_ITEMS_WANTED, 2 * tiles), max(_ITEMS_WANTED, padded))
 
 
 class Sections(NamedTuple, Generic[Part]):
@@ -136,10 +143,10 @@ def sections(size: StepSize, tile: int) -> Sections[slice]:
             size.shared * tile + size.own,
             size.shared * FIELDS,
             size.own * FIELDS,
-            size.slots,
         ):
             yield slice(begin, begin + length)
             begin += -(-length // _ALIGNMENT) * _ALIGNMENT
+        yield slice(begin, None)
 
     return Sections(*parts())
 

@@ -1,0 +1,24 @@
+r"""Constraints that follow a population: regular languages, grammars and functions.
+
+    date = genlm.constraints.Automaton.regex(r"\d{4}-\d\d-\d\d")
+    for particles in genlm.smc.steer_sync(llm, prompt, 100, max_tokens=20, constraint=date):
+        ...
+
+A `Language` is a set of texts; its method `start` returns the `Constraint` of a population,
+which programs with a loop of their own use:
+
+    constraint = date.start(llm, len(population))
+    drawn = await constraint.draw(population)
+    population, constraint = population.extend(drawn.token_ids), constraint.advance(drawn.token_ids)
+    population, constraint = population[ancestors], constraint[ancestors]
+
+Texts are bytes. A text ends with the model's end of text, or with tokens of one's own, where it
+is complete. Special tokens, and tokens without bytes, are not part of any text.
+"""
+
+from genlm.constraints.automaton import Automaton
+from genlm.constraints.grammar import Grammar
+from genlm.constraints.predicate import Python
+from genlm.constraints.protocol import Constraint, Language
+
+__all__ = ["Automaton", "Constraint", "Grammar", "Language", "Python"]

@@ -1,0 +1,242 @@
+"""`Automaton`: regular languages over bytes, and the constraint that follows their states."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from genlm.constraints.byte_automata import (
+    DEAD,
+    ByteTable,
+    complement,
+    live_states,
+    product,
+    reduced,
+    regex_table,
+)
+from genlm.constraints.protocol import (
+    Constraint,
+    Integers64,
+    IntegersLike,
+    Language,
+    PerVocabulary,
+    TextTokens,
+    chosen_members,
+    token_column,
+)
+from genlm.core.trie.layout import TrieLayout
+from genlm.core.trie.symbols import Symbols
+
+if TYPE_CHECKING:
+    from genlm.core.lm import AsyncLM
+    from genlm.core.validation import Integers
+
+__all__ = ["Automaton"]
+
+
+class Automaton(Language):
+    r"""A regular language over bytes.
+
+    Languages are combined with `&`, `|` and `~`; the complement of a language is the valid
+    UTF-8 that is not in it.
+
+        date = Automaton.regex(r"\d{4}-\d\d-\d\d") & ~Automaton.regex(r".*-00.*")
+
+    The automaton is translated to the tokens of a vocabulary once, when it is first started
+    for a model: a table of the state after each state and token, and the packed mask of each
+    state. Tokens after which no text of the language can be completed are not allowed.
+
+    Args:
+        successors: The state after each state and byte, -1 for none, shape `(states, 256)`;
+            state 0 is the start.
+        accepting: States in which a text is complete, shape `(states,)`.
+
+    Raises:
+        ValueError: Another shape, or a state out of range.
+    """
+
+    def __init__(self, successors: npt.ArrayLike, accepting: npt.ArrayLike) -> None:
+        table = ByteTable(np.array(successors, np.int64), np.array(accepting, np.bool_))
+        states = len(table.accepting) if table.accepting.ndim == 1 else 0
+        if not states or table.successors.shape != (states, 256):
+            raise ValueError(
+                f"an automaton of successors {table.successors.shape} and accepting states "
+                f"{table.accepting.shape}; expected (states, 256) and (states,)"
+            )
+        if table.successors.min() < DEAD or table.successors.max() >= states:
+            raise ValueError(
+                f"a state out of range; expected -1 for none, or 0 to {states - 1}"
+            )
+        self._table = reduced(table)
+        self._compiled = PerVocabulary(functools.partial(_TokenTable, self._table))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Automaton:
+        r"""Return the language of the texts that a regular expression matches as a whole.
+
+        Args:
+            pattern: In the syntax of Rust's `regex`: as Python's `re` without look-around and
+                backreferences. Classes such as `\w` and `\d` are those of Unicode, `.` is
+                any character but a newline.
+
+        Raises:
+            ValueError: It is not of this syntax.
+            MissingRequirementError: outlines-core, which compiles it, is not installed.
+        """
+        return cls(*regex_table(pattern))
+
+    def __and__(self, other: Automaton) -> Automaton:
+        if not isinstance(other, Automaton):
+            return NotImplemented
+        return Automaton(*product(self._table, other._table, np.logical_and))
+
+    def __or__(self, other: Automaton) -> Automaton:
+        if not isinstance(other, Automaton):
+            return NotImplemented
+        return Automaton(*product(self._table, other._table, np.logical_or))
+
+    def __invert__(self) -> Automaton:
+        return Automaton(*complement(self._table))
+
+    def __contains__(self, text: bytes) -> bool:
+        state = self._after(text)
+        return state != DEAD and bool(self._table.accepting[state])
+
+    def __repr__(self) -> str:
+        return f"<Automaton of {len(self._table.accepting)} states>"
+
+    def start(
+        self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
+    ) -> Constraint:
+        """Return the constraint of members that have none of a text yet, or its beginning.
+
+        Args:
+            llm: As `Language.start`.
+            size: As `Language.start`.
+            text: As `Language.start`.
+            stop: As `Language.start`.
+
+        Raises:
+            ValueError: As `Language.start`.
+        """
+        state = self._after(text)
+        if state == DEAD:
+            raise ValueError(f"no text of {self!r} begins with {text!r}")
+        found = self._compiled.get(llm.vocabulary, stop)
+        if not found.is_live[state]:
+            raise ValueError(
+                f"no text of {self!r} that begins with {text!r} can be written with the "
+                f"tokens of {llm.vocabulary!r}"
+            )
+        return _Followed(found, np.full(size, state))
+
+    def _after(self, text: bytes) -> int:
+        state = 0
+        for byte in text:
+            state = int(self._table.successors[state, byte])
+            if state == DEAD:
+                break
+        return state
+
+
+class _TokenTable:
+    """An automaton over the tokens of a vocabulary.
+
+    Attributes:
+        successors: The state after each state and token, `(states + 1, vocab_size)`, of the
+            smallest unsigned type; the last state is the dead one.
+        accepting: States in which a text is complete; never the dead one.
+        masks: The tokens that are allowed in each state, packed bits.
+        stop: Ids that end a text.
+        is_live: States from which a text can be completed.
+        is_over: States that end a text without a stop token: complete, and nothing follows.
+    """
+
+    def __init__(self, table: ByteTable, tokens: TextTokens) -> None:
+        found = _token_successors(table.successors, tokens.texts)
+        accepting = np.append(table.accepting, [False])
+        dead = len(table.accepting)
+        self.is_live = live_states(found, accepting)
+        found[~self.is_live[found]] = dead
+        allowed = found != dead
+        self.is_over = accepting & ~allowed.any(1) & (not tokens.stop.size)
+        allowed[:, tokens.stop] = accepting[:, None]
+        self.successors = found
+        self.accepting = accepting
+        self.masks = tokens.pack(allowed)
+        self.stop = tokens.stop
+
+
+def _token_successors(
+    successors: Integers64, texts: list[bytes]
+) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return the state after each state and token, by one pass over the trie of the tokens.
+
+    Args:
+        successors: The automaton over bytes, `(states, 256)`.
+        texts: Bytes of each token; a token without bytes leads nowhere.
+    """
+    dead = len(successors)
+    kind = np.min_scalar_type(dead)
+    steps = np.vstack([successors, np.full((1, 256), DEAD)])
+    steps[steps == DEAD] = dead
+    flat = steps.astype(kind).reshape(-1)
+    layout = TrieLayout.build(Symbols.of(texts))
+    level, first = layout.level, layout.n_tokens
+    node_of = layout.parent[:first]  # the prefix that equals each token
+    by_node = np.argsort(node_of, kind="stable")
+    nodes = node_of[by_node]
+    found = np.full((dead + 1, first), dead, kind)
+    states = np.arange(dead + 1, dtype=kind)[:, None]  # at the root
+    for depth in range(1, len(level) - 1):
+        begin, end = level[depth + 1], level[depth]
+        above = layout.parent[begin:end] - level[depth]
+        symbols = layout.symbol[begin - first : end - first]
+        states = flat[states[:, above].astype(np.int64) * 256 + symbols]
+        chosen = slice(*np.searchsorted(nodes, [begin, end]))
+        found[:, by_node[chosen]] = states[:, nodes[chosen] - begin]
+    return found
+
+
+class _Followed(Constraint):
+    """The state of each member in a table that all share."""
+
+    def __init__(self, table: _TokenTable, states: Integers64) -> None:
+        self._table = table
+        self._dead = len(table.successors) - 1
+        self._states = states
+        self.finished = table.is_over[states]
+        self.log_potential = np.zeros(len(states))
+
+    def masks(self) -> tuple[torch.Tensor, Integers64]:
+        """Return the masks of the states that members have."""
+        states, index = np.unique(self._states, return_inverse=True)
+        return self._table.masks[torch.from_numpy(states)], index
+
+    def advance(self, token_ids: IntegersLike) -> Self:
+        """Look the states up in the table."""
+        ids = token_column(token_ids, len(self))
+        table, before = self._table, self._states
+        found = copy.copy(self)
+        is_stop = np.isin(ids, table.stop)
+        is_text = (ids >= 0) & ~is_stop & ~self.finished
+        found._states = np.where(is_text, table.successors[before, ids], before)
+        ends = is_stop & ~self.finished
+        is_complete = table.accepting[before]
+        found._states[ends & ~is_complete] = self._dead
+        found.finished = self.finished | ends & is_complete | table.is_over[found._states]
+        found.log_potential = np.where(found._states == self._dead, -np.inf, 0.0)
+        return found
+
+    def __getitem__(self, ancestors: Any) -> Self:
+        chosen = chosen_members(ancestors)
+        found = copy.copy(self)
+        found._states = self._states[chosen]
+        found.finished = self.finished[chosen]
+        found.log_potential = self.log_potential[chosen]
+        return found

@@ -1,0 +1,224 @@
+"""Deterministic automata over bytes as arrays: what `Automaton` computes with.
+
+A `ByteTable` has a row of 256 successors for each state; -1 stands for no state. State 0 is
+the start. All functions are array operations on whole tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.errors import MissingRequirementError
+
+__all__ = [
+    "ByteTable",
+    "complement",
+    "live_states",
+    "product",
+    "reduced",
+    "regex_table",
+    "utf8_table",
+]
+
+Flags: TypeAlias = npt.NDArray[np.bool_]
+States: TypeAlias = npt.NDArray[np.int64]
+
+DEAD = -1
+_BEGINNING = re.compile(
+    r"""
+    ^(?: \\[^A] | \[ \^? \]? (?: \\. | [^]\\] )* \] | [^\\^[] )*  # escapes, classes, others
+    (?: \^ | \\A )
+""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+class ByteTable(NamedTuple):
+    """A deterministic automaton.
+
+    Attributes:
+        successors: The state after each state and byte, -1 for none, `(states, 256)`, int64.
+        accepting: States in which a text is complete, `(states,)`, bool.
+    """
+
+    successors: States
+    accepting: Flags
+
+
+def regex_table(pattern: str) -> ByteTable:
+    """Return the automaton of the texts that a regular expression matches as a whole.
+
+    outlines-core compiles it with the crate regex-automata of Rust. Its vocabulary is here the
+    256 bytes, so that its index is the automaton itself.
+
+    Raises:
+        MissingRequirementError: outlines-core is not installed.
+        ValueError: The expression is not one of Rust's syntax.
+    """
+    try:
+        from outlines_core import Index, Vocabulary
+    except ImportError as error:
+        raise MissingRequirementError(
+            "regular expressions", ("outlines_core",), "pip install 'genlm-core[constraints]'"
+        ) from error
+    if _BEGINNING.match(pattern):
+        raise ValueError(
+            f"the regular expression {pattern!r} has an anchor of the beginning, ^ or \\A; "
+            f"leave it out, the whole text is matched"
+        )
+    letters = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+    try:
+        Index(pattern, letters)  # what is wrong with it is said of the pattern as it is
+        # A match of the whole text: without \z, "a|ab" would end at its first alternative.
+        # The byte before it is needed by expressions that match the empty text.
+        index = Index(rf"\x00(?:{pattern})\z", letters)
+    except Exception as error:
+        raise ValueError(
+            f"cannot compile the regular expression {pattern!r}: {error}"
+        ) from error
+    edges = index.get_transitions()
+    first = edges[index.get_initial_state()][0]
+    accepting = index.get_final_states()
+    names = [first, *sorted({*edges, *accepting} - {first})]
+    number = {name: place for place, name in enumerate(names)}
+    successors = np.full((len(names), 256), DEAD)
+    for name, row in edges.items():
+        for byte, target in row.items():
+            if byte < 256 and target in number:
+                successors[number[name], byte] = number[target]
+    return reduced(ByteTable(successors, np.array([name in accepting for name in names])))
+
+
+@cache
+def utf8_table() -> ByteTable:
+    """Return the automaton of valid UTF-8: RFC 3629, section 4."""
+    ranges = [
+        (0, 0x00, 0x7F, 0),
+        (0, 0xC2, 0xDF, 1),
+        (0, 0xE0, 0xE0, 2),
+        (0, 0xE1, 0xEC, 3),
+        (0, 0xED, 0xED, 4),
+        (0, 0xEE, 0xEF, 3),
+        (0, 0xF0, 0xF0, 5),
+        (0, 0xF1, 0xF3, 6),
+        (0, 0xF4, 0xF4, 7),
+        (1, 0x80, 0xBF, 0),
+        (2, 0xA0, 0xBF, 1),
+        (3, 0x80, 0xBF, 1),
+        (4, 0x80, 0x9F, 1),
+        (5, 0x90, 0xBF, 3),
+        (6, 0x80, 0xBF, 3),
+        (7, 0x80, 0x8F, 3),
+    ]
+    successors = np.full((8, 256), DEAD)
+    for state, first, last, target in ranges:
+        successors[state, first : last + 1] = target
+    return ByteTable(successors, np.arange(8) == 0)
+
+
+def complement(table: ByteTable) -> ByteTable:
+    """Return the automaton of the valid UTF-8 that another does not accept."""
+    states = len(table.accepting)
+    successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
+    successors[successors == DEAD] = states
+    opposite = ByteTable(successors, ~np.append(table.accepting, [False]))
+    return product(opposite, utf8_table(), np.logical_and)
+
+
+def product(
+    first: ByteTable, second: ByteTable, accepts: Callable[[Flags, Flags], Flags]
+) -> ByteTable:
+    """Return the automaton that runs two at once, and accepts by a function of both.
+
+    The pairs of states that the start leads to are found layer by layer.
+    """
+    width = len(second.accepting) + 1  # the last state of each is the dead one
+    tables = [np.vstack([each.successors, np.full((1, 256), DEAD)]) for each in (first, second)]
+    flags = [np.append(each.accepting, [False]) for each in (first, second)]
+    for table in tables:
+        table[table == DEAD] = len(table) - 1
+    is_known = np.zeros(len(tables[0]) * width, np.bool_)
+    is_known[0] = True
+    layers, rows = [np.zeros(1, np.int64)], []
+    while layers[-1].size:
+        pairs = layers[-1]
+        after = tables[0][pairs // width] * width + tables[1][pairs % width]
+        rows.append(after)
+        new = np.unique(after)
+        new = new[~is_known[new]]
+        is_known[new] = True
+        layers.append(new)
+    pairs = np.concatenate(layers)
+    number = np.empty(len(is_known), np.int64)
+    number[pairs] = np.arange(len(pairs))
+    accepting = accepts(flags[0][pairs // width], flags[1][pairs % width])
+    return reduced(ByteTable(number[np.concatenate(rows)], accepting))
+
+
+def reduced(table: ByteTable) -> ByteTable:
+    """Return the smallest automaton of the same language: Moore's algorithm.
+
+    States that no accepting one can be reached from become -1; a state 0 always remains.
+    """
+    dead = len(table.accepting)
+    successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
+    successors[successors == DEAD] = dead
+    successors[~live_states(successors, np.append(table.accepting, [False]))] = dead
+    columns = {
+        column.tobytes(): column for column in successors.T.copy()
+    }  # bytes of one effect
+    classes = np.append(table.accepting, [False]).astype(np.int64)
+    count = 0
+    while classes.max() + 1 > count:
+        count = int(classes.max()) + 1
+        refined = classes
+        for column in columns.values():
+            keys = refined * count + classes[column]
+            _, refined = np.unique(keys, return_inverse=True)
+        classes = refined
+    return _renumbered(successors, np.append(table.accepting, [False]), classes)
+
+
+def _renumbered(successors: States, accepting: Flags, classes: States) -> ByteTable:
+    """Return the automaton of classes of states, those that the start leads to."""
+    dead = classes[-1]
+    _, members = np.unique(classes, return_index=True)
+    table, flags = classes[successors[members]], accepting[members]
+    order, is_known = [int(classes[0])], np.zeros(len(members), np.bool_)
+    is_known[[classes[0], dead]] = True
+    for state in order:  # grows
+        for target in np.unique(table[state]).tolist():
+            if not is_known[target]:
+                is_known[target] = True
+                order.append(target)
+    number = np.full(len(members), DEAD)
+    number[order] = np.arange(len(order))
+    if classes[0] == dead:  # the empty language
+        return ByteTable(np.full((1, 256), DEAD), np.zeros(1, np.bool_))
+    return ByteTable(number[table[order]], flags[order])
+
+
+def live_states(successors: States, accepting: Flags) -> Flags:
+    """Return the states from which an accepting one can be reached, `(states,)`.
+
+    Args:
+        successors: Shape `(states, symbols)`, from 0 to `states - 1`.
+        accepting: Shape `(states,)`.
+    """
+    states = len(accepting)
+    leads_to = np.zeros((states, states), np.bool_)
+    leads_to[np.arange(states)[:, None], successors] = True
+    sources, targets = np.nonzero(leads_to)
+    live = accepting.copy()
+    while True:
+        more = live.copy()
+        more[sources[live[targets]]] = True
+        if (more == live).all():
+            return live
+        live = more

@@ -1,0 +1,169 @@
+"""Matchers of xgrammar and llguidance behind one interface: fork, accept, fill masks.
+
+Both libraries get one id more than the vocabulary has, which ends a text. The bit of this id in
+a mask says whether the text is complete, whatever tokens end a text of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.errors import MissingRequirementError
+
+__all__ = ["LIBRARIES", "LLGuidance", "MatcherLibrary", "XGrammar"]
+
+Words: TypeAlias = npt.NDArray[np.int32]
+
+
+class MatcherLibrary(ABC):
+    """A library with a grammar that is compiled for the tokens of a vocabulary."""
+
+    name: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]]
+    """The forms in which it reads grammars: `"json_schema"`, `"ebnf"` or `"lark"`."""
+
+    @abstractmethod
+    def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
+        """Compile a grammar.
+
+        Args:
+            form: One of `formats`.
+            source: The grammar.
+            options: Keyword arguments of the library's compiler.
+            texts: Bytes of each token; empty for tokens that stand for no text.
+
+        Raises:
+            ValueError: The library does not accept the grammar.
+        """
+
+    @abstractmethod
+    def first(self, text: bytes) -> Any:
+        """Return a matcher that has accepted a text; None if no text begins so."""
+
+    @abstractmethod
+    def accepted(self, matcher: Any, token_id: int) -> Any:
+        """Return a copy of a matcher that has accepted a token of its mask."""
+
+    @abstractmethod
+    def fill(self, matchers: Sequence[Any], words: Words) -> None:
+        """Write the mask of each matcher: packed bits of the vocabulary and the end."""
+
+
+def imported(name: str) -> Any:
+    """Import a library of grammars.
+
+    Raises:
+        MissingRequirementError: It is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        command = f"pip install 'genlm-core[{name}]'"
+        raise MissingRequirementError("this grammar", (name,), command) from error
+
+
+class XGrammar(MatcherLibrary):
+    """Matchers of xgrammar."""
+
+    name = "xgrammar"
+    formats = ("json_schema", "ebnf")
+
+    def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
+        self._library = library = imported(self.name)
+        raw, end = library.VocabType.RAW, len(texts)
+        info = library.TokenizerInfo([*texts, b"</s>"], vocab_type=raw, stop_token_ids=[end])
+        compiler = library.GrammarCompiler(info)
+        read = (
+            compiler.compile_json_schema if form == "json_schema" else compiler.compile_grammar
+        )
+        try:
+            self._grammar = read(source, **options)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"xgrammar does not accept the grammar: {error}") from error
+        self._batch = library.BatchGrammarMatcher()
+
+    def first(self, text: bytes) -> Any:
+        """Return a matcher that has accepted a text."""
+        matcher = self._library.GrammarMatcher(self._grammar)
+        return matcher if not text or matcher.accept_string(text) else None
+
+    def accepted(self, matcher: Any, token_id: int) -> Any:
+        """Return a copy of a matcher that has accepted a token."""
+        found = matcher.fork()
+        if not found.accept_token(token_id):
+            raise RuntimeError(f"xgrammar does not accept token {token_id} of its own mask")
+        return found
+
+    def fill(self, matchers: Sequence[Any], words: Words) -> None:
+        """Write the masks in one call, on threads of the library."""
+        self._batch.batch_fill_next_token_bitmask(list(matchers), words)
+
+
+class LLGuidance(MatcherLibrary):
+    """Matchers of llguidance."""
+
+    name = "llguidance"
+    formats = ("json_schema", "lark")
+
+    def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
+        self._library = library = imported(self.name)
+        self._tokenizer = library.LLTokenizer(library.TokenizerWrapper(_ByteTokenizer(texts)))
+        if form == "json_schema":
+            schema = json.loads(source) if isinstance(source, str) else source
+            if options:
+                schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
+            source = f"start: %json {json.dumps(schema)}"
+        # Else only one way to write a text that is certain would be in the masks.
+        grammar = f'%llguidance {{"no_forcing": true}}\n{source}'
+        self._first = library.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if self._first.is_error():
+            message = self._first.get_error()
+            raise ValueError(f"llguidance does not accept the grammar: {message}")
+        self._fill = imported("llguidance.numpy").fill_next_token_bitmask_par
+        self._executor = library.LLExecutor()
+
+    def first(self, text: bytes) -> Any:
+        """Return a matcher that has accepted a text."""
+        matcher = self._first.deep_copy()
+        ids = self._tokenizer.greedy_tokenize(text.decode())
+        return matcher if not ids or matcher.consume_tokens(ids) else None
+
+    def accepted(self, matcher: Any, token_id: int) -> Any:
+        """Return a copy of a matcher that has accepted a token."""
+        found = matcher.deep_copy()
+        if not found.consume_token(token_id):
+            raise RuntimeError(
+                f"llguidance does not accept token {token_id}: {found.get_error()}"
+            )
+        return found
+
+    def fill(self, matchers: Sequence[Any], words: Words) -> None:
+        """Write the masks in one call, on threads of the library."""
+        pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._fill(self._executor, pairs, words)
+
+
+class _ByteTokenizer:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, texts: list[bytes]) -> None:
+        self.eos_token_id = len(texts)
+        self.tokens = [*texts, b"</s>"]
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("texts are tokenised greedily")
+
+
+LIBRARIES: dict[str, type[MatcherLibrary]] = {
+    each.name: each for each in (XGrammar, LLGuidance)
+}

@@ -1,0 +1,324 @@
+"""`Python`: texts that a function accepts, asked only for the tokens that are drawn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from genlm.constraints.protocol import (
+    Constraint,
+    Flags,
+    Integers64,
+    IntegersLike,
+    Language,
+    TextTokens,
+    chosen_members,
+    token_column,
+)
+from genlm.constraints.rejection import Rejection
+from genlm.core.population import DrawnTokens
+from genlm.core.row_masks import RowMasks
+from genlm.core.sampling import stream_seeds
+from genlm.core.validation import checked_integer
+
+if TYPE_CHECKING:
+    from genlm.core.lm import AsyncLM
+    from genlm.core.population import Population
+    from genlm.core.row_masks import MasksLike
+    from genlm.core.validation import Integers
+
+__all__ = ["Python"]
+
+_FIRST_DRAWS = 8
+"""Tokens that are drawn at first; those that are rejected are followed by four times as many."""
+_MAX_ROUNDS = 32
+"""More than are needed for any vocabulary."""
+
+
+class Python(Language):
+    """The texts that functions accept.
+
+        no_repeats = Python(lambda text: len(set(text.split())) == len(text.split()))
+
+    Tokens are drawn from the model without replacement until one is accepted, so that the
+    functions are called for a few tokens of each member and not for the whole vocabulary. The
+    mass of all accepted tokens, by which the weight of a particle is multiplied, is estimated
+    without bias from a few draws more: adaptive weighted rejection sampling, arXiv 2504.05410.
+
+    Args:
+        prefix: Called with the bytes of a text; whether it may be continued to one that is
+            accepted. If it is too generous, particles die later. The text is valid UTF-8 up to
+            its last character, which may be incomplete.
+        complete: Called with the bytes of a text that would end; whether it may. By default
+            any that is `prefix`. Never called with an incomplete character.
+        within: A language that the texts have, too; tokens are drawn from its masks.
+        extra_draws: Number of tokens that are drawn after the accepted one to estimate the
+            mass. More of them reduce the variance of the weights.
+
+    Raises:
+        TypeError: A function is none.
+        ValueError: `extra_draws` is below 1.
+    """
+
+    def __init__(
+        self,
+        prefix: Callable[[bytes], object],
+        complete: Callable[[bytes], object] | None = None,
+        *,
+        within: Language | None = None,
+        extra_draws: int = 2,
+    ) -> None:
+        self._prefix = prefix
+        self._complete = prefix if complete is None else complete
+        for function in (self._prefix, self._complete):
+            if not callable(function):
+                raise TypeError(f"expected a function of bytes; found {function!r}")
+        self._within = within
+        self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
+        """Number of tokens that are drawn after the accepted one."""
+
+    def start(
+        self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
+    ) -> Constraint:
+        """Return the constraint of members that have none of a text yet, or its beginning.
+
+        Args:
+            llm: As `Language.start`.
+            size: As `Language.start`.
+            text: As `Language.start`.
+            stop: As `Language.start`.
+
+        Raises:
+            ValueError: As `Language.start`.
+        """
+        within = None
+        if self._within is not None:
+            within = self._within.start(llm, size, text=text, stop=stop)
+        return _Tested(self, TextTokens.of(llm.vocabulary, stop), within, [text] * size)
+
+    def allows(self, text: bytes, token: bytes) -> bool:
+        """Whether a text may be continued by the bytes of a token."""
+        return bool(token) and _is_utf8_prefix(text, token) and bool(self._prefix(text + token))
+
+    def may_end(self, text: bytes) -> bool:
+        """Whether a text may end."""
+        return not _incomplete(text) and bool(self._complete(text))
+
+    def __repr__(self) -> str:
+        name = getattr(self._prefix, "__name__", repr(self._prefix))
+        return (
+            f"<Python {name}>"
+            if self._within is None
+            else f"<Python {name} within {self._within!r}>"
+        )
+
+
+def _incomplete(text: bytes) -> int:
+    """Return how many of the last bytes begin a character without ending it."""
+    for count in range(1, min(3, len(text)) + 1):
+        byte = text[-count]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return count if count < needed else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _is_utf8_prefix(text: bytes, token: bytes) -> bool:
+    """Whether a token continues valid UTF-8, up to a last character that may be incomplete."""
+    count = _incomplete(text)
+    part = text[len(text) - count :] + token
+    try:
+        part.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data" and error.end == len(part)
+    return True
+
+
+class _Tested(Constraint):
+    """The bytes of each member's text, and the constraint of the masks that it is drawn from."""
+
+    def __init__(
+        self,
+        language: Python,
+        tokens: TextTokens,
+        within: Constraint | None,
+        texts: list[bytes],
+    ) -> None:
+        self._language = language
+        self._tokens = tokens
+        self._within = within
+        self._texts = np.empty(len(texts), object)
+        self._texts[:] = texts
+        self._stops = frozenset(tokens.stop.tolist())
+        self._accepted: dict[tuple[bytes, bytes | None], bool] = {}
+        self.finished = np.zeros(len(texts), np.bool_)
+        self.log_potential = np.zeros(len(texts))
+
+    def masks(self) -> tuple[MasksLike, Integers64 | None]:
+        """Return what tokens are drawn from before the function is called."""
+        if self._within is not None:
+            return self._within.masks()
+        text = np.array([bool(each) for each in self._tokens.texts])
+        text[self._tokens.stop] = True
+        return self._tokens.pack(text[None]), np.zeros(len(self), np.int64)
+
+    def advance(self, token_ids: IntegersLike) -> Self:
+        """Append tokens to the texts. Tokens that were drawn are not tested again."""
+        ids = token_column(token_ids, len(self))
+        found = copy.copy(self)
+        found._accepted = {}
+        found._texts, found.finished = self._texts.copy(), self.finished.copy()
+        found.log_potential = self.log_potential.copy()
+        if self._within is not None:
+            found._within = self._within.advance(ids)
+            found.log_potential = np.minimum(found.log_potential, found._within.log_potential)
+        is_stop = np.isin(ids, self._tokens.stop)
+        for member in np.flatnonzero((ids >= 0) & ~self.finished).tolist():
+            if not self._accepts(member, int(ids[member])):
+                found.log_potential[member] = -np.inf
+            elif is_stop[member]:
+                found.finished[member] = True
+            else:
+                found._texts[member] = self._texts[member] + self._tokens.texts[ids[member]]
+        if found._within is not None:
+            found._end_with(found._within.finished & ~found.finished)
+        return found
+
+    def _end_with(self, members: Flags) -> None:
+        """Finish members whose other constraint is over, or let them die."""
+        for member in np.flatnonzero(members).tolist():
+            self.finished[member] = self._language.may_end(self._texts[member])
+            if not self.finished[member]:
+                self.log_potential[member] = -np.inf
+
+    def __getitem__(self, ancestors: Any) -> Self:
+        chosen = chosen_members(ancestors)
+        found = copy.copy(self)
+        found._texts = self._texts[chosen]
+        found.finished = self.finished[chosen]
+        found.log_potential = self.log_potential[chosen]
+        found._within = None if self._within is None else self._within[chosen]
+        return found
+
+    def _accepts(self, member: int, token_id: int) -> bool:
+        """Whether a token may continue or end a member's text; each is tested once."""
+        is_stop = token_id in self._stops
+        text, token = self._texts[member], None if is_stop else self._tokens.texts[token_id]
+        if (text, token) not in self._accepted:
+            language = self._language
+            answer = language.may_end(text) if token is None else language.allows(text, token)
+            self._accepted[text, token] = answer
+        return self._accepted[text, token]
+
+    async def draw(
+        self, population: Population, *, temperature: float = 1.0, seed: int | None = None
+    ) -> DrawnTokens:
+        """Draw tokens without replacement until the function accepts one for each member.
+
+        Args:
+            population: As `Constraint.draw`.
+            temperature: As `Constraint.draw`.
+            seed: As `Constraint.draw`.
+
+        Returns:
+            As `Constraint.draw`; `log_mass` is the log of an estimate without bias.
+        """
+        is_over = population.finished.numpy() | self.finished
+        search = _Search(self, ~is_over)
+        masks, index = self.masks()
+        count, seeds = _FIRST_DRAWS, stream_seeds(seed, _MAX_ROUNDS)
+        for round_seed in seeds:
+            waiting = search.waiting()
+            if not len(waiting):
+                break
+            is_done = np.ones(len(self), np.bool_)
+            is_done[waiting] = False
+            drawn = await population.finish(is_done).draw_without_replacement(
+                count, masks, mask_index=index, temperature=temperature, seed=round_seed
+            )
+            search.take(waiting, drawn)
+            waiting = search.waiting()
+            if len(waiting):
+                masks, index = search.masks_left(waiting, masks, index)
+            count = min(4 * count, len(self._tokens.texts))
+        return search.drawn()
+
+
+class _Search:
+    """The draws of one step for all members, until each has an accepted token."""
+
+    def __init__(self, constraint: _Tested, active: Flags) -> None:
+        self._constraint = constraint
+        self._size = len(constraint)
+        extra = constraint._language.extra_draws
+        self._rejections = {
+            member: Rejection(extra) for member in np.flatnonzero(active).tolist()
+        }
+        for member in np.flatnonzero(np.isneginf(constraint.log_potential)).tolist():
+            if member in self._rejections:
+                self._rejections[member].end()
+        self._drawn: dict[int, list[int]] = {member: [] for member in self._rejections}
+        self._token_ids = np.full(self._size, -1)
+        self._logprobs = np.zeros(self._size)
+
+    def waiting(self) -> Integers64:
+        """Return the members that need more draws, ascending."""
+        found = [member for member, each in self._rejections.items() if not each.is_over]
+        return np.array(found, np.int64)
+
+    def take(self, members: Integers64, drawn: DrawnTokens) -> None:
+        """Test the draws of some members, in order."""
+        for member in members.tolist():
+            rejection, ids = self._rejections[member], drawn.token_ids[member].tolist()
+            logprobs = drawn.draw_logprob[member].tolist()
+            for place, token_id in enumerate(ids):
+                if token_id < 0:
+                    rejection.end()
+                    break
+                is_accepted = self._constraint._accepts(member, token_id)
+                if is_accepted and rejection.place is None:
+                    self._token_ids[member] = token_id
+                    self._logprobs[member] = float(drawn.logprobs[member, place])
+                left = len(ids) - 1 - place
+                rejection.add(logprobs[place], left, is_accepted=is_accepted)
+                self._drawn[member].append(token_id)
+                if rejection.is_over:
+                    break
+
+    def masks_left(
+        self, members: Integers64, masks: MasksLike, index: Integers64 | None
+    ) -> tuple[torch.Tensor, Integers64]:
+        """Return the masks without the tokens that members have drawn."""
+        tokens = self._constraint._tokens
+        size = len(tokens.texts)
+        rows = RowMasks(masks, self._size, size, index).of(members)
+        factors = rows.factors(0, len(members), torch.device("cpu"))
+        allowed = factors.bool().expand(len(members), size).numpy().copy()
+        for row, member in enumerate(members.tolist()):
+            allowed[row, self._drawn[member]] = False
+        places = np.zeros(self._size, np.int64)
+        places[members] = np.arange(len(members))
+        return tokens.pack(allowed), places
+
+    def drawn(self) -> DrawnTokens:
+        """Return the accepted token of each member, with its weight."""
+        log_weights, logprobs = np.zeros(self._size), self._logprobs.copy()
+        for member, rejection in self._rejections.items():
+            if rejection.place is None:
+                log_weights[member] = logprobs[member] = -np.inf
+            else:
+                ratio = logprobs[member] - rejection.log_probability
+                log_weights[member] = ratio + rejection.log_mass
+        is_drawn = self._token_ids >= 0
+        draw_logprobs = np.where(is_drawn, logprobs, 0.0) - np.where(is_drawn, log_weights, 0.0)
+        columns = logprobs, log_weights, np.where(is_drawn, draw_logprobs, logprobs)
+        return DrawnTokens(
+            torch.from_numpy(self._token_ids),
+            *(torch.from_numpy(each).float() for each in columns),
+        )

@@ -1,0 +1,270 @@
+"""`Particles` of a filter after a step, and the `History` of the steps before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.core.errors import MissingRequirementError
+from genlm.smc.resampling import Floats, effective_sample_size, normalised_weights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from genlm.core.lm import AsyncLM
+    from genlm.core.population import Population
+
+__all__ = ["History", "Particles", "Step"]
+
+_SHOWN = 10
+"""Number of different texts that `print` shows."""
+_WIDTH = 100
+"""Number of characters of a text that `print` shows."""
+
+
+def required(module: str, purpose: str) -> Any:
+    """Import an optional library.
+
+    Raises:
+        MissingRequirementError: It is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise MissingRequirementError(purpose, (name,), f"pip install {name}") from error
+
+
+class Step(NamedTuple):
+    """What one step of a filter did.
+
+    Attributes:
+        token_ids: The token that each particle of the step before was extended by, shape
+            `(n,)`, int64; -1 for none.
+        log_weights: Of these particles after the token, before resampling, shape `(n,)`.
+        finished: Which of them are finished, shape `(n,)`, bool.
+        ancestors: Which of them each particle continues, shape `(n,)`, int64: ascending
+            numbers without repetition if there was no resampling.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    log_weights: Floats
+    finished: npt.NDArray[np.bool_]
+    ancestors: npt.NDArray[np.int64]
+
+    @property
+    def log_evidence(self) -> float:
+        """Log of the mean weight."""
+        return float(np.logaddexp.reduce(self.log_weights) - np.log(len(self.log_weights)))
+
+    @property
+    def effective_sample_size(self) -> float:
+        """See `effective_sample_size`, before resampling; 0 if no particle has a weight."""
+        if np.isneginf(self.log_weights).all():
+            return 0.0
+        return effective_sample_size(self.log_weights)
+
+    @property
+    def is_resampled(self) -> bool:
+        """Whether ancestors were chosen after the step."""
+        return bool((self.ancestors != np.arange(len(self.ancestors))).any())
+
+
+class History(Sequence[Step]):
+    """The steps of a filter up to some particles, the first one first; immutable."""
+
+    def __init__(self, steps: Sequence[Step] = ()) -> None:
+        self._steps = tuple(steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> History: ...
+    def __getitem__(self, index: int | slice) -> Step | History:
+        found = self._steps[index]
+        return History(found) if isinstance(index, slice) else found  # type: ignore[arg-type,return-value]
+
+    def followed_by(self, step: Step) -> History:
+        """Return the history with one step more."""
+        return History((*self._steps, step))
+
+    @property
+    def ancestry(self) -> npt.NDArray[np.int64]:
+        """The particle that each of the last particles was after each step.
+
+        Shape `(steps, n)`, int64; the last row is 0 to n - 1.
+        """
+        if not self._steps:
+            return np.empty((0, 0), np.int64)
+        places = [np.arange(len(self._steps[-1].ancestors))]
+        for step in self._steps[:0:-1]:
+            places.append(step.ancestors[places[-1]])
+        return np.stack(places[::-1])
+
+    def to_pandas(self) -> DataFrame:
+        """Return a table with a row for each step.
+
+        Returns:
+            Columns `log_evidence`, `effective_sample_size`, `is_resampled`, `alive`, the
+            number of particles with a weight, and `finished`, their number.
+
+        Raises:
+            MissingRequirementError: pandas is not installed.
+        """
+        rows = [
+            {
+                "log_evidence": step.log_evidence,
+                "effective_sample_size": step.effective_sample_size,
+                "is_resampled": step.is_resampled,
+                "alive": int(np.isfinite(step.log_weights).sum()),
+                "finished": int((step.finished & np.isfinite(step.log_weights)).sum()),
+            }
+            for step in self._steps
+        ]
+        index = range(1, len(rows) + 1)
+        table = required("pandas", "to_pandas").DataFrame(rows, index=index)
+        return table.rename_axis("step")
+
+    def plot(self) -> Figure:
+        """Draw the genealogy of the particles, their weights and the effective sample size.
+
+        Returns:
+            A figure of matplotlib, which `savefig` writes to a file.
+
+        Raises:
+            MissingRequirementError: matplotlib is not installed.
+        """
+        required("matplotlib", "plot")
+        from genlm.smc.plots import history_figure
+
+        return history_figure(self)
+
+    def __repr__(self) -> str:
+        lines = ["step  log-evidence  effective  alive  finished"]
+        for number, step in enumerate(self._steps, 1):
+            alive = np.isfinite(step.log_weights)
+            mark = " resampled" if step.is_resampled else ""
+            lines.append(
+                f"{number:4}  {step.log_evidence:12.4f}  {step.effective_sample_size:9.1f}  "
+                f"{int(alive.sum()):5}  {int((step.finished & alive).sum()):8}{mark}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, repr=False)
+class Particles:
+    """The particles of a filter after a step; `print` shows the heaviest.
+
+    Attributes:
+        population: The sequences, prompt included; `population.finished` says which ended.
+        log_weights: Shape `(n,)`, float64; `-inf` for particles that cannot be continued.
+        ancestors: The particle of the step before that each continues, shape `(n,)`, int64.
+        token_ids: The token that each was extended by before it was chosen, in the order of
+            the step before, shape `(n,)`, int64; -1 for none.
+        history: All steps so far, the last one included.
+        llm: The model.
+        prompt_length: Number of tokens of the prompt.
+    """
+
+    population: Population
+    log_weights: Floats
+    ancestors: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    history: History
+    llm: AsyncLM
+    prompt_length: int
+
+    @property
+    def log_evidence(self) -> float:
+        """Log of the mean weight; its exponential is an unbiased estimate of the evidence.
+
+        With a constraint and no potential, the evidence is the probability that the model by
+        itself keeps to the constraint for as many tokens.
+        """
+        return float(np.logaddexp.reduce(self.log_weights) - np.log(len(self.log_weights)))
+
+    @property
+    def weights(self) -> Floats:
+        """Weights that sum to 1, shape `(n,)`, float64; see `normalised_weights`."""
+        return normalised_weights(self.log_weights)
+
+    @property
+    def effective_sample_size(self) -> float:
+        """See `effective_sample_size`; 0 if no particle has a weight."""
+        if np.isneginf(self.log_weights).all():
+            return 0.0
+        return effective_sample_size(self.log_weights)
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each particle after the prompt, without special tokens."""
+        rows = self.population.tokens[:, self.prompt_length :].tolist()
+        return [self.llm.decode([each for each in row if each >= 0]) for row in rows]
+
+    def to_pandas(self) -> DataFrame:
+        """Return a table with a row for each particle.
+
+        Returns:
+            Columns `text`, after the prompt, `weight`, `log_weight`, `tokens`, the number of
+            tokens after the prompt, `finished` and `ancestor`; weights sum to 1, or are 0 if
+            no particle has one.
+
+        Raises:
+            MissingRequirementError: pandas is not installed.
+        """
+        columns = {
+            "text": self.texts,
+            "weight": self._shares(),
+            "log_weight": self.log_weights,
+            "tokens": self.population.lengths.numpy() - self.prompt_length,
+            "finished": self.population.finished.numpy(),
+            "ancestor": self.ancestors,
+        }
+        return required("pandas", "to_pandas").DataFrame(columns).rename_axis("particle")
+
+    def plot(self) -> Figure:
+        """Draw the genealogy of the particles; see `History.plot`.
+
+        Raises:
+            MissingRequirementError: matplotlib is not installed.
+        """
+        return self.history.plot()
+
+    def _shares(self) -> Floats:
+        if np.isneginf(self.log_weights).all():
+            return np.zeros(len(self))
+        return self.weights
+
+    def __len__(self) -> int:
+        return len(self.log_weights)
+
+    def __repr__(self) -> str:
+        shares: dict[str, list[float]] = {}
+        for text, weight in zip(self.texts, self._shares().tolist(), strict=True):
+            shares.setdefault(text, []).append(weight)
+        heaviest = sorted(shares.items(), key=lambda item: -sum(item[1]))
+        finished = int(self.population.finished.sum())
+        lines = [
+            f"{len(self)} particles after {len(self.history)} steps, {finished} finished: "
+            f"log-evidence {self.log_evidence:.4f}, effective sample size "
+            f"{self.effective_sample_size:.1f}",
+            "weight  particles  text",
+        ]
+        for text, weights in heaviest[:_SHOWN]:
+            lines.append(f"{sum(weights):6.4f}  {len(weights):9}  {_shortened(text)!r}")
+        if len(heaviest) > _SHOWN:
+            lines.append(f"... {len(heaviest) - _SHOWN} more texts")
+        return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

@@ -1,0 +1,176 @@
+"""Arithmetic of particle filters: weights, effective sample size and resampling.
+
+Pure functions of log-weights, which are natural logarithms up to a common constant: a particle
+whose weight is 0 has `-inf`. They compute in float64 on the host, which waits for a GPU once.
+
+Introduced in Chopin and Papaspiliopoulos, An Introduction to Sequential Monte Carlo, Springer
+2020; resampling is its chapter 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = [
+    "Floats",
+    "LogWeights",
+    "effective_sample_size",
+    "float64_array",
+    "normalised_weights",
+    "resampled",
+    "systematic_resampling",
+]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+LogWeights: TypeAlias = Sequence[float] | npt.NDArray[np.floating] | torch.Tensor
+
+
+def effective_sample_size(log_weights: LogWeights) -> float:
+    """Return how many equally weighted particles have the same variance: Kish's figure.
+
+    It is `1 / sum(w**2)` of the normalised weights: the number of particles if their weights
+    are equal, 1 if one particle has all the weight. Programs resample below half the particles.
+
+    Args:
+        log_weights: One number for each particle, shape `(particles,)`.
+
+    Raises:
+        ValueError: They are not one finite number or `-inf` for each particle, or no
+            particle survived: all are `-inf`.
+    """
+    return float(1 / np.square(_normalised(log_weights)).sum())
+
+
+@overload
+def normalised_weights(log_weights: torch.Tensor) -> torch.Tensor: ...
+@overload
+def normalised_weights(log_weights: Sequence[float] | npt.NDArray[np.floating]) -> Floats: ...
+def normalised_weights(log_weights: LogWeights) -> Floats | torch.Tensor:
+    """Return the weights of the particles, divided by their sum.
+
+    Args:
+        log_weights: One number for each particle, shape `(particles,)`.
+
+    Returns:
+        Shape `(particles,)`, sum 1: float64 of numpy, or for a torch tensor a new tensor of its
+        dtype on its device.
+
+    Raises:
+        ValueError: As `effective_sample_size`.
+    """
+    weights = _normalised(log_weights)
+    if isinstance(log_weights, torch.Tensor):
+        dtype = log_weights.dtype if log_weights.is_floating_point() else torch.float64
+        return torch.from_numpy(weights).to(log_weights.device, dtype)
+    return weights
+
+
+@overload
+def systematic_resampling(
+    log_weights: torch.Tensor, uniform: float, size: int | None = None
+) -> torch.Tensor: ...
+@overload
+def systematic_resampling(
+    log_weights: Sequence[float] | npt.NDArray[np.floating],
+    uniform: float,
+    size: int | None = None,
+) -> npt.NDArray[np.int64]: ...
+def systematic_resampling(
+    log_weights: LogWeights, uniform: float, size: int | None = None
+) -> npt.NDArray[np.int64] | torch.Tensor:
+    """Choose ancestors: particle `i` about `size * w[i]` times, and that on average.
+
+    The points `(uniform + k) / size` are looked up in the cumulative weights, so each particle
+    is chosen `floor` or `ceil` of `size * w[i]` times; a particle without weight never is.
+    Kitagawa, Monte Carlo Filter and Smoother, 1996.
+
+    Args:
+        log_weights: One number for each particle, shape `(particles,)`.
+        uniform: A random number, 0 <= uniform < 1, such as `rng.random()`.
+        size: How many to choose; by default as many as there are.
+
+    Returns:
+        Indices of particles, ascending, shape `(size,)`, int64: a numpy array, or for a torch
+        tensor a tensor on its device. All weights are equal afterwards.
+
+    Raises:
+        ValueError: `uniform` or `size` is out of range, or as `effective_sample_size`.
+    """
+    if not 0 <= uniform < 1:
+        raise ValueError(f"uniform={uniform!r}: expected a number from 0 to below 1")
+    weights = _normalised(log_weights)
+    count = len(weights) if size is None else size
+    if count < 0:
+        raise ValueError(f"size={size!r}: expected a number of particles")
+    cumulative = np.cumsum(weights)
+    points = (uniform + np.arange(count)) / max(count, 1)
+    found = np.searchsorted(cumulative / cumulative[-1], points, side="right")
+    # The last point may be rounded to 1, which is beyond every particle.
+    last = int(np.flatnonzero(weights)[-1])
+    chosen: npt.NDArray[np.int64] = np.minimum(found, last).astype(np.int64)
+    if isinstance(log_weights, torch.Tensor):
+        return torch.from_numpy(chosen).to(log_weights.device)
+    return chosen
+
+
+def resampled(
+    log_weights: LogWeights, uniform: float, below: float = 0.5
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Choose ancestors if weights have become too unequal; keep all particles otherwise.
+
+        ancestors, log_weights = resampled(log_weights, rng.random())
+        population = population[ancestors]
+
+    Resampled particles all have the mean weight, so the mean of the weights at the end is an
+    unbiased estimate of the evidence.
+
+    Args:
+        log_weights: One number for each particle, shape `(particles,)`.
+        uniform: A random number, as `systematic_resampling` takes it.
+        below: Share of the particles below which the effective sample size leads to resampling.
+
+    Returns:
+        The ancestor of each particle, shape `(particles,)`, int64, and its log-weight, float64.
+
+    Raises:
+        ValueError: As `systematic_resampling`.
+    """
+    given = float64_array(log_weights)
+    size = len(given)
+    if effective_sample_size(given) >= below * size:
+        return np.arange(size), given
+    log_mean = np.logaddexp.reduce(given) - np.log(size)
+    return systematic_resampling(given, uniform), np.full(size, log_mean)
+
+
+def float64_array(values: LogWeights) -> Floats:
+    """Return log-weights as an array of numpy."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
+
+
+def _normalised(log_weights: LogWeights) -> Floats:
+    given = float64_array(log_weights)
+    if given.ndim != 1 or not given.size:
+        raise ValueError(f"expected log-weights of shape (particles,); found {given.shape}")
+    largest = given.max()  # nan if one is
+    if largest == -np.inf:
+        raise ValueError(
+            f"no particle survived: all {given.size} log-weights are -inf. Nothing that was "
+            f"proposed is possible under the masks or potentials; end the program here, or "
+            f"begin again with more particles"
+        )
+    if not np.isfinite(largest):
+        raise ValueError(
+            f"expected log-weights that are finite or -inf, at least one finite; found a "
+            f"maximum of {largest}"
+        )
+    weights: Floats = np.exp(given - largest)
+    weights /= weights.sum()
+    return weights

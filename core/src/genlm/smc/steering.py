@@ -1,0 +1,214 @@
+"""`steer`: a particle filter over a model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from genlm.constraints.protocol import Language
+from genlm.core.blocking import run_blocking
+from genlm.smc.particles import History, Particles, Step
+from genlm.smc.resampling import (
+    LogWeights,
+    effective_sample_size,
+    float64_array,
+    systematic_resampling,
+)
+
+if TYPE_CHECKING:
+    from genlm.constraints.protocol import Constraint
+    from genlm.core.context import TokenIds
+    from genlm.core.lm import AsyncLM
+    from genlm.core.population import Population
+    from genlm.core.validation import Integers
+
+__all__ = ["steer", "steer_sync"]
+
+
+async def steer(
+    llm: AsyncLM,
+    prompt: TokenIds,
+    size: int,
+    *,
+    max_tokens: int,
+    constraint: Language | Constraint | None = None,
+    potential: Callable[[Population], LogWeights] | None = None,
+    stop: Integers | None = None,
+    temperature: float = 1.0,
+    resample_below: float = 0.5,
+    seed: int | None = None,
+    progress: bool = False,
+) -> AsyncIterator[Particles]:
+    """Continue a prompt by a particle filter, and yield the particles after each step.
+
+    Each particle is extended by a token drawn from what the constraint allows, and its weight
+    is multiplied by the ratio of the model's probability of the token and that of the draw,
+    and by the change of the potentials. When the effective sample size is small, ancestors are
+    chosen by `systematic_resampling`. Ends when all particles are finished or have weight 0.
+
+        async for particles in genlm.smc.steer(llm, prompt, 100, max_tokens=40, seed=0):
+            print(particles.log_evidence)
+
+    Args:
+        llm: The model.
+        prompt: Token ids or a `Context`.
+        size: Number of particles.
+        max_tokens: Number of steps at most.
+        constraint: What a particle may be continued by: a `Language` of
+            `genlm.constraints`, whose texts begin after the prompt, or a `Constraint` of
+            `size` members.
+        potential: Log of what the model's probability of a sequence is multiplied by, for each
+            member, shape `(n,)`; `-inf` for a sequence that cannot be continued.
+        stop: Token ids that finish a particle; by default the tokenizer's end of text, if it
+            has one. They end the texts of a `Language`.
+        temperature: Of the draws; the weights account for it.
+        resample_below: Share of the particles below which the effective sample size leads to
+            resampling: 0 for never, 1 for at every step in which weights differ.
+        seed: Makes all draws reproducible; None takes fresh randomness.
+        progress: Whether to show a progress bar of the steps.
+
+    Raises:
+        ValueError: A number out of range, a constraint of another size, or as
+            `Language.start`.
+        GenlmError: As `Population.draw`.
+    """
+    if not 0 <= resample_below <= 1:
+        raise ValueError(f"resample_below={resample_below!r}; expected a share from 0 to 1")
+    if isinstance(constraint, Language):
+        constraint = constraint.start(llm, size, stop=stop)
+    if constraint is not None and len(constraint) != size:
+        raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
+    end = llm.vocabulary.eos_token_id
+    ends = np.array(([] if end is None else [end]) if stop is None else stop, np.int64)
+    filter_ = _Filter(
+        llm, llm.population(prompt, size), constraint, potential, ends, temperature, seed
+    )
+    with _bar(max_tokens, is_shown=progress) as bar:
+        for _ in range(max_tokens):
+            await filter_.extend()
+            filter_.resample(resample_below)
+            particles = filter_.particles()
+            bar.set_postfix_str(
+                f"effective {particles.history[-1].effective_sample_size:.1f}, "
+                f"finished {int(particles.population.finished.sum())}",
+                refresh=False,
+            )
+            bar.update()
+            yield particles
+            if particles.population.finished.all():
+                return
+
+
+def steer_sync(
+    llm: AsyncLM, prompt: TokenIds, size: int, *, max_tokens: int, **options: Any
+) -> Iterator[Particles]:
+    """Yield what `steer` yields, which has all options; waits on the calling thread."""
+    states = steer(llm, prompt, size, max_tokens=max_tokens, **options)
+    while True:
+        try:
+            yield run_blocking(anext(states))  # type: ignore[arg-type]
+        except StopAsyncIteration:
+            return
+
+
+class _Filter:
+    """The state of `steer`: a population, its log-weights, and what they are made of."""
+
+    def __init__(
+        self,
+        llm: AsyncLM,
+        population: Population,
+        constraint: Constraint | None,
+        potential: Callable[[Population], LogWeights] | None,
+        ends: npt.NDArray[np.int64],
+        temperature: float,
+        seed: int | None,
+    ) -> None:
+        self._llm = llm
+        self._population = population
+        self._constraint = constraint
+        self._potential = potential
+        self._ends = ends
+        self._temperature = temperature
+        self._rng = np.random.default_rng(seed)
+        self._draw_seed = int(self._rng.integers(2**63))
+        self._log_weights = np.zeros(len(population))
+        self._log_potential = np.zeros(len(population))
+        self._token_ids = np.full(len(population), -1)
+        self._ancestors = np.arange(len(population))
+        self._prompt_length = int(population.lengths.max()) if len(population) else 0
+        self._history = History()
+
+    async def extend(self) -> None:
+        """Draw a token for each particle, and weight it."""
+        options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seed}
+        if self._constraint is None:
+            drawn = await self._population.draw(**options)
+        else:
+            drawn = await self._constraint.draw(self._population, **options)
+        self._token_ids = token_ids = drawn.token_ids.numpy()
+        gain = drawn.log_mass.double().numpy()
+        if self._temperature != 1:
+            is_drawn = token_ids >= 0
+            gain[is_drawn] = (drawn.logprobs - drawn.draw_logprob).double().numpy()[is_drawn]
+        self._log_weights = self._log_weights + gain
+        population = self._population.extend(token_ids)
+        is_over = np.isin(token_ids, self._ends)
+        if self._constraint is not None:
+            self._constraint = self._constraint.advance(token_ids)
+            is_over |= self._constraint.finished
+        self._weight_by_potentials(population)
+        is_over |= self._log_weights == -np.inf
+        if self._llm.max_context is not None:
+            is_over |= population.lengths.numpy() > self._llm.max_context
+        self._population = population.finish(is_over)
+        self._ancestors = np.arange(len(population))
+
+    def _weight_by_potentials(self, population: Population) -> None:
+        """Multiply the weights by the change of the potentials since the step before."""
+        found = np.zeros(len(population))
+        if self._constraint is not None:
+            found += self._constraint.log_potential
+        if self._potential is not None:
+            found = found + float64_array(self._potential(population))
+        live = self._log_weights > -np.inf
+        self._log_weights[live] += found[live] - self._log_potential[live]
+        self._log_potential = np.where(live, found, self._log_potential)
+
+    def resample(self, resample_below: float) -> None:
+        """Record the step; choose ancestors if the effective sample size is small."""
+        log_weights, size = self._log_weights, len(self._log_weights)
+        finished = self._population.finished.numpy()
+        has_weight = bool(np.isfinite(log_weights).any())
+        step = Step(self._token_ids, log_weights, finished, self._ancestors)
+        if has_weight and effective_sample_size(log_weights) < resample_below * size:
+            chosen = systematic_resampling(log_weights, self._rng.random())
+            step = step._replace(ancestors=chosen)
+            self._population = self._population[chosen]
+            self._log_weights = np.full(size, step.log_evidence)
+            self._ancestors = chosen
+            self._log_potential = self._log_potential[chosen]
+            if self._constraint is not None:
+                self._constraint = self._constraint[chosen]
+        self._history = self._history.followed_by(step)
+
+    def particles(self) -> Particles:
+        """Return the particles as they are now."""
+        return Particles(
+            self._population,
+            self._log_weights,
+            self._ancestors,
+            self._token_ids,
+            self._history,
+            self._llm,
+            self._prompt_length,
+        )
+
+
+def _bar(total: int, *, is_shown: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="steer", unit="step", disable=not is_shown)

@@ -1,0 +1,235 @@
+"""`Automaton` against enumerations of all texts and all sequences of tokens."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from constrained_model import END, SPECIAL, TEXT_IDS, TOKENS, SmallEngine, text_of, unpacked
+from constrained_model import writings as all_writings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import genlm
+from genlm.constraints import Automaton
+from genlm.constraints.byte_automata import utf8_table
+
+PATTERNS = [
+    "a|ab",
+    "é?a{1,2}b?",
+    "(é|b)*",
+    "a*?b",
+    "[^a]{0,2}",
+    "",
+    r"[\]^a]\^?$",
+    "(ab|é)+a?",
+    r"\w\w?",
+]
+ALPHABET = ["a", "b", "é"]
+WORDS = ["".join(each) for n in range(4) for each in itertools.product(ALPHABET, repeat=n)]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with genlm.AsyncLM(SmallEngine) as model:
+        yield model
+
+
+def is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_regular_expression_has_the_texts_that_it_matches_as_a_whole(pattern):
+    language = Automaton.regex(pattern)
+    for word in WORDS:
+        assert (word.encode() in language) == bool(re.fullmatch(pattern, word)), word
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.pairwise(PATTERNS)])
+def test_languages_are_combined(first, second):
+    one, other = Automaton.regex(first), Automaton.regex(second)
+    for word in WORDS:
+        in_one, in_other = re.fullmatch(first, word), re.fullmatch(second, word)
+        text = word.encode()
+        assert (text in one & other) == bool(in_one and in_other)
+        assert (text in one | other) == bool(in_one or in_other)
+        assert (text in ~one) == (not in_one)
+        assert (text in one & ~other) == bool(in_one and not in_other)
+
+
+@given(st.binary(max_size=6) | st.text(max_size=3).map(str.encode))
+def test_complements_are_of_valid_utf8(text):
+    assert (text in ~Automaton.regex("a")) == (is_utf8(text) and text != b"a")
+    assert (text in Automaton(*utf8_table())) == is_utf8(text)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 6), st.data())
+def test_tables_are_reduced_without_a_change_of_the_language(states, data):
+    """Against a run of the table as it was given, over all texts of three letters."""
+    row = st.lists(st.integers(-1, states - 1), min_size=3, max_size=3)
+    rows = data.draw(st.lists(row, min_size=states, max_size=states))
+    accepting = data.draw(st.lists(st.booleans(), min_size=states, max_size=states))
+    table = np.full((states, 256), -1)
+    table[:, list(b"abc")] = rows
+    language = Automaton(table, accepting)
+    kept = set()
+    for length in range(6):
+        for word in itertools.product(range(3), repeat=length):
+            state = 0
+            for letter in word:
+                state = rows[state][letter] if state >= 0 else -1
+            expected = state >= 0 and accepting[state]
+            assert (bytes(b"abc"[letter] for letter in word) in language) == expected
+            kept |= {state} if expected else set()
+    assert len(language._table.accepting) <= max(1, states)
+
+
+def test_equal_languages_have_automata_of_equal_size():
+    sizes = {len(Automaton.regex(each)._table.accepting) for each in ("(a|b)*", "(a*b*)*")}
+    assert sizes == {1}
+    assert len((Automaton.regex("a+") & Automaton.regex("b+"))._table.accepting) == 1
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_masks_are_the_tokens_after_which_a_text_can_be_completed(llm, pattern):
+    """Against all sequences of up to four tokens, for every history of up to two."""
+    accepted = {
+        ids
+        for ids in all_writings(
+            lambda text: is_utf8(text) and bool(re.fullmatch(pattern, text.decode())), 5
+        )
+    }
+    beginnings = {ids[:length] for ids in accepted for length in range(len(ids) + 1)}
+    histories = [ids for ids in beginnings if len(ids) <= 2]
+    language, checked = Automaton.regex(pattern), 0
+    for ids in histories:
+        constraint = language.start(llm, 1)
+        for token in ids:
+            constraint = constraint.advance([token])
+        assert not constraint.finished.any()
+        assert constraint.log_potential.tolist() == [0]
+        expected = {token for token in TEXT_IDS if (*ids, token) in beginnings}
+        expected |= {END} if ids in accepted else set()
+        assert unpacked(constraint) == expected, text_of(ids)
+        checked += len(expected)
+    assert checked >= 1
+
+
+def test_members_follow_their_own_tokens_and_are_resampled(llm):
+    constraint = Automaton.regex("a+b").start(llm, 4)
+    a, b, ab = TOKENS.index(b"a"), TOKENS.index(b"b"), TOKENS.index(b"ab")
+    after = constraint.advance(torch.tensor([a, ab, b, -1]))
+    assert after.log_potential.tolist() == [0, 0, -np.inf, 0]
+    assert [unpacked(after, member) for member in range(4)] == [
+        {a, b, ab},
+        {END},
+        set(),
+        {a, ab},
+    ]
+    assert unpacked(constraint, 2) == {a, ab}, "a constraint does not change"
+    chosen = after[np.array([1, 1, 0])]
+    assert len(chosen) == 3
+    ended = chosen.advance([END, -1, a]).advance([a, END, END])
+    assert ended.finished.tolist() == [True, True, False]
+    assert ended.log_potential.tolist() == [0, 0, -np.inf]
+    assert "3 members, 2 finished, 1 dead" in repr(ended)
+    assert len(after[torch.tensor([True, False, True, False])]) == 2
+    assert len(after[1:]) == 3
+
+
+def test_special_tokens_and_tokens_without_bytes_are_never_allowed(llm):
+    allowed = unpacked(Automaton.regex("(?s:.)*").start(llm, 1))
+    assert SPECIAL not in allowed
+    assert TOKENS.index(b"") not in allowed
+    assert allowed == {END, *TEXT_IDS} - {TOKENS.index(b"\xa9"), TOKENS.index(b"\xa9a")}
+
+
+def test_a_text_may_have_begun(llm):
+    language = Automaton.regex("abé")
+    assert unpacked(language.start(llm, 1, text=b"ab")) == {
+        TOKENS.index(b"\xc3"),
+        TOKENS.index("é".encode()),
+    }
+    with pytest.raises(ValueError, match=r"begins with b'x'"):
+        language.start(llm, 1, text=b"x")
+    with pytest.raises(ValueError, match="can be written with the tokens"):
+        Automaton.regex("x").start(llm, 1)
+
+
+def test_texts_end_with_the_given_tokens(llm):
+    b = TOKENS.index(b"b")
+    constraint = Automaton.regex("aa?").start(llm, 1, stop=[b])
+    constraint = constraint.advance([TOKENS.index(b"a")])
+    assert unpacked(constraint) == {TOKENS.index(b"a"), b}
+    assert constraint.advance([b]).finished.all()
+    with pytest.raises(ValueError, match="from 0 to 10"):
+        Automaton.regex("a").start(llm, 1, stop=[99])
+
+
+def test_without_an_end_of_text_a_text_is_over_where_nothing_can_follow():
+    with genlm.AsyncLM(lambda: SmallEngine(tokenizer=None)) as llm:
+        a = TOKENS.index(b"a")
+        constraint = Automaton.regex("aa?").start(llm, 1).advance([a])
+        assert not constraint.finished.any()
+        assert unpacked(constraint) == {a}
+        assert constraint.advance([a]).finished.all()
+
+
+def test_a_table_is_computed_once_for_a_vocabulary(llm):
+    language = Automaton.regex("a+b")
+    first, second = language.start(llm, 2), language.start(llm, 3)
+    assert first._table is second._table
+    assert first._table is not language.start(llm, 2, stop=[2])._table
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Automaton([[0]], [True]), r"\(1, 1\)"),
+        (lambda: Automaton(np.full((1, 256), 1), [True]), "out of range"),
+        (lambda: Automaton.regex("a)|(b"), r"cannot compile .*'a\)\|\(b'"),
+        (lambda: Automaton.regex("(?=a)"), "cannot compile"),
+        (lambda: Automaton.regex("^a"), "leave it out"),
+        (lambda: Automaton.regex(r"[\]^]\^(\Aa)"), "leave it out"),
+    ],
+)
+def test_what_is_no_automaton_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_tokens_of_another_shape_are_refused(llm):
+    with pytest.raises(ValueError, match=r"shape \(2,\) for 3 members"):
+        Automaton.regex("a").start(llm, 3).advance([2, 2])
+
+
+def test_draws_follow_the_masks_and_skip_the_finished(llm):
+    constraint: Any = Automaton.regex("a|é").start(llm, 60)
+    population = llm.population([2], 60)
+    for _ in range(4):
+        drawn = llm_draw(constraint, population)
+        population = population.extend(drawn.token_ids)
+        constraint = constraint.advance(drawn.token_ids)
+    assert constraint.finished.all()
+    assert drawn.token_ids.tolist() == [-1] * 60
+    assert drawn.log_mass.tolist() == [0] * 60
+    texts = {
+        text_of([each for each in row if each >= 0][1:]) for row in population.tokens.tolist()
+    }
+    assert texts == {b"a", "é".encode()}
+
+
+def llm_draw(constraint: Any, population: Any) -> Any:
+    from genlm.core.blocking import run_blocking
+
+    return run_blocking(constraint.draw(population, seed=1))

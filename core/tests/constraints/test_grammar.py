@@ -1,0 +1,179 @@
+"""`Grammar` against enumerations and against `Automaton`, for both libraries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from constrained_model import END, TEXT_IDS, TOKENS, SmallEngine, text_of, unpacked, writings
+
+import genlm
+from genlm.constraints import Automaton, Grammar
+from genlm.core.blocking import run_blocking
+
+pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
+
+PATTERN = "(a|éb)(b|é)?"
+GRAMMARS = {
+    "xgrammar": Grammar.ebnf('root ::= ("a" | "éb") last\nlast ::= "" | "b" | "é"'),
+    "llguidance": Grammar.lark('start: ("a" | "éb") last?\nlast: "b" | "é"'),
+}
+CLOSED = {"additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"é": {"enum": ["x", 10]}},
+    "required": ["é"],
+    **CLOSED,
+}
+WRITTEN = r'\{"é": ("x"|10)\}'
+TIGHT = {
+    "xgrammar": {"any_whitespace": False, "strict_mode": True},
+    "llguidance": {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with genlm.AsyncLM(SmallEngine) as model:
+        yield model
+
+
+@pytest.fixture(params=GRAMMARS)
+def grammar(request):
+    return GRAMMARS[request.param]
+
+
+def test_masks_are_the_tokens_after_which_a_text_can_be_completed(llm, grammar):
+    """Against all sequences of up to five tokens, for all their beginnings."""
+
+    def accepts(text: bytes) -> bool:
+        try:
+            return bool(re.fullmatch(PATTERN, text.decode()))
+        except UnicodeDecodeError:
+            return False
+
+    accepted = {*writings(accepts, 5)}
+    beginnings = {ids[:length] for ids in accepted for length in range(len(ids) + 1)}
+    assert len(beginnings) > 20
+    for ids in beginnings:
+        constraint = grammar.start(llm, 1)
+        for token in ids:
+            constraint = constraint.advance([token])
+        expected = {token for token in TEXT_IDS if (*ids, token) in beginnings}
+        expected |= {END} if ids in accepted else set()
+        assert unpacked(constraint) == expected, text_of(ids)
+
+
+def test_members_follow_their_own_tokens_and_equal_ones_share_a_matcher(llm, grammar):
+    a, b, special = TOKENS.index(b"a"), TOKENS.index(b"b"), 1
+    start = grammar.start(llm, 6)
+    constraint = start.advance([a, a, a, -1, b, special])
+    assert constraint.log_potential.tolist() == [0, 0, 0, 0, -np.inf, -np.inf]
+    masks, index = constraint.masks()
+    assert len(masks) == 3  # after "a", after nothing, and none
+    assert index.tolist() == [1, 1, 1, 0, 2, 2] or index.tolist() == [0, 0, 0, 1, 2, 2]
+    assert unpacked(constraint, 4) == set()
+    assert unpacked(constraint, 3) == unpacked(start)
+    after = constraint[np.array([0, 0, 3, 4])].advance([b, END, a, a])
+    assert after.finished.tolist() == [False, True, False, False]
+    assert after.log_potential.tolist() == [0, 0, 0, -np.inf]
+    assert unpacked(after, 0) == {END}
+    assert unpacked(after, 2) == unpacked(constraint, 0) == unpacked(start.advance([a] * 6), 3)
+    again = after.advance([END, a, b, -1])
+    assert again.finished.tolist() == [True, True, False, False]
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        after.advance([a, a])
+
+
+def test_a_text_may_have_begun(llm, grammar):
+    assert unpacked(grammar.start(llm, 1, text="éb".encode())) == unpacked(
+        Automaton.regex(PATTERN).start(llm, 1, text="éb".encode())
+    )
+    with pytest.raises(ValueError, match="begins with b'b'"):
+        grammar.start(llm, 1, text=b"b")
+
+
+def test_texts_end_with_the_given_tokens(llm, grammar):
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    constraint = grammar.start(llm, 1, stop=[b]).advance([a])
+    assert b in unpacked(constraint)
+    assert END not in unpacked(constraint)
+    assert constraint.advance([b]).finished.all()
+
+
+def test_without_an_end_of_text_a_text_is_over_where_nothing_can_follow(grammar):
+    with genlm.AsyncLM(lambda: SmallEngine(tokenizer=None)) as llm:
+        a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+        constraint = grammar.start(llm, 2).advance([a, a]).advance([b, -1])
+        assert constraint.finished.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("library", TIGHT)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_json_schema_is_the_regular_language_of_its_documents(library, is_text):
+    """On a real vocabulary, along all ways to write a document."""
+    schema = json.dumps(SCHEMA) if is_text else SCHEMA
+    grammar = Grammar.json_schema(schema, library=library, **TIGHT[library])
+    with genlm.load_model("demo", "reference") as llm:
+        found, expected = grammar.start(llm, 1), Automaton.regex(WRITTEN).start(llm, 1)
+        rng, steps = np.random.default_rng(0), 0
+        for _ in range(3):
+            one, other = found, expected
+            while not one.finished.all():
+                allowed = unpacked(one)
+                assert allowed == unpacked(other)
+                token = rng.choice(sorted(allowed))
+                one, other = one.advance([token]), other.advance([token])
+                steps += 1
+            assert other.finished.all()
+        assert steps > 10
+
+
+def test_draws_in_a_loop_and_in_a_blocking_one_are_the_same(llm, grammar):
+    async def sampled(seed: int) -> list[list[int]]:
+        population, constraint = llm.population([2], 30), grammar.start(llm, 30)
+        while not constraint.finished.all():
+            drawn = await constraint.draw(population, seed=seed)
+            population = population.extend(drawn.token_ids)
+            constraint = constraint.advance(drawn.token_ids)
+        return population.tokens.tolist()
+
+    assert asyncio.run(sampled(0)) == run_blocking(sampled(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grammar.json_schema({}, library="outlines"), "expected one of xgrammar, llg"),
+        (lambda: Grammar("llguidance", "ebnf", ""), "expected one of xgrammar$"),
+    ],
+)
+def test_an_unknown_library_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar.ebnf("root ::= nothing"), Grammar.lark("start: nothing")],
+    ids=["xgrammar", "llguidance"],
+)
+def test_a_wrong_grammar_is_refused_with_the_library_s_message(llm, grammar):
+    with pytest.raises(ValueError, match="does not accept the grammar: .*nothing"):
+        grammar.start(llm, 1)
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+def test_a_missing_library_is_named(llm, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(genlm.MissingRequirementError, match=rf"genlm-core\[{library}\]"):
+        Grammar.json_schema({}, library=library).start(llm, 1)

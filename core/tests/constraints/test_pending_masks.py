@@ -1,0 +1,78 @@
+"""Masks that are computed while the model runs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from constrained_model import TOKENS, SmallEngine
+
+import genlm
+from genlm.core.row_masks import RowMasks
+
+MASKS = torch.zeros(3, len(TOKENS), dtype=torch.bool)
+MASKS[0, [2, 3]] = True
+MASKS[2, 4:] = True
+INDEX = np.array([0, 0, 1, 2, 2])
+
+
+class MaskingEngine(SmallEngine):
+    """Computes the masks after its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: Future[torch.Tensor] = Future()
+
+    def evaluate(self, queries: Sequence[genlm.Query]) -> torch.Tensor:
+        rows = super().evaluate(queries)
+        if not self.masks.done():
+            self.masks.set_result(MASKS)
+        return rows
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_masks_are_waited_for_when_the_model_has_computed_the_rows(temperature):
+    engines: list[MaskingEngine] = []
+    with genlm.AsyncLM(lambda: engines.append(MaskingEngine()) or engines[0]) as llm:
+        population = llm.population([(2,), (3,), (2,), (3,), (2, 4)])
+        options = {"mask_index": INDEX, "temperature": temperature, "seed": 3}
+        found = population.draw_sync(engines[0].masks, **options)
+        expected = population.draw_sync(MASKS, **options)
+        assert expected.token_ids.tolist()[2] == -1
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        finished = population.finish([False, True, False, False, True])
+        for one, other in zip(
+            finished.draw_sync(engines[0].masks, **options),
+            finished.draw_sync(MASKS, **options),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other)
+
+
+def test_they_are_computed_before_they_go_to_another_process():
+    masks: Future[torch.Tensor] = Future()
+    masks.set_result(MASKS)
+    rows = RowMasks(masks, 5, len(TOKENS), INDEX)
+    assert rows.is_pending
+    again = pickle.loads(pickle.dumps(rows))
+    assert not again.is_pending
+    expected = RowMasks(MASKS, 5, len(TOKENS), INDEX)
+    device = torch.device("cpu")
+    assert torch.equal(again.factors(0, 5, device), expected.factors(0, 5, device))
+
+
+def test_an_index_that_does_not_fit_is_the_request_s_error():
+    masks: Future[torch.Tensor] = Future()
+    with pytest.raises(ValueError, match="need an index"):
+        RowMasks(masks, 5, len(TOKENS))
+    masks.set_result(MASKS[:1])
+    with genlm.AsyncLM(SmallEngine) as llm:
+        population = llm.population([2], 5)
+        with pytest.raises(genlm.GenlmError, match="there are 1"):
+            population.draw_sync(masks, mask_index=INDEX)
+        assert population.draw_sync(MASKS, mask_index=INDEX).token_ids[2] == -1

@@ -1,0 +1,295 @@
+"""`Python` against exact expectations over all draws, and against enumerations of texts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from constrained_model import (
+    END,
+    SPECIAL,
+    TEXT_IDS,
+    TOKENS,
+    SmallEngine,
+    probability,
+    row,
+    text_of,
+    unpacked,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import genlm
+from genlm.constraints import Automaton, Python, predicate
+from genlm.constraints.rejection import Rejection
+from genlm.core.blocking import run_blocking
+from genlm.smc import steer_sync
+
+PROMPT = (2,)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with genlm.AsyncLM(SmallEngine) as model:
+        yield model
+
+
+def few_a(text: bytes) -> bool:
+    return text.count(b"a") <= 1
+
+
+def has_b(text: bytes) -> bool:
+    return few_a(text) and b"b" in text
+
+
+# -- the estimate ---------------------------------------------------------------------
+
+
+def expected_masses(q: list[float], accepted: set[int], extra: int, first: int) -> Counter[int]:
+    """E[estimate, x = a] over all orders of the tokens; batches of `first`, then the rest."""
+    found: Counter[int] = Counter()
+    for order in itertools.permutations(range(len(q))):
+        rejection, left, chance = Rejection(extra), 1.0, 1.0
+        for place, token in enumerate(order):
+            share = q[token] / left
+            chance *= share
+            left -= q[token]
+            if not rejection.is_over:
+                at_hand = (first if place < first else len(q)) - place - 1
+                rejection.add(math.log(min(share, 1)), at_hand, is_accepted=token in accepted)
+        if not rejection.is_over:
+            rejection.end()
+        if rejection.place is None:
+            assert rejection.log_mass == -math.inf
+            continue
+        token = order[rejection.place]
+        assert rejection.log_probability == pytest.approx(math.log(q[token]))
+        assert rejection.log_mass > -math.inf
+        found[token] += chance * math.exp(rejection.log_mass)
+    return found
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5])
+@pytest.mark.parametrize("extra", [1, 2, 4])
+@pytest.mark.parametrize("accepted", [{0}, {3}, {0, 4}, {1, 2, 3}, {0, 1, 2, 3, 4}, set()])
+def test_the_estimate_of_the_mass_is_unbiased_whatever_token_is_accepted(
+    accepted, extra, first
+):
+    """The expectation over all 120 orders of five tokens is the probability of each."""
+    q = [0.05, 0.4, 0.25, 0.1, 0.2]
+    found = expected_masses(q, accepted, extra, first)
+    assert set(found) == accepted
+    for token in accepted:
+        assert found[token] == pytest.approx(q[token], rel=1e-9)
+
+
+def test_more_draws_have_less_variance():
+    rng, variances = np.random.default_rng(0), []
+    q, accepted = np.array([0.3, 0.1, 0.2, 0.05, 0.15, 0.2]), {0, 2, 3}
+    for extra in (1, 4):
+        estimates = []
+        for _ in range(1500):
+            rejection, left = Rejection(extra), 1.0
+            for token in rng.choice(6, 6, replace=False, p=q).tolist():
+                if not rejection.is_over:
+                    logprob = math.log(min(q[token] / left, 1))
+                    rejection.add(logprob, 5, is_accepted=token in accepted)
+                left -= q[token]
+            rejection.end()
+            estimates.append(math.exp(rejection.log_mass))
+        assert np.mean(estimates) == pytest.approx(0.55, abs=0.03)
+        variances.append(np.var(estimates))
+    assert variances[1] < 0.6 * variances[0]
+
+
+# -- draws ----------------------------------------------------------------------------
+
+
+def drawn(llm: Any, language: Python, size: int, **options: Any) -> Any:
+    constraint = language.start(llm, size)
+    return run_blocking(constraint.draw(llm.population(PROMPT, size), **options))
+
+
+@pytest.mark.parametrize("first_draws", [1, 2, 8])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "language",
+    [
+        Python(lambda text: b"b" in text, has_b),
+        Python(lambda text: text.startswith(b"\xc3"), extra_draws=1),
+        Python(lambda text: b"b" not in text, within=Automaton.regex("(a|é)(a|b|é)*")),
+    ],
+    ids=["b", "é", "within"],
+)
+def test_weighted_draws_have_the_models_probabilities(
+    llm, language, temperature, first_draws, monkeypatch
+):
+    """The mean of the weight of each token is its probability; the seed is fixed."""
+    monkeypatch.setattr(predicate, "_FIRST_DRAWS", first_draws)
+    size = 4000
+    found = drawn(llm, language, size, temperature=temperature, seed=7)
+    start = language.start(llm, 1)
+    masked = unpacked(start) if language._within else {END, *TEXT_IDS}
+    allowed = {
+        token
+        for token in masked
+        if (language.allows(b"", TOKENS[token]) if token != END else language.may_end(b""))
+    }
+    exact = row(PROMPT).exp()
+    ids = found.token_ids.numpy()
+    assert set(ids.tolist()) <= allowed
+    weights = found.log_mass.double().exp().numpy()
+    for token in allowed:
+        samples = weights * (ids == token)
+        error = samples.std() / math.sqrt(size)
+        assert abs(samples.mean() - float(exact[token])) < 4.5 * error + 1e-6
+    mass = float(exact[sorted(allowed)].sum())
+    error = weights.std() / math.sqrt(size)
+    assert error < 0.03 * mass
+    assert abs(weights.mean() - mass) < 4.5 * error + 1e-6
+    np.testing.assert_allclose(found.logprobs, row(PROMPT)[ids], atol=1e-5)
+    np.testing.assert_allclose(found.logprobs - found.draw_logprob, found.log_mass, atol=1e-5)
+
+
+def test_the_function_is_called_for_the_drawn_tokens_alone_and_once_for_each(llm):
+    called: list[bytes] = []
+
+    def prefix(text: bytes) -> bool:
+        called.append(text)
+        return True
+
+    constraint = Python(prefix, lambda text: True).start(llm, 50)
+    found = run_blocking(constraint.draw(llm.population(PROMPT, 50), seed=0))
+    constraint.advance(found.token_ids)
+    assert max(Counter(called).values()) == 1
+    assert len(called) <= len(TEXT_IDS)
+    one: list[bytes] = []
+    drawn(llm, Python(lambda text: bool(one.append(text)) or True), 1, seed=1)
+    assert 1 <= len(one) <= 3
+
+
+def test_dead_and_finished_members_draw_nothing(llm):
+    a, b = TOKENS.index(b"a"), TOKENS.index(b"b")
+    constraint = Python(few_a, has_b).start(llm, 4).advance([a, b, b, SPECIAL])
+    assert constraint.log_potential.tolist() == [0, 0, 0, -np.inf]
+    constraint = constraint.advance([a, END, -1, a])
+    assert constraint.log_potential.tolist() == [-np.inf, 0, 0, -np.inf]
+    assert constraint.finished.tolist() == [False, True, False, False]
+    population = llm.population([(2, a, a), (2, b, END), (2, b), (2, SPECIAL)])
+    found = run_blocking(constraint.draw(population, seed=0))
+    assert found.token_ids[[0, 1, 3]].tolist() == [-1, -1, -1]
+    assert found.log_mass[[0, 1, 3]].tolist() == [-math.inf, 0, -math.inf]
+    assert found.token_ids[2] >= 0
+    chosen = constraint[[2, 1]]
+    assert chosen.finished.tolist() == [False, True]
+    assert chosen.advance([END, END]).finished.tolist() == [True, True]
+
+
+def test_a_function_that_accepts_nothing_leaves_no_token(llm):
+    found = drawn(llm, Python(lambda text: False), 3, seed=0)
+    assert found.token_ids.tolist() == [-1] * 3
+    assert found.log_mass.tolist() == [-math.inf] * 3
+
+
+def test_a_finished_language_around_it_ends_or_kills(llm):
+    """Without an end of text, where the automaton is over."""
+    with genlm.AsyncLM(lambda: SmallEngine(tokenizer=None)) as endless:
+        language = Python(lambda text: True, has_b, within=Automaton.regex("a|b"))
+        ids = [TOKENS.index(b"a"), TOKENS.index(b"b")]
+        constraint = language.start(endless, 2).advance(ids)
+        assert constraint.finished.tolist() == [False, True]
+        assert constraint.log_potential.tolist() == [-np.inf, 0]
+
+
+# -- characters -----------------------------------------------------------------------
+
+
+@given(st.binary(max_size=7), st.integers(0, 7))
+def test_what_begins_valid_utf8_is_recognised(text, cut):
+    """Against all characters that could complete it."""
+
+    def begins(part: bytes) -> bool:
+        endings = (b"", b"\x80", b"\x80\x80", b"\xa0\x80", b"\x90\x80\x80", b"\x80\x80\x80")
+        return any(is_utf8(part + ending) for ending in endings)
+
+    before, token = text[:cut], text[cut:]
+    if begins(before) and token:
+        assert predicate._is_utf8_prefix(before, token) == begins(text)
+    if begins(text):
+        assert (predicate._incomplete(text) == 0) == is_utf8(text)
+
+
+def is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_functions_see_valid_characters_of_which_the_last_may_be_incomplete(llm):
+    ended, seen = [], []
+    language = Python(
+        lambda text: bool(seen.append(text)) or len(text) < 4,
+        lambda text: bool(ended.append(text)) or True,
+    )
+    for seed in range(40):
+        list(steer_sync(llm, PROMPT, 10, max_tokens=6, constraint=language, seed=seed))
+    assert any(not is_utf8(text) for text in seen)
+    assert all(predicate._is_utf8_prefix(b"", text) for text in seen if text)
+    assert ended
+    assert all(is_utf8(text) for text in ended)
+
+
+# -- in a filter ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.4])
+@pytest.mark.parametrize("within", [None, Automaton.regex("[abé]*")], ids=["alone", "within"])
+def test_evidence_and_weights_of_a_filter_are_those_of_enumeration(llm, within, temperature):
+    """Texts of up to three tokens that end; the seeds are fixed."""
+    exact = {
+        (*ids, END): probability(PROMPT, (*ids, END))
+        for length in range(3)
+        for ids in itertools.product(TEXT_IDS, repeat=length)
+        if is_utf8(text_of(ids)) and has_b(text_of(ids))
+    }
+    language, size, count = Python(few_a, has_b, within=within), 40, 100
+    estimates = []
+    for seed in range(count):
+        *_, found = steer_sync(
+            llm,
+            PROMPT,
+            size,
+            max_tokens=3,
+            constraint=language,
+            temperature=temperature,
+            seed=seed,
+        )
+        mass = dict.fromkeys(exact, 0.0)
+        for context, log_weight in zip(found.population, found.log_weights, strict=True):
+            ids = context.token_ids[1:]
+            if ids[-1] == END and log_weight > -math.inf:
+                mass[ids] += math.exp(log_weight) / size
+        estimates.append([sum(mass.values()), *mass.values()])
+    expected = np.array([sum(exact.values()), *exact.values()])
+    likely = expected > 0.05 * expected[0]
+    assert likely.sum() >= 4
+    errors = np.std(estimates, axis=0, ddof=1)[likely] / math.sqrt(count)
+    assert 0 < errors[0] < 0.08 * expected[0]
+    deviations = np.abs(np.mean(estimates, axis=0) - expected)[likely]
+    assert (deviations < 4.5 * errors).all()
+
+
+def test_a_language_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="expected a function of bytes; found 'a'"):
+        Python("a")
+    with pytest.raises(ValueError, match="extra_draws"):
+        Python(few_a, extra_draws=0)
+    assert repr(Python(few_a, within=Automaton.regex("a"))) == (
+        "<Python few_a within <Automaton of 2 states>>"
+    )

@@ -1,0 +1,149 @@
+"""`Particles` and `History`: what is shown of a filter."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from constrained_model import END, SmallEngine, text_of
+
+import genlm
+from genlm.constraints import Automaton
+from genlm.smc import History, Step, effective_sample_size, steer_sync
+
+PROMPT = (2, 3)
+SIZE = 12
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with genlm.AsyncLM(SmallEngine) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def states(llm) -> list[Any]:
+    rule = Automaton.regex("[abé]{2,6}")
+    options = {"max_tokens": 8, "constraint": rule, "resample_below": 0.9, "seed": 3}
+    found = [*steer_sync(llm, PROMPT, SIZE, **options)]
+    assert len(found) > 3
+    assert any(step.is_resampled for step in found[-1].history)
+    return found
+
+
+def test_the_ancestry_leads_back_to_the_tokens_of_each_particle(states):
+    last = states[-1]
+    ancestry = last.history.ancestry
+    assert ancestry.shape == (len(states), SIZE)
+    assert ancestry[-1].tolist() == list(range(SIZE))
+    for member, context in enumerate(last.population):
+        ids, place = [], member
+        for step in reversed(last.history):
+            ids.append(int(step.token_ids[step.ancestors[place]]))
+            place = step.ancestors[place]
+        assert tuple(each for each in ids[::-1] if each >= 0) == context.token_ids[2:]
+        for number, state in enumerate(states):
+            part = state.population[int(ancestry[number, member])].token_ids
+            assert context.token_ids[: len(part)] == part
+    assert History().ancestry.shape == (0, 0)
+
+
+def test_the_history_has_the_figures_of_all_steps(states):
+    last = states[-1].history
+    assert len(last) == len(states)
+    assert len(last[1:]) == len(states) - 1
+    for step, state in zip(last, states, strict=True):
+        assert step.log_evidence == pytest.approx(state.log_evidence)
+        expected = effective_sample_size(step.log_weights)
+        assert step.effective_sample_size == pytest.approx(expected)
+        if step.is_resampled:
+            assert state.effective_sample_size == pytest.approx(SIZE)
+        assert step is state.history[-1]
+    dead = Step(np.full(2, -1), np.full(2, -np.inf), np.ones(2, bool), np.arange(2))
+    assert dead.effective_sample_size == 0
+    assert dead.log_evidence == -np.inf
+
+
+def test_texts_are_those_after_the_prompt(states):
+    last = states[-1]
+    assert len(last) == SIZE
+    for text, context in zip(last.texts, last.population, strict=True):
+        assert text == text_of(context.token_ids[2:]).decode()
+
+
+def test_tables_have_a_row_for_each_particle_and_each_step(states):
+    pytest.importorskip("pandas")
+    last = states[-1]
+    table = last.to_pandas()
+    assert table["text"].tolist() == last.texts
+    np.testing.assert_allclose(table["weight"], last.weights)
+    np.testing.assert_allclose(table["log_weight"], last.log_weights)
+    assert table["ancestor"].tolist() == last.ancestors.tolist()
+    assert table["finished"].tolist() == last.population.finished.tolist()
+    lengths = [len(context.token_ids) - 2 for context in last.population]
+    assert table["tokens"].tolist() == lengths
+    steps = last.history.to_pandas()
+    assert steps.index.tolist() == list(range(1, len(states) + 1))
+    assert steps["log_evidence"].iloc[-1] == pytest.approx(last.log_evidence)
+    assert steps["alive"].max() == SIZE
+    ended = [context.token_ids[-1] == END for context in last.population]
+    assert steps["finished"].iloc[-1] == sum(ended)
+
+
+def test_what_is_printed_fits_a_screen(states, llm):
+    title, head, *lines = repr(states[-1]).splitlines()
+    assert title.startswith(f"{SIZE} particles after {len(states)} steps, ")
+    assert head.split() == ["weight", "particles", "text"]
+    assert sum(float(line.split()[0]) for line in lines[:10]) <= 1.001
+    assert len(repr(states[-1].history).splitlines()) == 1 + len(states)
+    assert "resampled" in repr(states[-1].history)
+    many = [*steer_sync(llm, PROMPT, 200, max_tokens=4, seed=0)][-1]
+    assert len(repr(many).splitlines()) == 13
+    assert repr(many).splitlines()[-1].endswith(" more texts")
+    [dead] = steer_sync(llm, PROMPT, 3, max_tokens=4, potential=lambda _: [-np.inf] * 3)
+    assert "log-evidence -inf, effective sample size 0.0" in repr(dead)
+
+
+def test_a_picture_has_the_genealogy_and_the_effective_sample_sizes(states, tmp_path):
+    pytest.importorskip("matplotlib")
+    last = states[-1]
+    figure = last.plot()
+    above, below = figure.axes
+    lost, surviving = above.collections[:2]
+    edges = (len(states) - 1) * SIZE
+    assert len(lost.get_segments()) + len(surviving.get_segments()) == edges
+    ancestry = last.history.ancestry
+    expected = sum(len(np.unique(row)) for row in ancestry[1:])
+    assert len(surviving.get_segments()) == expected
+    [line] = below.lines
+    sizes = [step.effective_sample_size for step in last.history]
+    np.testing.assert_allclose(line.get_ydata(), sizes)
+    figure.savefig(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+    assert len(History().plot().axes) == 2
+
+
+@pytest.mark.parametrize("library", ["pandas", "matplotlib"])
+def test_a_missing_library_is_named(states, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    call = states[-1].to_pandas if library == "pandas" else states[-1].plot
+    with pytest.raises(genlm.MissingRequirementError, match=f"pip install {library}"):
+        call()
+
+
+def test_a_bar_shows_the_steps_if_asked(llm, capsys):
+    *_, last = steer_sync(llm, PROMPT, 5, max_tokens=3, seed=0, progress=True)
+    shown = capsys.readouterr().err
+    assert "steer" in shown
+    assert "effective" in shown
+    *_, last = steer_sync(llm, PROMPT, 5, max_tokens=3, seed=0)
+    assert capsys.readouterr().err == ""
+    assert len(last) == 5
+
+
+def test_a_constraint_of_another_size_is_refused(llm):
+    constraint = Automaton.regex("a").start(llm, 4)
+    with pytest.raises(ValueError, match="a constraint of 4 members for 5 particles"):
+        next(steer_sync(llm, PROMPT, 5, max_tokens=3, constraint=constraint))

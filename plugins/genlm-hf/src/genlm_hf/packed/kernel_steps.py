@@ -1,0 +1,275 @@
+"""Passes of query tokens by Triton kernels, replayed from CUDA graphs if that is asked for.
+
+The kernels read keys and values where they are stored (`packed.kernels`), which
+`packed.attention` gathers in every layer. A step of some dozens of tokens still launches
+hundreds of kernels that take microseconds each, and launching them takes longer than running
+them. A replayed graph pays for one launch. Its tensors and launches have one size, so passes
+are padded (`packed.work_items`), and attention reads everything that differs between passes
+from device memory.
+
+Only verified kernels and graphs answer: the first pass of the kernels, and each graph once, is
+compared with the pass that gathers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from cachetools import LRUCache
+
+from genlm.prefix import UnsupportedModelError
+from genlm_hf.forward import taken_logits
+from genlm_hf.packed.layout import AttentionLayout
+from genlm_hf.packed.plan import PackedPlan
+from genlm_hf.packed.step_attention import StepInputs, StepMemory, step_attention, tile_of
+from genlm_hf.packed.work_items import (
+    StepSize,
+    WorkItems,
+    flattened,
+    graph_size,
+    work_items,
+)
+from genlm_hf.served_model import ServedModel
+from genlm_hf.storage import KVStorage
+
+__all__ = ["KernelSteps", "check_kernels"]
+
+_logger = logging.getLogger("genlm_hf")
+
+# Graphs of more tokens compute for longer than their launches take.
+_MOST_TOKENS = 1024
+
+# Graphs that are kept. Their intermediate results share one pool of memory.
+_MOST_GRAPHS = 64
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Run = Callable[[PackedPlan], torch.Tensor]
+
+
+class KernelSteps:
+    """Computes passes of query tokens by kernels; other passes are left to another function.
+
+    With graphs, a number of tokens is captured when it comes for the second time. Where Triton
+    interprets its kernels (`TRITON_INTERPRET=1`), passes run on the CPU and are not captured.
+
+    Args:
+        served: The model.
+        layout: Its attention layers.
+        storage: Keeps keys and values.
+        graphs: Whether steps are replayed from CUDA graphs.
+
+    Raises:
+        UnsupportedModelError: The kernels cannot compute steps of this model.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        layout: AttentionLayout,
+        storage: KVStorage,
+        *,
+        graphs: bool,
+    ) -> None:
+        check_kernels(served.device, layout)
+        self._served, self._layout, self._storage = served, layout, storage
+        self._tile = tile_of(layout)
+        self._memory = StepMemory(served.device)
+        self._graphs: LRUCache[tuple[str | None, int], _Graph | None] | None
+        self._graphs = LRUCache(_MOST_GRAPHS) if graphs else None
+        self._logits: torch.Tensor | None = None
+        self._captured = self._replayed = self._steps = 0
+        self._refused = ""
+        on_cuda = served.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if on_cuda and graphs else None
+
+    @torch.inference_mode()
+    def __call__(self, plan: PackedPlan, adapter: str | None, run: Run) -> torch.Tensor:
+        """Return the logits of a pass.
+
+        Args:
+            plan: The pass.
+            adapter: The adapter that is active.
+            run: Computes the pass without these kernels.
+
+        Returns:
+            Shape `(results, width)`, valid until the next call.
+        """
+        # Sequences that are there several times have more results than tokens.
+        if self._refused or plan.chunks or len(plan.results) > len(plan.tokens):
+            return run(plan)
+        items, tokens = work_items(plan, self._tile), len(plan.tokens)
+        size = graph_size(tokens, self._tile)
+        if self._graphs is not None and tokens <= _MOST_TOKENS and items.fit(size):
+            key = adapter, size.tokens
+            if key not in self._graphs:
+                self._graphs[key] = None
+            elif (graph := self._graphs[key]) is None:
+                return self._verified(plan, run, lambda: self._capture(key, size, plan, items))
+            elif self._fill(plan, items, size):
+                graph.replay()
+                self._replayed += 1
+                return graph.logits[: len(plan.results)]
+        return self._step(plan, items, run)
+
+    def clear(self) -> None:
+        """Forget all graphs: the model's weights are at other addresses now."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def statistics(self) -> Mapping[str, int | float | str]:
+        """Return counts of steps by kernels, captures and replays, and why there are none."""
+        counts: dict[str, int | float | str]
+        counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
+        if self._graphs is not None:
+            counts |= {"graphs_captured": self._captured, "graphs_replayed": self._replayed}
+        return counts
+
+    def _step(self, plan: PackedPlan, items: WorkItems, run: Run) -> torch.Tensor:
+        """Compute a pass without a graph; the first one is compared with `run`."""
+        size = StepSize(len(plan.tokens), len(items.shared), len(items.own))
+
+        def compute() -> torch.Tensor:
+            self._fill(plan, items, size)
+            found = self._run(self._inputs(size))[: len(plan.results)]
+            self._steps += 1
+            return found
+
+        return compute() if self._steps else self._verified(plan, run, compute)
+
+    def _verified(
+        self, plan: PackedPlan, run: Run, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Compare what `compute` returns with the pass without kernels; return the latter."""
+        found: torch.Tensor | None = None
+        try:
+            found = compute().clone()
+        except Exception as error:  # noqa: BLE001 - the pass without kernels is right
+            self._refuse_all(f"one raised {type(error).__name__}: {error}")
+        # Afterwards: it also stores keys and values, and those that stay must be right.
+        expected = run(plan)
+        if found is not None:
+            difference = _difference(found, expected)
+            if not difference <= self._served.row_tolerance:
+                self._refuse_all(f"rows of one differed by {difference:.3g}")
+        return expected
+
+    def _fill(self, plan: PackedPlan, items: WorkItems, size: StepSize) -> bool:
+        """Write the numbers of a pass; returns whether graphs that were captured read them."""
+        numbers = flattened(plan, items, size)
+        is_new = self._memory.reserve(len(numbers))
+        if is_new:
+            self.clear()
+        self._memory.write(numbers)
+        return not is_new
+
+    def _inputs(self, size: StepSize) -> StepInputs:
+        return StepInputs(size, self._tile, self._memory.parts(size, self._tile))
+
+    def _capture(
+        self, key: tuple[str | None, int], size: StepSize, plan: PackedPlan, items: WorkItems
+    ) -> torch.Tensor:
+        """Capture a graph and return what it computes."""
+        assert self._graphs is not None  # noqa: S101 - our own mistake
+        self._fill(plan, items, size)
+        graph = self._captured_graph(self._inputs(size))
+        graph.replay()
+        self._graphs[key] = graph
+        self._captured += 1
+        return graph.logits[: len(plan.results)]
+
+    def _captured_graph(self, inputs: StepInputs) -> _Graph:
+        if self._pool is None:
+            logits = self._output(self._run(inputs))
+            return _Graph(lambda: logits.copy_(self._run(inputs)), logits)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            first = self._run(inputs)  # compiles kernels
+        torch.cuda.current_stream().wait_stream(stream)
+        logits = self._output(first)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, for example to draw tokens.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+            logits.copy_(self._run(inputs))
+        return _Graph(graph.replay, logits)
+
+    def _output(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the memory that the logits of all graphs share, as much as these take."""
+        if self._logits is None or len(self._logits) < len(logits):
+            self.clear()  # graphs write to the memory that is replaced
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)]
+
+    def _run(self, inputs: StepInputs) -> torch.Tensor:
+        """Run the model over the numbers that `inputs` holds."""
+        found = inputs.found
+        arguments = {
+            "input_ids": found.tokens[None],
+            "position_ids": found.positions[None],
+            "use_cache": False,
+            "return_dict": True,
+        }
+        with step_attention(self._layout, self._storage, inputs):
+            return taken_logits(
+                self._served.model,
+                arguments,
+                (1, len(found.tokens)),
+                lambda states: states[:, found.results],
+            )[0]
+
+    def _refuse_all(self, reason: str) -> None:
+        self._refused = reason
+        self.clear()
+        self._logits = None
+        _logger.warning(
+            "%s runs without kernels and CUDA graphs for steps: %s. Rows are right; report it",
+            type(self._served.model).__name__,
+            reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step.
+
+    Attributes:
+        replay: Runs it.
+        logits: What it writes.
+    """
+
+    replay: Callable[[], object]
+    logits: torch.Tensor
+
+
+def check_kernels(device: torch.device, layout: AttentionLayout) -> None:
+    """Raise `UnsupportedModelError` if the kernels cannot compute steps of a model."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise UnsupportedModelError(f"its kernels need a CUDA device, and it is on {device}")
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedModelError("Triton is not installed (pip install triton)")
+    for layer in layout.layers:
+        if layer.shape.device != device:
+            raise UnsupportedModelError(
+                f"its layers are on several devices, {device} and {layer.shape.device}"
+            )
+        if layer.shape.dtype not in _DTYPES:
+            raise UnsupportedModelError(f"its keys have the dtype {layer.shape.dtype}")
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return how much the log-probabilities of the worst row differ; nan if one is nan.
+
+    The root mean square over ids: among millions of logits in bfloat16 a few always differ by
+    several times their rounding, those of a wrong row nearly all.
+    """
+    first, second = a.float().log_softmax(-1), b.float().log_softmax(-1)
+    differences = (first - second).masked_fill(first == second, 0.0)
+    return float(differences.square().mean(-1).sqrt().max())

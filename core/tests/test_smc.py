@@ -18,6 +18,7 @@ from genlm.constraints import Constraint
 from genlm.smc import (
     effective_sample_size,
     normalised_weights,
+    resampled,
     steer,
     steer_sync,
     systematic_resampling,
@@ -345,3 +346,17 @@ def test_a_seed_reproduces_a_filter_in_both_forms(llm):
 def test_a_share_that_is_out_of_range_is_refused(llm, share):
     with pytest.raises(ValueError, match="resample_below"):
         next(steer_sync(llm, PROMPT, 2, max_tokens=1, resample_below=share))
+
+
+def test_particles_are_resampled_if_their_weights_are_unequal_and_keep_the_mean() -> None:
+    log_weights = np.log([0.5, 3.0, 0.25, 0.25])
+    ancestors, found = resampled(log_weights, 0.4)
+    assert ancestors.tolist() == systematic_resampling(log_weights, 0.4).tolist()
+    assert len(set(ancestors.tolist())) < 4
+    np.testing.assert_allclose(np.exp(found), 1)
+    for kept, below in ((log_weights, 0.2), (np.zeros(4), 1.0)):
+        ancestors, found = resampled(kept, 0.4, below)
+        assert ancestors.tolist() == [0, 1, 2, 3]
+        assert np.array_equal(found, kept)
+    with pytest.raises(ValueError, match="no particle survived"):
+        resampled(np.full(4, -np.inf), 0.4)

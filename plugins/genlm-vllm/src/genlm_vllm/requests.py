@@ -236,7 +236,7 @@ class RemoteRows(LocalRows):
 def _scores(packed: Scores | TextResult | list[bytes] | bytes) -> Result:
     if isinstance(packed, (list, bytes)):
         return unpack_result(packed)
-    if isinstance(packed, (Reduced, Exception)):
+    if isinstance(packed, (Reduced, TokenScores, Exception)):
         return packed
     if isinstance(packed, str):
         return EvaluationError(f"vLLM did not compute the scores: {packed}")

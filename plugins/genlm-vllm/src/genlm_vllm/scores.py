@@ -21,7 +21,7 @@ from genlm_vllm.row_buffer import ROW_BUFFER
 from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
-    from genlm.plugin import Vocabulary
+    from genlm.plugin import Reduction, Vocabulary
 
 __all__ = ["SCORES", "SCORE_BUFFER", "ScoreBuffer", "ScoreTargets", "Span", "start_scores"]
 
@@ -57,7 +57,7 @@ class ScoreTargets(NamedTuple):
     key: int
     first: int
     targets: Sequence[int]
-    output: PositionReduction | bytes | None = None
+    output: Reduction | bytes | None = None
 
     @classmethod
     def of(cls, sampling_params: Any) -> ScoreTargets | None:
@@ -75,7 +75,7 @@ class ScoreTargets(NamedTuple):
         """
         output = self.output
         if isinstance(output, bytes):
-            [output] = unpack_outputs([output])  # type: ignore[assignment]
+            [output] = unpack_outputs([output])
         if not isinstance(output, PositionReduction):
             raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
         text = ScoredText(TokenSequence(b""), tuple(self.targets), output.reduction)

@@ -218,7 +218,8 @@ class Sequences:
             starts: How many tokens are to be continued.
         """
         held = self._lengths[numbers]
-        found = (numbers >= 0) & (self._versions[numbers] == versions) & (starts > 0)
+        found: NDArray[np.bool_] = (numbers >= 0) & (starts > 0)
+        found &= self._versions[numbers] == versions
         for place in np.flatnonzero(found & (held != starts)).tolist():
             found[place] = self._memory.can_continue(
                 int(numbers[place]), int(starts[place]), int(held[place])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ class SlotCacheForward:
             logits = self._pass(
                 extent_of(batch, part),
                 batch.writes[part],
-                lambda past, part=part: TablePass(batch, part, past=past),
+                functools.partial(TablePass, batch, part),
                 rows,
                 np.zeros(len(rows), np.int64),
             )
@@ -197,7 +198,7 @@ class SlotCacheForward:
         logits = self._pass(
             Extent.of_segments(segments),
             np.concatenate([segment.writes for segment in segments]),
-            lambda past: SegmentBatch(segments, pad_id=0, past=past),
+            functools.partial(SegmentBatch, segments, 0),
             rows,
             places,
         )
@@ -208,7 +209,7 @@ class SlotCacheForward:
         self,
         extent: Extent,
         writes: Slots,
-        side_by_side: Callable[[int], SegmentBatch | TablePass],
+        side_by_side: Callable[..., SegmentBatch | TablePass],
         rows: Slots,
         places: Slots,
     ) -> mx.array | None:
@@ -217,7 +218,7 @@ class SlotCacheForward:
         Args:
             extent: Where the sequences end.
             writes: The slots that take keys and values.
-            side_by_side: Lays the pass out, with so many columns of pasts or more.
+            side_by_side: Lays the pass out, with `past` or more columns of pasts.
             rows: Sequences whose logits are wanted.
             places: The new token of each after which they are wanted.
 
@@ -231,7 +232,7 @@ class SlotCacheForward:
         resident, continues, tokens = self._chosen(extent, room)
         self._resident.fit((room - tokens) * self._token_bytes)
         self.storage.make_room(slot)
-        batch = side_by_side(resident.columns if resident else 0)
+        batch = side_by_side(past=resident.columns if resident else 0)
         caches = slot_caches(
             self.storage, batch, self._windows, resident=resident, continues=continues
         )

@@ -452,7 +452,7 @@ class Replica:
         if message.aborted:
             self._loop.abort(session, message.aborted)
         limits, count = self._spec.limits, message.count
-        rows = sum(each.count for each in message.groups)
+        rows = sum(each.size for each in message.groups)
         pending = self._loop.pending(session)
         for what, used, added, limit in (
             ("pending_queries", pending, count + len(message.groups), limits.pending_queries),

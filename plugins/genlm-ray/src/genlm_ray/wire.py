@@ -160,7 +160,7 @@ class PackedGroup(NamedTuple):
     adapter: str | None
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Number of sequences that the replica keeps for it."""
         return len(self.first) + sum(len(tokens) for _, tokens in self.steps)
 
@@ -285,8 +285,8 @@ class Sequences:
             KeyError: A generation is not known here.
         """
         if packed.number != packed.known:
-            self._generations[packed.number] = self._generation(packed), packed.count
-            self._in_generations += packed.count
+            self._generations[packed.number] = self._generation(packed), packed.size
+            self._in_generations += packed.size
         [reduction] = _unpacked(packed.reduction, 1, _group_not_received)
         return GroupQuery(
             packed.query_id,

@@ -174,7 +174,7 @@ def test_adapters_have_sequences_of_their_own(llama: TinyGguf) -> None:
     with AsyncLM(llama.engine, output_cache=OutputCache(0)) as lm:
         names = [None, "red", "blue"]
         for name in names[1:]:
-            lm.add_new_lora(llama.adapters[str(name)], str(name))
+            lm.load_lora(llama.adapters[str(name)], str(name))
         populations = [lm.population(tuple(range(30, 42)), 4, lora_name=name) for name in names]
         for step in range(4):
             for place, name in enumerate(names):

@@ -170,7 +170,7 @@ def test_adapters_have_tables_of_their_own(llama: TinyModel) -> None:
     with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
         names = [None, "red", "blue"]
         for name in names[1:]:
-            lm.add_new_lora(llama.adapters[str(name)], str(name))
+            lm.load_lora(llama.adapters[str(name)], str(name))
         prompt = tuple(range(30, 42))
         populations = [lm.population(prompt, 4, lora_name=name) for name in names]
         for step in range(4):

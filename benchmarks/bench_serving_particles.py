@@ -117,7 +117,7 @@ class Bench:
         prompt = [generator.randrange(VOCAB_SIZE) for _ in range(population.prompt_length)]
         first = generator.sample(range(VOCAB_SIZE), population.count)
         keeps = contestant != "one request a step"
-        self.lm._scheduler.run(lambda engine: _keep_contexts(engine, keeps=keeps))  # noqa: SLF001
+        self.lm._scheduler.run(lambda _: _keep_contexts(self.lm.engine, keeps=keeps))  # noqa: SLF001
         self.lm.clear_kv_cache()
         self.lm.next_token_logprobs_sync(prompt)
         starts = [[*prompt, token] for token in first]

@@ -7,8 +7,8 @@
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`, `sample_continuation`; `Scheduler`, which
   runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
-- populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `Generation`,
-  `Lineage`
+- populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
+  `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
@@ -54,6 +54,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
+    from genlm.core.group_sampling import GroupSampling as GroupSampling
+    from genlm.core.group_sampling import SampledGroup as SampledGroup
+    from genlm.core.group_sampling import SamplingRun as SamplingRun
+    from genlm.core.groups import GroupWork as GroupWork
     from genlm.core.memory import cache_budget_bytes as cache_budget_bytes
     from genlm.core.memory import free_memory_bytes as free_memory_bytes
     from genlm.core.model_facts import ModelFacts as ModelFacts
@@ -115,6 +119,8 @@ _HOME = {
         "VocabularyError WeightsError"
     ),
     "genlm.core.generations": "Generation Lineage",
+    "genlm.core.group_sampling": "GroupSampling SampledGroup SamplingRun",
+    "genlm.core.groups": "GroupWork",
     "genlm.core.memory": "cache_budget_bytes free_memory_bytes",
     "genlm.core.model_facts": "ModelFacts rope_settings",
     "genlm.core.model_source": "model_source",

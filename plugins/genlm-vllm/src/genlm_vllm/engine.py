@@ -271,8 +271,12 @@ class VLLMEngine:
         for each in answered:
             self._tokens_computed += each.computed
             completions.append(each.completion(results.get(each.key)))
-        if populations is not None:
-            completions += populations.collect()
+        return completions + self._collect_and_relieve()
+
+    def _collect_and_relieve(self) -> list[Completion]:
+        """Return populations' answers; end requests that rest where others need their room."""
+        residents, populations = self._residents, self._populations
+        completions = [] if populations is None else populations.collect()
         if residents is not None:
             completions += residents.relieve()
             if not self._keeps_contexts:  # those that were computed when it was turned off

@@ -26,7 +26,6 @@ from genlm.plugin import (
     GroupQuery,
     GroupValues,
     GroupWork,
-    Lineage,
     Query,
     TokenIdError,
     Vocabulary,
@@ -76,12 +75,51 @@ class _Group:
 
 
 class _Plan:
-    """The children of a query's parents: what is fed, forked, begun, or computed already."""
+    """How the requests of a query's sequences come about.
 
-    def __init__(self) -> None:
+    Args:
+        requests: The living requests.
+        group: The query.
+
+    Attributes:
+        fed: Places, requests that are continued, and their new tokens.
+        forked: Places, requests that are forked, how many of their tokens, and the new ones.
+        begun: Places of new requests.
+    """
+
+    def __init__(self, requests: RunningRequests, group: _Group) -> None:
+        self._requests = requests
+        self._group = group
         self.fed: list[tuple[int, LivingRequest, int]] = []
         self.forked: list[tuple[int, LivingRequest, int, list[int]]] = []
         self.begun: list[int] = []
+
+    def add(
+        self, place: int, parent: LivingRequest | None, length: int, new: list[int]
+    ) -> None:
+        """Decide for a sequence.
+
+        Args:
+            place: Its place in `wanted`.
+            parent: The request that has its first tokens, if there is one.
+            length: Number of these tokens.
+            new: The further ones.
+        """
+        if parent is None or not self._requests.is_alive(parent):
+            self.begun.append(place)
+        elif parent.request.num_computed_tokens != length:
+            if not new and parent.length == length:  # another query waits for the same row
+                self._group.livings[place] = parent
+            else:
+                self.begun.append(place)
+        elif len(new) == 1 and parent.length == length:
+            parent.length += 1  # further children of it are forks
+            self.fed.append((place, parent, new[0]))
+        elif new:
+            self.forked.append((place, parent, length, new))
+        else:  # the row is not stored: its last token is computed again
+            last = [int(parent.request.all_token_ids[length - 1])]
+            self.forked.append((place, parent, length - 1, last))
 
 
 class RunningPopulations:
@@ -173,7 +211,7 @@ class RunningPopulations:
         base, kept = self._kept(generation, query.adapter)
         before = lineage if base is None else base.lineage
         wanted = query.wanted.tolist()
-        plan, own = _Plan(), _Kept(query.adapter, len(lineage))
+        plan, own = _Plan(self._requests, group), _Kept(query.adapter, len(lineage))
         if base is None or kept is None:
             plan.begun = list(range(len(wanted)))
         else:
@@ -185,7 +223,7 @@ class RunningPopulations:
                 zip(entries, lengths, _tokens(suffixes), strict=True)
             ):
                 if place not in group.work.errors:
-                    self._plan_one(plan, group, place, parent, length, new)
+                    plan.add(place, parent, length, new)
         if base is generation and kept is not None:
             own = kept
         generation.keep(own)
@@ -199,31 +237,6 @@ class RunningPopulations:
         if isinstance(state, _Kept) and state.adapter == adapter:
             return base, state
         return None, None
-
-    def _plan_one(
-        self,
-        plan: _Plan,
-        group: _Group,
-        place: int,
-        parent: LivingRequest | None,
-        length: int,
-        new: list[int],
-    ) -> None:
-        if parent is None or not self._requests.is_alive(parent):
-            plan.begun.append(place)
-        elif parent.request.num_computed_tokens != length:
-            if not new and parent.length == length:  # another query waits for the same row
-                group.livings[place] = parent
-            else:
-                plan.begun.append(place)
-        elif len(new) == 1 and parent.length == length:
-            parent.length += 1  # further children of it are forks
-            plan.fed.append((place, parent, new[0]))
-        elif new:
-            plan.forked.append((place, parent, length, new))
-        else:  # the row is not stored: its last token is computed again
-            last = [int(parent.request.all_token_ids[length - 1])]
-            plan.forked.append((place, parent, length - 1, last))
 
     def _refuse_ids(self, group: _Group, suffixes: npt.NDArray[np.int64]) -> None:
         if suffixes.size and int(suffixes.max()) >= self._embedded_ids:

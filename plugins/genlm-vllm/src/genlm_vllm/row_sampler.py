@@ -114,24 +114,24 @@ class FirstRunnerSampler(RowSampler):
 
     def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
         """Write a token for each request where the runner keeps those that it sampled."""
-        batch, states = self._runner.input_batch, self._runner.requests
-        index = batch.req_id_to_index
+        input_batch, requests = self._runner.input_batch, self._runner.requests
+        index = input_batch.req_id_to_index
         for name, token_id in zip(names, token_ids, strict=True):
-            states[name].output_token_ids.append(token_id)
+            requests[name].output_token_ids.append(token_id)
         rows = [index.get(name, -1) for name in names]
         # A request that was not in the last batch is added to the next with all its tokens.
         present = [place for place, row in enumerate(rows) if row >= 0]
         at = [rows[place] for place in present]
-        ends = batch.num_tokens_no_spec[at]
-        batch.token_ids_cpu[at, ends] = [token_ids[place] for place in present]
-        batch.is_token_ids[at, ends] = True
-        batch.num_tokens_no_spec[at] = ends + 1
+        ends = input_batch.num_tokens_no_spec[at]
+        input_batch.token_ids_cpu[at, ends] = [token_ids[place] for place in present]
+        input_batch.is_token_ids[at, ends] = True
+        input_batch.num_tokens_no_spec[at] = ends + 1
 
     def computed_ids(self, name: str, count: int) -> npt.NDArray[np.int32] | None:
         """Return the first tokens of a request as an array, None if there is none."""
-        batch = self._runner.input_batch
-        row = batch.req_id_to_index.get(name)
-        return None if row is None else batch.token_ids_cpu[row, :count]
+        input_batch = self._runner.input_batch
+        row = input_batch.req_id_to_index.get(name)
+        return None if row is None else input_batch.token_ids_cpu[row, :count]
 
 
 class SecondRunnerSampler(RowSampler):
@@ -155,11 +155,11 @@ class SecondRunnerSampler(RowSampler):
 
     def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
         """Write a token for each request where the runner keeps those that it sampled."""
-        states = self._runner.req_states
-        rows = [states.req_id_to_index.get(name, -1) for name in names]
+        req_states = self._runner.req_states
+        rows = [req_states.req_id_to_index.get(name, -1) for name in names]
         # A request that was preempted is added again with all its tokens.
         present = [place for place, row in enumerate(rows) if row >= 0]
-        last = states.last_sampled_tokens
+        last = req_states.last_sampled_tokens
         at = device_index([rows[place] for place in present], last.device)
-        new = device_index([token_ids[place] for place in present], last.device)
-        last[:, 0].index_copy_(0, at, new.to(last.dtype))
+        fed = device_index([token_ids[place] for place in present], last.device)
+        last[:, 0].index_copy_(0, at, fed.to(last.dtype))

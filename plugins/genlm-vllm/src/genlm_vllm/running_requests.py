@@ -46,17 +46,16 @@ def obstacle(engine: Any) -> str | None:
     if core is None:
         return "vLLM computes in processes of its own"
     config = engine.vllm_config
-    if config.scheduler_config.async_scheduling:
-        return "async scheduling"
-    if config.parallel_config.world_size > 1:
-        return "several workers"
-    if config.speculative_config is not None:
-        return "speculative decoding"
-    if config.kv_transfer_config is not None or config.ec_transfer_config is not None:
-        return "a KV or encoder-cache connector"
-    if config.model_config.is_encoder_decoder or config.model_config.has_inner_state:
-        return "the model's architecture"
-    return _missing_seam(engine, core)
+    model, parallel = config.model_config, config.parallel_config
+    reasons = {
+        "async scheduling": config.scheduler_config.async_scheduling,
+        "several workers": parallel.world_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "a KV connector": config.kv_transfer_config is not None,
+        "the model's architecture": model.is_encoder_decoder or model.has_inner_state,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or _missing_seam(engine, core)
 
 
 def _missing_seam(engine: Any, core: Any) -> str | None:
@@ -132,7 +131,7 @@ class LivingRequest:
         """Stand for another request from now on."""
         self.request = request
         self.name: str = request.request_id
-        self.length = len(request._all_token_ids)  # noqa: SLF001 - its property counts too
+        self.length: int = request.num_tokens
         self.added = added
 
     def __del__(self) -> None:
@@ -241,12 +240,12 @@ class RunningRequests:
             computed: Number of the tokens that they have in common.
             token_ids: The further tokens, at least one.
         """
-        source, adapter = parent.request, parent.adapter
-        tokens = [*source.all_token_ids[:computed], *token_ids]
+        original, adapter = parent.request, parent.adapter
+        tokens = [*original.all_token_ids[:computed], *token_ids]
         full_house = len(self.living) >= self._scheduler.max_num_active_reqs
         if full_house or not computed or self._pool.get_num_free_blocks() < 2:
             return self.begin(tokens, adapter)
-        share = functools.partial(self._share_blocks, source, computed)
+        share = functools.partial(self._share_blocks, original, computed)
         request = self._added(tokens, adapter, share)
         return LivingRequest(request, adapter, len(token_ids), self._dropped)
 
@@ -273,21 +272,21 @@ class RunningRequests:
         self._scheduler.add_request(request)
         return request
 
-    def _share_blocks(self, source: Any, computed: int, child: Any) -> None:
+    def _share_blocks(self, original: Any, computed: int, child: Any) -> None:
         """Give a new request the blocks of another one's first computed tokens."""
         blocks_of, cached = self._manager.req_to_blocks, self._manager.num_cached_block
         full, rest = divmod(computed, self._manager.block_size)
         if self._hasher is not None:
             child._block_hasher = self._hasher  # noqa: SLF001 - hashes only what follows
-            child.block_hashes = source.block_hashes[: computed // self._hash_tokens]
+            child.block_hashes = original.block_hashes[: computed // self._hash_tokens]
             child.update_block_hashes()
         child.num_computed_tokens = computed
         child.prefill_stats = None
-        ids = self._sampler.computed_ids(source.request_id, computed)
+        ids = self._sampler.computed_ids(original.request_id, computed)
         if ids is not None:
             further = child.prompt_token_ids[computed:]
             child.prompt_token_ids = np.append(ids, np.array(further, ids.dtype))
-        parents = blocks_of[source.request_id]
+        parents = blocks_of[original.request_id]
         blocks = list(parents[:full])
         self._pool.touch(blocks)
         if rest:
@@ -296,7 +295,7 @@ class RunningRequests:
             self._manager._pending_cow_copies.append((parents[full], copy))  # noqa: SLF001
             blocks.append(copy)
         blocks_of[child.request_id] = blocks
-        cached[child.request_id] = min(full, cached.get(source.request_id, 0))
+        cached[child.request_id] = min(full, cached.get(original.request_id, 0))
 
     # -- ends -------------------------------------------------------------------------
 

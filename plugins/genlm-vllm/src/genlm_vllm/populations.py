@@ -31,8 +31,7 @@ from genlm.plugin import (
     Vocabulary,
 )
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.row_buffer import without_frames
-from genlm_vllm.row_sampler import device_index
+from genlm_vllm.row_buffer import device_index, without_frames
 from genlm_vllm.running_requests import LivingRequest, RunningRequests
 
 __all__ = ["RunningPopulations"]

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Receive", "RowSampler", "SecondRunnerSampler", "device_index", "sampler_of"]
+from genlm_vllm.row_buffer import device_index
+
+__all__ = ["Receive", "RowSampler", "sampler_of"]
 
 Receive = Callable[[torch.Tensor, Sequence[str]], list[int]]
 """Takes the logits of a batch and the ids of its requests; returns the rows of members."""
@@ -26,12 +28,6 @@ def sampler_of(runner: Any, receive: Receive) -> RowSampler:
     """Return the sampler for a model runner, to be installed as its `sampler`."""
     second = hasattr(runner, "req_states")
     return (SecondRunnerSampler if second else FirstRunnerSampler)(runner, receive)
-
-
-def device_index(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return an index on a device, to which it is copied without waiting for the device."""
-    pinned = device.type == "cuda"
-    return torch.tensor(rows, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class RowSampler(abc.ABC):

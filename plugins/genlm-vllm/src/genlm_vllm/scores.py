@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from genlm.plugin import rows_from_logits
-from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.row_buffer import ROW_BUFFER, device_index
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
@@ -253,9 +253,9 @@ def _store(
     mapping: _AdapterMapping,
 ) -> None:
     device = hidden_states.device
-    rows = torch.tensor([row + i for _, places, row in wanted for i in places], device=device)
-    targets = torch.tensor(
-        [request.targets[i] for request, places, _ in wanted for i in places], device=device
+    rows = device_index([row + i for _, places, row in wanted for i in places], device)
+    targets = device_index(
+        [request.targets[i] for request, places, _ in wanted for i in places], device
     )
     size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
     parts = []

@@ -249,7 +249,9 @@ class RunningPopulations:
         """Do what was planned, and note who waits for which request."""
         requests, livings, query = self._requests, group.livings, group.query
         for place, parent, length, new in plan.forked:
-            livings[place] = requests.fork(parent, length, new)
+            livings[place] = child = requests.fork(parent, length, new)
+            self._forked += child.added is not None
+            self._begun += child.added is None
         for place, living, _ in plan.fed:
             living.length -= 1  # `feed` counts it
             livings[place] = living
@@ -257,7 +259,6 @@ class RunningPopulations:
         for place in plan.begun:
             livings[place] = self._begin(group, place)
         self._continued += len(plan.fed)
-        self._forked += len(plan.forked)
         self._begun += len(plan.begun)
         kept = query.generation.state.livings
         for place, (at, each) in enumerate(zip(query.wanted.tolist(), livings, strict=True)):

@@ -139,6 +139,22 @@ def test_populations_grow_fork_and_rest_beside_other_requests(
     asyncio.run(walk())
 
 
+@pytest.mark.usefixtures("free")
+def test_members_grow_through_several_blocks(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    generator = np.random.default_rng(1)
+    population = llm.population(PROMPT[:30], 5).extend([3, 4, 5, 6, 7])
+    population.draw_sync(seed=0)
+    grown = figures(llm, "members_continued")
+    steps = 8 if SECOND_RUNNER else 40
+    for step in range(steps):
+        population = population.extend(generator.integers(3, TINY_VOCABULARY, 5))
+        rows = population.next_token_logprobs_sync()
+        if step % 3 == 1:
+            check(tiny, population, rows)
+    if has_room(llm):
+        assert grown() == (5 * steps,)
+
+
 def test_a_child_costs_its_token_and_what_nothing_refers_to_ends(
     llm: genlm.AsyncLM, free: Any
 ) -> None:
@@ -245,6 +261,33 @@ def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
 
     asyncio.run(cancelled())
     assert llm.statistics().pending == 0
+
+
+def test_a_population_above_the_places_does_not_hold_up_others(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    if has_room(llm):
+        pytest.skip("for more members than places")
+    engine: Any = llm.engine
+
+    async def beside() -> None:
+        generator = np.random.default_rng(2)
+        prompts = [[*PROMPT, *each] for each in generator.integers(3, 60, (150, 2)).tolist()]
+        population = llm.population(prompts)
+        begun = figures(llm, "members_begun")
+        task = asyncio.ensure_future(population.next_token_logprobs())
+        while begun() == (0,):
+            await asyncio.sleep(0)
+        row = await llm.next_token_logprobs(PROMPT)
+        assert not task.done()
+        assert begun()[0] < 150
+        assert float((row - tiny.logprobs(tuple(PROMPT))).abs().max()) <= 1e-4
+        rows = await task
+        assert engine.statistics()["members_living"] <= 16
+        check(tiny, population[:5], rows[:5])
+        check(tiny, population[-5:], rows[-5:])
+
+    asyncio.run(beside())
 
 
 class Broken(GroupReduction):

@@ -13,6 +13,7 @@ vLLM's batches.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -154,6 +155,7 @@ class RunningPopulations:
         self._groups: dict[int, _Group] = {}
         # The sequences that a request computes now, by its id: groups and places in them.
         self._busy: dict[str, list[tuple[_Group, int]]] = {}
+        self._to_begin: deque[tuple[_Group, int]] = deque()
         self._has_run = False
         self.keeps = True
         self.tokens_evaluated = self.tokens_computed = 0
@@ -256,25 +258,31 @@ class RunningPopulations:
             living.length -= 1  # `feed` counts it
             livings[place] = living
         requests.feed([each for _, each, _ in plan.fed], [token for *_, token in plan.fed])
-        for place in plan.begun:
-            livings[place] = self._begin(group, place)
         self._continued += len(plan.fed)
-        self._begun += len(plan.begun)
         kept = query.generation.state.livings
         for place, (at, each) in enumerate(zip(query.wanted.tolist(), livings, strict=True)):
             kept[at] = each
             if each is not None:
                 self._busy.setdefault(each.name, []).append((group, place))
+        self._to_begin += ((group, place) for place in plan.begun)
+        self._begin_some()
 
-    def _begin(self, group: _Group, place: int) -> LivingRequest | None:
-        query = group.query
-        sequence = query.generation.lineage.sequence(int(query.wanted[place]))
-        try:
-            self._check(Query(query.query_id, sequence, query.adapter))
-        except Exception as error:  # noqa: BLE001 - it fails this sequence alone
-            group.fail([place], error)
-            return None
-        return self._requests.begin(sequence.token_ids, query.adapter)
+    def _begin_some(self) -> None:
+        """Begin requests, no more than vLLM computes at once: others take turns with them."""
+        while self._to_begin and len(self._busy) < self._requests.places:
+            group, place = self._to_begin.popleft()
+            query = group.query
+            at = int(query.wanted[place])
+            sequence = query.generation.lineage.sequence(at)
+            try:
+                self._check(Query(query.query_id, sequence, query.adapter))
+            except Exception as error:  # noqa: BLE001 - it fails this sequence alone
+                group.fail([place], error)
+                continue
+            living = self._requests.begin(sequence.token_ids, query.adapter)
+            group.livings[place] = query.generation.state.livings[at] = living
+            self._busy[living.name] = [(group, place)]
+            self._begun += 1
 
     def abort(self, query_id: int) -> bool:
         """Drop a query, and end what only it computes; False if there is none."""
@@ -290,15 +298,17 @@ class RunningPopulations:
             if not waiting:
                 del self._busy[living.name]
                 alone.append(living.name)
+        self._to_begin = deque(each for each in self._to_begin if each[0] is not group)
         self._requests.end(alone)
         return True
 
     # -- steps ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before a step of vLLM: end the requests to which nothing refers."""
+        """Before a step of vLLM: end what nothing refers to, and begin what has room."""
         self._has_run = False
         self._requests.end_dropped()
+        self._begin_some()
 
     def _receive(self, logits: torch.Tensor, names: Sequence[str]) -> list[int]:
         """Reduce the rows of members whose tokens are all computed; never raises.
@@ -367,7 +377,7 @@ class RunningPopulations:
             end_others: Ends up to so many other requests that rest; returns whether any did.
         """
         requests = self._requests
-        waiting = requests.waiting
+        waiting = requests.waiting + len(self._to_begin)
         if waiting <= 0:
             return
         requests.end([name for name in requests.preempted() if name not in self._busy])
@@ -396,6 +406,7 @@ class RunningPopulations:
         """End all requests and drop all queries; yield the ids of these."""
         yield from list(self._groups)
         self._groups.clear()
+        self._to_begin.clear()
         self._busy.clear()
         self._requests.end(list(self._requests.living))
 

@@ -242,8 +242,11 @@ class RunningRequests:
         """
         original, adapter = parent.request, parent.adapter
         tokens = [*original.all_token_ids[:computed], *token_ids]
-        full_house = len(self.living) >= self._scheduler.max_num_active_reqs
-        if full_house or not computed or self._pool.get_num_free_blocks() < 2:
+        if (
+            len(self.living) >= self.places
+            or not computed
+            or self._pool.get_num_free_blocks() < 2
+        ):
             return self.begin(tokens, adapter)
         share = functools.partial(self._share_blocks, original, computed)
         request = self._added(tokens, adapter, share)
@@ -319,6 +322,11 @@ class RunningRequests:
         """Number of requests of any kind that vLLM has not begun, without parked ones."""
         _, waiting = self._scheduler.get_request_counts()
         return int(waiting - self._scheduler.num_waiting_for_streaming_input)
+
+    @property
+    def places(self) -> int:
+        """Number of requests that vLLM computes at once."""
+        return int(self._scheduler.max_num_active_reqs)
 
     @property
     def free_places(self) -> int:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import genlm
-from genlm.plugin import GroupReduction
+from genlm.plugin import Generation, GroupQuery, GroupReduction, Lineage, TokenSequence
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm import running_requests
 from genlm_vllm.conformance import TinyLlama
@@ -28,8 +28,12 @@ from .interpreted_triton import SECOND_RUNNER
 ENGINES: dict[str, dict[str, Any]] = {
     "room for all": {"max_num_seqs": 64, "max_num_batched_tokens": 64},
     "six places": {"max_num_seqs": 6, "max_num_batched_tokens": 64},
-    "one place": {"max_num_seqs": 1},
-    "few blocks": {"max_num_seqs": 16, "kv_cache_memory_bytes": 10 * 2**15},
+    "one place": {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+    "few blocks": {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 10 * 2**15,
+    },
 }
 if SECOND_RUNNER:  # its kernels are interpreted
     ENGINES = {name: ENGINES[name] for name in ("room for all", "six places")}
@@ -261,6 +265,33 @@ def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
 
     asyncio.run(cancelled())
     assert llm.statistics().pending == 0
+
+
+@pytest.mark.usefixtures("free")
+def test_what_only_a_cancelled_query_computes_ends_at_once(llm: genlm.AsyncLM) -> None:
+    lineage = Lineage.of_sequences([TokenSequence.of(PROMPT * 5), TokenSequence.of([7] * 90)])
+    both = np.arange(2)
+    generation = Generation(lineage)
+
+    def cancel(engine: Any) -> list[int]:
+        def living() -> int:
+            return int(engine.statistics()["members_living"])
+
+        first, second = (
+            GroupQuery(-9 - i, generation, both, both, Broken(5)) for i in range(2)
+        )
+        engine.submit_group(first)
+        engine.step()
+        engine.submit_group(second)  # waits for the same rows
+        counts = [living()]
+        for query in (first, second):
+            engine.abort(query.query_id)
+            counts.append(living())
+        return counts
+
+    before, shared, after = llm._scheduler.run(cancel)
+    assert 0 < before == shared <= 2
+    assert after == 0
 
 
 def test_a_population_above_the_places_does_not_hold_up_others(

@@ -304,7 +304,7 @@ class VLLMEngine:
             self.abort(query.query_id)
         failed = [query.query_id for query in queries]
         if self._populations is not None:
-            failed += self._populations.fail_all()
+            failed += self._populations.drop_all()
         self._end_resting()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(

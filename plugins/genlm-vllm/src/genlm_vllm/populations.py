@@ -402,13 +402,13 @@ class RunningPopulations:
 
     # -- ends -------------------------------------------------------------------------
 
-    def fail_all(self) -> Iterator[int]:
-        """End all requests and drop all queries; yield the ids of these."""
-        yield from list(self._groups)
+    def drop_all(self) -> list[int]:
+        """Drop all queries, whose requests rest then; return their ids."""
+        dropped = list(self._groups)
         self._groups.clear()
         self._to_begin.clear()
         self._busy.clear()
-        self._requests.end(list(self._requests.living))
+        return dropped
 
     def end_resting(self, adapter: str | None = None) -> None:
         """End the requests that rest, of one adapter or all."""

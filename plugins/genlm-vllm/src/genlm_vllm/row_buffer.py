@@ -196,7 +196,8 @@ def _computed(members: Sequence[_BufferedRow]) -> Sequence[torch.Tensor | Reduce
 
 def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """Copy integers to a device without waiting for what it computes; int64."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    return torch.tensor(values, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -8,7 +8,9 @@ which stay in its running batch. Contestants, in turn in every round, on the sam
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
-- contexts: the same by `llm.context` and `extend`, where the core has them.
+- contexts: the same by `llm.context` and `extend`, where the core has them;
+- population: `llm.population`, rows drawn by its own `draw`, extended and resampled as arrays;
+- blocks: the same by `sample`, as many tokens at once as there are between two resamplings.
 
 Drawing, by the same function, and appending are on the clock for all. The prompt is computed
 before, and every particle begins with a token of its own, so that no contestant computes more
@@ -41,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from particle_model import VOCAB_SIZE, save_model
@@ -51,7 +54,7 @@ from genlm.plugin import draw_tokens
 
 CELLS = ("10/64/32", "50/64/32", "50/512/24", "200/64/12")
 KINDS = ("plain", "resampled", "waiting")
-CONTESTANTS = ("own", "one request a step", "lists", "contexts")
+CONTESTANTS = ("own", "one request a step", "lists", "contexts", "population", "blocks")
 RESAMPLE_EVERY = 4
 CHECKED = 3
 """Contexts of a run whose rows are compared with transformers."""
@@ -108,6 +111,8 @@ class Bench:
             "one request a step": True,
             "lists": hasattr(self.lm.engine, "keeps_contexts"),
             "contexts": hasattr(self.lm, "context"),
+            "population": True,
+            "blocks": True,
         }
         return [name for name in CONTESTANTS if has[name]]
 
@@ -117,12 +122,14 @@ class Bench:
         prompt = [generator.randrange(VOCAB_SIZE) for _ in range(population.prompt_length)]
         first = generator.sample(range(VOCAB_SIZE), population.count)
         keeps = contestant != "one request a step"
-        self.lm._scheduler.run(lambda engine: _keep_contexts(engine, keeps=keeps))  # noqa: SLF001
+        self.lm._scheduler.run(lambda _: _keep_contexts(self.lm.engine, keeps=keeps))  # noqa: SLF001
         self.lm.clear_kv_cache()
         self.lm.next_token_logprobs_sync(prompt)
         starts = [[*prompt, token] for token in first]
         if contestant == "own":
             return self._own(starts[: population.asked], population.steps)
+        if contestant in {"population", "blocks"}:
+            return asyncio.run(self._population(contestant, starts, population, generator))
         if contestant == "contexts":
             parent = self.lm.context(prompt)
             starts = [parent.extend(token) for token in first]
@@ -158,6 +165,43 @@ class Bench:
                 contexts = [contexts[parent] for parent in parents]
             seconds += self._clock() - start
         return Measurement(seconds, final[:CHECKED])
+
+    async def _population(
+        self,
+        contestant: str,
+        starts: list[list[int]],
+        population: Population,
+        generator: random.Random,
+    ) -> Measurement:
+        """Draw and resample as arrays; "waiting" members are left out by an index."""
+        members, seconds = np.arange(population.count), 0.0
+        particles = self.lm.population(starts[0][:-1], population.count)
+        particles = particles.extend([start[-1] for start in starts])
+        block = RESAMPLE_EVERY if contestant == "blocks" else 1
+        for step in range(0, population.steps, block):
+            asked = members
+            if population.kind == "waiting":
+                asked = np.array(
+                    sorted(generator.sample(range(len(members)), population.asked))
+                )
+            start = self._clock()
+            if contestant == "blocks":
+                particles = (await particles.sample(block, seed=next(self._seeds))).population
+            else:
+                drawn = await particles[asked].draw(seed=next(self._seeds))
+                new = np.full(len(members), -1)
+                new[asked] = drawn.token_ids.numpy()
+                particles = particles.extend(new)
+            last = step + block
+            if population.kind == "resampled" and last % RESAMPLE_EVERY == 0:
+                weights = [generator.random() ** 3 for _ in members]
+                parents = generator.choices(range(len(members)), weights, k=len(members))
+                particles = particles[np.array(parents)]
+            seconds += self._clock() - start
+        final = particles[:CHECKED]
+        rows = await final.next_token_logprobs()
+        sequences = [context.token_ids for context in final]
+        return Measurement(seconds, list(zip(sequences, rows, strict=True)))
 
     @torch.inference_mode()
     def error(self, rows: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> float:
@@ -205,8 +249,10 @@ def measure(
     """Microseconds a token by row, and the largest error of each contestant."""
     samples: dict[str, list[float]] = {}
     errors: dict[str, float] = {}
-    names = [name for name in bench.contestants() if name in options.contestants]
+    chosen = [name for name in bench.contestants() if name in options.contestants]
     for population in populations(options):
+        is_waiting = population.kind == "waiting"
+        names = [name for name in chosen if not (is_waiting and name == "blocks")]
         tokens = population.asked * population.steps
         for turn in range(options.rounds + 1):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:

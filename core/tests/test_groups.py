@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripted import ScriptedEngine, oracle_row
 
 import genlm
 from genlm.core import groups
+from genlm.core.group_reductions import Rows
+from genlm.plugin import Generation, GroupQuery, GroupValues, Lineage, TokenSequence
 
 SIZE = 16
 PROMPTS = [(index, 1) for index in range(7)]
@@ -125,3 +128,15 @@ def test_an_engine_that_always_raises_is_called_a_few_times(make_model):
         population.draw_sync(seed=0)
     assert caught.value.members == tuple(range(256))
     assert len(engine.batches) == 7
+
+
+def test_rows_may_come_in_any_order_and_in_any_parts():
+    members = np.array([6, 0, 3, 3, 5, 1, 0, 2, 4])
+    lineage = Lineage.of_sequences([TokenSequence.of(each) for each in PROMPTS])
+    query = GroupQuery(0, Generation(lineage), np.arange(7), members, Rows())
+    work = groups.GroupWork(query, ScriptedEngine(SIZE).vocabulary)
+    for part in ([6, 2, 0], [1], [5, 3, 4]):
+        chosen = rows([PROMPTS[place] for place in part])
+        work.reduce(np.array(part), GroupValues(chosen, are_logits=False))
+    [found] = work.result().columns
+    assert torch.equal(found, rows([PROMPTS[place] for place in members]))

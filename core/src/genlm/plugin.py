@@ -7,8 +7,8 @@
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
-- populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `Generation`,
-  `Lineage`, `with_groups`
+- populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
+  `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
@@ -53,6 +53,10 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
     from genlm.core.group_expansion import with_groups as with_groups
+    from genlm.core.group_sampling import GroupSampling as GroupSampling
+    from genlm.core.group_sampling import SampledGroup as SampledGroup
+    from genlm.core.group_sampling import SamplingRun as SamplingRun
+    from genlm.core.groups import GroupWork as GroupWork
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
     from genlm.core.plugins import find_backend as find_backend

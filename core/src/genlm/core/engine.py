@@ -75,8 +75,10 @@ class Engine(Protocol):
     returns soon, with what has finished if anything has.
 
     An engine with a method `submit_group(group)` accepts the query of a population as one
-    `GroupQuery`, which it answers with a `GroupResult`. Other engines get a query for each
-    distinct sequence.
+    `GroupQuery`, which it answers with a `GroupResult`. Other engines, and those where this
+    attribute is None, get a query for each distinct sequence. With a true attribute
+    `samples_groups` an engine also accepts group queries with `sampling`; for others the core
+    submits a group query for each token.
 
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.

@@ -8,15 +8,24 @@ lengths of the sequences are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from genlm.core.errors import ContextLengthError, PopulationError
 from genlm.core.sequence import TokenSequence
 
-__all__ = ["NO_TOKEN", "Generation", "Integers64", "Lineage", "Suffixes"]
+__all__ = [
+    "NO_TOKEN",
+    "Generation",
+    "Integers64",
+    "Lineage",
+    "Suffixes",
+    "distinct_sequences",
+    "raise_failed",
+]
 
 Integers64 = npt.NDArray[np.int64]
 
@@ -193,9 +202,80 @@ class Generation:
         self.state = state
         self.base = None
 
+    def extended(
+        self, places: Integers64, columns: Integers64
+    ) -> tuple[Generation, Integers64]:
+        """Extend sequences by several tokens each; equal results become one sequence.
+
+        Args:
+            places: Sequences of the lineage, shape `(n,)`, repeated or not.
+            columns: The tokens of each, or `NO_TOKEN`, shape `(n, k)`.
+
+        Returns:
+            The next generation, and the place in its lineage of each sequence, shape `(n,)`.
+        """
+        lineage = self.lineage
+        for column in columns.T:
+            lineage, places = lineage.extended(places, column)
+        return (self if lineage is self.lineage else Generation(lineage, self)), places
+
     def with_state(self) -> Generation | None:
         """Return this generation or the nearest one before it that has a state, if any has."""
         generation: Generation | None = self
         while generation is not None and generation.state is None:
             generation = generation.base
         return generation
+
+
+def distinct_sequences(
+    lineage: Lineage,
+    places: Integers64,
+    members: Integers64 | None,
+    *,
+    max_context: int | None,
+) -> tuple[Integers64, Integers64]:
+    """Return the distinct sequences of members, and which of them each has.
+
+    Args:
+        lineage: The sequences.
+        places: The sequence of each member of a population, shape `(n,)`.
+        members: Some of the members, ascending, at least one; None for all.
+        max_context: The most tokens of a sequence, None for no limit.
+
+    Raises:
+        PopulationError: Members whose contexts are full.
+    """
+    own = places if members is None else places[members]
+    if max_context is not None:
+        lengths = lineage.lengths[own]
+        if lengths.max() > max_context:
+            too_long = (lengths > max_context).astype(np.int64)
+            error = ContextLengthError(int(lengths.max()), max_context)
+            raise_failed({1: error}, too_long, members, len(places))
+    if len(own) == len(lineage) and (np.diff(own) == 1).all():
+        return own, own
+    wanted, row_of = np.unique(own, return_inverse=True)
+    return wanted, row_of
+
+
+def raise_failed(
+    errors: Mapping[int, Exception],
+    row_of: Integers64,
+    members: Integers64 | None,
+    count: int,
+) -> None:
+    """Raise one error that lists the members whose sequences failed, if any did.
+
+    Args:
+        errors: Errors of sequences, by their place in a query's `wanted`.
+        row_of: The place in `wanted` of each member's sequence, shape `(n,)`.
+        members: These members among those of a population; None for all.
+        count: Number of members of the population.
+
+    Raises:
+        PopulationError: Members that failed.
+    """
+    if errors:
+        failed = np.flatnonzero(np.isin(row_of, list(errors)))
+        own = failed if members is None else members[failed]
+        raise PopulationError(own.tolist(), count, errors[min(errors)])

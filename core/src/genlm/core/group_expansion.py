@@ -198,6 +198,6 @@ class ExpandedGroups:
 
 def with_groups(engine: Engine) -> Engine:
     """Return the engine if it has `submit_group`, else one that adds it."""
-    if hasattr(engine, "submit_group"):
+    if getattr(engine, "submit_group", None) is not None:
         return engine
     return ExpandedGroups(engine)

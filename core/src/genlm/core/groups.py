@@ -60,8 +60,8 @@ class GroupWork:
         """Reduce what was computed for a part, a few rows at a time on a CPU.
 
         Args:
-            part: Consecutive places in `query.wanted`.
-            computed: Their values, in order.
+            part: Places in `query.wanted`, in any order.
+            computed: Their values, in this order.
         """
         values = computed.values
         on_cpu = values.device.type == "cpu"
@@ -73,9 +73,7 @@ class GroupWork:
                 rows = rows_from_logits(rows, self._vocabulary)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
             self.errors |= {int(places[i]): error for i, error in invalid.items()}
-            first, end = self._bounds[places[0]], self._bounds[places[-1] + 1]
-            members = self._by_row[first:end]
-            row_of = self.query.row_of[members] - places[0]
+            members, row_of = self._members(places)
             if invalid:
                 valid = ~np.isin(row_of, list(invalid))
                 members, row_of = members[valid], row_of[valid]
@@ -89,6 +87,15 @@ class GroupWork:
         # Tracebacks refer to this object, which must not wait for the garbage collector.
         errors, self.errors = self.errors, {}
         return GroupResult(tuple(columns), errors)
+
+    def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
+        """Return the members of some rows, by row, and which of these rows each has."""
+        begins = self._bounds[places]
+        counts = self._bounds[places + 1] - begins
+        ends = np.cumsum(counts)
+        row_of = np.repeat(np.arange(len(places)), counts)
+        within = np.arange(len(row_of)) - np.repeat(ends - counts, counts)
+        return self._by_row[np.repeat(begins, counts) + within], row_of
 
     def _computed(
         self, rows: torch.Tensor, row_of: Integers64, members: Integers64

@@ -25,6 +25,7 @@ from genlm.core.cache import OutputCache
 from genlm.core.context import Context, LeaseTable
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
 from genlm.core.group_expansion import ExpandedGroups, with_groups
+from genlm.core.group_sampling import SampledGroups, with_sampling
 from genlm.core.loading import engine_builder
 from genlm.core.population import Population, first_generation
 from genlm.core.progress import stages_shown
@@ -104,7 +105,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         self._model = object()  # in every key: models may share one cache
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
-            lambda: with_groups(checked_engine(build())),
+            lambda: with_sampling(with_groups(checked_engine(build()))),
             results=RowResults(output_cache, leases),
             max_batch_size=max_batch_size,
             max_pending=max_pending,
@@ -489,7 +490,9 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             EngineClosedError: The model was closed, which frees the engine.
         """
         engine = self._scheduler.engine
-        return engine.engine if isinstance(engine, ExpandedGroups) else engine
+        while isinstance(engine, (ExpandedGroups, SampledGroups)):
+            engine = engine.engine
+        return engine
 
     @property
     def output_cache(self) -> OutputCache:

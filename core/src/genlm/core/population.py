@@ -9,7 +9,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     NamedTuple,
-    NoReturn,
     TypeAlias,
     overload,
 )
@@ -21,12 +20,18 @@ import torch
 from genlm.core.blocking import blocking
 from genlm.core.context import Context
 from genlm.core.errors import (
-    ContextLengthError,
     PopulationError,
     TokenIdError,
     TokenTypeError,
 )
-from genlm.core.generations import NO_TOKEN, Generation, Integers64, Lineage
+from genlm.core.generations import (
+    NO_TOKEN,
+    Generation,
+    Integers64,
+    Lineage,
+    distinct_sequences,
+    raise_failed,
+)
 from genlm.core.group_reductions import (
     DrawColumns,
     MassColumns,
@@ -37,7 +42,8 @@ from genlm.core.group_reductions import (
     WeightColumns,
     checked_reduction,
 )
-from genlm.core.query import GroupReduction, Reduction
+from genlm.core.group_sampling import GroupSampling, SampledGroup
+from genlm.core.query import GroupReduction, GroupResult, Reduction
 from genlm.core.reductions import TopTokens
 from genlm.core.row_masks import RowMasks
 from genlm.core.sampling import uniforms
@@ -279,12 +285,7 @@ class Population:
             place = int(wrong[members[0]].argmax())
             error = TokenIdError(int(columns[members[0], place]), place, size, "token_ids")
             raise PopulationError(members.tolist(), len(self), error)
-        lineage, places = self._lineage, self._places
-        for column in columns.T:
-            lineage, places = lineage.extended(places, column)
-        generation = self._generation
-        if lineage is not self._lineage:
-            generation = Generation(lineage, generation)
+        generation, places = self._generation.extended(self._places, columns)
         step = self._step + columns.shape[1]
         return self._with(generation, places, self._finished, step)
 
@@ -534,46 +535,29 @@ class Population:
             member is the last of its tokens.
         """
         texts, ids = checked_stop(stop, self._lm.vocabulary.size)
-        ends = np.array(sorted(ids), np.int64)
-        seed = _checked_seed(seed)
-        steps: list[DrawnTokens] = []
-        tails = [b""] * len(self)
-        population = self
-        for _ in range(checked_integer("max_tokens", max_tokens, 0)):
-            if population._finished.all():
-                break
-            drawn = await population.draw(
-                temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-            )
-            token_ids = drawn.token_ids.numpy()
-            finished = np.isin(token_ids, ends)
-            if texts:
-                finished |= self._completed(texts, tails, token_ids)
-            population = population.extend(token_ids).finish(finished)
-            steps.append(drawn)
-        if not steps:
-            nothing = torch.empty(len(self), 0)
-            return SampledTokens(nothing.long(), nothing, nothing.clone(), population)
-        return SampledTokens(
-            torch.stack([each.token_ids for each in steps], 1),
-            torch.stack([each.logprobs for each in steps], 1),
-            torch.stack([each.draw_logprob for each in steps], 1),
-            population,
+        count, size = len(self), self._lm.vocabulary.size
+        sampling = GroupSampling(
+            self._places,
+            self._finished,
+            checked_integer("max_tokens", max_tokens, 0),
+            WeightColumns(None, temperature, 0.0, count, size),
+            checked_top_k(top_k, size),
+            checked_share(top_p),
+            _checked_seed(seed),
+            self._step,
+            np.array(sorted(ids), np.int64),
+            texts,
         )
+        active = np.flatnonzero(~self._finished)
+        if not len(active) or not sampling.max_tokens:
+            nothing = torch.empty(count, 0)
+            return SampledTokens(nothing.long(), nothing, nothing.clone(), self)
+        found: SampledGroup = await self._answer(sampling.draws(active, 0), active, sampling)
+        step = self._step + found.token_ids.shape[1]
+        population = self._with(found.generation, found.places, found.finished, step)
+        return SampledTokens(found.token_ids, found.logprobs, found.draw_logprob, population)
 
     sample_sync = blocking(sample)
-
-    def _completed(
-        self, texts: tuple[bytes, ...], tails: list[bytes], token_ids: Integers64
-    ) -> Flags:
-        """Append tokens to the members' tails; return which of these now have a text."""
-        longest = max(map(len, texts))
-        found = np.zeros(len(self), bool)
-        for member in np.flatnonzero(token_ids >= 0).tolist():
-            tail = tails[member] + bytes(self._lm.byte_vocab[token_ids[member]])
-            found[member] = any(text in tail for text in texts)
-            tails[member] = tail[max(0, len(tail) - longest + 1) :]
-        return found
 
     async def score(self, continuations: ArrayLike) -> torch.Tensor:
         """Return the log-probability of each token of a continuation of each member.
@@ -661,35 +645,27 @@ class Population:
             reduction: Reduction to compute.
             members: Ascending, at least one; None for all.
         """
-        requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
-        requests.adapter_of(self, None)
-        wanted, row_of = self._distinct(members)
-        answer = await requests.group(
-            self._generation, wanted, row_of, reduction, self._adapter
-        )
-        if answer.errors:
-            failed = np.isin(row_of, list(answer.errors))
-            self._fail(failed, members, answer.errors[min(answer.errors)])
+        answer: GroupResult = await self._answer(reduction, members)
         return answer.columns
 
-    def _distinct(self, members: Integers64 | None) -> tuple[Integers64, Integers64]:
-        """Return the distinct sequences of members, and which of them each has."""
-        places = self._places if members is None else self._places[members]
-        longest = self._lm.max_context
-        if longest is not None:
-            lengths = self._lineage.lengths[places]
-            if lengths.max() > longest:
-                error = ContextLengthError(int(lengths.max()), longest)
-                self._fail(lengths > longest, members, error)
-        if len(places) == len(self._lineage) and (np.diff(places) == 1).all():
-            return places, places
-        wanted, row_of = np.unique(places, return_inverse=True)
-        return wanted, row_of
-
-    def _fail(self, failed: Flags, members: Integers64 | None, error: Exception) -> NoReturn:
-        places = np.flatnonzero(failed)
-        own = places if members is None else members[places]
-        raise PopulationError(own.tolist(), len(self), error)
+    async def _answer(
+        self,
+        reduction: GroupReduction,
+        members: Integers64 | None,
+        sampling: GroupSampling | None = None,
+    ) -> Any:
+        """Return the answer to the query of some members, without errors."""
+        requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
+        requests.adapter_of(self, None)
+        wanted, row_of = distinct_sequences(
+            self._lineage, self._places, members, max_context=self._lm.max_context
+        )
+        answer = await requests.group(
+            self._generation, wanted, row_of, reduction, self._adapter, sampling=sampling
+        )
+        if sampling is None:
+            raise_failed(answer.errors, row_of, members, len(self))
+        return answer
 
     def _settings(
         self,

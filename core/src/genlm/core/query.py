@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from genlm.core.generations import Generation, Integers64
+    from genlm.core.group_sampling import GroupSampling, SampledGroup
 
 __all__ = [
     "ROW_ONLY",
@@ -284,6 +285,9 @@ class GroupQuery:
         lease: Keeps the engine's state of contexts, given as pairs of adapter and sequence key,
             alive until the object that it returns is dropped; None if the engine keeps nothing
             for contexts. An engine that keeps the generation by other means need not call it.
+        sampling: Asks for continuations instead of `reduction`: `wanted` and `row_of` are those
+            of the members that draw a first token, and the answer is a `SampledGroup`. Only an
+            engine whose attribute `samples_groups` is true gets such a query. None otherwise.
     """
 
     query_id: int
@@ -293,6 +297,7 @@ class GroupQuery:
     reduction: GroupReduction
     adapter: str | None = None
     lease: Callable[[list[tuple[str | None, bytes]]], object] | None = None
+    sampling: GroupSampling | None = None
 
     def keep_contexts(self) -> None:
         """Have the generation keep what the engine has for its sequences, by their keys."""
@@ -341,11 +346,14 @@ class Completion(NamedTuple):
         query_id: The query that this answers.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
             query with `sampling` the list of drawn token ids, for one with `targets` and no
-            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`. A row shares its
-            memory with no other tensor; it belongs to the receiver.
+            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`, or a
+            `SampledGroup`. A row shares its memory with no other tensor; it belongs to the
+            receiver.
         error: The error, if the query failed.
     """
 
     query_id: int
-    result: torch.Tensor | Reduced | TokenScores | list[int] | GroupResult | None = None
+    result: (
+        torch.Tensor | Reduced | TokenScores | list[int] | GroupResult | SampledGroup | None
+    ) = None
     error: Exception | None = None

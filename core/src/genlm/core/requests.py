@@ -26,7 +26,7 @@ from genlm.core.errors import (
     with_places,
 )
 from genlm.core.generations import Generation, Lineage
-from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
+from genlm.core.query import GroupQuery, GroupReduction, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
 from genlm.core.row_results import is_cacheable
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from genlm.core.cache import OutputCache
     from genlm.core.context import TokenBatch, TokenIds
     from genlm.core.generations import Integers64
+    from genlm.core.group_sampling import GroupSampling
     from genlm.core.population import Population
     from genlm.core.scheduler import Scheduler
     from genlm.core.scheduler.request_table import Request as ScheduledRequest
@@ -124,15 +125,21 @@ class Requests:
         row_of: Integers64,
         reduction: GroupReduction,
         adapter: str | None,
-    ) -> GroupResult:
-        """Answer the request of a population, whose parts were checked."""
+        *,
+        sampling: GroupSampling | None = None,
+    ) -> Any:
+        """Answer the request of a population, whose parts were checked.
+
+        Returns:
+            A `GroupResult`; with `sampling` a `SampledGroup`.
+        """
         lease = None if self._leases is None else self._leases.lease
         query = GroupQuery(
-            next(self._query_ids), generation, wanted, row_of, reduction, adapter, lease
+            *(next(self._query_ids), generation, wanted, row_of),
+            *(reduction, adapter, lease, sampling),
         )
         self.counters.count(len(query), requests=len(wanted))
-        answer: GroupResult = await self.scheduler.answer(query)
-        return answer
+        return await self.scheduler.answer(query)
 
     def context_parts(
         self, token_ids: TokenIds, lora_name: str | None

@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as _Runner1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from genlm.plugin import draw_tokens, rows_from_logits, stream_uniform
-from genlm_vllm.row_buffer import ROW_BUFFER, Outputs
+from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index
 from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
@@ -184,13 +184,13 @@ def _store(logits: torch.Tensor, rows: list[tuple[CaptureRow, int]]) -> None:
 
 def _selected(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
     if len(indices) < logits.shape[0] or indices != list(range(len(indices))):
-        logits = logits[torch.tensor(indices, device=logits.device)]
+        logits = logits[device_index(indices, logits.device)]
     return logits
 
 
 def _draw(logits: torch.Tensor, draws: list[tuple[DrawToken, int, int]]) -> None:
     try:
-        index = torch.tensor([row for _, row, _ in draws], device=logits.device)
+        index = device_index([row for _, row, _ in draws], logits.device)
         rows = rows_from_logits(logits[index], cast("Vocabulary", ROW_BUFFER.ids))
         uniforms = [stream_uniform(plan.seed, drawn) for plan, _, drawn in draws]
         tokens = draw_tokens(rows, [plan.temperature for plan, _, _ in draws], uniforms)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from genlm import EngineDiedError
@@ -21,6 +21,7 @@ from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
+    GroupQuery,
     ModelFacts,
     Query,
     UnknownAdapterError,
@@ -37,10 +38,12 @@ from genlm_vllm.lifecycle import load_vllm, shut_down
 from genlm_vllm.llm_requests import LLMRequests
 from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
 from genlm_vllm.model_checks import check_served
+from genlm_vllm.populations import RunningPopulations
 from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, ProcessMonitor
 from genlm_vllm.requests import LocalRows, RemoteRows, Request, Result
 from genlm_vllm.resident_requests import ResidentRequests
+from genlm_vllm.running_requests import obstacle as obstacle_to_running
 from genlm_vllm.worker import call_workers
 
 __all__ = ["VLLMEngine"]
@@ -81,6 +84,10 @@ class VLLMEngine:
     _death: EngineDiedError | None = None
 
     option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
+
+    submit_group: Callable[[GroupQuery], None] | None = None
+    """Accepts the query of a population; None where vLLM cannot keep its requests running, and
+    each distinct sequence is a query of its own."""
 
     def __init__(
         self,
@@ -144,6 +151,17 @@ class VLLMEngine:
         numbers = itertools.count()
         self._requests = LLMRequests(engine, self._adapters, self._rows, numbers)
         self._ready: list[Completion] = []
+        self._populations: RunningPopulations | None = None
+        self._populations_obstacle = obstacle_to_running(engine)
+        if self._populations_obstacle is None:
+            self._populations = RunningPopulations(
+                engine,
+                self._adapters,
+                vocabulary=self.vocabulary,
+                check=self._check,
+                embedded_ids=self._embedded_ids,
+            )
+            self.submit_group = self._populations.submit
         self._obstacle = obstacle(engine)
         self._keeps_contexts = False
         self._residents: ResidentRequests | None = None
@@ -157,6 +175,7 @@ class VLLMEngine:
                 max_context=self.max_context,
                 embedded_ids=self._embedded_ids,
                 forks=all(call_workers(engine, "genlm_start_forks")),
+                populations=self._populations,
             )
         self._tokens_evaluated = self._tokens_computed = self._tokens_drawn = self._steps = 0
 
@@ -201,6 +220,8 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
+        if self._populations is not None and self._populations.abort(query_id):
+            return
         if self._residents is None or not self._residents.abort(query_id):
             self._requests.abort(query_id)
 
@@ -210,8 +231,8 @@ class VLLMEngine:
             return refused + (self._requests.fail_lost() or self._advance_vllm())
 
     def _is_busy(self) -> bool:
-        residents = self._residents
-        return bool(self._requests.unanswered or (residents and residents.unanswered))
+        parts = (self._requests, self._residents, self._populations)
+        return any(part is not None and part.unanswered for part in parts)
 
     def _guarding(self) -> contextlib.AbstractContextManager[None]:
         """Raise `EngineDiedError` for errors that follow from the end of a process."""
@@ -220,9 +241,11 @@ class VLLMEngine:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.guarding()
 
     def _advance_vllm(self) -> list[Completion]:
-        residents = self._residents
+        residents, populations = self._residents, self._populations
         if not self._is_busy():
             return []
+        if populations is not None:
+            populations.prepare()
         try:
             outputs = self._vllm.step()
         except Exception as error:
@@ -248,11 +271,23 @@ class VLLMEngine:
         for each in answered:
             self._tokens_computed += each.computed
             completions.append(each.completion(results.get(each.key)))
+        return completions + self._collect_and_relieve()
+
+    def _collect_and_relieve(self) -> list[Completion]:
+        """Return populations' answers; end requests that rest where others need their room."""
+        residents, populations = self._residents, self._populations
+        completions = [] if populations is None else populations.collect()
         if residents is not None:
             completions += residents.relieve()
             if not self._keeps_contexts:  # those that were computed when it was turned off
                 residents.end_idle()
+        if populations is not None:
+            populations.relieve(self._end_residents)
         return completions
+
+    def _end_residents(self, count: int) -> bool:
+        """End so many contexts that rest; return whether there were any."""
+        return self._residents is not None and self._residents.end_oldest(count)
 
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
@@ -267,15 +302,17 @@ class VLLMEngine:
             queries += self._residents.queries()
         for query in queries:
             self.abort(query.query_id)
-        if self._residents is not None:
-            self._residents.end_idle()
+        failed = [query.query_id for query in queries]
+        if self._populations is not None:
+            failed += self._populations.drop_all()
+        self._end_resting()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
                 f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot forget "
                 f"its tokens. Load the model again"
             )
             raise self._death from error
-        return [Completion(query.query_id, error=error) for query in queries]
+        return [Completion(query_id, error=error) for query_id in failed]
 
     def _scores_again(self, request: Request, output: Any, result: Result | None) -> bool:
         """Ask again for scores of tokens of which the prefix cache served some."""
@@ -304,8 +341,17 @@ class VLLMEngine:
     @keeps_contexts.setter
     def keeps_contexts(self, keeps: bool) -> None:
         self._keeps_contexts = keeps and self._residents is not None
-        if self._residents is not None and not keeps:
+        if self._populations is not None:
+            self._populations.keeps = keeps
+        if not keeps:
+            self._end_resting()
+
+    def _end_resting(self) -> None:
+        """End the requests that stay and compute nothing."""
+        if self._residents is not None:
             self._residents.end_idle()
+        if self._populations is not None:
+            self._populations.end_resting()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
         """End the idle request of a context; its full KV blocks stay in the prefix cache.
@@ -350,8 +396,7 @@ class VLLMEngine:
         while self._is_busy():  # vLLM clears nothing while requests hold blocks
             self._ready += self._advance()
         with self._guarding():
-            if self._residents is not None:
-                self._residents.end_idle()
+            self._end_resting()
             self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:
@@ -367,6 +412,8 @@ class VLLMEngine:
             )
         with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
+            if self._populations is not None:
+                self._populations.end_too_many()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter from every worker, which makes room for another one.
@@ -379,6 +426,8 @@ class VLLMEngine:
         with preserve_process_state(), self._guarding():
             if self._residents is not None:
                 self._residents.end_adapter(name)
+            if self._populations is not None:
+                self._populations.end_resting(name)
             self._adapters.remove(name)
 
     @property
@@ -394,14 +443,20 @@ class VLLMEngine:
         `tokens_evaluated` counts the tokens of all queries, `tokens_computed` those that the
         model computed, `tokens_drawn` those of continuations. `contexts_resident` are the
         requests that stay in vLLM now, `contexts_continued` counts the queries that continued
-        one, `contexts_ended` those that were ended.
+        one, `contexts_ended` those that were ended. `members_living` are the requests of
+        populations that stay in vLLM now; `members_continued`, `members_forked` and
+        `members_begun` count how those of their queries came about.
         """
         if self._final_statistics is not None:
             return self._final_statistics
-        config = self._vllm.vllm_config
-        return {
-            "tokens_evaluated": self._tokens_evaluated,
-            "tokens_computed": self._tokens_computed - self._rows.tokens_copied,
+        config, populations = self._vllm.vllm_config, self._populations
+        evaluated, computed = self._tokens_evaluated, self._tokens_computed
+        if populations is not None:
+            evaluated += populations.tokens_evaluated
+            computed += populations.tokens_computed
+        figures = {
+            "tokens_evaluated": evaluated,
+            "tokens_computed": computed - self._rows.tokens_copied,
             "tokens_drawn": self._tokens_drawn,
             "steps": self._steps,
             "adapters": len(self._adapters.names),
@@ -412,7 +467,15 @@ class VLLMEngine:
             "max_context": int(config.model_config.max_model_len) - 1,
             "implementation": self._implementation,
             "contexts": "kept" if self._keeps_contexts else self._reason_not_kept(),
-        } | (self._residents.statistics() if self._residents is not None else {})
+            "populations": (
+                "running requests"
+                if populations is not None
+                else f"single sequences: {self._populations_obstacle}"
+            ),
+        }
+        for part in (self._residents, populations):
+            figures |= {} if part is None else part.statistics()
+        return figures
 
     def _reason_not_kept(self) -> str:
         return f"not kept: {self._obstacle or 'keep_contexts=False'}"
@@ -424,9 +487,12 @@ class VLLMEngine:
         if self._monitor is not None:
             self._monitor.stop()
         self._rows.close()
+        if self._populations is not None:
+            self._populations.close()
         if self._residents is not None:
             self._residents.close()
-        del self._rows, self._adapters, self._requests, self._residents
+        self.submit_group = None
+        del self._rows, self._adapters, self._requests, self._residents, self._populations
         try:
             shut_down(engine, multiprocess=self._multiprocess)
         finally:

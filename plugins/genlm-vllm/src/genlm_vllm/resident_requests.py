@@ -21,6 +21,7 @@ from genlm.plugin import Completion, EvaluationError, Query
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.core_requests import CoreRequests, Load
 from genlm_vllm.forks import Fork
+from genlm_vllm.populations import RunningPopulations
 from genlm_vllm.requests import (
     LocalRows,
     Request,
@@ -72,6 +73,7 @@ class ResidentRequests:
         max_context: Most tokens of a query.
         embedded_ids: Number of ids that the model embeds.
         forks: Whether the workers copy KV blocks of forked requests.
+        populations: Whose requests also stay in vLLM; None if there are none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ResidentRequests:
         max_context: int,
         embedded_ids: int,
         forks: bool,
+        populations: RunningPopulations | None,
     ) -> None:
         self._core = core
         self._adapters = adapters
@@ -94,6 +97,7 @@ class ResidentRequests:
         self._max_context = max_context
         self._embedded_ids = embedded_ids
         self._forks = forks
+        self._populations = populations
         self._table = ResidentTable()
         # To be sent, by query id, with what the query continued when it came.
         self._pending: dict[int, tuple[Query, Parent | None]] = {}
@@ -232,6 +236,8 @@ class ResidentRequests:
     def _make_room(self, new: int = 0) -> None:
         """End idle residents in places that unanswered and new requests need."""
         room = self._core.slots - self._table.busy - len(self._others) - new
+        if self._populations is not None:
+            room -= self._populations.living
         self._end(self._table.end_oldest(self._table.idle - max(0, room)))
 
     def relieve(self) -> list[Completion]:
@@ -242,6 +248,8 @@ class ResidentRequests:
         """
         self._make_room()
         load = self._core.load()
+        if load is not None and self._populations is not None:
+            load = load._replace(running=load.running - self._populations.resting)
         if load is None or self._table.busy + len(self._others) <= load.running:
             self._stalls = 0
         else:
@@ -292,6 +300,13 @@ class ResidentRequests:
         """End all idle residents."""
         self._end(self._table.end_idle())
         self._send_ends()
+
+    def end_oldest(self, count: int) -> bool:
+        """End up to so many idle residents; return whether there were any."""
+        ended = self._table.end_oldest(count)
+        self._end(ended)
+        self._send_ends()
+        return bool(ended)
 
     def end_adapter(self, name: str) -> None:
         """End the idle residents of an adapter."""

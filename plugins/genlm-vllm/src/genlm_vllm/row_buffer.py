@@ -20,7 +20,7 @@ from genlm.plugin import (
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
 
-__all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds", "without_frames"]
+__all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds", "device_index", "without_frames"]
 
 _MOST_FLAGS = 64
 """After so many tokens of a continuation what was noted for each becomes one tensor."""
@@ -186,12 +186,18 @@ def _computed(members: Sequence[_BufferedRow]) -> Sequence[torch.Tensor | Reduce
     try:
         with torch.inference_mode(False), torch.no_grad():
             if indices != list(range(len(rows))):
-                rows = rows[torch.tensor(indices, device=rows.device)]
+                rows = rows[device_index(indices, rows.device)]
             if all(each == _ROW for each in outputs):
                 return _copies(rows)
             return _unwrapped(reduce_rows(rows, outputs, normalised=True), outputs)
     except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on
         return [without_frames(error)] * len(members)
+
+
+def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Copy integers to a device without waiting for what it computes; int64."""
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    return torch.tensor(values, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 
 from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, rows_from_logits
 from genlm.prefix import PieceScores, ScoredText, TextResult
-from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.row_buffer import ROW_BUFFER, device_index
 from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
@@ -293,9 +293,9 @@ def _store(
     if not wanted:
         return
     device = hidden_states.device
-    rows = torch.tensor([row + i for _, places, row in wanted for i in places], device=device)
-    targets = torch.tensor(
-        [request.targets[i] for request, places, _ in wanted for i in places], device=device
+    rows = device_index([row + i for _, places, row in wanted for i in places], device)
+    targets = device_index(
+        [request.targets[i] for request, places, _ in wanted for i in places], device
     )
     size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
     parts = []

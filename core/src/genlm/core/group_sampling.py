@@ -1,0 +1,254 @@
+"""Continuations of the members of a population: draws and extensions on the engine's thread.
+
+Between two tokens of a continuation nothing passes through the scheduler or an event loop. An
+engine that has a loop of its own declares `samples_groups` and gets the query as it is; for
+others `SampledGroups` submits a query for each token. Both may use `SamplingRun`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from genlm.core.generations import (
+    NO_TOKEN,
+    Generation,
+    Integers64,
+    distinct_sequences,
+    raise_failed,
+)
+from genlm.core.group_reductions import DrawColumns, WeightColumns
+from genlm.core.query import Completion, GroupQuery, GroupResult
+from genlm.core.sampling import uniforms
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from genlm.core.engine import Engine
+    from genlm.core.vocab import Vocabulary
+
+__all__ = ["GroupSampling", "SampledGroup", "SampledGroups", "SamplingRun", "with_sampling"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupSampling:
+    """What a group query asks for that draws continuations.
+
+    The member i draws its t-th token with the random number
+    `uniforms(seed, [i], step + t)`.
+
+    Attributes:
+        places: The sequence of the query's generation that each member has, shape `(n,)`.
+        finished: Members that draw nothing, shape `(n,)`.
+        max_tokens: The most tokens of a member, at least 1.
+        columns: The temperature of each member.
+        top_k: Draw from the k most likely tokens; None for all.
+        top_p: Draw from the fewest tokens that have this share of the probability.
+        seed: Seed of the random numbers.
+        step: The step of the first token.
+        stop_ids: A member is finished with a token of these ids.
+        stop_texts: A member is finished with the token that completes one of these texts among
+            the tokens that were drawn.
+    """
+
+    places: Integers64
+    finished: npt.NDArray[np.bool_]
+    max_tokens: int
+    columns: WeightColumns
+    top_k: int | None
+    top_p: float
+    seed: int
+    step: int
+    stop_ids: Integers64
+    stop_texts: tuple[bytes, ...]
+
+    def draws(self, members: Integers64, token: int) -> DrawColumns:
+        """Return the reduction that draws a token, counted from 0, of some members."""
+        numbers = uniforms(self.seed, members, self.step + token)
+        return DrawColumns(self.columns.of(members), numbers, self.top_k, self.top_p)
+
+
+class SampledGroup(NamedTuple):
+    """The answer to a group query with `sampling`.
+
+    Attributes:
+        token_ids: Shape `(n, k)`, int64, -1 after the end of a member; k is the number of
+            tokens of the longest continuation.
+        logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
+        draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
+            float32; 0 for -1.
+        generation: Has the sequence of each member with its tokens.
+        places: The sequence of the generation that each member has, shape `(n,)`.
+        finished: Members that are finished, shape `(n,)`.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    draw_logprob: torch.Tensor
+    generation: Generation
+    places: Integers64
+    finished: npt.NDArray[np.bool_]
+
+
+class SamplingRun:
+    """A group query with `sampling` while its tokens are drawn.
+
+    Args:
+        group: The query.
+        vocabulary: Has the bytes of tokens.
+        max_context: The most tokens of a sequence, None for no limit.
+    """
+
+    def __init__(
+        self, group: GroupQuery, vocabulary: Vocabulary, max_context: int | None
+    ) -> None:
+        assert group.sampling is not None  # noqa: S101 - checked by callers
+        self._group = group
+        self._sampling = group.sampling
+        self._vocabulary = vocabulary
+        self._max_context = max_context
+        self._generation = group.generation
+        self._places = self._sampling.places
+        self._finished = self._sampling.finished
+        self._active = np.flatnonzero(~self._finished)
+        self._row_of = self._places
+        self._tails = [b""] * len(self._places)
+        self._columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no member draws another token."""
+        full = len(self._columns) == self._sampling.max_tokens
+        return full or not len(self._active)
+
+    def next_query(self) -> GroupQuery:
+        """Return the query for the next token of the members that are not finished.
+
+        Raises:
+            PopulationError: Members whose contexts are full.
+        """
+        lineage, members = self._generation.lineage, self._active
+        wanted, row_of = distinct_sequences(
+            lineage, self._places, members, max_context=self._max_context
+        )
+        self._row_of = row_of
+        return dataclasses.replace(
+            self._group,
+            generation=self._generation,
+            wanted=wanted,
+            row_of=row_of,
+            reduction=self._sampling.draws(members, len(self._columns)),
+            sampling=None,
+        )
+
+    def add(self, result: GroupResult) -> None:
+        """Add the tokens that the last query drew.
+
+        Raises:
+            PopulationError: Members that failed.
+        """
+        raise_failed(result.errors, self._row_of, self._active, len(self._places))
+        drawn, logprobs, _, draw_logprob = result.columns
+        active = torch.from_numpy(self._active)
+        count = len(self._places)
+        token_ids = torch.full((count,), NO_TOKEN)
+        token_ids[active] = drawn
+        found = torch.zeros(2, count)
+        found[0, active], found[1, active] = logprobs, draw_logprob
+        self._columns.append((token_ids, found[0], found[1]))
+        new = token_ids.numpy()
+        self._generation, self._places = self._generation.extended(self._places, new[:, None])
+        ends = np.isin(new, self._sampling.stop_ids)
+        if self._sampling.stop_texts:
+            ends |= self._completed(new)
+        self._finished = self._finished | ends
+        self._active = np.flatnonzero(~self._finished)
+
+    def result(self) -> SampledGroup:
+        """Return the tokens of all members."""
+        token_ids, logprobs, draw_logprob = zip(*self._columns, strict=True)
+        return SampledGroup(
+            torch.stack(token_ids, 1),
+            torch.stack(logprobs, 1),
+            torch.stack(draw_logprob, 1),
+            self._generation,
+            self._places,
+            self._finished,
+        )
+
+    def _completed(self, token_ids: Integers64) -> npt.NDArray[np.bool_]:
+        """Append tokens to the members' tails; return which of these now have a text."""
+        texts, tails = self._sampling.stop_texts, self._tails
+        longest = max(map(len, texts))
+        found = np.zeros(len(tails), bool)
+        for member in np.flatnonzero(token_ids >= 0).tolist():
+            tail = tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
+            found[member] = any(text in tail for text in texts)
+            tails[member] = tail[max(0, len(tail) - longest + 1) :]
+        return found
+
+
+class SampledGroups:
+    """Adds group queries with `sampling` to an engine, whose other attributes it has as well.
+
+    Args:
+        engine: Answers group queries.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._runs: dict[int, SamplingRun] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Submit a group query; of one with `sampling`, the query for the first token."""
+        engine: Any = self.engine
+        if group.sampling is not None:
+            run = SamplingRun(group, self.engine.vocabulary, self.engine.max_context)
+            group = run.next_query()
+            self._runs[group.query_id] = run
+        engine.submit_group(group)
+
+    def step(self) -> Iterable[Completion]:
+        """Do a step of the engine, and submit the queries for next tokens."""
+        completions = self.engine.step()
+        if not self._runs:
+            return completions
+        continued = (self._continued(each) for each in completions)
+        return [each for each in continued if each is not None]
+
+    def abort(self, query_id: int) -> None:
+        """Drop a query."""
+        self._runs.pop(query_id, None)
+        self.engine.abort(query_id)
+
+    def _continued(self, completion: Completion) -> Completion | None:
+        """Return the completion of a query that is answered; submit what is to be drawn."""
+        query_id, result, error = completion
+        run = self._runs.get(query_id)
+        if run is None:
+            return completion
+        if error is None and isinstance(result, GroupResult):
+            engine: Any = self.engine
+            try:
+                run.add(result)
+                if not run.is_complete:
+                    engine.submit_group(run.next_query())
+                    return None
+                completion = Completion(query_id, run.result())
+            except Exception as raised:  # noqa: BLE001 - it fails this query alone
+                completion = Completion(query_id, error=raised)
+        del self._runs[query_id]
+        return completion
+
+
+def with_sampling(engine: Engine) -> Engine:
+    """Return the engine if it draws continuations of groups, else one that adds it."""
+    return engine if getattr(engine, "samples_groups", False) else SampledGroups(engine)

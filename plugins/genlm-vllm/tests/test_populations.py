@@ -1,0 +1,457 @@
+"""Populations on requests that stay in vLLM's running list.
+
+Each test runs on four engines: with room for all, with a place for six requests, with a single
+place, and with a KV cache of nine blocks, of which one context alone can need eight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm.plugin import Generation, GroupQuery, GroupReduction, Lineage, TokenSequence
+from genlm.testing import TINY_VOCABULARY
+from genlm_vllm import running_requests
+from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.running_requests import obstacle
+
+from .interpreted_triton import SECOND_RUNNER
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "room for all": {"max_num_seqs": 64, "max_num_batched_tokens": 64},
+    "six places": {"max_num_seqs": 6, "max_num_batched_tokens": 64},
+    "one place": {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+    "few blocks": {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 10 * 2**15,
+    },
+}
+if SECOND_RUNNER:  # its kernels are interpreted
+    ENGINES = {name: ENGINES[name] for name in ("room for all", "six places")}
+
+PROMPT = [5, 6, 7, 8] * 10
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def llm(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[genlm.AsyncLM]:
+    def build() -> Any:
+        return tiny.engine(**ENGINES[request.param], max_loras=3)
+
+    with genlm.AsyncLM(build, output_cache=genlm.OutputCache(0)) as llm:
+        for name, path in tiny.adapters.items():
+            llm.load_lora(path, name)
+        yield llm
+
+
+@pytest.fixture
+def free(llm: genlm.AsyncLM) -> Iterator[Any]:
+    """A function: the number of free KV blocks, once nothing is kept."""
+
+    def blocks() -> int:
+        gc.collect()
+        llm.clear_kv_cache()
+        engine: Any = llm.engine
+        assert engine.statistics()["members_living"] == 0
+        return int(engine._populations._requests._pool.get_num_free_blocks())
+
+    before = blocks()
+    yield blocks
+    assert blocks() == before
+
+
+def has_room(llm: genlm.AsyncLM) -> bool:
+    engine: Any = llm.engine
+    config = engine.llm_engine.vllm_config
+    return bool(config.scheduler_config.max_num_seqs == 64)
+
+
+def figures(llm: genlm.AsyncLM, *names: str) -> Any:
+    """A function: by how much statistics have grown since."""
+    engine: Any = llm.engine
+    before = engine.statistics()
+    return lambda: tuple(engine.statistics()[name] - before[name] for name in names)
+
+
+def check(
+    tiny: TinyLlama, population: genlm.Population, rows: torch.Tensor, adapter: Any = None
+) -> None:
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+    for context, row in zip(population, rows, strict=True):
+        ids = tuple(context.token_ids)
+        if ids not in known:
+            known[ids] = tiny.logprobs(ids, adapter)
+        assert float((row - known[ids]).abs().max()) <= 1e-4
+
+
+def tokens(generator: random.Random, count: int, width: int) -> np.ndarray[Any, Any]:
+    """Few different ones, and some -1: members get equal and differ again."""
+    choices = [3, 4, generator.randrange(TINY_VOCABULARY), -1]
+    found = [[generator.choice(choices) for _ in range(width)] for _ in range(count)]
+    return np.array(found)[:, 0] if width == 1 else np.array(found)
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("seed", range(3))
+def test_populations_grow_fork_and_rest_beside_other_requests(
+    llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
+) -> None:
+    generator = random.Random(seed)
+    steps = 6 if SECOND_RUNNER else 12
+    populations = {
+        None: llm.population(PROMPT, 9),
+        "red": llm.population(PROMPT[: 30 + seed], 5, lora_name="red"),
+    }
+    single = llm.context(PROMPT[:20])
+
+    async def together(step: int) -> None:
+        nonlocal single
+        asked = {}
+        for adapter, before in populations.items():
+            members = np.array([generator.randrange(len(before)) for _ in range(len(before))])
+            if step % 3:
+                members = np.arange(len(before))
+            width = generator.choice([1, 1, 1, 2, 5])
+            now = before[members].extend(tokens(generator, len(members), width))
+            populations[adapter] = now
+            if generator.random() < 0.8:  # others are asked as they are some steps later
+                count = generator.randint(1, len(now))
+                asked[adapter] = now[sorted(generator.sample(range(len(now)), count))]
+        single = single.extend([generator.randrange(3, TINY_VOCABULARY)])
+        row, drawn, *found = await asyncio.gather(
+            single.next_token_logprobs(),
+            llm.sample(PROMPT[:9], max_tokens=3, seed=step),
+            *(population.next_token_logprobs() for population in asked.values()),
+        )
+        assert len(drawn) == 3
+        assert float((row - tiny.logprobs(tuple(single.token_ids))).abs().max()) <= 1e-4
+        for (adapter, population), rows in zip(asked.items(), found, strict=True):
+            check(tiny, population, rows, adapter)
+
+    async def walk() -> None:
+        for step in range(steps):
+            await together(step)
+
+    asyncio.run(walk())
+
+
+@pytest.mark.usefixtures("free")
+def test_members_grow_through_several_blocks(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    generator = np.random.default_rng(1)
+    population = llm.population(PROMPT[:30], 5).extend([3, 4, 5, 6, 7])
+    population.draw_sync(seed=0)
+    grown = figures(llm, "members_continued")
+    steps = 8 if SECOND_RUNNER else 40
+    for step in range(steps):
+        population = population.extend(generator.integers(3, TINY_VOCABULARY, 5))
+        rows = population.next_token_logprobs_sync()
+        if step % 3 == 1:
+            check(tiny, population, rows)
+    if has_room(llm):
+        assert grown() == (5 * steps,)
+
+
+def test_a_child_costs_its_token_and_what_nothing_refers_to_ends(
+    llm: genlm.AsyncLM, free: Any
+) -> None:
+    if not has_room(llm):
+        pytest.skip("for a place for each member")
+    names = ("tokens_computed", "members_continued", "members_forked", "members_begun")
+    grown, engine = figures(llm, *names), llm.engine
+    population = llm.population(PROMPT, 20)
+    population.draw_sync(seed=1)
+    assert grown() == (len(PROMPT), 0, 0, 1)
+    population = population.extend(np.arange(20) + 3)
+    population.draw_sync(seed=1)
+    assert grown() == (len(PROMPT) + 20, 1, 19, 1)
+    population = population.extend(np.full(20, 7))[[0, 0, 0, 5, 5, 19]]
+    population.draw_sync(seed=1)
+    assert grown() == (len(PROMPT) + 23, 4, 19, 1)
+    population = population.extend(np.arange(6))
+    population.draw_sync(seed=1)
+    assert grown() == (len(PROMPT) + 29, 7, 22, 1)
+    assert engine.statistics()["members_living"] == 6
+    population.draw_sync(seed=2)  # the rows are not stored
+    assert grown() == (len(PROMPT) + 35, 7, 28, 1)
+    population = population.extend(np.full((6, 3), 9))
+    population.draw_sync(seed=1)
+    assert grown() == (len(PROMPT) + 53, 7, 34, 1)
+    del population
+    free()
+
+
+def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM) -> None:
+    population = llm.population(PROMPT, 8).extend(np.arange(8) // 2 + 3)
+    rows = population.next_token_logprobs_sync()
+    masks = np.random.default_rng(1).random((3, rows.shape[1])) < 0.5
+    index = np.array([0, 1, 2, 0, 1, 2, 0, 1])
+    mass = population.log_mass_sync(masks, mask_index=index)
+    allowed = rows.masked_fill(~torch.from_numpy(masks[index]), -torch.inf)
+    torch.testing.assert_close(mass, allowed.logsumexp(1), atol=1e-5, rtol=0)
+    drawn = population.draw_sync(masks, mask_index=index, seed=3)
+    torch.testing.assert_close(drawn.log_mass, mass, atol=1e-5, rtol=0)
+    chosen = population.token_logprobs_sync(drawn.token_ids)
+    torch.testing.assert_close(chosen, drawn.logprobs, atol=1e-5, rtol=0)
+    assert masks[index, drawn.token_ids.numpy()].all()
+    ids = population.top_k_sync(3).token_ids
+    assert torch.equal(ids, rows.topk(3).indices)
+
+
+@pytest.mark.usefixtures("free")
+def test_continuations_are_drawn_on_the_living_requests(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    population = llm.population(PROMPT, 10)
+    grown = figures(llm, "members_begun", "tokens_computed")
+    sampled = population.sample_sync(6, stop=[3, 4, 5], seed=2)
+    if has_room(llm):
+        drawn = int((sampled.token_ids >= 0).sum())
+        begun, computed = grown()
+        assert begun == 1
+        assert computed < len(PROMPT) + drawn
+    for context, ids, logprobs in zip(
+        population, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True
+    ):
+        sequence = tuple(context.token_ids)
+        for token, logprob in zip(ids, logprobs, strict=True):
+            if token >= 0:
+                expected = float(tiny.logprobs(sequence)[token])
+                assert logprob == pytest.approx(expected, abs=1e-4)
+                sequence = (*sequence, token)
+    extended = sampled.population
+    check(tiny, extended, extended.next_token_logprobs_sync())
+
+
+@pytest.mark.usefixtures("free")
+def test_several_queries_of_a_population_at_once(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    async def together() -> list[Any]:
+        population = llm.population(PROMPT, 5)
+        await population.draw(seed=0)
+        one = population.extend([3, 4, 5, 3, 4])
+        other = population.extend([3, 9, 5, 9, 4])
+        asked = [one, other, population, one, other[[0, 2]]]
+        rows = await asyncio.gather(*(each.next_token_logprobs() for each in asked))
+        return list(zip(asked, rows, strict=True))
+
+    for population, rows in asyncio.run(together()):
+        check(tiny, population, rows)
+
+
+@pytest.mark.usefixtures("free")
+def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    async def cancelled() -> None:
+        population = llm.population(PROMPT * 4, 6)
+        for turn in range(12):
+            task = asyncio.ensure_future(population.next_token_logprobs())
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            if turn % 3 == 2:
+                await llm.next_token_logprobs([turn, 4])
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if turn % 2:
+                population = population.extend(np.arange(6) % (turn % 4 + 1) + 3)
+        check(tiny, population, await population.next_token_logprobs())
+
+    asyncio.run(cancelled())
+    assert llm.statistics().pending == 0
+
+
+@pytest.mark.usefixtures("free")
+def test_what_only_a_cancelled_query_computes_ends_at_once(llm: genlm.AsyncLM) -> None:
+    lineage = Lineage.of_sequences([TokenSequence.of(PROMPT * 5), TokenSequence.of([7] * 90)])
+    both = np.arange(2)
+    generation = Generation(lineage)
+
+    def cancel(engine: Any) -> list[int]:
+        def living() -> int:
+            return int(engine.statistics()["members_living"])
+
+        first, second = (
+            GroupQuery(-9 - i, generation, both, both, Broken(5)) for i in range(2)
+        )
+        engine.submit_group(first)
+        engine.step()
+        engine.submit_group(second)  # waits for the same rows
+        counts = [living()]
+        for query in (first, second):
+            engine.abort(query.query_id)
+            counts.append(living())
+        return counts
+
+    before, shared, after = llm._scheduler.run(cancel)
+    assert 0 < before == shared <= 2
+    assert after == 0
+
+
+def test_a_population_above_the_places_does_not_hold_up_others(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    if has_room(llm):
+        pytest.skip("for more members than places")
+    engine: Any = llm.engine
+
+    async def beside() -> None:
+        generator = np.random.default_rng(2)
+        prompts = [[*PROMPT, *each] for each in generator.integers(3, 60, (150, 2)).tolist()]
+        population = llm.population(prompts)
+        begun = figures(llm, "members_begun")
+        task = asyncio.ensure_future(population.next_token_logprobs())
+        while begun() == (0,):
+            await asyncio.sleep(0)
+        row = await llm.next_token_logprobs(PROMPT)
+        assert not task.done()
+        assert begun()[0] < 150
+        assert float((row - tiny.logprobs(tuple(PROMPT))).abs().max()) <= 1e-4
+        rows = await task
+        assert engine.statistics()["members_living"] <= 16
+        check(tiny, population[:5], rows[:5])
+        check(tiny, population[-5:], rows[-5:])
+
+    asyncio.run(beside())
+
+
+class Broken(GroupReduction):
+    """Raises for the member `at`."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def compute(self, rows: Any, row_of: Any, members: Any) -> tuple[torch.Tensor, ...]:
+        if self.at in members.tolist():
+            raise ArithmeticError("broken")
+        return (rows[row_of, 0],)
+
+
+@pytest.mark.usefixtures("free")
+def test_a_reduction_that_raises_fails_its_own_query(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    async def together() -> None:
+        population = llm.population(PROMPT, 4).extend([3, 4, 5, 6])
+        failed, rows = await asyncio.gather(
+            population.reduce(Broken(2)),
+            population.next_token_logprobs(),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, genlm.PopulationError)
+        assert 2 in failed.members
+        check(tiny, population, rows)
+        population = population.extend([7, 7, 7, 7])
+        check(tiny, population, await population.next_token_logprobs())
+
+    asyncio.run(together())
+
+
+def broken(*_arguments: Any, **_options: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.usefixtures("free")
+def test_a_step_that_raises_loses_no_population(
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = llm.engine
+    model = type(running_requests._runner_of(engine.llm_engine).model)
+    population = llm.population(PROMPT, 5)
+    population.draw_sync(seed=0)
+    population = population.extend([3, 4, 5, 3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            population.draw_sync(seed=1)
+    assert engine.statistics()["members_living"] == 0
+    for _ in range(2):
+        check(tiny, population, population.next_token_logprobs_sync())
+
+
+@pytest.mark.usefixtures("free")
+def test_a_removed_adapter_takes_its_requests_along(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    population = llm.population(PROMPT, 3, lora_name="blue").extend([3, 4, 5])
+    check(tiny, population, population.next_token_logprobs_sync(), "blue")
+    base = llm.population(PROMPT, 2)
+    base.draw_sync(seed=0)
+    engine: Any = llm.engine
+    llm.unload_lora("blue")
+    llm.next_token_logprobs_sync([3])
+    assert engine.statistics()["members_living"] <= 1
+    with pytest.raises(genlm.UnknownAdapterError):
+        population.draw_sync(seed=0)
+    llm.load_lora(tiny.adapters["blue"], "blue")
+    again = llm.population(PROMPT, 3, lora_name="blue")
+    check(tiny, again, again.next_token_logprobs_sync(), "blue")
+
+
+@pytest.mark.usefixtures("free")
+def test_members_grow_to_the_longest_context(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    longest = llm.max_context
+    assert longest is not None
+    population = llm.population((PROMPT * 8)[: longest - 2], 3)
+    population.draw_sync(seed=0)
+    for _ in range(2):
+        population = population.extend([3, 4, 5])
+        check(tiny, population, population.next_token_logprobs_sync())
+    with pytest.raises(genlm.PopulationError, match="256"):
+        population.extend([-1, 4, 5]).draw_sync(seed=0)
+    check(tiny, population, population.next_token_logprobs_sync())
+
+
+@pytest.mark.usefixtures("free")
+def test_ids_that_the_model_does_not_embed_fail_their_members(
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = llm.engine
+    population = llm.population(PROMPT, 4)
+    population.draw_sync(seed=0)
+    monkeypatch.setattr(engine._populations, "_embedded_ids", 100)
+    with pytest.raises(genlm.PopulationError, match="token id 107") as caught:
+        population.extend([3, 107, 99, 100]).draw_sync(seed=0)
+    assert list(caught.value.members) == [1, 3]
+    population = population.extend([3, 4, 99, 5])
+    check(tiny, population, population.next_token_logprobs_sync())
+
+
+def test_requests_end_at_once_where_contexts_are_not_kept(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    engine: Any = llm.engine
+    llm._scheduler.run(lambda _: setattr(engine, "keeps_contexts", False))
+    population = llm.population(PROMPT, 3).extend([3, 4, 5])
+    for _ in range(2):
+        check(tiny, population, population.next_token_logprobs_sync())
+        assert engine.statistics()["members_living"] == 0
+        population = population.extend([6, 6, 6])
+    llm._scheduler.run(lambda _: setattr(engine, "keeps_contexts", True))
+    population.draw_sync(seed=0)
+    assert engine.statistics()["members_living"] > 0
+
+
+@pytest.mark.parametrize(
+    ("seam", "part"),
+    [
+        ("_SCHEDULER", "Scheduler"),
+        ("_BLOCKS", "FullAttentionManager"),
+        ("_POOL", "BlockPool"),
+        ("_BATCH", "RequestState" if SECOND_RUNNER else "InputBatch"),
+    ],
+)
+def test_a_missing_seam_is_named(
+    llm: genlm.AsyncLM, monkeypatch: pytest.MonkeyPatch, seam: str, part: str
+) -> None:
+    engine: Any = llm.engine
+    assert engine.statistics()["populations"] == "running requests"
+    seam = "_STATES" if part == "RequestState" else seam
+    monkeypatch.setattr(running_requests, seam, ("nothing",))
+    assert obstacle(engine.llm_engine) == f"this vLLM's {part} has no nothing"

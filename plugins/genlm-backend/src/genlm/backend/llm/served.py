@@ -18,6 +18,7 @@ import torch
 import genlm
 from genlm.backend.cache import OutputCache
 from genlm.backend.llm.base import AsyncLM
+from genlm.backend.llm.prefix_rows import PrefixScores, common_text
 from genlm.backend.tokenization import Token
 from genlm.backend.tokenization.token import published_tokens
 from genlm.backend.tokenization.vocab import bytes_to_strs
@@ -49,6 +50,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     ) -> None:
         super().__init__(build_engine, name=name, output_cache=cache, max_batch_size=batch_size)
         self.cache = self.output_cache
+        self._prefix_scores = PrefixScores()
 
     @cached_property
     def byte_vocab(self) -> list[Token]:  # type: ignore[override]
@@ -82,10 +84,17 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`."""
-        return await super().batch_next_token_logprobs(
-            token_ids_list, lora_name=self._known(lora_name)
-        )
+        """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`.
+
+        The rows of all prefixes of one text are a `PrefixRows`, which is computed only as far as
+        it is read.
+        """
+        lora_name = self._known(lora_name)
+        if self._prefix_scores.useful and genlm.Capability.SCORE in self.capabilities:
+            prefixes = common_text(token_ids_list)
+            if prefixes is not None:
+                return await self._prefix_scores.rows(self, *prefixes, lora_name)
+        return await super().batch_next_token_logprobs(token_ids_list, lora_name=lora_name)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
@@ -161,6 +170,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         if genlm.Capability.LORA in self.capabilities:  # else the core refuses
             lora_path = _adapter_folder(lora_path)
         super().add_new_lora(lora_path, lora_name, replace=replace)
+        self._prefix_scores.clear()
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:  # type: ignore[override]
         """Use an adapter for all later requests, with a `DeprecationWarning`.
@@ -189,6 +199,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Take away an adapter; see `genlm.AsyncLM.remove_lora`."""
         self._known(lora_name)
         super().remove_lora(lora_name)
+        self._prefix_scores.clear()
 
     def _known(self, lora_name: str | None) -> str | None:
         """Refuse unknown adapters as published: by `ValueError`, whatever the engine serves."""
@@ -202,6 +213,11 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Compute a prefix and keep it, if the engine keeps prefixes."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
             super().cache_kv(prompt_tokens, lora_name=self._known(lora_name))
+
+    def clear_cache(self) -> None:
+        """Forget all rows and scores. Answers do not change."""
+        super().clear_cache()
+        self._prefix_scores.clear()
 
     def clear_kv_cache(self) -> None:
         """Free the prefixes that the engine keeps, if any."""

@@ -19,6 +19,10 @@ VLLM_OLDEST := .venv-vllm-oldest
 SITE := .venv-site
 NEWEST := .venv-newest
 
+# Distribution name of the published interface in `make dist`; it is imported as genlm.backend
+# under any name. Publishing under the name genlm-backend needs the consent of its owners.
+BACKEND_NAME ?= genlm-backend
+
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
@@ -107,7 +111,8 @@ site: $(SITE)/.ready  ## the documentation as a web site in build/site/
 
 dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	rm -rf dist
-	for package in $(PACKAGES) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
+	for package in $(filter-out plugins/genlm-backend,$(PACKAGES)) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
+	copy=$$(mktemp -d) && cp -r plugins/genlm-backend/. $$copy && cd $$copy && sed -i.bak 's/^name = "genlm-backend"$$/name = "$(BACKEND_NAME)"/' pyproject.toml && rm pyproject.toml.bak && $(abspath $(BIN))/hatchling build -d $(abspath dist) && rm -r $$copy
 
 clean:
 	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

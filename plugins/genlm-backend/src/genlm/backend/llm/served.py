@@ -195,6 +195,10 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
         return super().with_lora(self._known(lora_name))
 
+    def lora_view(self, lora_name: str | None) -> Self:
+        """Return this model with an adapter for all requests; None for this model itself."""
+        return self if lora_name is None else self.with_lora(lora_name)
+
     def remove_lora(self, lora_name: str) -> None:
         """Take away an adapter; see `genlm.AsyncLM.remove_lora`."""
         self._known(lora_name)

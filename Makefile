@@ -17,12 +17,17 @@ SGL_PACKAGES := core plugins/genlm-hf plugins/genlm-backend
 VLLM_OLDEST := .venv-vllm-oldest
 
 SITE := .venv-site
+NEWEST := .venv-newest
+
+# Distribution name of the published interface in `make dist`; it is imported as genlm.backend
+# under any name. Publishing under the name genlm-backend needs the consent of its owners.
+BACKEND_NAME ?= genlm-backend
 
 # More OpenMP threads than free cores make torch several times slower.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
+.PHONY: demo test newest newest-issue test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
@@ -46,6 +51,12 @@ test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
 
 test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, scores on the oldest SGLang that it supports
 	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten"
+
+newest:  ## the tests with the newest releases, whatever the upper bounds say; build/newest/report.md
+	$(PYTHON) scripts/newest.py run
+
+newest-issue:  ## an issue on GitHub with the report of `make newest`
+	$(PYTHON) scripts/newest.py issue
 
 check: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -101,10 +112,11 @@ site: $(SITE)/.ready  ## the documentation as a web site in build/site/
 
 dist: $(DEMO)  ## wheels and sdists of every distribution, in dist/
 	rm -rf dist
-	for package in $(PACKAGES) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
+	for package in $(filter-out plugins/genlm-backend,$(PACKAGES)) $(SERVING); do (cd $$package && $(abspath $(BIN))/hatchling build -d $(abspath dist)) || exit 1; done
+	copy=$$(mktemp -d) && cp -r plugins/genlm-backend/. $$copy && cd $$copy && sed -i.bak 's/^name = "genlm-backend"$$/name = "$(BACKEND_NAME)"/' pyproject.toml && rm pyproject.toml.bak && $(abspath $(BIN))/hatchling build -d $(abspath dist) && rm -r $$copy
 
 clean:
-	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGL) $(SITE) $(VLLM_OLDEST) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(DEMO): requirements.txt core/pyproject.toml plugins/genlm-hf/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "genlm needs Python >= 3.11; set PYTHON=")'

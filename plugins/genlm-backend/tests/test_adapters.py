@@ -13,6 +13,7 @@ import torch
 
 import genlm
 from genlm.backend import AsyncTransformer
+from genlm.backend.llm import AsyncLM
 
 from .tiny import alone, make_model
 
@@ -197,3 +198,37 @@ def test_an_adapter_of_the_model_can_be_taken_away(peft_model, tokenizer):
         llm.remove_lora("red")
         with pytest.raises(genlm.UnknownAdapterError, match="Loaded: blue"):
             llm.next_token_logprobs_sync(IDS, lora_name="red")
+
+
+def test_a_view_has_the_rows_of_its_adapter(llm, adapters):
+    [(red, red_row), _] = adapters
+    llm.add_new_lora(red, "red")
+    view = llm.lora_view("red")
+    assert close(view.next_token_logprobs_sync(IDS), red_row)
+    assert close(asyncio.run(view.batch_next_token_logprobs([IDS]))[0], red_row)
+    assert llm.lora_view(None) is llm
+    assert not close(llm.next_token_logprobs_sync(IDS), red_row)
+    with pytest.raises(genlm.UnknownAdapterError):
+        llm.lora_view("nobody")
+    assert not llm.supports_burst
+
+
+def test_a_view_of_a_model_of_ones_own_names_the_adapter_in_each_call(tokenizer):
+    class Own(AsyncLM):
+        async def next_token_logprobs(self, token_ids, lora_name=None):
+            return self.next_token_logprobs_sync(token_ids, lora_name)
+
+        def next_token_logprobs_sync(self, token_ids, lora_name=None):
+            return torch.full((len(self.byte_vocab),), float(lora_name == "red"))
+
+    llm = Own(tokenizer)
+    view = llm.lora_view("red")
+    assert llm.lora_view(None) is llm
+    rows = [
+        view.next_token_logprobs_sync(IDS),
+        asyncio.run(view.next_token_logprobs(IDS)),
+        *asyncio.run(view.batch_next_token_logprobs([IDS])),
+        *view.batch_next_token_logprobs_sync([IDS]),
+    ]
+    assert all((row == 1).all() for row in rows)
+    assert (llm.next_token_logprobs_sync(IDS) == 0).all()

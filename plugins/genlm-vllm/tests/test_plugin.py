@@ -35,7 +35,7 @@ def test_without_vllm_the_message_has_both_commands() -> None:
     status, error, imported = run_code(LISTED).stdout.splitlines()
     assert status.startswith("missing ('vllm',)")
     for said in (status, error):
-        assert "pip install 'vllm>=0.28,<0.33'" in said
+        assert "pip install 'vllm>=0.28,<0.34'" in said
         assert "python -m genlm_vllm.install_cpu" in said
     assert imported.endswith("False")  # genlm.load_model itself needs torch
 
@@ -55,7 +55,8 @@ RANGE = {
     "0.28.0": True,
     "0.31.1.dev5+g0123": True,
     "0.32.3+cu130": True,
-    "0.33.0": False,
+    "0.33.0": True,
+    "0.34.0": False,
     "1.0": False,
 }
 
@@ -71,7 +72,7 @@ def test_versions_outside_the_range_are_refused(
         with pytest.raises(genlm.MissingRequirementError) as raised:
             versions.check_version()
         assert f"found vllm {found}" in str(raised.value)
-        assert ">=0.28,<0.33" in str(raised.value)
+        assert ">=0.28,<0.34" in str(raised.value)
 
 
 def test_without_any_version_the_error_says_how_to_install(
@@ -95,7 +96,7 @@ def test_the_cpu_recipe_leaves_out_what_needs_cuda() -> None:
         "numpy",
         "uvicorn[standard]<1,>=0.2",
         "ray; extra == 'ray'",
-        "vllm<0.33,>=0.28; sys_platform == 'linux'",
+        "vllm<0.34,>=0.28; sys_platform == 'linux'",
     ]
     assert install_cpu.needed(requirements) == [
         "torch==2.13.0",

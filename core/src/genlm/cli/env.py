@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from genlm.cli.tested_versions import tested_versions
 from genlm.core.errors import described
 from genlm.core.plugins import list_backends
 
@@ -66,13 +67,17 @@ def env(
     for info in plugins:
         reason = f": {info['reason']}" if info["reason"] else ""
         typer.echo(f"  {info['provider']:<30} {info['version']}  {info['status']}{reason}")
+        for versions in tested_versions(info["tested"]):
+            typer.echo(f"    tested with {versions}")
 
 
 def environment() -> dict[str, Any]:
     """Return the sections of the report, each a mapping; `plugins` is a list."""
     plugins = [dataclasses.asdict(info) for info in list_backends()]
     distributions = sorted({"genlm-core", *(info["distribution"] for info in plugins)})
-    fields = ("name", "kind", "provider", "version", "status", "reason", "capabilities")
+    fields = (
+        "name", "kind", "provider", "version", "status", "reason", "capabilities", "tested",
+    )  # fmt: skip
     return {
         "genlm": _versions(distributions),
         "system": {

@@ -16,6 +16,7 @@ from rich.text import Text
 from genlm.cli.arguments import backends as completed
 from genlm.cli.arguments import output_console
 from genlm.cli.documented_options import Option, options_of
+from genlm.cli.tested_versions import tested_versions
 from genlm.core.plugins import BackendInfo, find_backend, list_backends
 from genlm.core.plugins.registry import PUBLISHED
 
@@ -114,6 +115,8 @@ def _usage(info: BackendInfo) -> Iterator[tuple[str, str]]:
     """Yield the requirements and capabilities of a backend, and how to load it."""
     name = info.provider if info.status == "ambiguous" else info.name
     yield "needs", ", ".join(info.requires) or "nothing else"
+    for versions in tested_versions(info.tested):
+        yield "tested with", versions
     for capability in info.capabilities:
         yield "can", f"{capability}: {_CAPABILITIES.get(capability, 'see its pages')}"
     if info.kind == "engine":

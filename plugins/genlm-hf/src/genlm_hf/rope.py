@@ -35,7 +35,8 @@ def forget_longest(model: torch.nn.Module) -> None:
         for name in _original_frequencies(module):
             current = name.replace("original_", "")
             original = getattr(module, name)
-            setattr(module, current, original.to(getattr(module, current).device))
+            # A copy, because newer releases of transformers write into the current ones.
+            setattr(module, current, original.to(getattr(module, current).device, copy=True))
 
 
 def _original_frequencies(module: torch.nn.Module) -> list[str]:

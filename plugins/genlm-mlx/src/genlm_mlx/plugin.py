@@ -19,4 +19,10 @@ def genlm_backends() -> Iterator[BackendSpec]:
         requires=("mlx", "mlx_lm"),
         install="pip install mlx-lm (on Linux 'mlx-lm[cpu]' or 'mlx-lm[cuda13]')",
         conformance="genlm_mlx.conformance:targets",
+        tested={
+            "mlx": ("0.32.4",),
+            "mlx-lm": ("0.32.2",),
+            "transformers": ("5.19.0",),
+            "torch": ("2.13.0",),
+        },
     )

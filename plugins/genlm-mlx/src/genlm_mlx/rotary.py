@@ -15,17 +15,15 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx.utils import tree_unflatten
-from mlx_lm.models.rope_utils import (
-    DynamicNTKScalingRoPE,
-    Llama3RoPE,
-    SuScaledRoPE,
-    YarnRoPE,
-)
+from mlx_lm.models import rope_utils
+from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 __all__ = ["PublishedRoPE", "correct_rotary"]
 
-_KINDS = (RoPE, DynamicNTKScalingRoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
+_KINDS = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
+if hasattr(rope_utils, "DynamicNTKScalingRoPE"):  # since mlx-lm 0.32
+    _KINDS += (rope_utils.DynamicNTKScalingRoPE,)
 
 # Larger relative differences are more than rounding.
 _TOLERANCE = 1e-5

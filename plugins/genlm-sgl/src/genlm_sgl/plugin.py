@@ -24,4 +24,9 @@ def genlm_backends() -> Iterator[BackendSpec]:
         requires=("sglang",),
         install=INSTALL,
         conformance="genlm_sgl.conformance:targets",
+        tested={
+            "sglang": ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+            "torch": ("2.13.0",),
+            "transformers": ("5.19.0",),
+        },
     )

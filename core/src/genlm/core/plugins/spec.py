@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import pluggy
@@ -18,6 +18,7 @@ from genlm.core.errors import (
 __all__ = [
     "API_VERSION",
     "PROJECT",
+    "TESTED",
     "BackendInfo",
     "BackendSpec",
     "Kind",
@@ -31,6 +32,9 @@ PROJECT = "genlm"
 
 API_VERSION = 1
 """Version of the plugin interface that this core implements."""
+
+TESTED = {"torch": ("2.7.0", "2.13.0", "2.14.1", "2.15.0")}
+"""Versions with which the tests of genlm-core were run; see `BackendSpec.tested`."""
 
 Kind = Literal["engine", "trie"]
 
@@ -67,9 +71,13 @@ class BackendSpec:
         install: Command that installs them; by default `pip install` of the distribution.
         api: Version of the plugin interface that it was written for.
         conformance: `"package.module:attribute"` of its conformance target.
+        tested: Versions with which the backend's tests were run, oldest first, by the name of
+            their distribution. `genlm plugins` and `genlm env` print them beside the installed
+            ones.
 
     Raises:
-        TypeError: `capabilities` or `requires` is not a tuple of strings.
+        TypeError: `capabilities` or `requires` is not a tuple of strings, or `tested` is not a
+            mapping of names to such tuples.
         ValueError: The kind, a reference or a required module is malformed.
     """
 
@@ -82,6 +90,7 @@ class BackendSpec:
     install: str = ""
     api: int = API_VERSION
     conformance: str | None = None
+    tested: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.api != API_VERSION:
@@ -93,16 +102,25 @@ class BackendSpec:
             raise ValueError(f"kind={self.kind!r}: expected one of {get_args(Kind)}")
         optional = {} if self.conformance is None else {"conformance": self.conformance}
         references: dict[str, object] = {"target": self.target, **optional}
-        for field, reference in references.items():
+        for option, reference in references.items():
             if not isinstance(reference, str) or not all(reference.partition(":")):
-                raise ValueError(f"{field}={reference!r}: expected 'package.module:attribute'")
-        for field in ("capabilities", "requires"):
-            value: object = getattr(self, field)
-            if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
-                raise TypeError(f"{field}={value!r}: expected a tuple of strings")
+                raise ValueError(f"{option}={reference!r}: expected 'package.module:attribute'")
+        for option in ("capabilities", "requires"):
+            if not _are_strings(value := getattr(self, option)):
+                raise TypeError(f"{option}={value!r}: expected a tuple of strings")
+        tested: object = self.tested
+        if not isinstance(tested, Mapping) or not all(map(_are_strings, tested.values())):
+            raise TypeError(
+                f"tested={tested!r}: expected tuples of versions by distribution, such as "
+                f"{{'torch': ('2.13.0',)}}"
+            )
         for module in self.requires:
             if not module.isidentifier():
                 raise ValueError(f"requires={module!r}: expected a top-level module's name")
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +154,7 @@ class BackendInfo:
     install: str = ""
     target: str = ""
     conformance: str | None = None
+    tested: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         reason = f", {self.reason}" if self.reason else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genlm.core.plugins import BackendSpec, hookimpl
+from genlm.core.plugins import TESTED, BackendSpec, hookimpl
 
 
 @hookimpl
@@ -17,4 +17,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
         capabilities=("lora",),
         summary="Exact byte n-gram model in closed form; small, for tests and trials",
         conformance="genlm.testing.core_targets:reference_targets",
+        tested=TESTED,
     )

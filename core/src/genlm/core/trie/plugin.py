@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from genlm.core.plugins import BackendSpec, hookimpl
+from genlm.core.plugins import TESTED, BackendSpec, hookimpl
 
 
 @hookimpl
@@ -17,4 +17,5 @@ def genlm_backends() -> Iterator[BackendSpec]:
             target="genlm.core.trie:TokenCharacterTrie",
             summary="Token trie on the CPU; arrays only, no recursion",
             conformance="genlm.testing.core_targets:numpy_targets",
+            tested=TESTED,
         )

@@ -21,7 +21,7 @@ from genlm.backend.llm.continuation import sampled_continuation
 from genlm.backend.tokenization import decode_vocab
 from genlm.plugin import SamplingParams, stream_seeds
 
-__all__ = ["AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
+__all__ = ["AdapterView", "AsyncLM", "BatchAbandoned", "MockAsyncLM", "temper"]
 
 
 class BatchAbandoned(RuntimeError):
@@ -53,6 +53,39 @@ def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
     return tempered.to(torch.promote_types(row.dtype, torch.float32))
 
 
+class AdapterView:
+    """The row methods of a model with one adapter for all requests; see `AsyncLM.lora_view`.
+
+    Args:
+        llm: The model.
+        lora_name: Name of the adapter.
+    """
+
+    def __init__(self, llm: AsyncLM, lora_name: str) -> None:
+        self._llm = llm
+        self._lora_name = lora_name
+
+    async def next_token_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of every next token with the adapter."""
+        return await self._llm.next_token_logprobs(token_ids, self._lora_name)
+
+    def next_token_logprobs_sync(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """The same, waiting for it."""
+        return self._llm.next_token_logprobs_sync(token_ids, self._lora_name)
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Return the rows of several sequences with the adapter."""
+        return await self._llm.batch_next_token_logprobs(token_ids_list, self._lora_name)
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """The same, waiting for it."""
+        return self._llm.batch_next_token_logprobs_sync(token_ids_list, self._lora_name)
+
+
 class AsyncLM(abc.ABC):
     """The published interface; a class derived from it needs the two abstract methods.
 
@@ -60,9 +93,13 @@ class AsyncLM(abc.ABC):
 
     Args:
         tokenizer: A tokenizer that `decode_vocab` accepts.
+
+    Attributes:
+        supports_burst: Whether the engine can be driven by a sampler; always False here.
     """
 
     tokenizer: Any
+    supports_burst = False
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -164,6 +201,10 @@ class AsyncLM(abc.ABC):
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
         """Use an adapter for all later requests; as `add_new_lora`."""
         raise genlm.UnsupportedCapabilityError(genlm.Capability.LORA, type(self).__name__)
+
+    def lora_view(self, lora_name: str | None) -> Any:
+        """Return a model whose rows are those of an adapter; None for this model itself."""
+        return self if lora_name is None else AdapterView(self, lora_name)
 
     def clear_lora(self) -> None:  # noqa: B027 - optional for subclasses
         """Use the base model for all later requests; nothing by default."""

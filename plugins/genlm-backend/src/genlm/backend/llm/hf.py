@@ -248,7 +248,10 @@ class AsyncTransformer(ServedLM):
     async def _answer(self, query: Query) -> None:
         prefixes = [query.prompt[: end + 1] for end in range(len(query.prompt))]
         try:
-            rows = await self.batch_next_token_logprobs(prefixes, query.lora_name)
+            # Not this class's method: all rows are wanted.
+            rows = await genlm.AsyncLM.batch_next_token_logprobs(
+                self, prefixes, lora_name=self._known(query.lora_name)
+            )
         except Exception as error:  # noqa: BLE001 - passed to the future
             if not query.future.done():
                 query.future.set_exception(error)

@@ -18,6 +18,7 @@ import torch
 import genlm
 from genlm.backend.cache import OutputCache
 from genlm.backend.llm.base import AsyncLM
+from genlm.backend.llm.prefix_rows import PrefixScores, common_text
 from genlm.backend.tokenization import Token
 from genlm.backend.tokenization.token import published_tokens
 from genlm.backend.tokenization.vocab import bytes_to_strs
@@ -50,6 +51,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     ) -> None:
         super().__init__(build_engine, name=name, output_cache=cache, max_batch_size=batch_size)
         self.cache = self.output_cache
+        self._prefix_scores = PrefixScores()
 
     @cached_property
     def byte_vocab(self) -> list[Token]:  # type: ignore[override]
@@ -89,10 +91,17 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`."""
-        return await super().batch_next_token_logprobs(
-            token_ids_list, lora_name=self._known(lora_name)
-        )
+        """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`.
+
+        The rows of all prefixes of one text are a `PrefixRows`, which is computed only as far as
+        it is read.
+        """
+        lora_name = self._known(lora_name)
+        if self._prefix_scores.useful and genlm.Capability.SCORE in self.capabilities:
+            prefixes = common_text(token_ids_list)
+            if prefixes is not None:
+                return await self._prefix_scores.rows(self, *prefixes, lora_name)
+        return await super().batch_next_token_logprobs(token_ids_list, lora_name=lora_name)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: TokenBatch, lora_name: str | None = None
@@ -168,6 +177,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         if genlm.Capability.LORA in self.capabilities:  # else the core refuses
             lora_path = _adapter_folder(lora_path)
         self.load_lora(lora_path, lora_name, replace=replace)
+        self._prefix_scores.clear()
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
         """Use an adapter for all later requests, with a `DeprecationWarning`.
@@ -191,10 +201,15 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Return this model with another default adapter; see `genlm.AsyncLM.with_lora`."""
         return super().with_lora(self._known(lora_name))
 
+    def lora_view(self, lora_name: str | None) -> Self:
+        """Return this model with an adapter for all requests; None for this model itself."""
+        return self if lora_name is None else self.with_lora(lora_name)
+
     def remove_lora(self, lora_name: str) -> None:
         """Unload an adapter; see `genlm.AsyncLM.unload_lora`."""
         self._known(lora_name)
         self.unload_lora(lora_name)
+        self._prefix_scores.clear()
 
     def _use_lora(self, lora_name: str | None) -> None:
         # The core's models have one default adapter: this one becomes another of them.
@@ -219,8 +234,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             super().clear_kv_cache()
 
     def clear_cache(self) -> None:
-        """Drop this model's rows from the output cache."""
+        """Drop this model's rows from the output cache, and the scores of prefixes."""
         self.clear_output_cache()
+        self._prefix_scores.clear()
 
     def reset_async_queries(self) -> None:
         """End all unanswered requests with `QueryResetError`; the model stays usable."""

@@ -1,0 +1,115 @@
+"""The private functions of vLLM that this plugin calls or replaces, checked before a model is loaded.
+
+A release that was not run, because it has no CPU build, is accepted only if these are as in the newest
+release that was run. What else the plugin uses is in `tests/private_names.txt`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+
+from packaging.version import Version
+
+from genlm.plugin import ModelLoadError
+from genlm_vllm.versions import TESTED, check_version
+
+__all__ = ["changes", "check_private_interface"]
+
+_SCHEDULED = "vllm.v1.core.sched.output"
+_CLIENT = "vllm.v1.engine.core_client"
+_PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker"
+
+_PARAMETERS: Mapping[str, str] = {
+    f"{_CLIENT}.EngineCoreClient.make_client": "multiprocess_mode asyncio_mode vllm_config "
+    "executor_class log_stats",
+    f"{_CLIENT}.InprocClient.get_output": "self",
+    f"{_CLIENT}.InprocClient.add_request": "self request",
+    f"{_CLIENT}.InprocClient.abort_requests": "self request_ids",
+    f"{_CLIENT}.SyncMPClient.get_output": "self",
+    f"{_CLIENT}.SyncMPClient.add_request": "self request",
+    f"{_CLIENT}.SyncMPClient.abort_requests": "self request_ids",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt params "
+    "supported_tasks lora_request resumable",
+    "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session": "self session update",
+    "vllm.v1.sample.logits_processor.LogitsProcessor.apply": "self logits",
+    "vllm.v1.sample.logits_processor.LogitsProcessor.update_state": "self batch_update",
+    "vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor.add_request": "self req_idx "
+    "sampling_params",
+    "vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor.apply": "self logits ctx",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict": "self "
+    "hidden_states num_scheduled_tokens",
+    f"{_PROMPTS}.add_request": "self req_id req_idx sampling_params",
+    f"{_PROMPTS}.remove_request": "self req_id",
+    f"{_PROMPTS}.compute_prompt_logprobs": "self logits_fn hidden_states input_batch "
+    "all_token_ids num_computed_tokens prompt_lens",
+}
+"""Parameters of each function. Others that have a default change nothing."""
+
+_FIELDS: Mapping[str, str] = {
+    f"{_SCHEDULED}.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs "
+    "num_scheduled_tokens total_num_scheduled_tokens finished_req_ids preempted_req_ids",
+    f"{_SCHEDULED}.NewRequestData": "req_id sampling_params block_ids num_computed_tokens",
+    f"{_SCHEDULED}.CachedRequestData": "req_ids resumed_req_ids new_block_ids "
+    "num_computed_tokens",
+    "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
+    "num_scheduled_tokens num_computed_prefill_tokens_np",
+}
+"""Fields of dataclasses."""
+
+
+def check_private_interface() -> None:
+    """Compare an installed vLLM that is newer than the tested ones with the newest of those.
+
+    Raises:
+        ModelLoadError: A function or field is different; lists each.
+    """
+    found, newest = check_version(), TESTED[-1]
+    if Version(found).release <= Version(newest).release:
+        return
+    changed = list(changes())
+    if changed:
+        raise ModelLoadError(
+            f"vLLM {found} differs from {newest}, the newest version that genlm-vllm was tested "
+            f"with, in what it uses of vLLM: {'; '.join(changed)}. Install vllm=={newest}"
+        )
+
+
+def changes() -> Iterator[str]:
+    """Yield what the installed vLLM has no longer, or with other parameters."""
+    for path, listed in _PARAMETERS.items():
+        function = _at(path)
+        if function is None:
+            yield f"{path} is gone"
+            continue
+        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+        wanted = set(listed.split())
+        required = {
+            name
+            for name, each in parameters.items()
+            if each.default is each.empty
+            and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
+        }
+        if not required <= wanted <= parameters.keys():
+            yield f"{path} has the parameters ({', '.join(parameters)})"
+    for path, listed in _FIELDS.items():
+        cls = _at(path)
+        known = {field.name for field in dataclasses.fields(cls)} if cls else set()  # type: ignore[arg-type]
+        for name in sorted(set(listed.split()) - known):
+            yield f"{path} has no field {name}"
+
+
+def _at(path: str) -> object | None:
+    """Return what is at a dotted path, None if it is gone."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            place: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            place = getattr(place, name, None)
+        return place
+    return None

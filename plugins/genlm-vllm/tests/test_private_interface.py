@@ -1,0 +1,68 @@
+"""A vLLM that is newer than the tested ones is refused if what the plugin uses has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.engine.core_client import InprocClient
+
+import genlm
+from genlm_vllm import private_interface, versions
+from genlm_vllm.private_interface import changes, check_private_interface
+
+pytestmark = pytest.mark.newer
+
+
+def test_the_installed_version_has_all_that_is_listed() -> None:
+    assert Version(versions.check_version()) >= Version(versions.TESTED[-1])
+    assert list(changes()) == []
+
+
+def test_each_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_request(self: Any, request: Any, wave: int) -> None: ...
+    def get_output(self: Any, timeout: float = 0.0) -> None: ...
+
+    monkeypatch.setattr(InprocClient, "add_request", add_request)
+    monkeypatch.setattr(InprocClient, "get_output", get_output)  # harmless
+    monkeypatch.delattr(InprocClient, "abort_requests")
+    monkeypatch.delattr(InprocClient.__mro__[1], "abort_requests")
+    fields = {k: v for k, v in NewRequestData.__dataclass_fields__.items() if k != "block_ids"}
+    monkeypatch.setattr(NewRequestData, "__dataclass_fields__", fields)
+    client = "vllm.v1.engine.core_client.InprocClient"
+    assert list(changes()) == [
+        f"{client}.add_request has the parameters (self, request, wave)",
+        f"{client}.abort_requests is gone",
+        "vllm.v1.core.sched.output.NewRequestData has no field block_ids",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "refused"), [("0.32.1", True), ("0.33.0", True), ("0.31.0", False)]
+)
+def test_only_newer_versions_are_compared(
+    monkeypatch: pytest.MonkeyPatch, found: str, refused: bool
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: found)
+    monkeypatch.setattr(private_interface, "changes", lambda: iter(["f is gone", "g is gone"]))
+    if not refused:
+        check_private_interface()
+        return
+    with pytest.raises(genlm.ModelLoadError, match=rf"vLLM {found} .*: f is gone; g is gone\."):
+        check_private_interface()
+
+
+def test_a_newer_version_without_changes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: "0.33.0")
+    check_private_interface()
+
+
+def test_a_model_is_not_loaded_by_a_version_that_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: "0.33.0")
+    monkeypatch.setattr(private_interface, "changes", lambda: iter(["f is gone"]))
+    with pytest.raises(genlm.ModelLoadError, match="f is gone"):
+        genlm.load_model("demo", backend="vllm")

@@ -26,7 +26,7 @@ from genlm.core.errors import (
     with_places,
 )
 from genlm.core.generations import Generation, Lineage
-from genlm.core.query import GroupQuery, GroupReduction, Query, Reduction
+from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
 from genlm.core.row_results import is_cacheable
@@ -421,6 +421,7 @@ class Requests:
         """Reduce the rows of a text's beginnings as those of a population."""
         lineage = Lineage.of_sequences(list(_beginnings(packed, start)))
         places = np.arange(len(lineage))
+        answer: GroupResult
         answer = await self.group(Generation(lineage), places, places, reduction, adapter)
         if answer.errors:
             error = answer.errors[min(answer.errors)]

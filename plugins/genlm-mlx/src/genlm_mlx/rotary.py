@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 __all__ = ["PublishedRoPE", "correct_rotary"]
 
-_KINDS = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
+_KINDS: tuple[type[Module], ...] = (RoPE, Llama3RoPE, SuScaledRoPE, YarnRoPE)
 if hasattr(rope_utils, "DynamicNTKScalingRoPE"):  # since mlx-lm 0.32
     _KINDS += (rope_utils.DynamicNTKScalingRoPE,)
 

@@ -94,7 +94,9 @@ async def steer(
             if progress:
                 size_now = particles.history[-1].effective_sample_size
                 finished = int(particles.population.finished.sum())
-                bar.set_postfix_str(f"effective {size_now:.1f}, finished {finished}", refresh=False)
+                bar.set_postfix_str(
+                    f"effective {size_now:.1f}, finished {finished}", refresh=False
+                )
             bar.update()
             yield particles
             if particles.population.finished.all():

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, oracle_row
 
-from genlm.constraints import Constraint
+from genlm.constraints import Automaton, Constraint
 from genlm.smc import (
     effective_sample_size,
     normalised_weights,
@@ -216,6 +216,45 @@ def last(llm: Any, size: int, **options: Any) -> Any:
     options = {"max_tokens": STEPS, "stop": [END]} | options
     *_, found = steer_sync(llm, PROMPT, size, **options)
     return found
+
+
+class ManyThrees(Constraint):
+    """The potential of `potential_of`, as a constraint that allows all tokens."""
+
+    def __init__(self, texts: list[tuple[int, ...]]) -> None:
+        self.texts = texts
+        self.finished = np.zeros(len(texts), bool)
+        self.log_potential = np.array([potential_of(text) for text in texts])
+
+    def masks(self) -> Any:
+        return list(range(VOCABULARY)), None
+
+    def advance(self, token_ids: Any) -> ManyThrees:
+        pairs = zip(self.texts, token_ids.tolist(), strict=True)
+        return ManyThrees([(*text, token) if token >= 0 else text for text, token in pairs])
+
+    def __getitem__(self, ancestors: Any) -> ManyThrees:
+        return ManyThrees([self.texts[ancestor] for ancestor in ancestors])
+
+
+def test_log_potentials_of_a_constraint_weigh_as_a_potential_does(llm):
+    for seed in range(5):
+        found = last(llm, 30, potential=potential, seed=seed)
+        other = last(llm, 30, constraint=ManyThrees([PROMPT] * 30), seed=seed)
+        assert found.population.tokens.tolist() == other.population.tokens.tolist()
+        np.testing.assert_allclose(found.log_weights, other.log_weights, atol=1e-5)
+
+
+def test_the_end_of_a_constraint_ends_a_particle(make_model):
+    llm = make_model(ScriptedEngine(VOCABULARY))
+    assert llm.vocabulary.eos_token_id is None
+    text = bytes(llm.byte_vocab[1]) + bytes(llm.byte_vocab[3])
+    successors = np.full((len(text) + 1, 256), -1)
+    successors[np.arange(len(text)), list(text)] = np.arange(1, len(text) + 1)
+    language = Automaton(successors, np.arange(len(text) + 1) == len(text))
+    *_, found = steer_sync(llm, PROMPT, 4, max_tokens=9, constraint=language, seed=0)
+    assert found.population.finished.all()
+    assert found.population.tokens.tolist() == [[*PROMPT, 1, 3]] * 4
 
 
 @pytest.mark.parametrize("resample_below", [0, 0.5, 1])

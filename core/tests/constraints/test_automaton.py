@@ -67,6 +67,22 @@ def test_languages_are_combined(first, second):
         assert (text in only) == bool(in_one and not in_other)
 
 
+BOUNDS = bytes.fromhex("00417f808f909fa0bfc0c1c2dfe0e1ecedeeeff0f1f3f4f5ff")
+"""First and last bytes of the ranges that UTF-8 distinguishes."""
+
+
+def test_the_automaton_of_utf8_agrees_with_pythons_decoder():
+    language = Automaton(*utf8_table())
+    for length in range(4):
+        for text in map(bytes, itertools.product(BOUNDS, repeat=length)):
+            assert (text in language) == is_utf8(text)
+    for first, text in itertools.product(
+        b"\xf0\xf1\xf3\xf4", map(bytes, itertools.product(BOUNDS, repeat=2))
+    ):
+        found = bytes([first]) + text + b"\x80"
+        assert (found in language) == is_utf8(found)
+
+
 @given(st.binary(max_size=6) | st.text(max_size=3).map(str.encode))
 def test_complements_are_of_valid_utf8(text):
     assert (text in ~Automaton.regex("a")) == (is_utf8(text) and text != b"a")
@@ -164,6 +180,11 @@ def test_a_text_may_have_begun(llm):
         language.start(llm, 1, text=b"x")
     with pytest.raises(ValueError, match="can be written with the tokens"):
         Automaton.regex("x").start(llm, 1)
+
+
+def test_tokens_that_no_token_of_the_vocabulary_can_complete_are_not_allowed(llm):
+    constraint = Automaton.regex("ax|abz|b").start(llm, 1)
+    assert unpacked(constraint) == {TOKENS.index(b"b")}
 
 
 def test_texts_end_with_the_given_tokens(llm):

@@ -1,10 +1,10 @@
 """JSON that fits a schema and a check in Python, with the weights that make samples unbiased.
 
-xgrammar (`pip install 'genlm-core[xgrammar]'`) masks the tokens that break the schema. What no
-schema can say is a function, which is called for the drawn tokens only: tokens are drawn without
-replacement until one is accepted, and a few more estimate the mass of all that would be (adaptive
-weighted rejection sampling, arXiv 2504.05410). `exp(log_evidence)` estimates without bias the
-probability that the model by itself writes such a document and ends.
+xgrammar (`pip install 'genlm-core[xgrammar]'`) masks the tokens that break the schema. A rule
+that no schema can express is a function, called for drawn tokens only: tokens are drawn without
+replacement until one is accepted, and two more estimate the mass of all that would be accepted
+(adaptive weighted rejection sampling, arXiv 2504.05410). `exp(log_evidence)` estimates without
+bias the probability that the model by itself writes such a document and ends.
 """
 
 import asyncio

@@ -20,7 +20,10 @@ import griffe
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {
-    "core/src": ("genlm", "genlm.plugin", "genlm.prefix", "genlm.smc", "genlm.testing"),
+    "core/src": (
+        *("genlm", "genlm.constraints", "genlm.plugin", "genlm.prefix", "genlm.smc"),
+        "genlm.testing",
+    ),
     "plugins/genlm-backend/src": ("genlm.backend",),
     "plugins/genlm-hf/src": ("genlm_hf.engine",),
     "plugins/genlm-llamacpp/src": ("genlm_llamacpp.engine",),

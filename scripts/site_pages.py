@@ -65,6 +65,7 @@ REFERENCE = {
         ["genlm.Token", "genlm.plugin.Vocabulary", "genlm.decode_vocab", "genlm.ByteReader"],
     ),
     "smc": ("Particle filters", ["genlm.smc"]),
+    "constraints": ("Constraints", ["genlm.constraints"]),
     "tries": (
         "Token tries",
         ["genlm.get_trie", "genlm.TokenCharacterTrie", "genlm.AsyncTokenCharacterTrie"],
@@ -104,8 +105,10 @@ REFERENCE = {
 
 EXPORTS = {
     "genlm": "more",
+    "genlm.constraints": "constraints",
     "genlm.plugin": "plugin",
     "genlm.prefix": "prefix",
+    "genlm.smc": "smc",
     "genlm.testing": "testing",
 }
 """Modules whose `__all__` is documented: public names that REFERENCE does not place come to the

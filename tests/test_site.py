@@ -109,7 +109,10 @@ def documented(pages) -> set[str]:
     return {*headings, *re.findall(r'<td><code><span title="([\w.]+)"', text)}
 
 
-EXPORTED = ["genlm", "genlm.plugin", "genlm.prefix", "genlm.smc", "genlm.testing"]
+EXPORTED = [
+    *("genlm", "genlm.constraints", "genlm.plugin", "genlm.prefix", "genlm.smc"),
+    "genlm.testing",
+]
 HOMES = [*EXPORTED, "genlm.core.errors", "genlm.core.statistics"]
 """Modules under whose names the reference documents classes."""
 

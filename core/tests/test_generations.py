@@ -97,6 +97,20 @@ def test_extensions_and_suffixes_are_those_of_lists_of_tuples(steps):
         assert (*made[place], *suffix[suffix >= 0].tolist()) == ids
 
 
+@given(STEPS, st.lists(st.integers(0, 9), min_size=4, max_size=4))
+def test_last_tokens_are_those_of_the_sequences(steps, wanted):
+    lineage = lineage_of([(5, 6), (4,), (7, 7, 2)])
+    for step in steps:
+        places = [place % len(lineage) for place, _ in step]
+        lineage, _ = extended(lineage, places, [token for _, token in step])
+    places = np.array([i % len(lineage) for i in range(len(wanted))])
+    counts = np.minimum(wanted, lineage.lengths[places])
+    found = lineage.last_tokens(places, counts)
+    for place, count, row in zip(places.tolist(), counts.tolist(), found.tolist(), strict=True):
+        ids = lineage.sequence(place).token_ids
+        assert [i for i in row if i != NO_TOKEN] == list(ids[len(ids) - count :])
+
+
 def test_a_lineage_is_extended_by_no_members():
     lineage, places = lineage_of().extended(np.empty(0, np.int64), np.empty(0, np.int64))
     assert len(lineage) == len(places) == 0

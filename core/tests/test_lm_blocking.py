@@ -206,8 +206,8 @@ def test_a_group_of_any_kind_is_answered_by_its_id(make_model: MakeModel) -> Non
 
     llm, group = make_model(GroupEngine()), Group()
     assert asyncio.run(llm._scheduler.answer(group)) == {"of": group}
-    assert llm._scheduler.answer_sync(group) == {"of": group}
-    assert llm._scheduler.answer_sync(Query(7, (1,))).shape == (16,)
+    assert run_blocking(llm._scheduler.answer(group)) == {"of": group}
+    assert run_blocking(llm._scheduler.answer(Query(7, (1,)))).shape == (16,)
 
 
 def test_the_thread_of_finalizers_starts_with_a_model_and_not_in_a_finalizer(

@@ -1,4 +1,4 @@
-"""What authors of engines and tries import: `from genlm.plugin import BatchEngine, hookimpl`.
+"""Interface for authors of engines and tries: `from genlm.plugin import BatchEngine, hookimpl`.
 
 - the hook: `hookimpl`, `BackendSpec`; installed plugins: `refresh`, `find_backend`,
   `get_backend`, `get_trie`, `list_backends`, `BackendInfo`
@@ -8,7 +8,7 @@
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
   runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `Generation`,
-  `Lineage`
+  `Lineage`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
+    from genlm.core.group_expansion import with_groups as with_groups
     from genlm.core.plugins import BackendInfo as BackendInfo
     from genlm.core.plugins import BackendSpec as BackendSpec
     from genlm.core.plugins import find_backend as find_backend

@@ -1,8 +1,9 @@
-"""`genlm compare`: agreement, differences and failures of engines, each in its process."""
+"""`genlm compare`: agreement, differences and failures of engines."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 import genlm
 from genlm import ModelFacts
-from genlm.cli import app
-from genlm.cli.engine_process import Request, answer_here, limits_of, longest_of
+from genlm.cli import app, engine_process
+from genlm.cli.engine_process import Answer, Request, answer_here, limits_of, longest_of
 from genlm.plugin import refresh
 from genlm.testing.comparison import contexts_of, differences
 
@@ -55,6 +56,11 @@ class Abstract(ReferenceEngine):
         tokens.append(Token(len(tokens), b"end"))
         self.vocabulary = Vocabulary(None, tokens, list(map(repr, tokens)))
 
+class Printing(ReferenceEngine):
+    def __init__(self, *args):
+        super().__init__(*args)
+        print("loaded")
+
 class Short(ReferenceEngine):
     def __init__(self, *args):
         super().__init__(*args, max_context=50)
@@ -76,6 +82,7 @@ TARGETS = {
     "windowed": "Windowed",
     "stale": "Stale",
     "short": "Short",
+    "printing": "Printing",
     "abstract": "Abstract",
     "crash": "crash",
     "refuse": "refuse",
@@ -98,11 +105,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(folder: str, *arguments: str) -> Result:
-    """Run the command here; the engines run in processes of their own, as always."""
+def run(folder: str, *arguments: str, here: bool = True) -> Result:
+    """Run the command, with the engines in this process or each in one of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", folder)
+        patch.setenv("PYTHONPATH", folder + os.pathsep + os.environ.get("PYTHONPATH", ""))
         patch.syspath_prepend(folder)
+        if here:
+            patch.setattr(engine_process, "answer_of", lambda request, _: answer_here(request))
         refresh()
         result = CliRunner().invoke(app, ["compare", *arguments])
     refresh()
@@ -134,17 +143,25 @@ def test_equal_engines_agree_and_the_table_says_what_it_took(
     assert float(windowed.split()[4]) > 0.1
 
 
-def test_engines_that_differ_fail_or_crash_are_told_and_the_others_go_on(
-    folder: str,
-) -> None:
-    names = "crash,reference,windowed,stale,refuse,short"
+def test_an_engine_that_ends_its_process_is_told_and_the_others_go_on(folder: str) -> None:
+    names = "crash,printing"
+    done = run(folder, "demo", "--backends", names, "--json", "--longest", "20", here=False)
+    assert done.exit_code == 1
+    found = engines(done)  # the standard output is JSON, whatever an engine prints
+    assert found["crash"]["status"] == "failed"
+    assert found["crash"]["reason"] == "its process ended with exit code 3"
+    assert found["printing"]["status"] == "reference"
+    assert found["printing"]["figures"]["peak_memory_bytes"] > 2**20
+
+
+def test_engines_that_differ_or_fail_are_told_and_the_others_go_on(folder: str) -> None:
+    names = "reference,windowed,stale,refuse,short"
     done = run(folder, "demo", "--backends", names, "--json", "--longest", "100")
     assert done.exit_code == 1
     found = engines(done)
     assert json.loads(done.stdout)["bound"] == 1e-4
     assert list(found) == names.split(",")
-    assert found["crash"]["status"] == "failed"
-    assert "ended with exit code 3" in found["crash"]["reason"]
+    assert found["refuse"]["status"] == "failed"
     assert found["refuse"]["reason"] == "ModelLoadError: no kernel for this model"
     assert found["reference"]["status"] == "reference"
     windowed = found["windowed"]
@@ -176,6 +193,7 @@ def test_no_engine_needs_a_tokenizer(folder: str) -> None:
 def test_given_ids_are_requested_twice() -> None:
     given = [[1, 2, 3], [7, 7, 200, 9]]
     answer = answer_here(Request("demo", "reference", "float32", longest=20, ids=given))
+    assert isinstance(answer, Answer)
     assert [ids for ids in map(tuple, given) if ids not in answer.plan.contexts] == []
     assert {token for ids in answer.ids for token in ids} == {*given[0], *given[1]}
     with genlm.load_model("demo", "reference") as llm:

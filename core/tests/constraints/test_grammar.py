@@ -168,7 +168,7 @@ def test_an_unknown_library_is_refused(make, message):
     ids=["xgrammar", "llguidance"],
 )
 def test_a_wrong_grammar_is_refused_with_the_library_s_message(llm, grammar):
-    with pytest.raises(ValueError, match="does not accept the grammar: .*nothing"):
+    with pytest.raises(ValueError, match=r"does not accept the grammar: .*nothing"):
         grammar.start(llm, 1)
 
 

@@ -21,6 +21,7 @@ from genlm import (
     Scheduler,
     TokenIdError,
 )
+from genlm.core.blocking import run_blocking
 from genlm.core.scheduler import ResultHandler
 
 
@@ -302,9 +303,9 @@ def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usa
 
     scheduler = Scheduler(lambda: engine, results=Unreadable())
     with pytest.raises(EvaluationError, match="no room to check"):
-        scheduler.answer_sync(Query(0, (1,)))
+        run_blocking(scheduler.answer(Query(0, (1,))))
     unreadable.append(False)
-    row = scheduler.answer_sync(Query(1, (2,)))
+    row = run_blocking(scheduler.answer(Query(1, (2,))))
     torch.testing.assert_close(row, oracle_row([2], None, 16))
     scheduler.close()
 

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from genlm.cli import app, engine_process
 from genlm.testing import TinyModel, families
 
-ENGINE = """
-from genlm_hf.engine import HFEngine
 
-def windowless(model, **options):
-    return HFEngine(model, **options, hf_opts={"sliding_window": None})
-"""
-PLUGIN = """
-import genlm
-@genlm.hookimpl
-def genlm_backends():
-    yield genlm.BackendSpec("windowless", "engine", "windowless_engine:windowless")
-"""
-
-
-def test_an_ignored_window_is_found_beyond_it(tmp_path: Path) -> None:
-    (tmp_path / "windowless_engine.py").write_text(ENGINE)
-    (tmp_path / "windowless_plugin.py").write_text(PLUGIN)
-    info = tmp_path / "windowless-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: windowless\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[genlm]\nwindowless = windowless_plugin\n")
+def test_an_ignored_window_is_found_beyond_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = TinyModel.of(tmp_path / "model", families()["mistral with a window of 16"])
-    code = "from genlm.cli import main; main()"
-    command = [sys.executable, "-c", code, "compare", str(model.path), "--json"]
-    command += ["--backends", "hf,windowless"]
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    monkeypatch.setattr(
+        engine_process, "answer_of", lambda request, _: engine_process.answer_here(request)
+    )
+    options = {"genlm-hf:hf": {"hf_opts": {"sliding_window": None}}}
+    arguments = ["compare", str(model.path), "--json", "--backends", "hf,genlm-hf:hf"]
 
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    done = CliRunner().invoke(app, [*arguments, "--options", json.dumps(options)])
+    assert done.exit_code == 1, done.output
     report = json.loads(done.stdout)
     assert report["family"] == "MistralForCausalLM + sliding_window"
     assert (report["longest"], report["not_reached"]) == (64, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ __all__ = [
     "backends",
     "checked_dtype",
     "checked_options",
+    "finite",
     "json_object",
     "load",
     "output_console",
@@ -76,11 +78,11 @@ def checked_dtype(text: str) -> str:
         raise typer.BadParameter(str(error)) from error
 
 
-def checked_options(text: str) -> dict[str, Any]:
-    """Return options of `load_model`, given as JSON."""
+def checked_options(text: str, option: str = "--options") -> dict[str, Any]:
+    """Return the value of an option that is a JSON object."""
     found = json_object(text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--options")
+        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint=option)
     return found
 
 
@@ -91,6 +93,15 @@ def json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # also integers of too many digits
         return None
     return found if isinstance(found, dict) else None
+
+
+def finite(value: Any) -> Any:
+    """Replace infinities and NaN, which JSON does not have, by their names."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def require_writable(option: str, path: Path) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from genlm.cli.arguments import SeedOption, checked_dtype, json_object, output_console
+from genlm.cli.arguments import SeedOption, checked_dtype, finite, json_object, output_console
 from genlm.core.errors import UnknownBackendError
 from genlm.core.plugins import find_backend
 from genlm.testing.target import TOLERANCE_CAPS
@@ -129,7 +129,7 @@ def compare(
     report = {"model": model, "dtype": dtype, "bound": limit, "seed": seed}
     report |= _planned(reference)
     if as_json:
-        engines = [_as_json(dataclasses.asdict(outcome)) for outcome in outcomes]
+        engines = [finite(dataclasses.asdict(outcome)) for outcome in outcomes]
         typer.echo(json.dumps({**report, "engines": engines}, indent=2, default=str))
     else:
         _print(report, outcomes)
@@ -243,13 +243,6 @@ def _options(text: str, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 
 # -- output ---------------------------------------------------------------------------------
-
-
-def _as_json(value: Any) -> Any:
-    """Replace infinities, which JSON does not have, by their names."""
-    if isinstance(value, dict):
-        return {name: _as_json(item) for name, item in value.items()}
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _print(report: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:

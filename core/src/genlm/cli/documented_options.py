@@ -23,7 +23,7 @@ class Option:
     Attributes:
         name: Its name.
         default: As the source has it; `""` for a required one.
-        meaning: What the docstring says about it, on one line.
+        meaning: Its description in the docstring, on one line.
     """
 
     name: str

@@ -33,7 +33,15 @@ from genlm.testing.comparison import contexts_of, request_rows
 if TYPE_CHECKING:
     from genlm.core.lm import AsyncLM
 
-__all__ = ["Answer", "Plan", "Request", "answer_of", "device_memory", "peak_memory"]
+__all__ = [
+    "Answer",
+    "Plan",
+    "Request",
+    "answer_here",
+    "answer_of",
+    "device_memory",
+    "peak_memory",
+]
 
 DEFAULT_LONGEST = 256
 MAX_DEFAULT_LONGEST = 8192
@@ -60,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What one engine computes.
+    """A request for the rows of one engine.
 
     Attributes:
         model: Model id or path.
@@ -129,15 +137,18 @@ def answer_of(request: Request, timeout: float | None) -> Answer | str:
 
 def _send_answer(sender: Connection, request: Request) -> None:
     os.dup2(2, 1)  # programs read the standard output of the command
-    try:
-        answer: Answer | str = answer_here(request)
-    except Exception as error:  # noqa: BLE001 - reported; the next engine is not affected
-        answer = f"{type(error).__name__}: {error}"
-    sender.send(answer)
+    sender.send(answer_here(request))
 
 
-def answer_here(request: Request) -> Answer:
+def answer_here(request: Request) -> Answer | str:
     """Answer a request in this process."""
+    try:
+        return _answer(request)
+    except Exception as error:  # noqa: BLE001 - reported; the next engine is not affected
+        return f"{type(error).__name__}: {error}"
+
+
+def _answer(request: Request) -> Answer:
     options = _engine_options(request)
     start = time.perf_counter()
     with load_model(request.model, request.backend, **options) as llm:

@@ -86,7 +86,7 @@ def measured(
 
     Args:
         llm: A model without an output cache, so that the engine computes all rows.
-        plan: What to measure.
+        plan: The batches to measure.
         on_cell: Called after each batch.
     """
     rng = random.Random(plan.seed)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from genlm.cli.arguments import (
     LoadOptions,
     ModelOption,
     checked_options,
+    finite,
     load,
     output_console,
     require_writable,
@@ -66,7 +67,7 @@ class TextScore:
     def as_json(self) -> str:
         """One line of JSON without fields that are None; infinities are strings."""
         found = {key: value for key, value in vars(self).items() if value is not None}
-        return json.dumps({key: _finite(value) for key, value in found.items()})
+        return json.dumps(finite(found))
 
 
 class _Encoded(NamedTuple):
@@ -217,15 +218,6 @@ def _exp(exponent: float) -> float:
         return math.exp(exponent)
     except OverflowError:
         return math.inf
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinities, which JSON does not have, by their names."""
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    if isinstance(value, tuple):
-        return [_finite(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- output ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from genlm.cli.arguments import backends
+from genlm.cli.arguments import backends, checked_options
 from genlm.core.plugins import get_backend
 
 __all__ = ["serve"]
@@ -61,8 +61,8 @@ def serve(
             "name the Ray cluster: --address host:port, RAY_ADDRESS, or --local for the one "
             "that runs on this machine"
         )
-    read_options = _object("--options", options)
-    read_resources = _object("--resources", resources)
+    read_options = checked_options(options)
+    read_resources = checked_options(resources, "--resources")
     server: Any = get_backend(_SERVER)
     status_code = 1  # of a command that raises
 
@@ -99,16 +99,6 @@ def serve(
     else:
         _print(found, Console())
     status_code = 0
-
-
-def _object(option: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint=option)
-    return found
 
 
 def _print(found: Sequence[Mapping[str, Any]], console: Console) -> None:

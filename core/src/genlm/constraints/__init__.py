@@ -9,8 +9,8 @@ which programs with a loop of their own use:
 
     constraint = date.start(llm, len(population))
     drawn = await constraint.draw(population)
-    population, constraint = population.extend(drawn.token_ids), constraint.advance(drawn.token_ids)
-    population, constraint = population[ancestors], constraint[ancestors]
+    population = population.extend(drawn.token_ids)[ancestors]
+    constraint = constraint.advance(drawn.token_ids)[ancestors]
 
 Texts are bytes. A text ends with the model's end of text, or with tokens of one's own, where it
 is complete. Special tokens, and tokens without bytes, are not part of any text.

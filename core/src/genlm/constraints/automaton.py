@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from genlm.core.validation import Integers
 
 __all__ = ["Automaton"]
+
+States: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Automaton(Language):
@@ -128,12 +129,13 @@ class Automaton(Language):
         if state == DEAD:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
         found = self._compiled.get(llm.vocabulary, stop)
-        if not found.is_live[state]:
+        first = found.starts[state]
+        if np.isneginf(found.log_potentials[first]):
             raise ValueError(
                 f"no text of {self!r} that begins with {text!r} can be written with the "
                 f"tokens of {llm.vocabulary!r}"
             )
-        return _Followed(found, np.full(size, state))
+        return _Followed(found, np.full(size, first, found.successors.dtype))
 
     def _after(self, text: bytes) -> int:
         state = 0
@@ -145,45 +147,52 @@ class Automaton(Language):
 
 
 class _TokenTable:
-    """An automaton over the tokens of a vocabulary.
+    """An automaton over the tokens of a vocabulary; its last states are dead and finished.
 
     Attributes:
-        successors: The state after each state and token, `(states + 1, vocab_size)`, of the
-            smallest unsigned type; the last state is the dead one.
-        accepting: States in which a text is complete; never the dead one.
+        successors: The state after each state and token, `(states + 2, vocab_size)`, of the
+            smallest unsigned type. A stop token leads from a complete text to the finished
+            state; without stop tokens, so does a token after which nothing can follow.
         masks: The tokens that are allowed in each state, packed bits.
-        stop: Ids that end a text.
-        is_live: States from which a text can be completed.
-        is_over: States that end a text without a stop token: complete, and nothing follows.
+        log_potentials: 0, and `-inf` for the dead state.
+        finished: The number of the finished state.
+        starts: The state of members that begin in a state of the automaton over bytes: itself,
+            or the dead or the finished one.
     """
 
     def __init__(self, table: ByteTable, tokens: TextTokens) -> None:
+        states = len(table.accepting)
+        dead, self.finished = states, states + 1
+        accepting = np.append(table.accepting, [False, False])
         found = _token_successors(table.successors, tokens.texts)
-        accepting = np.append(table.accepting, [False])
-        dead = len(table.accepting)
-        self.is_live = live_states(found, accepting)
-        found[~self.is_live[found]] = dead
+        is_live = live_states(found, accepting)
+        found[~is_live[found]] = dead
+        self.starts = np.where(is_live, np.arange(states + 2), dead)
+        if tokens.stop.size:
+            found[:, tokens.stop] = np.where(accepting, self.finished, dead)[:, None]
+        else:
+            is_over = accepting & (found == dead).all(1)
+            found[is_over[found]] = self.starts[is_over] = self.finished
         allowed = found != dead
-        self.is_over = accepting & ~allowed.any(1) & (not tokens.stop.size)
-        allowed[:, tokens.stop] = accepting[:, None]
+        found[self.finished] = self.finished
         self.successors = found
-        self.accepting = accepting
         self.masks = tokens.pack(allowed)
-        self.stop = tokens.stop
+        self.log_potentials = np.where(np.arange(states + 2) == dead, -np.inf, 0.0)
 
 
-def _token_successors(
-    successors: Integers64, texts: list[bytes]
-) -> npt.NDArray[np.unsignedinteger[Any]]:
+def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
     """Return the state after each state and token, by one pass over the trie of the tokens.
 
     Args:
         successors: The automaton over bytes, `(states, 256)`.
         texts: Bytes of each token; a token without bytes leads nowhere.
+
+    Returns:
+        Shape `(states + 2, len(texts))`; both states more are dead, and called `states`.
     """
     dead = len(successors)
-    kind = np.min_scalar_type(dead)
-    steps = np.vstack([successors, np.full((1, 256), DEAD)])
+    kind = np.min_scalar_type(dead + 1)
+    steps = np.vstack([successors, np.full((2, 256), DEAD)])
     steps[steps == DEAD] = dead
     flat = steps.astype(kind).reshape(-1)
     layout = TrieLayout.build(Symbols.of(texts))
@@ -191,8 +200,8 @@ def _token_successors(
     node_of = layout.parent[:first]  # the prefix that equals each token
     by_node = np.argsort(node_of, kind="stable")
     nodes = node_of[by_node]
-    found = np.full((dead + 1, first), dead, kind)
-    states = np.arange(dead + 1, dtype=kind)[:, None]  # at the root
+    found = np.full((dead + 2, first), dead, kind)
+    states = np.arange(dead + 2, dtype=kind)[:, None]  # at the root
     for depth in range(1, len(level) - 1):
         begin, end = level[depth + 1], level[depth]
         above = layout.parent[begin:end] - level[depth]
@@ -206,37 +215,22 @@ def _token_successors(
 class _Followed(Constraint):
     """The state of each member in a table that all share."""
 
-    def __init__(self, table: _TokenTable, states: Integers64) -> None:
+    def __init__(self, table: _TokenTable, states: States) -> None:
         self._table = table
-        self._dead = len(table.successors) - 1
         self._states = states
-        self.finished = table.is_over[states]
-        self.log_potential = np.zeros(len(states))
+        self.finished = states == table.finished
+        self.log_potential = table.log_potentials[states]
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of the states that members have."""
         states, index = np.unique(self._states, return_inverse=True)
-        return self._table.masks[torch.from_numpy(states)], index
+        return self._table.masks[torch.from_numpy(states.astype(np.int64))], index
 
-    def advance(self, token_ids: IntegersLike) -> Self:
+    def advance(self, token_ids: IntegersLike) -> _Followed:
         """Look the states up in the table."""
         ids = token_column(token_ids, len(self))
-        table, before = self._table, self._states
-        found = copy.copy(self)
-        is_stop = np.isin(ids, table.stop)
-        is_text = (ids >= 0) & ~is_stop & ~self.finished
-        found._states = np.where(is_text, table.successors[before, ids], before)
-        ends = is_stop & ~self.finished
-        is_complete = table.accepting[before]
-        found._states[ends & ~is_complete] = self._dead
-        found.finished = self.finished | ends & is_complete | table.is_over[found._states]
-        found.log_potential = np.where(found._states == self._dead, -np.inf, 0.0)
-        return found
+        after = self._table.successors[self._states, ids]
+        return _Followed(self._table, np.where(ids < 0, self._states, after))
 
-    def __getitem__(self, ancestors: Any) -> Self:
-        chosen = chosen_members(ancestors)
-        found = copy.copy(self)
-        found._states = self._states[chosen]
-        found.finished = self.finished[chosen]
-        found.log_potential = self.log_potential[chosen]
-        return found
+    def __getitem__(self, ancestors: Any) -> _Followed:
+        return _Followed(self._table, self._states[chosen_members(ancestors)])

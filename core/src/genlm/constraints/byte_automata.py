@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -204,7 +204,7 @@ def _renumbered(successors: States, accepting: Flags, classes: States) -> ByteTa
     return ByteTable(number[table[order]], flags[order])
 
 
-def live_states(successors: States, accepting: Flags) -> Flags:
+def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> Flags:
     """Return the states from which an accepting one can be reached, `(states,)`.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Grammar`: context-free languages by xgrammar or llguidance, with matchers that are forked."""
+"""`Grammar`: context-free languages, followed by matchers of xgrammar or llguidance."""
 
 from __future__ import annotations
 
@@ -119,12 +119,15 @@ class _Compiled(NamedTuple):
 
     library: MatcherLibrary
     tokens: TextTokens
+    is_stop: Flags
 
 
 def _compiled(
     library: str, form: str, source: Any, options: Mapping[str, Any], tokens: TextTokens
 ) -> _Compiled:
-    return _Compiled(LIBRARIES[library](form, source, options, tokens.texts), tokens)
+    is_stop = np.zeros(len(tokens.texts), np.bool_)
+    is_stop[tokens.stop] = True
+    return _Compiled(LIBRARIES[library](form, source, options, tokens.texts), tokens, is_stop)
 
 
 class _Matchers(NamedTuple):
@@ -189,18 +192,18 @@ class _Matched(Constraint):
     """The matcher of each member among those of the population's distinct histories."""
 
     def __init__(self, compiled: _Compiled, matcher: Any, size: int) -> None:
-        self._compiled = compiled
+        self.compiled = compiled
         # One thread, so that a step is computed after the one before.
-        self._thread = ThreadPoolExecutor(1, "genlm-grammar")
-        self._state = self._thread.submit(_filled, compiled, [matcher])
-        self._index = np.zeros(size, np.int64)
+        self.thread = ThreadPoolExecutor(1, "genlm-grammar")
+        self.state = self.thread.submit(_filled, compiled, [matcher])
+        self.index = np.zeros(size, np.int64)
         self.log_potential = np.zeros(size)
         self.finished = np.zeros(size, np.bool_)
-        self._finish_without_stop()
+        self.finish_without_stop()
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
         """Return the masks of the distinct states; waits until they are filled."""
-        return torch.from_numpy(self._state.result().masks), self._index
+        return torch.from_numpy(self.state.result().masks), self.index
 
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
@@ -214,8 +217,8 @@ class _Matched(Constraint):
         """
         dead = np.isneginf(self.log_potential) & ~population.finished.numpy() & ~self.finished
         drawn = await population.finish(self.finished | dead).draw(
-            _PendingMasks(self._state),
-            mask_index=self._index,
+            _PendingMasks(self.state),
+            mask_index=self.index,
             temperature=temperature,
             seed=seed,
         )
@@ -227,34 +230,35 @@ class _Matched(Constraint):
     def advance(self, token_ids: IntegersLike) -> Self:
         """Find the distinct new states, and let another thread compute them."""
         ids = token_column(token_ids, len(self))
-        size, stop = len(self._compiled.tokens.texts), self._compiled.tokens.stop
+        size = len(self.compiled.tokens.texts)
         is_given = (ids >= 0) & ~self.finished
-        is_allowed = is_given & _bits(self._state.result().masks, self._index, ids)
-        is_stop = np.isin(ids, stop)
+        is_allowed = is_given & _bits(self.state.result().masks, self.index, ids)
+        is_stop = self.compiled.is_stop[ids]
         found = copy.copy(self)
         found.finished = self.finished | is_allowed & is_stop
         found.log_potential = np.where(is_given & ~is_allowed, -np.inf, self.log_potential)
         needs_state = ~found.finished & (found.log_potential > -np.inf)
-        keys = self._index * (size + 1) + np.where(is_allowed, ids, size)
+        keys = self.index * (size + 1) + np.where(is_allowed, ids, size)
         distinct, index = np.unique(keys[needs_state], return_inverse=True)
         parents, tokens = np.divmod(distinct, size + 1)
         tokens[tokens == size] = -1
-        found._index = np.full(len(self), len(distinct))
-        found._index[needs_state] = index
-        found._state = self._thread.submit(
-            _advanced, self._compiled, self._state, parents.tolist(), tokens.tolist()
+        found.index = np.full(len(self), len(distinct))
+        found.index[needs_state] = index
+        found.state = self.thread.submit(
+            _advanced, self.compiled, self.state, parents.tolist(), tokens.tolist()
         )
-        found._finish_without_stop()
+        found.finish_without_stop()
         return found
 
-    def _finish_without_stop(self) -> None:
-        if not self._compiled.tokens.stop.size:
-            self.finished = self.finished | self._state.result().is_over[self._index]
+    def finish_without_stop(self) -> None:
+        """Finish members whose text is over, for models without an end of text."""
+        if not self.compiled.tokens.stop.size:
+            self.finished = self.finished | self.state.result().is_over[self.index]
 
     def __getitem__(self, ancestors: Any) -> Self:
         chosen = chosen_members(ancestors)
         found = copy.copy(self)
-        found._index = self._index[chosen]
+        found.index = self.index[chosen]
         found.finished = self.finished[chosen]
         found.log_potential = self.log_potential[chosen]
         return found

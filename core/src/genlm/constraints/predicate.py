@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from genlm.constraints.automaton import Automaton
+from genlm.constraints.byte_automata import utf8_table
 from genlm.constraints.protocol import (
     Constraint,
     Flags,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Python"]
 
 _FIRST_DRAWS = 8
-"""Tokens that are drawn at first; those that are rejected are followed by four times as many."""
+"""Number of tokens that are drawn first; each further round draws four times as many."""
 _MAX_ROUNDS = 32
 """More than are needed for any vocabulary."""
 
@@ -51,11 +53,12 @@ class Python(Language):
 
     Args:
         prefix: Called with the bytes of a text; whether it may be continued to one that is
-            accepted. If it is too generous, particles die later. The text is valid UTF-8 up to
-            its last character, which may be incomplete.
+            accepted. If it is too generous, particles die later. The last character of a text
+            may be incomplete.
         complete: Called with the bytes of a text that would end; whether it may. By default
-            any that is `prefix`. Never called with an incomplete character.
-        within: A language that the texts have, too; tokens are drawn from its masks.
+            any that is `prefix`.
+        within: A language that the texts have, too; tokens are drawn from its masks. By default
+            that of valid UTF-8.
         extra_draws: Number of tokens that are drawn after the accepted one to estimate the
             mass. More of them reduce the variance of the weights.
 
@@ -77,7 +80,7 @@ class Python(Language):
         for function in (self._prefix, self._complete):
             if not callable(function):
                 raise TypeError(f"expected a function of bytes; found {function!r}")
-        self._within = within
+        self._within = Automaton(*utf8_table()) if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
         """Number of tokens that are drawn after the accepted one."""
 
@@ -95,126 +98,90 @@ class Python(Language):
         Raises:
             ValueError: As `Language.start`.
         """
-        within = None
-        if self._within is not None:
-            within = self._within.start(llm, size, text=text, stop=stop)
+        within = self._within.start(llm, size, text=text, stop=stop)
         return _Tested(self, TextTokens.of(llm.vocabulary, stop), within, [text] * size)
 
-    def allows(self, text: bytes, token: bytes) -> bool:
-        """Whether a text may be continued by the bytes of a token."""
-        return bool(token) and _is_utf8_prefix(text, token) and bool(self._prefix(text + token))
+    def allows(self, text: bytes) -> bool:
+        """Whether a text may be continued."""
+        return bool(self._prefix(text))
 
     def may_end(self, text: bytes) -> bool:
         """Whether a text may end."""
-        return not _incomplete(text) and bool(self._complete(text))
+        return bool(self._complete(text))
 
     def __repr__(self) -> str:
         name = getattr(self._prefix, "__name__", repr(self._prefix))
-        return (
-            f"<Python {name}>"
-            if self._within is None
-            else f"<Python {name} within {self._within!r}>"
-        )
-
-
-def _incomplete(text: bytes) -> int:
-    """Return how many of the last bytes begin a character without ending it."""
-    for count in range(1, min(3, len(text)) + 1):
-        byte = text[-count]
-        if byte >= 0xC0:
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return count if count < needed else 0
-        if byte < 0x80:
-            return 0
-    return 0
-
-
-def _is_utf8_prefix(text: bytes, token: bytes) -> bool:
-    """Whether a token continues valid UTF-8, up to a last character that may be incomplete."""
-    count = _incomplete(text)
-    part = text[len(text) - count :] + token
-    try:
-        part.decode()
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data" and error.end == len(part)
-    return True
+        return f"<Python {name} within {self._within!r}>"
 
 
 class _Tested(Constraint):
-    """The bytes of each member's text, and the constraint of the masks that it is drawn from."""
+    """The bytes of each member's text, and the constraint whose masks it is drawn from."""
 
     def __init__(
         self,
         language: Python,
         tokens: TextTokens,
-        within: Constraint | None,
+        within: Constraint,
         texts: list[bytes],
     ) -> None:
-        self._language = language
-        self._tokens = tokens
-        self._within = within
-        self._texts = np.empty(len(texts), object)
-        self._texts[:] = texts
-        self._stops = frozenset(tokens.stop.tolist())
-        self._accepted: dict[tuple[bytes, bytes | None], bool] = {}
+        self.language = language
+        self.tokens = tokens
+        self.within = within
+        self.texts = np.empty(len(texts), object)
+        self.texts[:] = texts
+        self.stops = frozenset(tokens.stop.tolist())
+        self.accepted: dict[tuple[bytes, bool], bool] = {}
         self.finished = np.zeros(len(texts), np.bool_)
         self.log_potential = np.zeros(len(texts))
 
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
         """Return what tokens are drawn from before the function is called."""
-        if self._within is not None:
-            return self._within.masks()
-        text = np.array([bool(each) for each in self._tokens.texts])
-        text[self._tokens.stop] = True
-        return self._tokens.pack(text[None]), np.zeros(len(self), np.int64)
+        return self.within.masks()
 
     def advance(self, token_ids: IntegersLike) -> Self:
         """Append tokens to the texts. Tokens that were drawn are not tested again."""
         ids = token_column(token_ids, len(self))
         found = copy.copy(self)
-        found._accepted = {}
-        found._texts, found.finished = self._texts.copy(), self.finished.copy()
-        found.log_potential = self.log_potential.copy()
-        if self._within is not None:
-            found._within = self._within.advance(ids)
-            found.log_potential = np.minimum(found.log_potential, found._within.log_potential)
-        is_stop = np.isin(ids, self._tokens.stop)
-        for member in np.flatnonzero((ids >= 0) & ~self.finished).tolist():
-            if not self._accepts(member, int(ids[member])):
+        found.accepted = {}
+        found.texts, found.finished = self.texts.copy(), self.finished.copy()
+        found.within = self.within.advance(ids)
+        found.log_potential = np.minimum(self.log_potential, found.within.log_potential)
+        is_stop = np.isin(ids, self.tokens.stop)
+        is_live = found.log_potential > -np.inf
+        for member in np.flatnonzero((ids >= 0) & ~self.finished & is_live).tolist():
+            if not self.accepts(member, int(ids[member])):
                 found.log_potential[member] = -np.inf
             elif is_stop[member]:
                 found.finished[member] = True
             else:
-                found._texts[member] = self._texts[member] + self._tokens.texts[ids[member]]
-        if found._within is not None:
-            found._end_with(found._within.finished & ~found.finished)
+                found.texts[member] = self.texts[member] + self.tokens.texts[ids[member]]
+        found.end_with(found.within.finished & ~found.finished)
         return found
 
-    def _end_with(self, members: Flags) -> None:
+    def end_with(self, members: Flags) -> None:
         """Finish members whose other constraint is over, or let them die."""
-        for member in np.flatnonzero(members).tolist():
-            self.finished[member] = self._language.may_end(self._texts[member])
+        for member in np.flatnonzero(members & (self.log_potential > -np.inf)).tolist():
+            self.finished[member] = self.language.may_end(self.texts[member])
             if not self.finished[member]:
                 self.log_potential[member] = -np.inf
 
     def __getitem__(self, ancestors: Any) -> Self:
         chosen = chosen_members(ancestors)
         found = copy.copy(self)
-        found._texts = self._texts[chosen]
+        found.texts = self.texts[chosen]
         found.finished = self.finished[chosen]
         found.log_potential = self.log_potential[chosen]
-        found._within = None if self._within is None else self._within[chosen]
+        found.within = self.within[chosen]
         return found
 
-    def _accepts(self, member: int, token_id: int) -> bool:
-        """Whether a token may continue or end a member's text; each is tested once."""
-        is_stop = token_id in self._stops
-        text, token = self._texts[member], None if is_stop else self._tokens.texts[token_id]
-        if (text, token) not in self._accepted:
-            language = self._language
-            answer = language.may_end(text) if token is None else language.allows(text, token)
-            self._accepted[text, token] = answer
-        return self._accepted[text, token]
+    def accepts(self, member: int, token_id: int) -> bool:
+        """Whether a token of the masks may continue or end a text; each text is tested once."""
+        text, is_stop = self.texts[member], token_id in self.stops
+        key = (text if is_stop else text + self.tokens.texts[token_id]), is_stop
+        if key not in self.accepted:
+            test = self.language.may_end if is_stop else self.language.allows
+            self.accepted[key] = test(key[0])
+        return self.accepted[key]
 
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
@@ -246,7 +213,7 @@ class _Tested(Constraint):
             waiting = search.waiting()
             if len(waiting):
                 masks, index = search.masks_left(waiting, masks, index)
-            count = min(4 * count, len(self._tokens.texts))
+            count = min(4 * count, len(self.tokens.texts))
         return search.drawn()
 
 
@@ -256,7 +223,7 @@ class _Search:
     def __init__(self, constraint: _Tested, active: Flags) -> None:
         self._constraint = constraint
         self._size = len(constraint)
-        extra = constraint._language.extra_draws
+        extra = constraint.language.extra_draws
         self._rejections = {
             member: Rejection(extra) for member in np.flatnonzero(active).tolist()
         }
@@ -281,7 +248,7 @@ class _Search:
                 if token_id < 0:
                     rejection.end()
                     break
-                is_accepted = self._constraint._accepts(member, token_id)
+                is_accepted = self._constraint.accepts(member, token_id)
                 if is_accepted and rejection.place is None:
                     self._token_ids[member] = token_id
                     self._logprobs[member] = float(drawn.logprobs[member, place])
@@ -295,7 +262,7 @@ class _Search:
         self, members: Integers64, masks: MasksLike, index: Integers64 | None
     ) -> tuple[torch.Tensor, Integers64]:
         """Return the masks without the tokens that members have drawn."""
-        tokens = self._constraint._tokens
+        tokens = self._constraint.tokens
         size = len(tokens.texts)
         rows = RowMasks(masks, self._size, size, index).of(members)
         factors = rows.factors(0, len(members), torch.device("cpu"))

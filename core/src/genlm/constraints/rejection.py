@@ -1,9 +1,10 @@
 """Draws from tokens that only a test knows: rejection without replacement.
 
-Adaptive weighted rejection sampling (Lipkin et al., 2025, arXiv 2504.05410) draws tokens without
-replacement until one is accepted, which then has the distribution of the accepted ones. The
-mass of the accepted tokens is estimated from draws that follow, by the ordered estimates of
-Des Raj ("Some estimators in sampling with varying probabilities without replacement", 1956).
+Adaptive weighted rejection sampling (Lipkin et al., 2025, arXiv 2504.05410) draws tokens
+without replacement until one is accepted, which then has the distribution of the accepted
+ones. The mass of the accepted tokens is estimated from draws that follow, by the ordered
+estimates of Des Raj ("Some estimators in sampling with varying probabilities without
+replacement", 1956).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Rejection:
         self._accepted = 0.0  # q of the accepted tokens so far
         self._estimates: list[float] = []
         self.place: int | None = None
-        """The place of `x` among the draws; None before it was found, or if none is accepted."""
+        """The place of `x` among the draws; None until it is found."""
         self.is_over = False
         """Whether no further draw is needed."""
         self.log_probability = 0.0

@@ -60,13 +60,7 @@ class Adapters:
         return tuple(self._by_name)
 
     def engine_name(self, name: str) -> str:
-        """Return the engine's name of a loaded adapter.
-
-        Raises:
-            UnknownAdapterError: `name` is not loaded.
-            UnsupportedCapabilityError: The engine serves no adapters.
-            TypeError: `name` is not a string.
-        """
+        """Return the engine's name of a loaded adapter."""
         return self._loaded(name).engine_name
 
     def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
@@ -101,7 +95,7 @@ class Adapters:
         self._scheduler.run(load)
 
     def remove(self, name: str) -> None:
-        """Take away an adapter; see `AsyncLM.unload_lora`."""
+        """Unload an adapter; see `AsyncLM.unload_lora`."""
         own = self._loaded(name).folder == _MODEL_ITSELF
         if not own and not hasattr(self._scheduler.engine, "remove_adapter"):
             raise UnsupportedCapabilityError(

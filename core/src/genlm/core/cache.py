@@ -32,8 +32,8 @@ class OutputCache:
     the cache. Safe to use from several threads.
 
     Args:
-        max_entries: Most rows kept; 0 disables the cache.
-        max_bytes: Most memory kept, None for no bound. A row that alone takes more is
+        max_entries: Maximum number of rows; 0 disables the cache.
+        max_bytes: Maximum memory, None for no bound. A row that alone takes more is
             not kept.
         move_to_cpu: Keep the rows in main memory; they return to the device on which
             they were put.

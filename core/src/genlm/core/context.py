@@ -221,7 +221,7 @@ class Context:
         """Lease the engine's state of this context, in place of the one that it extends.
 
         Args:
-            leases: Those of the model.
+            leases: Lease table of the model.
             is_computed: Whether the engine has just computed the state; else it is leased only
                 if another context has a lease of it.
         """

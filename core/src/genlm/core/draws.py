@@ -90,7 +90,7 @@ def batch_draw(
         mask_index: The mask of each row, shape `(n,)`; by default mask i is that of row i, or
             one mask that of all.
         temperature: A number that is finite and not negative, or one for each row.
-        bias: What is added to log-probabilities: a number, or numbers of shape `(n,)`,
+        bias: Added to the log-probabilities: a number, or numbers of shape `(n,)`,
             `(n, 1)`, `(vocab_size,)`, `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes
             a token.
         top_k: Draw from the k tokens with the largest weights; of equals the lowest count

@@ -44,7 +44,7 @@ __all__ = [
 Batch = TypeVar("Batch", "list[Query]", "Integers64")
 
 _GROUP_VALUES = 2**26
-"""Most logits of a group that are computed at once: 256 MiB in float32."""
+"""Maximum number of logits of a group that are computed at once: 256 MiB in float32."""
 
 
 class Capability(enum.StrEnum):
@@ -81,7 +81,7 @@ class Engine(Protocol):
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
         max_context: The most tokens a query may have, None for no limit.
-        capabilities: What the engine can do beyond next-token rows.
+        capabilities: Abilities beyond next-token rows.
     """
 
     vocabulary: Vocabulary
@@ -193,7 +193,7 @@ class BatchEngine(abc.ABC):
     Attributes:
         vocabulary: Defines the ids that queries use and rows are indexed by.
         max_context: The most tokens a query may have, None for no limit.
-        capabilities: What the engine can do beyond next-token rows.
+        capabilities: Abilities beyond next-token rows.
     """
 
     vocabulary: Vocabulary

@@ -126,9 +126,9 @@ class TokenIdError(QueryError):
 
     Attributes:
         token_id: The id.
-        position: Where in the sequence it stands.
+        position: Index of the id in the sequence.
         vocab_size: Number of ids; valid ones are `0 ... vocab_size - 1`.
-        argument: What the sequence was given as, `""` for a prompt.
+        argument: Name of the argument that has the id, `""` for a prompt.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class TokenTypeError(QueryError, TypeError):
     """Token ids that are not a sequence of integers.
 
     Attributes:
-        found: What was found, in words.
-        argument: What they were given as.
-        expected: What they must be.
+        found: Description of the value.
+        argument: Name of the argument.
+        expected: Description of valid values.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class UnsupportedCapabilityError(GenlmError, NotImplementedError):
     Attributes:
         capability: The missing ability, a `Capability` value.
         engine: The engine's name.
-        hint: How this engine gets it; `""` if it cannot.
+        hint: How to enable it on this engine; `""` if that is impossible.
     """
 
     def __init__(self, capability: str, engine: str, hint: str = "") -> None:
@@ -283,8 +283,8 @@ class WeightsError(GenlmError, ValueError):
     """Weights that are not one real number for each token of a trie.
 
     Attributes:
-        expected: What was asked for, in words.
-        found: What was given, in words.
+        expected: Description of valid weights.
+        found: Description of the weights.
     """
 
     def __init__(self, expected: str, found: str) -> None:
@@ -310,8 +310,8 @@ class UnknownBackendError(PluginError, LookupError):
         name: The name asked for; None when none was given and several could be meant.
         kind: `"engine"` or `"trie"`.
         installed: The names of that kind that are installed.
-        hint: What to do about it, in a sentence or two.
-        source: Where the name came from, None for an argument.
+        hint: Advice for the user, one sentence or two.
+        source: Environment variable that gave the name, None for an argument.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Suffixes(NamedTuple):
 
     Attributes:
         places: The sequence of the earlier lineage that each begins with, shape `(n,)`.
-        token_ids: What follows it, shape `(n, k)`, `NO_TOKEN` where a column adds nothing.
+        token_ids: Tokens after it, shape `(n, k)`, `NO_TOKEN` where a column adds nothing.
     """
 
     places: Integers64
@@ -131,6 +131,29 @@ class Lineage:
         columns.reverse()
         nothing = np.empty((len(places), 0), np.int64)
         return Suffixes(places, np.stack(columns, axis=1) if columns else nothing)
+
+    def last_tokens(self, places: Integers64, counts: Integers64) -> Integers64:
+        """Return the last tokens of sequences.
+
+        Args:
+            places: Sequences of this lineage, shape `(n,)`.
+            counts: How many tokens of each, shape `(n,)`.
+
+        Returns:
+            Shape `(n, k)`, each row in order, with `NO_TOKEN` among the tokens.
+        """
+        columns, left, lineage = [], counts.copy(), self
+        while lineage.parent is not None and left.any():
+            column = np.where(left > 0, lineage.token_ids[places], NO_TOKEN)
+            columns.append(column)
+            left -= column >= 0
+            places, lineage = lineage.ancestors[places], lineage.parent
+        columns.reverse()
+        first = np.full((len(places), int(left.max())), NO_TOKEN)
+        for place in np.flatnonzero(left).tolist():  # of first sequences
+            sequence = lineage.sequence(int(places[place]))
+            first[place, : left[place]] = sequence.ids_from(len(sequence) - int(left[place]))
+        return np.concatenate([first, *(column[:, None] for column in columns)], axis=1)
 
     @property
     def first(self) -> Lineage:

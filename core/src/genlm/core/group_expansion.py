@@ -41,7 +41,7 @@ class MemberColumns(Reduction):
 
     Args:
         reduction: The group's.
-        members: Of the row, shape `(m,)`.
+        members: Members that the row belongs to, shape `(m,)`.
     """
 
     is_reproducible = False

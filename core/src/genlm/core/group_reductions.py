@@ -83,7 +83,7 @@ class SharedReduction(GroupReduction):
     """A reduction of one row, the same for all members; its results as columns.
 
     Args:
-        reduction: Its results are numbers, tensors of one shape, or tuples of these.
+        reduction: Returns numbers, tensors of one shape, or tuples of these.
     """
 
     def __init__(self, reduction: Reduction) -> None:

@@ -17,7 +17,7 @@ from genlm.core.vocab import Vocabulary
 __all__ = ["GroupWork", "members_by_row"]
 
 _VALUES_ON_CPU = 2**20
-"""Most entries of the rows that one call of `compute` gets on a CPU: 4 MiB in float32."""
+"""Maximum number of row entries per call of `compute` on a CPU: 4 MiB in float32."""
 
 _VALUES_ON_DEVICE = 2**27
 """The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
@@ -28,7 +28,7 @@ class GroupWork:
 
     Args:
         query: The query.
-        vocabulary: Of the rows.
+        vocabulary: Vocabulary of the rows.
 
     Attributes:
         query: As above.

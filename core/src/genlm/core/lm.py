@@ -386,7 +386,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Args:
             prompts: With `size` one sequence, token ids or a `Context`; without it a sequence
                 of them, one for each member.
-            size: How many members begin with the only prompt.
+            size: Number of members that begin with the only prompt.
             lora_name: A loaded adapter; by default that of `with_lora`, or that of the
                 contexts.
 

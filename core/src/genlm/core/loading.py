@@ -65,8 +65,8 @@ def with_first_row(engine: Engine, backend: str, model: object) -> Engine:
 
     Args:
         engine: A new one; the call is on the thread that owns it.
-        backend: Its name, for the message.
-        model: What the user calls the model, for the message.
+        backend: Engine name for the message.
+        model: Model id, path or object for the message.
 
     Raises:
         ModelLoadError: The row could not be computed or is not a distribution. The engine

@@ -1,4 +1,4 @@
-"""`Mask`: a set of token ids, in any form in which programs have one."""
+"""`Mask`: a set of token ids, from booleans, ids or packed bitmasks."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class _Settings(NamedTuple):
 
     Attributes:
         active: Members that are drawn from, ascending.
-        log_mass: Of the others, shape `(n,)`: 0 if finished, else `-inf`.
+        log_mass: Log-mass of the other members, shape `(n,)`: 0 if finished, else `-inf`.
         columns: Masks, temperature and bias of the active members.
     """
 
@@ -658,7 +658,7 @@ class Population:
         """Return the columns of a reduction, which has an entry for each of some members.
 
         Args:
-            reduction: What is computed.
+            reduction: Reduction to compute.
             members: Ascending, at least one; None for all.
         """
         requests = self._lm._requests  # noqa: SLF001 - both make requests of one model

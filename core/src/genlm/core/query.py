@@ -64,7 +64,7 @@ class Query:
         adapter: Name of a loaded LoRA adapter, None for the base model.
         sampling: None asks for the next-token row; otherwise for a continuation
             (only engines with `Capability.SAMPLE` receive such queries).
-        outputs: What is asked of the row: the row itself (None) and reductions. An engine may
+        outputs: Requested outputs: the row itself (None) and reductions. An engine may
             ignore them and return the row, which the core then reduces.
         targets: If not empty, the query asks for `TokenScores` in place of a row: how likely
             each of these ids is at the end of the sequence, where all but the last of them
@@ -281,8 +281,8 @@ class GroupQuery:
         row_of: The place in `wanted` of each member's sequence, shape `(n,)`.
         reduction: Computes the columns of the answer.
         adapter: Name of a loaded LoRA adapter, None for the base model.
-        lease: Keeps what the engine has for contexts, given as pairs of adapter and sequence
-            key, until the object that it returns is dropped; None if the engine keeps nothing
+        lease: Keeps the engine's state of contexts, given as pairs of adapter and sequence key,
+            alive until the object that it returns is dropped; None if the engine keeps nothing
             for contexts. An engine that keeps the generation by other means need not call it.
     """
 
@@ -313,7 +313,7 @@ class GroupResult(NamedTuple):
     """The answer to a `GroupQuery`.
 
     Attributes:
-        columns: What the reduction computed, an entry for each member; those of members that
+        columns: Results of the reduction, one entry per member; those of members that
             failed mean nothing. Empty if all failed.
         errors: Errors of sequences that failed, by their place in `wanted`.
     """

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class ReductionMethods:
-    """The methods of `AsyncLM` that return something else than rows.
+    """Reduction and draw methods of `AsyncLM`.
 
     Contexts are token ids as `next_token_logprobs` takes them, or `Context` objects, and every
     method raises what `next_token_logprobs` raises. Several requests for one context share its
@@ -68,7 +68,7 @@ class ReductionMethods:
 
         Args:
             context: Token ids or a `Context`.
-            reduction: What is wanted of the row: an object of a subclass of `Reduction`.
+            reduction: Object of a subclass of `Reduction`.
             lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:

@@ -128,7 +128,7 @@ class DrawnToken(NamedTuple):
     a particle, to which `log_mass` is added, is then 0.
 
     Attributes:
-        token_id: Its id.
+        token_id: Id of the token.
         logprob: Its log-probability in the row: the model's.
         log_mass: Log of the probability of the mask in the row; 0 without a mask.
         draw_logprob: The log-probability with which it was drawn: under the mask, the
@@ -245,7 +245,7 @@ def reduce_rows(
     Args:
         rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
             changed.
-        outputs: What is asked of each row: `Query.outputs`.
+        outputs: Requested outputs of each row: `Query.outputs`.
         normalised: Whether `rows` is what `rows_from_logits` returned, whose sums need no
             check.
 

@@ -101,12 +101,7 @@ class Requests:
     # -- one sequence -----------------------------------------------------------------
 
     def build_query(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
-        """Check a sequence and the name of an adapter, and build the query and its key.
-
-        Raises:
-            GenlmError: As `AsyncLM.next_token_logprobs`.
-            ValueError: A context of another model, or of another adapter than `lora_name`.
-        """
+        """Check a sequence and the name of an adapter, and build the query and its key."""
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             return self.sequence_query(token_ids.sequence, adapter)
@@ -230,12 +225,7 @@ class Requests:
     async def reductions(
         self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
     ) -> list[Any]:
-        """Return a reduction of the row of each of several sequences.
-
-        Raises:
-            TypeError: One of them is not a `Reduction`.
-            ValueError: Another number of reductions than of contexts.
-        """
+        """Return a reduction of the row of each of several sequences."""
         sequences = list(checked_batch(contexts))
         if len(reductions) != len(sequences):
             raise ValueError(
@@ -256,7 +246,7 @@ class Requests:
 
         Args:
             items: What `build_query` returned, each with what is wanted.
-            sequences: What the caller passed for each, if contexts may be among them.
+            sequences: The caller's argument for each item, if it may be a context.
             places: The place in the caller's batch of each, for errors; None for one request.
 
         Raises:
@@ -354,11 +344,6 @@ class Requests:
 
         Returns:
             One request for `TokenScores`, or one for the `ScoredToken` of each position.
-
-        Raises:
-            TypeError: `start` is not an integer.
-            ValueError: It is below 1 or beyond the end.
-            GenlmError: As `AsyncLM.next_token_logprobs`.
         """
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if Capability.SCORE not in self.capabilities or start == len(ids):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingMasks", "RowMasks"]
 
 
+@runtime_checkable
 class PendingMasks(Protocol):
     """Masks that another thread computes, such as a `concurrent.futures.Future` of them."""
 
@@ -69,10 +70,13 @@ class RowMasks:
     ) -> None:
         self._size = vocab_size
         self._factors: dict[torch.device, torch.Tensor] = {}
-        if hasattr(masks, "result"):
+        self._index: torch.Tensor | None
+        self._unrestricted: torch.Tensor | None
+        if isinstance(masks, PendingMasks):
             if index is None:
                 raise ValueError("pending masks need an index with the mask of each row")
-            self._pending, self._unrestricted = masks, None
+            self._pending: PendingMasks = masks
+            self._unrestricted = None
             self._index = torch.as_tensor(index, dtype=torch.long).cpu()
             return
         self._rows, self._is_packed, full, places = _table(masks, vocab_size)
@@ -98,10 +102,11 @@ class RowMasks:
 
     @functools.cached_property
     def _rows(self) -> torch.Tensor:
+        table: torch.Tensor
         table, self._is_packed = _array_table(self._pending.result(), self._size)
         assert self._index is not None  # noqa: S101 - pending masks have one
         _check_index(self._index, len(self._index), len(table))
-        return table  # type: ignore[no-any-return]
+        return table
 
     def __getstate__(self) -> dict[str, Any]:
         """Wait for pending masks: other processes get arrays."""

@@ -23,7 +23,7 @@ class RowResults(ResultHandler):
     """Checks that rows are distributions, reduces them, and keeps results in an output cache.
 
     Args:
-        cache: Where results go.
+        cache: Stores results.
         leases: Releases the engine's state of contexts without references.
     """
 

@@ -154,7 +154,7 @@ def invalid_rows(
     Reads the sums of the rows from each device, which waits until the rows are computed.
 
     Args:
-        rows: What should be natural-log probabilities, each of shape `(size,)`, float32, or
+        rows: Candidates for natural-log probabilities, each of shape `(size,)`, float32, or
             all of them in one tensor.
         size: Number of ids in the vocabulary.
         normalised: Whether `rows`, one tensor, is what `rows_from_logits` returned: then NaN

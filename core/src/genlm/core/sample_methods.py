@@ -46,7 +46,7 @@ class SamplePlan:
     """How to continue one prompt.
 
     Attributes:
-        params: What an engine that samples itself is told.
+        params: Parameters for engines that sample themselves.
         stop: Texts that end the continuation.
         top_k: Draws from the k most likely tokens; None for all.
         top_p: Draws from the fewest most likely tokens that have this share; 1 for all.
@@ -81,8 +81,8 @@ class Continuation:
 
     Args:
         query: The prompt.
-        plan: How to continue it.
-        vocabulary: Whose bytes stop texts are searched in.
+        plan: Sampling parameters.
+        vocabulary: Gives the bytes in which stop texts are searched.
         max_context: The most tokens that the model takes, None for no limit.
 
     Attributes:

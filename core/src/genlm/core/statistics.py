@@ -62,7 +62,7 @@ class SchedulerStatistics:
         failed: Evaluations that gave an error.
         abandoned: Evaluations dropped because every caller was cancelled.
         batches: Engine steps that finished something.
-        batch_sizes: How many batches had how many evaluations, of which a population has one
+        batch_sizes: Number of batches by number of evaluations, of which a population has one
             for each distinct sequence.
         queue_seconds: Time from arrival to the engine, summed over `dispatched`; its mean is
             `mean_queue_s`.
@@ -83,7 +83,7 @@ class SchedulerStatistics:
 
     @property
     def largest_batch(self) -> int:
-        """Most evaluations that one batch finished."""
+        """Maximum number of evaluations in a batch."""
         return max(self.batch_sizes, default=0)
 
     @property

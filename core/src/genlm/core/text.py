@@ -39,12 +39,7 @@ class Tokenizer(Protocol):
 
 
 def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int]:
-    """Encode a text, by default as the beginning of one; see `AsyncLM.encode`.
-
-    Raises:
-        TokenizerError: The tokenizer has no `encode`, or does not return ids of the vocabulary.
-        TypeError: `text` is not a string.
-    """
+    """Encode a text, by default as the beginning of one; see `AsyncLM.encode`."""
     if not isinstance(text, str):
         raise TypeError(
             f"encode takes a string; found {type(text).__name__}. encode_chat takes messages, "
@@ -53,13 +48,13 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
     method = _method(vocabulary, "encode")
     ids = _ids(vocabulary, method(text), "encode")
     if _takes(method, "add_special_tokens"):
-        alone = _ids(vocabulary, method(text, add_special_tokens=False), "encode")
+        without_special = _ids(vocabulary, method(text, add_special_tokens=False), "encode")
     else:
-        alone = ids[1:] if ids[:1] == [vocabulary.bos_token_id] else ids
-    return _begun(vocabulary, ids, alone) if begin else alone
+        without_special = ids[1:] if ids[:1] == [vocabulary.bos_token_id] else ids
+    return _with_bos(vocabulary, ids, without_special) if begin else without_special
 
 
-def _begun(vocabulary: Vocabulary, ids: list[int], alone: list[int]) -> list[int]:
+def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]) -> list[int]:
     """Return the ids of a text that begins, given those with and without special tokens.
 
     A tokenizer that adds special tokens decides itself; an end that it adds is left out, as the
@@ -67,8 +62,8 @@ def _begun(vocabulary: Vocabulary, ids: list[int], alone: list[int]) -> list[int
     `eos_token_id`, which separated the texts of the training (GPT-2, GPT-NeoX).
     """
     bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
-    if ids != alone:
-        is_ended = ids[-1:] == [eos] != alone[-1:]
+    if ids != without_special:
+        is_ended = ids[-1:] == [eos] != without_special[-1:]
         return ids[:-1] if is_ended else ids
     made_with = getattr(vocabulary.tokenizer, "init_kwargs", {})
     if bos is None or bos != eos or made_with.get("add_bos_token") is False:
@@ -77,12 +72,7 @@ def _begun(vocabulary: Vocabulary, ids: list[int], alone: list[int]) -> list[int
 
 
 def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
-    """Decode ids by the exact bytes of their tokens; see `AsyncLM.decode`.
-
-    Raises:
-        TokenTypeError: Not a flat sequence of integers.
-        TokenIdError: An id outside the vocabulary.
-    """
+    """Decode ids by the exact bytes of their tokens; see `AsyncLM.decode`."""
     ids = checked_ids(token_ids, vocabulary.size)
     omitted = frozenset() if special_tokens else vocabulary.special_ids
     data = b"".join(
@@ -109,12 +99,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     **template_options: Any,
 ) -> list[int]:
-    """Encode messages by the tokenizer's chat template; see `AsyncLM.encode_chat`.
-
-    Raises:
-        TokenizerError: The tokenizer lacks a chat template, or the template fails.
-        TypeError: `messages` is not a sequence of mappings.
-    """
+    """Encode messages by the tokenizer's chat template; see `AsyncLM.encode_chat`."""
     if isinstance(messages, Mapping) or not all(isinstance(one, Mapping) for one in messages):
         raise TypeError(
             'encode_chat takes messages, such as [{"role": "user", "content": "Hello"}]; '

@@ -1,4 +1,4 @@
-"""What only authors of engines need: models, adapters, memory and the state of a process.
+"""Utilities for authors of engines: models, adapters, memory and the state of a process.
 
 Plugins import these names from `genlm.plugin`.
 """

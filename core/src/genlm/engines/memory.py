@@ -60,11 +60,11 @@ def cache_budget_bytes(
     """Return the default size of an engine's cache: a share of the free memory.
 
     Args:
-        device: Where the cache will be.
-        share: Of the free memory, for this cache.
+        device: Device of the cache.
+        share: Fraction of the free memory for this cache.
         at_least: Size of the smallest cache that is of use.
         at_most: The result is never larger.
-        option: How users choose the size themselves; it is named in the error.
+        option: Option that sets the size, for the error.
         memory_nodes: As for `free_memory_bytes`.
 
     Raises:

@@ -36,7 +36,7 @@ def claim_process(engine: object, library: str, advice: str) -> None:
     Args:
         engine: Any object that supports weak references.
         library: Name of the library.
-        advice: What else a user can do, for the message.
+        advice: Advice for the user in the message.
 
     Raises:
         ModelLoadError: Another engine of the library is alive.

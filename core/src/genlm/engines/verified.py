@@ -26,7 +26,7 @@ class VerifiedFamilies:
     """Families on which an engine's rows were compared with an unbatched forward pass.
 
     Attributes:
-        versions: Of the libraries with which they were compared.
+        versions: Versions of the libraries with which they were compared.
         errors: The largest difference in log-probability, by `ModelFacts.key`.
     """
 
@@ -76,7 +76,7 @@ def check_verified(
 
     Args:
         engine: The engine and its version, for the message.
-        facts: Of the model.
+        facts: Facts about the model.
         verified: The families that were.
         unverified: `"warn"` or `"refuse"`.
 

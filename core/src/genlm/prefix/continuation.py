@@ -75,7 +75,8 @@ def continuation(
     Args:
         table: The rows before these tokens.
         rows: Which rows, shape `(d,)`, each once.
-        tokens: What follows each, shape `(d, k)`, `NO_TOKEN` where a column adds nothing.
+        tokens: Added tokens of each sequence, shape `(d, k)`; `NO_TOKEN` for columns that
+            add no token.
         repeated: The last token of rows that nothing follows, which is computed again, shape
             `(d,)`.
         allocate: Called once; returns as many slots as it is asked for.

@@ -59,7 +59,7 @@ class PrefixEngine(BatchEngine):
 
     Attributes:
         backend: Name of the engine in messages.
-        capability_hints: What to do about each capability that this model lacks.
+        capability_hints: Advice for each capability that this model lacks.
     """
 
     backend: ClassVar[str]
@@ -85,7 +85,7 @@ class PrefixEngine(BatchEngine):
             choice: Computes the rows.
             adapters: Loads and activates adapters.
             embedding_rows: The model can embed ids from 0 up to here.
-            hints: What to do about the capabilities that the model lacks.
+            hints: Advice for each capability that the model lacks.
         """
         self._choice, self._adapters = choice, adapters
         self._embedding_rows = embedding_rows

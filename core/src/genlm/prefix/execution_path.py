@@ -104,10 +104,10 @@ class ServeOptions:
     Attributes:
         paths: Names of the engine's execution paths, fastest first; the last one has no
             prefix cache.
-        max_tokens_per_batch: Most positions, padding included, in one forward pass; None
+        max_tokens_per_batch: Maximum number of positions with padding in a pass; None
             for the engine's default.
-        kv_budget_bytes: Most memory for cached keys and values; None for the default.
-        max_context: Most tokens of a context, if fewer than the model takes.
+        kv_budget_bytes: Maximum memory for cached keys and values; None for the default.
+        max_context: Maximum context length in tokens, if less than that of the model.
         execution_path: One of `paths`, or None for the fastest that gives the right rows.
         self_test: Whether to compare a faster path with the reference at loading.
 
@@ -172,7 +172,7 @@ class SelfTest:
         text: Token ids; at least one. At most 24 are used.
         reference: Gives the right rows.
         tolerance: Largest error in log-probability that passes.
-        max_context: Most tokens of a sequence, None for no limit.
+        max_context: Maximum length of a sequence in tokens; None for no limit.
         scale_tolerance: Whether errors pass up to four times the difference that batching
             makes in the reference.
     """

@@ -1,4 +1,4 @@
-"""What a prefix tree asks of a model: the batch, the result, and the functions between them."""
+"""The interface between a prefix tree and a model: batches, results and forward functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TreeBatch:
         tree: Holds all of them; its uncached tokens are to be computed.
         adapter: Adapter under which they were inserted.
         sequences: Sequences whose next tokens are wanted.
-        nodes: What `insert` returned for each.
+        nodes: The node that `insert` returned for each.
         first_positions: For each sequence the first position whose logits are wanted, and
             those of all later ones with it; empty if only those of the last are.
 
@@ -156,7 +156,7 @@ class ForwardFn(Protocol):
 
 
 class ForwardCounts(NamedTuple):
-    """What it took to run a model over a batch.
+    """Counts of the forward passes over a batch.
 
     Attributes:
         tokens: Number of tokens that went through the model, without padding.

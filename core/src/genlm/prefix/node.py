@@ -66,8 +66,8 @@ class Node:
         start: Position of the first token in its sequences.
         parent: None in a root and in nodes removed from the tree.
         children: Children by their first token.
-        computed: How many of the tokens have keys and values; the others are uncached.
-        pinned: How many need the node, which is kept as long as any does.
+        computed: Number of tokens that have keys and values; the others are uncached.
+        pinned: Number of users of the node, which is not evicted while there are any.
         cuts: How often tokens were removed from its end, where others may have followed.
     """
 

@@ -44,9 +44,9 @@ class BatchLimits:
     """Limits of one padded batch of sequences.
 
     Attributes:
-        max_tokens: Most positions, padding included. A longer sequence is a batch of
+        max_tokens: Maximum number of positions with padding. A longer sequence is a batch of
             its own.
-        max_rows: Most sequences, which bounds the logits of a batch.
+        max_rows: Maximum number of sequences, which bounds the logits of a batch.
         equal_lengths: Whether all sequences of a batch must have the same length.
     """
 
@@ -110,9 +110,9 @@ class SegmentLimits:
     """Limits of one padded batch of segments.
 
     Attributes:
-        max_tokens: Most new positions, padding included. A longer segment is a batch of
+        max_tokens: Maximum number of new positions with padding. A longer segment is a batch of
             its own.
-        max_context: Most positions that past and new tokens take together, padding
+        max_context: Maximum number of positions of past and new tokens, padding
             included; None for no limit.
     """
 

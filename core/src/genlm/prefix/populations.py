@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from genlm.core.generations import NO_TOKEN, Integers64, Lineage
+from genlm.core.generations import NO_TOKEN, Integers64
 from genlm.core.query import GroupQuery
 from genlm.core.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
@@ -46,8 +46,8 @@ class Populations:
 
     Args:
         tree: Provides slots, and keeps the first sequences of populations.
-        max_tokens: Most tokens of a pass.
-        max_rows: Most results of a pass.
+        max_tokens: Maximum number of tokens of a pass.
+        max_rows: Maximum number of results of a pass.
     """
 
     def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
@@ -117,7 +117,7 @@ class Populations:
         if missing.max() > min(self._max_tokens, _MOST_TOKENS):
             return None
         counts = np.maximum(missing, 1)
-        tokens = _last_tokens(lineage, rows, counts)
+        tokens = lineage.last_tokens(rows, counts)
         repeated = tokens.max(axis=1)
         tokens[missing == 0] = NO_TOKEN
         logits: torch.Tensor | None = None
@@ -261,19 +261,3 @@ class _State:
 
     def __del__(self) -> None:
         self._dropped.append(self.key)
-
-
-def _last_tokens(lineage: Lineage, rows: Integers64, counts: Integers64) -> Integers64:
-    """Return the last tokens of rows, shape `(rows, k)`, in order, among `NO_TOKEN`."""
-    columns, left = [], counts.copy()
-    while lineage.parent is not None and left.any():
-        column = np.where(left > 0, lineage.token_ids[rows], NO_TOKEN)
-        columns.append(column)
-        left -= column >= 0
-        rows, lineage = lineage.ancestors[rows], lineage.parent
-    columns.reverse()
-    first = np.full((len(rows), int(left.max())), NO_TOKEN)
-    for place in np.flatnonzero(left).tolist():  # of first sequences
-        sequence = lineage.sequence(int(rows[place]))
-        first[place, : left[place]] = sequence.ids_from(len(sequence) - int(left[place]))
-    return np.concatenate([first, *(column[:, None] for column in columns)], axis=1)

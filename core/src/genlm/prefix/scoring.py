@@ -41,7 +41,7 @@ class _Batch:
         sequences, nodes, first_positions: As in `TreeBatch`.
         keys: Slots of the positions that targets follow.
         members: Which of all targets these are.
-        ends: What is evicted before all others.
+        ends: Nodes that are evicted before all others.
         new: Slots of the tokens that it computes and caches.
         again: Slots of cached tokens that it runs again.
     """

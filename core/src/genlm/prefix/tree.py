@@ -119,7 +119,7 @@ class PrefixTree:
         Args:
             adapter: Adapter of the sequence.
             tokens: The sequence.
-            at_most: How many tokens may be added; None for no limit.
+            at_most: Maximum number of added tokens; None for no limit.
 
         Returns:
             A node with its last token on the path to it: the node that holds it, until others

@@ -36,7 +36,8 @@ def history_figure(history: History) -> Figure:
     surviving = [np.zeros(size, bool) for _ in history]
     for flags, places in zip(surviving, history.ancestry, strict=True):
         flags[places] = True
-    lost_lines, lines = [], []
+    lines: list[list[tuple[int, int]]] = []
+    lost_lines: list[list[tuple[int, int]]] = []
     for place in range(1, len(history)):
         for member, ancestor in enumerate(history[place].ancestors.tolist()):
             line = [(place, ancestor), (place + 1, member)]

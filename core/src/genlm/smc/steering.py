@@ -83,19 +83,21 @@ async def steer(
         raise ValueError(f"a constraint of {len(constraint)} members for {size} particles")
     end = llm.vocabulary.eos_token_id
     ends = np.array(([] if end is None else [end]) if stop is None else stop, np.int64)
+    population = llm.population(prompt, size)
     filter_ = _Filter(
-        llm, llm.population(prompt, size), constraint, potential, ends, temperature, seed
+        llm, population, constraint, potential, ends=ends, temperature=temperature, seed=seed
     )
     with _bar(max_tokens, is_shown=progress) as bar:
         for _ in range(max_tokens):
             await filter_.extend()
             filter_.resample(resample_below)
             particles = filter_.particles()
-            bar.set_postfix_str(
-                f"effective {particles.history[-1].effective_sample_size:.1f}, "
-                f"finished {int(particles.population.finished.sum())}",
-                refresh=False,
-            )
+            if progress:
+                size_now = particles.history[-1].effective_sample_size
+                finished = int(particles.population.finished.sum())
+                bar.set_postfix_str(
+                    f"effective {size_now:.1f}, finished {finished}", refresh=False
+                )
             bar.update()
             yield particles
             if particles.population.finished.all():
@@ -123,6 +125,7 @@ class _Filter:
         population: Population,
         constraint: Constraint | None,
         potential: Callable[[Population], LogWeights] | None,
+        *,
         ends: npt.NDArray[np.int64],
         temperature: float,
         seed: int | None,

@@ -9,10 +9,11 @@ backend's own tests:
 The checks need `pip install 'genlm-core[testing]'`; importing this package does not.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # for type checkers and editors; a test compares it with _HOME
+from genlm.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.testing.check import Check as Check
     from genlm.testing.check import engine_check as engine_check
     from genlm.testing.check import trie_check as trie_check
@@ -48,34 +49,5 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with _HOM
     from genlm.testing.tiny_model import random_model as random_model
     from genlm.testing.tiny_model import tiny_tokenizer as tiny_tokenizer
     from genlm.testing.trie_fixture import TrieFixture as TrieFixture
-
-_HOME = {
-    "check": "Check engine_check trie_check",
-    "checks": "all_checks",
-    "engine_fixture": "EngineFixture",
-    "failure": "CheckFailure CheckTimeout NotApplicable Skipped expect",
-    "family_measurement": "FamilyResult measure_family",
-    "fixture": "FULL QUICK Profile",
-    "outcome": "Outcome",
-    "plugin": "conformance_tests",
-    "report": "Report",
-    "run": "Run Settings prepared run_case",
-    "selection": "Case cases_of",
-    "target": "EngineTarget TrieTarget",
-    "tiny_families": "Family families",
-    "tiny_model": (
-        "TINY_LLAMA TINY_LOGITS TINY_VOCABULARY TinyModel random_model tiny_tokenizer"
-    ),
-    "trie_fixture": "TrieFixture",
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - derived, so that it cannot be outdated
-
-
-if not TYPE_CHECKING:  # as in `genlm`
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__spec__)

@@ -46,7 +46,7 @@ class LoopThread:
 
         Raises:
             CheckTimeout: It took longer than `timeout_s`.
-            Exception: What it raised.
+            Exception: The exception that it raised.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

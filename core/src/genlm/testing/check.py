@@ -35,8 +35,8 @@ class Check:
         unless: A capability with which it does not apply.
         member: A method of the trie without which it does not apply.
         oracle: Whether it needs an oracle that is independent of the engine.
-        cases: What the check must cover. The function reports each with `fixture.saw`; the
-            check fails if one never occurred.
+        cases: Cases that the check must cover. The function reports each with
+            `fixture.saw`; the check fails if one never occurred.
     """
 
     function: Callable[[Any], None]
@@ -54,7 +54,7 @@ class Check:
 
     @property
     def property(self) -> str:
-        """What it tests: the first sentence of the function's docstring."""
+        """The tested property: the first sentence of the function's docstring."""
         text = " ".join((inspect.getdoc(self.function) or "").split())
         return _SENTENCE_END.split(text, maxsplit=1)[0]
 

@@ -71,7 +71,7 @@ class EngineFixture(Fixture):
         Args:
             probe: Wraps the engine.
             adapters: Whether to load the target's adapters too.
-            **options: Of `EngineTarget.load`.
+            **options: Options of `EngineTarget.load`.
         """
         if probe is not None:
             options["watch"] = probe
@@ -119,7 +119,7 @@ class EngineFixture(Fixture):
         """Sequences of the target's ids.
 
         Args:
-            shorter_by: How many tokens a check appends to them.
+            shorter_by: Number of tokens that a check appends to them.
         """
         return sequences(self.token_ids, max(1, self.max_length - shorter_by))
 

@@ -11,8 +11,8 @@ class CheckFailure(AssertionError):
     """A property was violated.
 
     Attributes:
-        expected: What the property requires, in words.
-        found: What happened instead.
+        expected: Description of the required result.
+        found: Description of the actual result.
         example: The values with which it happened, by name.
     """
 
@@ -60,8 +60,8 @@ def expect(holds: bool, expected: str, found: object, **example: Any) -> None:
 
     Args:
         holds: Whether it does.
-        expected: What the property requires, in words.
-        found: What happened.
+        expected: Description of the required result.
+        found: The actual result.
         **example: The values with which it happened.
     """
     if not holds:

@@ -45,7 +45,7 @@ class FamilyResult:
         error: Largest difference of a log-probability from the oracle's; infinite if a row
             has NaN. None without rows.
         reason: Why it was refused or failed, or the position of the largest error.
-        rows: How many rows were compared.
+        rows: Number of rows that were compared.
         statistics: The engine's statistics at the end.
     """
 

@@ -29,10 +29,10 @@ class Profile:
     """How thorough a run is.
 
     Attributes:
-        name: What users pass as `profile`.
+        name: Value of the option `profile`.
         examples: Examples per property.
         programs: Random programs of the stateful test.
-        program_steps: Most calls in one of them.
+        program_steps: Maximum number of calls in a random program.
         shrink: Whether to search for the smallest failing example, which takes longer than
             finding one.
     """

@@ -27,13 +27,13 @@ class Outcome:
 
     Attributes:
         id: Id of the case.
-        property: What the check tests, in one sentence.
+        property: The tested property, in one sentence.
         status: `"skipped"`: the check applies but cannot run with this target. `"not
             applicable"`: it tests an ability that the engine does not declare; another check
             tests that the ability is refused.
         reason: Why it was skipped, does not apply, or was expected to fail.
-        expected: What the property requires, if it was violated.
-        found: What happened instead.
+        expected: Description of the required result, if the property was violated.
+        found: Description of the actual result.
         example: The smallest example with which it happened: `repr` of each value.
         details: Hypothesis' notes and the traceback, if the failure was not a `CheckFailure`.
         cases: How often each case that the check must cover occurred.

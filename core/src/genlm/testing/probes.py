@@ -79,7 +79,7 @@ class EngineProbe(StepGate):
         poison: `evaluate` raises for batches with a query for which this is true.
         spoil: Maps a query and its result to the result that is returned.
         break_step: Raised once, by the next step, instead of stepping.
-        closed: How many times the engine was closed.
+        closed: Number of calls of `close`.
         engine: The engine inside, once it is built.
     """
 

@@ -28,7 +28,7 @@ _SHOWN_FRAMES = 3  # of the exception and of each of its causes
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user can choose.
+    """Settings of a run.
 
     Attributes:
         backend: Name of an installed engine or trie.

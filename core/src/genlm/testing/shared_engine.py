@@ -32,7 +32,7 @@ class SharedEngine:
         build: Builds the engine, on that thread.
 
     Raises:
-        Exception: What `build` raised.
+        Exception: The exception that `build` raised.
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:

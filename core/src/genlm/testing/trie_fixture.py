@@ -164,7 +164,7 @@ class TrieFixture(Fixture):
 
 @dataclass(frozen=True)
 class Node:
-    """What the oracle knows about a node.
+    """A node as the oracle sees it.
 
     Attributes:
         name: Names the node in messages.

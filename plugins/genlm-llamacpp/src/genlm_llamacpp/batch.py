@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from genlm_llamacpp.sequences import Claim
 
-__all__ = ["Part", "TokenBatch", "build_batch", "common_length"]
+__all__ = ["Part", "TokenBatch", "build_batch", "common_length", "row_batch"]
 
 _Ints = NDArray[np.int32]
 
@@ -100,28 +100,48 @@ def build_batch(
     order: Sequence[int] = range(len(claims))
     if not shared:
         order = sorted(order, key=lambda index: claims[index].number)
-    if single:
-        return _single_tokens(claims, order)
-    return _runs(claims, first_wanted, order, shared=shared)
+    if not single:
+        return _runs(claims, first_wanted, order, shared=shared)
+    return row_batch(
+        np.array([claim.number for claim in claims]),
+        np.array([claim.start for claim in claims]),
+        np.array([claim.tokens.ids_from(claim.start) for claim in claims]),
+        np.asarray(order),
+    )
 
 
-def _single_tokens(claims: Sequence[Claim], order: Sequence[int]) -> TokenBatch:
-    """Lay out one token for each sequence: all particles of a population take a step."""
-    count = len(claims)
-    sorted_claims = [claims[index] for index in order]
-    numbers = np.array([claim.number for claim in sorted_claims], np.int32)
-    entries = np.empty((count, 1), np.int64)
-    entries[order, 0] = np.arange(count)
+def row_batch(
+    numbers: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    order: NDArray[np.int64],
+) -> TokenBatch:
+    """Lay out the tokens that continue sequences; the logits after the last are wanted.
+
+    Args:
+        numbers: The sequence of each row, each once, shape `(n,)`.
+        starts: How many tokens it holds, shape `(n,)`.
+        tokens: What follows, shape `(n, k)`, -1 where a column adds nothing.
+        order: The order of the rows in the batch.
+    """
+    tokens, starts = tokens[order], starts[order]
+    is_token = tokens >= 0
+    counts = is_token.sum(axis=1)
+    ends = np.cumsum(counts)
+    positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    sequences = np.repeat(numbers[order], counts).astype(np.int32)
+    outputs = np.zeros(ends[-1], np.int8)
+    outputs[ends - 1] = 1
+    entries = np.empty((len(order), 1), np.int64)
+    entries[order, 0] = ends - 1
     return TokenBatch(
-        tokens=np.array(
-            [each.tokens.ids_from(each.start)[0] for each in sorted_claims], np.int32
-        ),
-        positions=np.array([claim.start for claim in sorted_claims], np.int32),
-        counts=np.ones(count, np.int32),
-        addresses=(numbers.ctypes.data + 4 * np.arange(count)).astype(np.uintp),
-        outputs=np.ones(count, np.int8),
+        tokens=tokens[is_token].astype(np.int32),
+        positions=positions.astype(np.int32),
+        counts=np.ones(ends[-1], np.int32),
+        addresses=(sequences.ctypes.data + 4 * np.arange(ends[-1])).astype(np.uintp),
+        outputs=outputs,
         entries=list(entries),
-        numbers=[numbers],
+        numbers=[sequences],
     )
 
 

@@ -14,27 +14,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm.plugin import (
     AdapterError,
     BatchEngine,
     Capability,
     EvaluationError,
+    GroupQuery,
+    GroupValues,
     ModelLoadError,
     Query,
     TokenSequence,
     UnknownAdapterError,
     UnsupportedCapabilityError,
-    Vocabulary,
     check_query,
     model_source,
-    rows_from_logits,
 )
-from genlm.prefix import PieceScores, ScoredText, TextResult
-from genlm_llamacpp.batch import TokenBatch, build_batch
+from genlm.prefix import ScoredText, TextResult
+from genlm_llamacpp.batch import TokenBatch, build_batch, row_batch
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import parts_for
-from genlm_llamacpp.sequences import Sequences
+from genlm_llamacpp.populations import HeldRows, held_rows
+from genlm_llamacpp.receivers import GroupLogits, Receiver, Rows, Scores
+from genlm_llamacpp.sequences import Integers, Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
 __all__ = ["LlamaCppEngine"]
@@ -45,6 +48,9 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 _MOST_OUTPUT_BYTES = 128 * 2**20
 """Of the logits in one call: 256 rows of 128,000."""
+
+_MOST_NEW_TOKENS = 32
+"""Rows of a population with more are computed as requests, which share what begins alike."""
 
 
 class LlamaCppEngine(BatchEngine):
@@ -189,9 +195,10 @@ class LlamaCppEngine(BatchEngine):
         Returns:
             Shape `(len(queries), vocabulary.size)`, float32.
         """
+        self._sequences.collect()
         self._arrange(queries)
         requests = [(query.sequence, len(query) - 1) for query in queries]
-        rows = _Rows(self, len(requests))
+        rows = Rows(self.vocabulary, len(requests))
         self._compute(queries[0].adapter, requests, rows)
         return rows.result()
 
@@ -204,12 +211,109 @@ class LlamaCppEngine(BatchEngine):
         return self._text_results(queries)
 
     def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
+        self._sequences.collect()
         self._arrange(queries)
         texts = [ScoredText.of(query) for query in queries]
         requests = [(text.sequence, text.first) for text in texts]
-        scores = _Scores(texts, self.vocabulary)
+        scores = Scores(texts, self.vocabulary)
         self._compute(queries[0].adapter, requests, scores)
         return scores.result()
+
+    def submit_group(self, group: GroupQuery) -> None:
+        """Accept the query of a population.
+
+        Raises:
+            UnknownAdapterError: Its adapter was not loaded.
+        """
+        for place in group.wanted[:1].tolist():
+            sequence = group.generation.lineage.sequence(place)
+            check_query(
+                Query(group.query_id, sequence, group.adapter), adapters=self._context.adapters
+            )
+        super().submit_group(group)
+
+    def group_limit(self, group: GroupQuery) -> int:
+        """Return how many sequences of a population are computed at once."""
+        parts = self._context.parts
+        if parts and self._may_divide and len(group.wanted) > parts:
+            self._divide(0)
+        return min(self._sequences.most_requests, self._most_outputs)
+
+    def evaluate_group(self, group: GroupQuery, places: Integers) -> GroupValues:
+        """Compute sequences of a population: each continues, or copies, that of its parent.
+
+        Sequences that llama.cpp does not hold are computed as requests.
+        """
+        if not self._context.can_cut:  # a state cannot be taken back
+            return super().evaluate_group(group, places)
+        lineage, wanted = group.generation.lineage, group.wanted[places]
+        lengths = lineage.lengths[wanted]
+        if self._context.parts and lengths.max() > self._context.max_context:
+            self._divide(0)
+        if not self._sequences.used:
+            sequences = [lineage.sequence(place) for place in wanted.tolist()]
+            self._arrange([Query(0, each, group.adapter) for each in sequences])
+        self._sequences.collect()
+        rows = held_rows(group, self._sequences)
+        starts = np.minimum(rows.lengths[wanted], lengths - 1)
+        found = rows.can_continue(wanted, starts)
+        found = found[lengths[found] - starts[found] <= _MOST_NEW_TOKENS]
+        logits = np.empty((len(wanted), self._context.n_logits), np.float32)
+        if not len(found) or not self._continue(group, rows, wanted, found, logits):
+            found = found[:0]
+        others = np.delete(np.arange(len(wanted)), found)
+        if len(others):
+            receiver = GroupLogits(logits, others)
+            requests = [
+                (lineage.sequence(int(wanted[each])), int(lengths[each]) - 1) for each in others
+            ]
+            self._compute(group.adapter, requests, receiver)
+            rows.set(wanted[others], receiver.numbers, receiver.versions, lengths[others])
+        return GroupValues(torch.from_numpy(logits), are_logits=True)
+
+    def _continue(
+        self,
+        group: GroupQuery,
+        rows: HeldRows,
+        wanted: Integers,
+        found: Integers,
+        logits: NDArray[np.float32],
+    ) -> bool:
+        """Compute what follows the held beginnings of some sequences, in one batch.
+
+        Args:
+            group: The population.
+            rows: What is held of each of its sequences.
+            wanted: Sequences of the population.
+            found: Which of these.
+            logits: Takes their logits, shape `(len(wanted), n_logits)`.
+
+        Returns:
+            False if there is no room for them; nothing has changed but what was evicted.
+        """
+        lineage, adapter, own = group.generation.lineage, group.adapter, wanted[found]
+        lengths, held = lineage.lengths[own], rows.lengths[own]
+        starts = np.minimum(held, lengths - 1)
+        claims = self._sequences.claim_rows(rows.numbers[own], starts, held - starts)
+        if claims is None:
+            return False
+        try:
+            self._context.activate(adapter)
+            tokens = lineage.last_tokens(own, lengths - starts)
+            # A divided cache computes sequences at once whose numbers follow each other.
+            shared = self._context.shares_tokens
+            order = np.arange(len(own)) if shared else np.argsort(claims.numbers)
+            batch = row_batch(claims.numbers, starts, tokens, order)
+            self._decode(batch, GroupLogits(logits, found), 0)
+        except BaseException as error:
+            self._sequences.roll_back_rows(adapter, claims)
+            if isinstance(error, CacheFullError):
+                return False
+            raise
+        self._sequences.commit_rows(adapter, claims, tokens)
+        self._tokens_evaluated += int(lengths.sum())
+        rows.set(own, claims.numbers, self._sequences.versions(claims.numbers), lengths)
+        return True
 
     def close(self) -> None:
         """Free weights and cache; the tokenizer remains usable."""
@@ -326,7 +430,7 @@ class LlamaCppEngine(BatchEngine):
         self,
         adapter: str | None,
         requests: Sequence[tuple[TokenSequence, int]],
-        receiver: _Rows | _Scores,
+        receiver: Receiver,
         first: int = 0,
     ) -> None:
         """Compute requests in one batch, or in halves if there is no room for it.
@@ -360,7 +464,7 @@ class LlamaCppEngine(BatchEngine):
         self,
         adapter: str | None,
         requests: Sequence[tuple[TokenSequence, int]],
-        receiver: _Rows | _Scores,
+        receiver: Receiver,
         first: int,
     ) -> None:
         self._context.activate(adapter)
@@ -372,10 +476,12 @@ class LlamaCppEngine(BatchEngine):
         except BaseException:
             self._sequences.roll_back(adapter, claims)
             raise
-        self._sequences.commit(adapter, claims)
+        self._sequences.commit(adapter, claims, marked=receiver.is_marked)
+        numbers = np.array([claim.number for claim in claims])
+        receiver.committed(first, numbers, self._sequences.versions(numbers))
         self._tokens_evaluated += sum(len(tokens) for tokens, _ in requests)
 
-    def _decode(self, batch: TokenBatch, receiver: _Rows | _Scores, first: int) -> None:
+    def _decode(self, batch: TokenBatch, receiver: Receiver, first: int) -> None:
         receiver.begin(batch, first)
         for part in batch.parts(self._context.n_batch, self._most_outputs):
             while True:
@@ -389,58 +495,6 @@ class LlamaCppEngine(BatchEngine):
             self._tokens_computed += part.end - part.first
             if len(part.outputs):
                 receiver.receive(part.outputs.tolist(), torch.from_numpy(logits))
-
-
-class _Rows:
-    """Collects a row for each request."""
-
-    def __init__(self, engine: LlamaCppEngine, count: int) -> None:
-        self._vocabulary = engine.vocabulary
-        self._count = count
-        self._rows: torch.Tensor | None = None
-
-    def begin(self, batch: TokenBatch, first: int) -> None:
-        """Note where the logits of requests will be, from request `first` on."""
-        self._request_of = {
-            int(entries[0]): first + index for index, entries in enumerate(batch.entries)
-        }
-
-    def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
-        """Normalise the logits of entries; they are not referred to afterwards."""
-        rows = rows_from_logits(logits, self._vocabulary)
-        indices = [self._request_of[entry] for entry in entries]
-        if self._rows is None and indices == list(range(self._count)):
-            self._rows = rows
-            return
-        if self._rows is None:
-            self._rows = rows.new_empty((self._count, rows.shape[1]))
-        self._rows[indices] = rows
-
-    def result(self) -> torch.Tensor:
-        """Return all rows, in the order of the requests."""
-        assert self._rows is not None  # noqa: S101 - there is at least one request
-        return self._rows
-
-
-class _Scores:
-    """Collects what is computed of the rows of texts, and keeps no rows."""
-
-    def __init__(self, texts: Sequence[ScoredText], vocabulary: Vocabulary) -> None:
-        self._pieces = PieceScores(texts, vocabulary)
-
-    def begin(self, batch: TokenBatch, first: int) -> None:
-        """Note which targets follow which entries of the batch, from request `first` on."""
-        begin, end = self._pieces.ends[[first, first + len(batch.entries)]]
-        keys = np.concatenate(batch.entries).astype(np.int64)
-        self._pieces.expect(keys, np.arange(begin, end))
-
-    def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
-        """Compute what is wanted of the rows of these entries."""
-        self._pieces.add(np.asarray(entries, np.int64), logits)
-
-    def result(self) -> list[TextResult]:
-        """Return what was computed for each request."""
-        return self._pieces.results()
 
 
 def model_file(model: str | os.PathLike[str]) -> Path:

@@ -9,16 +9,19 @@ llama.cpp shows none, holds any number of branches, and cuts them anywhere.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genlm.plugin import TokenSequence
 
-__all__ = ["Claim", "Memory", "Sequences"]
+__all__ = ["Claim", "Integers", "Memory", "RowClaims", "Sequences"]
+
+Integers = NDArray[np.int64]
 
 _MOST_MARKS = 64
 """Sequences that end within one of llama.cpp's and are found by key; others by comparison."""
@@ -64,6 +67,21 @@ class Claim:
     is_new: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowClaims:
+    """Sequences of llama.cpp that are about to hold rows of a population, as columns.
+
+    Attributes:
+        numbers: The sequence of each row, shape `(n,)`.
+        starts: How many of the row's tokens it holds already, shape `(n,)`.
+        is_new: Whether it was empty before, shape `(n,)`.
+    """
+
+    numbers: Integers
+    starts: Integers
+    is_new: NDArray[np.bool_]
+
+
 class Sequences:
     """The sequences of one context, by number.
 
@@ -77,6 +95,8 @@ class Sequences:
 
     Attributes:
         evicted: Number of sequences that were removed to make room.
+        dropped: Sequences that populations held, and their versions then; the next `collect`
+            counts a holder less for each. Populations are dropped on any thread.
     """
 
     def __init__(self, memory: Memory, count: int, max_length: int) -> None:
@@ -88,11 +108,14 @@ class Sequences:
         # Ends of requests within each sequence; those that programs still refer to.
         self._marks: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(count)]
         self._places: dict[tuple[str | None, bytes], int] = {}
-        self._uses = [0] * count  # how often each was emptied
+        # Changes when a sequence no longer begins with all tokens that it held before.
+        self._versions = np.zeros(count, np.int64)
+        self._holders = np.zeros(count, np.int64)  # rows of populations that it holds
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pinned: list[int] = []
         self.evicted = 0
+        self.dropped: deque[tuple[Integers, Integers]] = deque()
 
     @property
     def used(self) -> int:
@@ -131,7 +154,7 @@ class Sequences:
         for number, _ in found:  # so that no request evicts what another one continues
             if number in self._idle:
                 self._idle.move_to_end(number)
-        uses = list(self._uses)
+        versions = self._versions.copy()
         claims: list[Claim | None] = [None] * len(found)
         for index, (number, start) in enumerate(found):
             tokens = requests[index][0]
@@ -143,15 +166,23 @@ class Sequences:
             if claims[index] is None:
                 source, start = found[index]
                 if start and (
-                    self._uses[source] != uses[source] or self._lengths[source] < start
+                    self._versions[source] != versions[source] or self._lengths[source] < start
                 ):
                     # Evicted or shortened since.
                     source, start = self._find(adapter, tokens, limit)
                 claims[index] = self._new(tokens, source, start)
         return [claim for claim in claims if claim is not None]
 
-    def commit(self, adapter: str | None, claims: Sequence[Claim]) -> None:
-        """Note that the memory holds all tokens of the requests."""
+    def commit(
+        self, adapter: str | None, claims: Sequence[Claim], *, marked: bool = True
+    ) -> None:
+        """Note that the memory holds all tokens of the requests.
+
+        Args:
+            adapter: Their adapter.
+            claims: What `claim` returned for them.
+            marked: Whether they are found by their keys.
+        """
         for claim in claims:
             number, tokens, start = claim.number, claim.tokens, claim.start
             length = len(tokens)
@@ -160,17 +191,115 @@ class Sequences:
             self._adapters[number] = adapter
             if not self._memory.can_cut:
                 self._forget(number)  # its state is no longer that of shorter requests
-            self._mark(number, adapter, tokens.key, length)
+            if marked:
+                self._mark(number, adapter, tokens.key, length)
             self._idle[number] = None
 
     def roll_back(self, adapter: str | None, claims: Sequence[Claim]) -> None:
         """Note that some tokens may be missing: restore what was held before."""
         for claim in claims:
             self._adapters[claim.number] = adapter
-            if claim.is_new or not self._memory.cut(claim.number, claim.start):
-                self._remove(claim.number)
-            else:
-                self._idle[claim.number] = None
+            self._restore(claim.number, claim.start, is_new=claim.is_new)
+
+    # -- rows of populations ----------------------------------------------------------
+
+    def versions(self, numbers: Integers) -> Integers:
+        """Return what changes when sequences lose tokens, for `hold` and `still_hold`."""
+        return self._versions[numbers]
+
+    def still_hold(
+        self, numbers: Integers, versions: Integers, starts: Integers
+    ) -> NDArray[np.bool_]:
+        """Return which sequences can be continued after some of their first tokens.
+
+        Args:
+            numbers: Sequences, -1 for none.
+            versions: What `versions` returned when they were held.
+            starts: How many tokens are to be continued.
+        """
+        held = self._lengths[numbers]
+        found: NDArray[np.bool_] = (numbers >= 0) & (starts > 0)
+        found &= self._versions[numbers] == versions
+        for place in np.flatnonzero(found & (held != starts)).tolist():
+            found[place] = self._memory.can_continue(
+                int(numbers[place]), int(starts[place]), int(held[place])
+            )
+        return found
+
+    def claim_rows(
+        self, sources: Integers, starts: Integers, own: Integers
+    ) -> RowClaims | None:
+        """Give each row a sequence of its own, which holds its first tokens.
+
+        The first row that continues all tokens of a sequence takes it, the others are copied.
+        End with `commit_rows` or `roll_back_rows`.
+
+        Args:
+            sources: The sequence that holds the first tokens of each row.
+            starts: How many of them.
+            own: How many of its tokens after `starts` are the row's own and computed again.
+
+        Returns:
+            None, and nothing has changed, if there are not as many sequences.
+        """
+        takes = self._takers(sources, starts, own)
+        needed = len(sources) - len(takes)
+        used = set(sources.tolist())
+        others = [number for number in self._idle if number not in used]
+        if needed > len(self._free) + len(others):
+            return None
+        for number in others[: max(0, needed - len(self._free))]:
+            self._evict_one(number)
+        numbers, is_new = sources.copy(), np.ones(len(sources), bool)
+        is_new[takes] = False
+        numbers[is_new] = [self._free.pop() for _ in range(needed)]
+        longest = int(starts.max())
+        self._ids[numbers, :longest] = self._ids[sources, :longest]
+        for place in np.flatnonzero(is_new).tolist():
+            self._memory.copy(int(sources[place]), int(numbers[place]), int(starts[place]))
+        for number, start in zip(numbers[takes].tolist(), starts[takes].tolist(), strict=True):
+            self._truncate(number, start)
+            del self._idle[number]
+        self._lengths[numbers] = starts
+        return RowClaims(numbers, starts, is_new)
+
+    def commit_rows(
+        self, adapter: str | None, claims: RowClaims, tokens: NDArray[np.int64]
+    ) -> None:
+        """Note that the memory holds rows with what follows, shape `(n, k)`, -1 for nothing."""
+        is_token = tokens >= 0
+        rows, _ = np.nonzero(is_token)
+        places = claims.starts[:, None] + np.cumsum(is_token, axis=1) - 1
+        self._ids[claims.numbers[rows], places[is_token]] = tokens[is_token]
+        self._lengths[claims.numbers] = claims.starts + is_token.sum(axis=1)
+        for number in claims.numbers.tolist():
+            self._adapters[number] = adapter
+            self._idle[number] = None
+
+    def roll_back_rows(self, adapter: str | None, claims: RowClaims) -> None:
+        """Note that some tokens may be missing: restore what was held before."""
+        columns = (claims.numbers.tolist(), claims.starts.tolist(), claims.is_new.tolist())
+        for number, start, is_new in zip(*columns, strict=True):
+            self._adapters[number] = adapter
+            self._restore(number, start, is_new=is_new)
+
+    def hold(self, numbers: Integers) -> None:
+        """Count a row of a population for each sequence."""
+        np.add.at(self._holders, numbers, 1)
+
+    def unhold(self, numbers: Integers, versions: Integers) -> None:
+        """Count a row less for each sequence; -1 for none. Those without rows are freed."""
+        held = (numbers >= 0) & (self._versions[numbers] == versions)
+        numbers = numbers[held]
+        np.subtract.at(self._holders, numbers, 1)
+        for number in np.unique(numbers[self._holders[numbers] == 0]).tolist():
+            if number in self._idle:
+                self._shorten(number)
+
+    def collect(self) -> None:
+        """Free what only populations held that were dropped."""
+        while self.dropped:
+            self.unhold(*self.dropped.popleft())
 
     def make_room(self) -> bool:
         """Evict a quarter of the idle sequences; False if there are none."""
@@ -204,15 +333,8 @@ class Sequences:
             return
         length = self._marks[number].pop(key)
         del self._places[adapter, key]
-        longest = max(self._marks[number].values(), default=0)
-        if length == self._lengths[number] and longest < length:
-            del self._idle[number]
-            if longest and self._memory.cut(number, longest):
-                self._lengths[number] = longest
-                self._idle[number] = None
-                self._idle.move_to_end(number, last=False)
-            else:
-                self._remove(number)
+        if length == self._lengths[number] and not self._holders[number]:
+            self._shorten(number)
 
     def clear(self, adapter: str | None = None, *, all_adapters: bool = False) -> None:
         """Remove all sequences, or those of one adapter; none may be claimed."""
@@ -258,6 +380,35 @@ class Sequences:
             if start:
                 return number, start
         return -1, 0
+
+    def _takers(self, sources: Integers, starts: Integers, own: Integers) -> Integers:
+        """Return the rows that take the sequences that they continue."""
+        held = self._lengths[sources]
+        may_take = held == starts + own
+        pinned = np.array(self._pinned, np.int64)
+        may_take &= ~np.isin(sources, pinned)
+        places = np.flatnonzero(may_take)
+        return places[np.unique(sources[places], return_index=True)[1]]
+
+    def _shorten(self, number: int) -> None:
+        """Remove the tokens of an idle sequence that no request ends after."""
+        longest = max(self._marks[number].values(), default=0)
+        if longest == self._lengths[number]:
+            return
+        del self._idle[number]
+        self._restore(number, longest, is_new=not longest)
+        if number in self._idle:
+            self._lengths[number] = longest
+            self._idle.move_to_end(number, last=False)
+
+    def _restore(self, number: int, length: int, *, is_new: bool) -> None:
+        """Keep the first tokens of a sequence if they can be kept."""
+        if is_new or not self._memory.cut(number, length):
+            self._remove(number)
+            return
+        self._versions[number] += 1
+        self._holders[number] = 0
+        self._idle[number] = None
 
     def _may_take(self, number: int, tokens: TokenSequence, start: int) -> bool:
         """Whether a request computes again all that a sequence loses to it."""
@@ -310,7 +461,9 @@ class Sequences:
             del marks[key], self._places[adapter, key]
 
     def _evict(self, other_than: int = -1) -> None:
-        number = next((each for each in self._idle if each != other_than), other_than)
+        self._evict_one(next((each for each in self._idle if each != other_than), other_than))
+
+    def _evict_one(self, number: int) -> None:
         del self._idle[number]
         self._remove(number)
         self.evicted += 1
@@ -319,5 +472,6 @@ class Sequences:
         self._memory.cut(number, 0)
         self._forget(number)
         self._lengths[number] = 0
-        self._uses[number] += 1
+        self._versions[number] += 1
+        self._holders[number] = 0
         self._free.append(number)

@@ -1,4 +1,4 @@
-"""The command `lm_eval`, to which the model `genlm` is known.
+"""The command `lm_eval` with the registered model `genlm`.
 
 lm_eval 0.4.13 does not look for models of other distributions, so its own command refuses
 `--model genlm`.

@@ -1,4 +1,4 @@
-"""Continuations of many prompts, token by token, each until its own stop."""
+"""Generation of many continuations token by token, each with its own stop condition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Continuation", "GenerationOptions", "continue_all", "lookback_tokens"]
 
-# Options of transformers' `generate` that tasks name with the value that changes nothing.
+# Options of transformers' `generate` that tasks set to their neutral values.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "length_penalty": (1.0,),
@@ -25,20 +25,20 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 }
 
 _LOOKBACK_TOKENS = 2
-"""Tokens before the usual encoding of a stop text in which it is looked for; the harness's
-model `hf` takes as many, since a text has several encodings."""
+"""Number of tokens that are searched for a stop text in addition to its usual encoding, since a
+text has several encodings; the same as in the harness's model `hf`."""
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What a request of the harness says of its continuation.
+    """Generation options of a request of the harness.
 
     Attributes:
-        until: Texts before which the continuation ends.
-        max_tokens: The most ids to generate.
+        until: Stop texts; the continuation ends before the first one.
+        max_tokens: Maximum number of generated ids.
         temperature: 0 takes the most likely token.
         top_k: Draw from the k most likely tokens.
-        top_p: Draw from the fewest most likely tokens that have this share.
+        top_p: Draw from the smallest set of most likely tokens with this total probability.
     """
 
     until: tuple[str, ...]
@@ -54,13 +54,13 @@ class GenerationOptions:
         """Read the arguments of a request.
 
         Args:
-            gen_kwargs: As tasks and `--gen_kwargs` have them.
-            max_tokens: For requests that say nothing.
-            eos: The text of the end-of-sequence token, which always ends a continuation.
+            gen_kwargs: Arguments of the task and of `--gen_kwargs`.
+            max_tokens: Default for requests without a limit.
+            eos: Text of the EOS token, which is always a stop text.
 
         Raises:
-            ValueError: An argument that would change the continuation is not known here, or no
-                token may be generated.
+            ValueError: An unsupported argument would change the continuation, or the maximum
+                number of tokens is less than 1.
         """
         known = dict(normalize_gen_kwargs(dict(gen_kwargs), max_tokens))
         until = handle_stop_sequences(known.pop("until"), eos=eos)
@@ -90,21 +90,21 @@ class GenerationOptions:
 
     @property
     def drawing(self) -> tuple[float, int | None, float | None]:
-        """What requests of one call must have in common."""
+        """Options that requests of one call must share."""
         return self.temperature, self.top_k, self.top_p
 
 
 @dataclass(eq=False)
 class Continuation:
-    """A prompt and what was generated after it.
+    """A prompt and the ids generated after it.
 
     Attributes:
-        place: Of the request among all.
+        place: Index of the request.
         context: Prompt and generated ids.
-        options: Of the request.
-        seed: Of its draws.
-        lookback: The number of last ids in whose text stop texts are looked for.
-        token_ids: What was generated.
+        options: Generation options of the request.
+        seed: Random seed of its draws.
+        lookback: Number of last ids whose text is searched for stop texts.
+        token_ids: The generated ids.
     """
 
     place: int
@@ -115,13 +115,13 @@ class Continuation:
     token_ids: list[int] = field(default_factory=list)
 
     def add(self, token_id: int) -> None:
-        """Append what was drawn."""
+        """Append a drawn token."""
         self.token_ids.append(token_id)
         self.context = self.context.extend(token_id)
 
 
 def lookback_tokens(tokenizer: Any, until: Sequence[str]) -> int:
-    """Return how many last tokens can contain the end of a stop text."""
+    """Return the number of last tokens that can contain the end of a stop text."""
     lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in until]
     return max(lengths, default=0) + _LOOKBACK_TOKENS
 
@@ -136,15 +136,15 @@ def continue_all(
 ) -> Iterator[Continuation]:
     """Generate continuations whose options draw in the same way.
 
-    Each step asks for one token of each unfinished continuation, in one call. A finished one
-    makes room for the next at once.
+    Each step draws one token for each unfinished continuation in one call. A finished
+    continuation is replaced by the next one at once.
 
     Args:
         llm: The model.
         tokenizer: Decodes ids, to find stop texts.
-        continuations: Without generated ids.
-        ending: Ids that end a continuation; they are its last.
-        at_once: The most continuations that are generated at a time.
+        continuations: Continuations without generated ids.
+        ending: Ids that end a continuation, which includes them.
+        at_once: Maximum number of concurrent continuations.
 
     Yields:
         Each continuation when it is finished.

@@ -1,8 +1,8 @@
-"""`GenlmLM`: any model of genlm, as lm-evaluation-harness asks its models.
+"""`GenlmLM`: models of genlm for lm-evaluation-harness.
 
 Texts, windows, truncation and special tokens are those of the harness's model `hf`, so that
-both compute the same numbers. Knows no engine: those make their own batches. Longer than other
-modules because the harness asks one class for everything.
+both compute the same numbers. It is independent of engines, which batch requests themselves.
+The module is long because the harness requires one class for all requests.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = ["GenlmLM"]
 _logger = logging.getLogger(__name__)
 
 _TEXTS_AT_ONCE = 512
-"""Texts of one call of `batch_score`; between calls the progress bar and the harness's cache of
-answers advance."""
+"""Number of texts per call of `batch_score`. The progress bar and the harness's cache of
+answers are updated between calls."""
 
 _DEFAULT_DEVICE = "cuda:0"
-"""What the command of the harness passes where the user names no device."""
+"""Device that the command of the harness passes by default."""
 
 _PEFT = "peft"
 """The name under which the adapter of the option `peft` is loaded."""
@@ -55,38 +55,39 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     """A model of genlm for lm-evaluation-harness, under the name `genlm`.
 
     One process evaluates everything (`rank` 0 of `world_size` 1): an engine distributes its
-    work by itself. Not for coroutines: every method waits.
+    work by itself. All methods block, so do not call them from coroutines.
 
     Args:
-        pretrained: What the engine calls a model, or a loaded model.
-        backend: Name of an engine, see `genlm plugins`; by default as `genlm.load_model`.
+        pretrained: Model id or path, or a loaded model.
+        backend: Name of an engine, see `genlm plugins`; by default that of
+            `genlm.load_model`.
         tokenizer: Name, folder or object of a tokenizer of transformers; by default the
             engine's.
-        max_length: The most tokens of a context; by default the engine's `max_context`, or
-            2048 where it has no limit. Longer texts lose tokens on the left.
-        max_gen_toks: The most tokens to generate for tasks that do not say.
-        add_bos_token: Whether texts begin with the beginning-of-text token; by default as the
-            tokenizer does.
-        prefix_token_id: The token before texts without a context; by default the tokenizer's
-            beginning-of-text token, or its end-of-text token.
+        max_length: Maximum context length in tokens; by default the engine's `max_context`, or
+            2048 if it has no limit. Longer texts are truncated on the left.
+        max_gen_toks: Maximum number of generated tokens for tasks without this setting.
+        add_bos_token: Whether texts begin with the BOS token; the default is the tokenizer's
+            setting.
+        prefix_token_id: Id of the token before texts without a context; by default the BOS
+            token of the tokenizer, or else its EOS token.
         peft: Folder of a LoRA adapter.
-        think_end_token: Text or id of the token after which an answer begins; what comes
+        think_end_token: Text or id of the token after which an answer begins; the text
             before it is dropped.
         enable_thinking: Passed to the chat template.
         chat_template_args: Further arguments of the chat template.
-        texts_at_once: Texts that are asked for at a time, and continuations that are generated
-            at a time.
-        batch_size: Ignored: the harness always passes one, and engines make their batches.
-        max_batch_size: Most queries in the engine at a time, None for no limit.
-        device: Passed to the engine, except for the harness's default `cuda:0`: then the engine
-            chooses.
-        **engine_options: As `genlm.load_model` takes them.
+        texts_at_once: Number of texts per scoring call, and of concurrent continuations.
+        batch_size: Ignored. The harness always passes it, but engines batch requests
+            themselves.
+        max_batch_size: Maximum number of concurrent queries in the engine; None for no limit.
+        device: Passed to the engine, except for the harness's default `cuda:0`, with which the
+            engine chooses the device.
+        **engine_options: Options of `genlm.load_model`.
 
     Raises:
-        TypeError: Options of an engine for a loaded model, or a tokenizer without what the
-            harness needs.
-        ValueError: `max_length` is beyond the engine's, `enable_thinking` without
-            `think_end_token`, or no token that can come before a text.
+        TypeError: Engine options were given for a loaded model, or the tokenizer lacks methods
+            that the harness needs.
+        ValueError: `max_length` exceeds the engine's maximum, `enable_thinking` was given
+            without `think_end_token`, or there is no prefix token.
         GenlmError: As `genlm.load_model`.
     """
 
@@ -140,10 +141,10 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         self._ending = ending_ids(self.tokenizer, **remote)
 
     def close(self) -> None:
-        """Close the model, also one that was passed as an object."""
+        """Close the model, even if it was passed as an object."""
         self.llm.close()
 
-    # -- what the harness asks about a model ------------------------------------------
+    # -- properties of the model -------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int | None:
@@ -153,7 +154,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
 
     @property
     def prefix_token_id(self) -> int | None:
-        """The id before texts that have no context."""
+        """Id of the token before texts without a context."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
         bos: int | None = self.tokenizer.bos_token_id
@@ -161,12 +162,12 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, in which the harness's cache of requests is kept."""
+        """Name of the tokenizer, which the harness uses as a key of its request cache."""
         name: str = self.tokenizer.name_or_path
         return name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the harness writes into its results."""
+        """Return the model information for the results of the harness."""
         return {
             "genlm_version": genlm.__version__,
             "genlm_engine": self.llm.name,
@@ -182,8 +183,9 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
 
         Args:
             string: The text.
-            add_special_tokens: Whether the tokenizer adds its special tokens; None for its
-                own default and `add_bos_token`, and for none where the text begins with one.
+            add_special_tokens: Whether the tokenizer adds its special tokens. None applies the
+                tokenizer's default and `add_bos_token`, and adds none if the text begins
+                with the prefix token.
         """
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
@@ -215,7 +217,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         """Return log-probability and greediness of each continuation after its context.
 
         Raises:
-            ValueError: The model thinks before it answers.
+            ValueError: The model was loaded with `enable_thinking`.
         """
         if self.enable_thinking:
             raise ValueError("enable_thinking=True is for tasks that generate; these score")
@@ -254,7 +256,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations; those with a common beginning are asked for together."""
+        """Score continuations; those with a common prefix are scored in one call."""
         texts = [(context + continuation) for _, context, continuation in requests]
         _warn_of_truncation(texts, self.max_length + 1)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -288,8 +290,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         """Return the continuation of each context, up to its first stop text.
 
         Raises:
-            ValueError: An unknown generation argument, or one that leaves no room for a
-                context.
+            ValueError: A generation argument is unsupported, or leaves no room for a context.
         """
         pending = [
             self._continuation(place, *request.args) for place, request in enumerate(requests)
@@ -327,7 +328,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
             ids = [self.prefix_token_id]
         if len(ids) > room:
             _logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
-        # From the generator that the harness seeds, so that a run can be repeated.
+        # From the generator that the harness seeds, so that runs are reproducible.
         seed = int(torch.randint(2**62, ()).item()) if options.temperature else 0
         return Continuation(
             place=place,
@@ -381,7 +382,7 @@ def _token(think_end_token: str | int | None) -> str | int | None:
 
 
 def _parts(texts: Sequence[list[int]], size: int) -> Iterator[list[int]]:
-    """Yield the places of texts that are asked for together, neighbours in their order."""
+    """Yield the indices of the texts of each call, in lexicographic order of their ids."""
     places = sorted(range(len(texts)), key=lambda place: texts[place])
     for first in range(0, len(places), size):
         yield places[first : first + size]

@@ -1,4 +1,4 @@
-"""Tokenizers as the harness's model `hf` loads and asks them."""
+"""Tokenizers, loaded and used as by the harness's model `hf`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def load_tokenizer(own: Any, given: Any, add_bos_token: bool | None, **options: 
     """Return the tokenizer that texts are encoded with.
 
     Args:
-        own: The engine's.
-        given: A name, a folder or a tokenizer that replaces it, or None.
-        add_bos_token: Passed to the tokenizer's class where a tokenizer is loaded by name.
-        **options: Of `AutoTokenizer.from_pretrained`.
+        own: Tokenizer of the engine.
+        given: Name, folder or object of another tokenizer; None for the engine's.
+        add_bos_token: Option of the tokenizer if it is loaded by name.
+        **options: Options of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        TypeError: It lacks what tokenizers of transformers have.
+        TypeError: The tokenizer lacks methods of transformers tokenizers.
     """
     tokenizer = own if given is None else given
     if add_bos_token is not None:
@@ -48,8 +48,8 @@ def load_tokenizer(own: Any, given: Any, add_bos_token: bool | None, **options: 
 def ending_ids(tokenizer: Any, **options: Any) -> frozenset[int]:
     """Return the ids at which transformers' `generate` ends a text of this checkpoint.
 
-    These are the ones of its generation_config.json, else of its config.json, besides the
-    tokenizer's own.
+    These are the EOS ids of its generation_config.json, or else of its config.json, and the EOS
+    id of the tokenizer.
     """
     ids: set[int] = set()
     if tokenizer.eos_token_id is not None:
@@ -66,7 +66,7 @@ def ending_ids(tokenizer: Any, **options: Any) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Texts to ids and back.
+    """Encoding of texts and conversations.
 
     Attributes:
         tokenizer: A tokenizer of transformers.

@@ -16,13 +16,14 @@ import numpy as np
 from genlm.prefix import SegmentBatch, Slots
 from genlm_mlx.resident import ResidentBatch
 from genlm_mlx.storage import KVStorage, LayerShape
+from genlm_mlx.tables import TablePass
 
 __all__ = ["RecordingCache", "SlotCache", "slot_caches"]
 
 
 def slot_caches(
     storage: KVStorage,
-    batch: SegmentBatch,
+    batch: SegmentBatch | TablePass,
     windows: Sequence[int | None],
     *,
     resident: ResidentBatch | None = None,
@@ -83,7 +84,7 @@ class _Batch:
     def __init__(
         self,
         storage: KVStorage,
-        batch: SegmentBatch,
+        batch: SegmentBatch | TablePass,
         resident: ResidentBatch | None,
         *,
         continues: bool,
@@ -130,7 +131,7 @@ class _Batch:
         return self._visible[window]
 
     def _hides(self, window: int | None) -> bool:
-        return window is not None and self._batch.reads.shape[1] > window
+        return window is not None and self._batch.past + self._batch.tokens.shape[1] > window
 
 
 class RecordingCache:

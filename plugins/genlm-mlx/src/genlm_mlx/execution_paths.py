@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from genlm.plugin import Vocabulary, rows_from_logits
+from genlm.plugin import GroupQuery, Vocabulary, rows_from_logits
 from genlm.prefix import (
     BatchLimits,
     PathChoice,
@@ -25,6 +25,7 @@ from genlm.prefix import (
     SegmentLimits,
     SelfTest,
     ServeOptions,
+    Slots,
     TextResult,
     Tokens,
     UnsupportedModelError,
@@ -33,6 +34,7 @@ from genlm.prefix import (
     slots_within,
 )
 from genlm_mlx.forward import (
+    LOGITS_PER_PASS,
     SlotCacheForward,
     own_logits,
     own_pieces,
@@ -55,9 +57,6 @@ PATHS = ("slot_cache", "uncached")
 """Execution paths, fastest first."""
 
 DEFAULT_TOKENS_PER_BATCH = 2048
-
-# Logits of one pass: 2**26 in float32 are 256 MiB.
-_LOGITS_PER_PASS = 2**26
 
 # Largest errors in log-probability in float32 and in half precision.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.3
@@ -196,7 +195,7 @@ class UncachedPath:
         sequences = [text.sequence.token_ids for text in texts]
         most = self._max_tokens
         if not self._pieces.are_small:
-            most = min(most, _LOGITS_PER_PASS // self._vocabulary.size)
+            most = min(most, LOGITS_PER_PASS // self._vocabulary.size)
         piece = max(1, most // len(texts))
 
         def receive(where: Any, logits: torch.Tensor) -> None:
@@ -219,7 +218,7 @@ class UncachedPath:
     ) -> None:
         """Score one text by the rows of its beginnings."""
         ids = text.sequence.token_ids
-        most = max(1, _LOGITS_PER_PASS // self._vocabulary.size)
+        most = max(1, LOGITS_PER_PASS // self._vocabulary.size)
         for begin in range(0, len(text.targets), most):
             end = min(begin + most, len(text.targets))
             lengths = range(text.first + 1 + begin, text.first + 1 + end)
@@ -227,7 +226,7 @@ class UncachedPath:
             scores.add(first_key + np.arange(begin, end), rows)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        most = max(1, min(self._max_tokens, _LOGITS_PER_PASS // self._vocabulary.size))
+        most = max(1, min(self._max_tokens, LOGITS_PER_PASS // self._vocabulary.size))
         unlimited = max(lengths) * most
         return plan_batches(lengths, BatchLimits(unlimited, most, equal_lengths=True))
 
@@ -290,13 +289,22 @@ class SlotCachePath(PrefixRows):
             budget_bytes=budget,
             bytes_per_token=token_bytes,
             max_tokens=max_tokens,
-            max_rows=max(1, _LOGITS_PER_PASS // width),
+            max_rows=max(1, LOGITS_PER_PASS // width),
         )
 
     def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
         """Compute rows in one pass, or in several if limits or memory require it."""
         try:
             return super().rows(adapter, sequences)
+        except BaseException:
+            if self.forward.storage.lost:
+                self.clear()
+            raise
+
+    def group_logits(self, group: GroupQuery, places: Slots) -> torch.Tensor | None:
+        """Compute logits of a population; see `PrefixRows.group_logits`."""
+        try:
+            return super().group_logits(group, places)
         except BaseException:
             if self.forward.storage.lost:
                 self.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from genlm.prefix import (
     Segment,
     SegmentBatch,
     SegmentLimits,
+    Slots,
+    TableBatch,
     TreeBatch,
     UnsupportedModelError,
     group_segments,
@@ -26,18 +29,34 @@ from genlm.prefix import (
 )
 from genlm_mlx.cache import RecordingCache, slot_caches
 from genlm_mlx.pieces import OutputPieces, as_tensor
-from genlm_mlx.resident import ResidentBatch, ResidentBatches
+from genlm_mlx.resident import Extent, ResidentBatch, ResidentBatches
 from genlm_mlx.storage import KVStorage, LayerShape
+from genlm_mlx.tables import TablePass, extent_of
 
-__all__ = ["SlotCacheForward", "own_logits", "own_pieces", "read_shapes", "read_windows"]
+__all__ = [
+    "LOGITS_PER_PASS",
+    "SlotCacheForward",
+    "own_logits",
+    "own_pieces",
+    "read_shapes",
+    "read_windows",
+]
+
+LOGITS_PER_PASS = 2**26
+"""Most logits of a pass that returns those of each sequence; 256 MiB in float32."""
 
 # Most logits of a pass; 32 MiB in float16. If all tokens of a pass have more, the wanted ones
 # are computed in one more pass, of their tokens alone.
 _LOGITS_AT_ONCE = 2**24
 
+# Most slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a slot.
+_GATHERED_AT_ONCE = 2**16
+
 
 class SlotCacheForward:
-    """Runs a model over the uncached tokens of a tree, in padded batches; a `ScoringForward`.
+    """Runs a model over the uncached tokens of a tree, or over tokens that continue a table.
+
+    A `ScoringForward` and a `TableForward`; passes are padded batches.
 
     Args:
         model: An mlx-lm model.
@@ -89,6 +108,39 @@ class SlotCacheForward:
                 stages, again = [again], []
         return ForwardResult(found.logits(batch.last_slots), tokens, forwards)
 
+    def run_table(
+        self,
+        batch: TableBatch,
+        adapter: str | None,  # noqa: ARG002 - it is active in the model
+    ) -> ForwardResult:
+        """Run tokens that continue rows of a table, each as a sequence with one new token.
+
+        Pasts that the last passes left resident are not gathered. A pass that gathers has few
+        enough tokens; later ones see the keys and values that earlier ones stored.
+        """
+        count, width = len(batch.tokens), int(batch.positions.max()) + 1
+        most = max(1, min(_GATHERED_AT_ONCE // width, LOGITS_PER_PASS // self._width))
+        is_wanted = np.zeros(count, bool)
+        is_wanted[batch.results] = True
+        parts = []
+        for first in range(0, count, most):
+            part = slice(first, min(first + most, count))
+            rows = np.flatnonzero(is_wanted[part])
+            logits = self._pass(
+                extent_of(batch, part),
+                batch.writes[part],
+                functools.partial(TablePass, batch, part),
+                rows,
+                np.zeros(len(rows), np.int64),
+            )
+            if logits is not None:
+                parts.append(as_tensor(logits))
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        places = np.cumsum(is_wanted)[batch.results] - 1
+        if not np.array_equal(places, np.arange(len(found))):
+            found = found[torch.from_numpy(places)]
+        return ForwardResult(found, count, forwards=-(-count // most))
+
     def scores_in_pieces(self) -> bool:
         """Whether `score` never has the logits of a whole pass in memory."""
         return self._pieces.are_small
@@ -111,10 +163,11 @@ class SlotCacheForward:
         receive: Receive,
     ) -> None:
         """Run one pass; pass on the logits at the given (slot, segment, token) places."""
-        slot = max(int(segment.slots.max()) for segment in segments)
+        batch = SegmentBatch(segments, pad_id=0)
+        slot = int(batch.writes.max())
+        self._resident.forget_slots(batch.writes)
         self._resident.fit(self._budget - self.storage.slots_with(slot) * self._token_bytes)
         self.storage.make_room(slot)
-        batch = SegmentBatch(segments, pad_id=0)
         caches = slot_caches(self.storage, batch, self._windows)
         ids = mx.array(batch.tokens.astype(np.int32))
         if ends:
@@ -128,7 +181,6 @@ class SlotCacheForward:
             )
         else:
             self.storage.settle(self._model(ids, cache=caches)[:, :1])
-        self._resident.forget_slots(batch)
 
     def clear(self) -> None:
         """Free everything computed."""
@@ -142,49 +194,76 @@ class SlotCacheForward:
         found: _Found,
     ) -> None:
         """Run one pass and store the logits at the given (slot, segment, token) places."""
-        slot = max(int(segment.slots.max()) for segment in segments)
+        rows, places = (np.array([end[i] for end in ends], np.int64) for i in (1, 2))
+        logits = self._pass(
+            Extent.of_segments(segments),
+            np.concatenate([segment.writes for segment in segments]),
+            functools.partial(SegmentBatch, segments, 0),
+            rows,
+            places,
+        )
+        if logits is not None:
+            found.add([slot for slot, _, _ in ends], logits)
+
+    def _pass(
+        self,
+        extent: Extent,
+        writes: Slots,
+        side_by_side: Callable[..., SegmentBatch | TablePass],
+        rows: Slots,
+        places: Slots,
+    ) -> mx.array | None:
+        """Run the model over sequences side by side, with pasts that are resident if possible.
+
+        Args:
+            extent: Where the sequences end.
+            writes: The slots that take keys and values.
+            side_by_side: Lays the pass out, with `past` or more columns of pasts.
+            rows: Sequences whose logits are wanted.
+            places: The new token of each after which they are wanted.
+
+        Returns:
+            The logits, shape `(len(rows), width)`, float32; None if `rows` is empty.
+        """
+        # First: a slot that is allocated again is no longer the end of what was there before.
+        self._resident.forget_slots(writes)
+        slot = int(writes.max())
         room = self._budget // self._token_bytes - self.storage.slots_with(slot)
-        resident, continues, tokens = self._chosen(segments, room)
+        resident, continues, tokens = self._chosen(extent, room)
         self._resident.fit((room - tokens) * self._token_bytes)
         self.storage.make_room(slot)
-        batch = SegmentBatch(segments, pad_id=0, past=resident.columns if resident else 0)
+        batch = side_by_side(past=resident.columns if resident else 0)
         caches = slot_caches(
             self.storage, batch, self._windows, resident=resident, continues=continues
         )
         logits = self._model(mx.array(batch.tokens.astype(np.int32)), cache=caches)
         results = []
-        if ends:
-            rows, places = (mx.array([end[i] for end in ends]) for i in (1, 2))
-            results.append(logits[rows, places].astype(mx.float32))
+        if len(rows):
+            results.append(logits[mx.array(rows), mx.array(places)].astype(mx.float32))
         if resident is not None:
             results.append(resident.arrays)
-            resident.columns = batch.reads.shape[1]
+            resident.columns = batch.past + batch.tokens.shape[1]
         self.storage.settle(*results)
-        if ends:
-            found.add([slot for slot, _, _ in ends], results[0])
-        self._resident.forget_slots(batch)
-        if resident is not None and _equally_long(segments):
+        if resident is not None and extent.is_even:
             self._resident.put(resident)
+        return results[0] if len(rows) else None
 
-    def _chosen(
-        self, segments: Sequence[Segment], room: int
-    ) -> tuple[ResidentBatch | None, bool, int]:
+    def _chosen(self, extent: Extent, room: int) -> tuple[ResidentBatch | None, bool, int]:
         """Return the resident batch that keeps what the pass reads, if any.
 
         Args:
-            segments: Segments of the pass.
+            extent: Where the sequences of the pass end.
             room: Number of tokens that fit beside the storage.
 
         Returns:
             The batch; whether it has the pasts already; how many tokens it will hold.
         """
-        rows, new = len(segments), max(len(segment.tokens) for segment in segments)
-        resident = self._resident.take(segments, room)
+        resident = self._resident.take(extent, room)
         if resident is not None:
-            return resident, True, resident.tokens_after(rows, new)
-        tokens = rows * (max(segment.past for segment in segments) + new)
-        if _equally_long(segments) and tokens <= room:
-            return ResidentBatch(segments, len(self._windows)), False, tokens
+            return resident, True, resident.tokens_after(len(extent), extent.new)
+        tokens = len(extent) * (extent.longest_past + extent.new)
+        if extent.is_even and tokens <= room:
+            return ResidentBatch(extent, len(self._windows)), False, tokens
         return None, False, 0
 
 
@@ -324,10 +403,6 @@ def read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
             f"{len(shapes)} of its {layers} caches take keys and values"
         )
     return shapes, int(logits.shape[-1])
-
-
-def _equally_long(segments: Sequence[Segment]) -> bool:
-    return len({len(segment.tokens) for segment in segments}) == 1
 
 
 def _alone(segment: Segment, place: int) -> Segment:

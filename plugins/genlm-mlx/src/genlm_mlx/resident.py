@@ -8,12 +8,14 @@ the new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
-from genlm.prefix import Segment, SegmentBatch
+from genlm.prefix import SCRATCH_SLOT, Segment, Slots
 
-__all__ = ["ResidentBatch", "ResidentBatches"]
+__all__ = ["Extent", "ResidentBatch", "ResidentBatches"]
 
 # Columns that are added when a batch has no column left.
 _STEP = 64
@@ -25,19 +27,58 @@ _MOST_BATCHES = 8
 _MOST_PADDING = 64
 
 
+# In place of the end of a sequence whose slot has another token by now.
+_FORGOTTEN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extent:
+    """Where the sequences of a pass end, before it and after it.
+
+    Attributes:
+        pasts: The last slot of each past, `SCRATCH_SLOT` for none.
+        ends: The last slot of each sequence.
+        longest_past: Most tokens of a past.
+        new: Most new tokens of a sequence.
+        is_even: Whether all have as many new tokens.
+    """
+
+    pasts: Slots
+    ends: Slots
+    longest_past: int
+    new: int
+    is_even: bool
+
+    @classmethod
+    def of_segments(cls, segments: Sequence[Segment]) -> Extent:
+        """Return the extent of a pass over segments."""
+        pasts = [each.slots[each.past - 1] if each.past else SCRATCH_SLOT for each in segments]
+        lengths = [len(each.tokens) for each in segments]
+        return cls(
+            np.array(pasts, np.int64),
+            np.array([each.slots[-1] for each in segments], np.int64),
+            longest_past=max(each.past for each in segments),
+            new=max(lengths),
+            is_even=min(lengths) == max(lengths),
+        )
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.ends)
+
+
 class ResidentBatch:
     """Keys and values of the sequences of one pass.
 
     Attributes:
         arrays: Keys and values of each layer, `(sequences, heads, columns, width)`.
         columns: Number of columns in use.
-        rows: Index of the sequence that ends in a slot.
     """
 
-    def __init__(self, segments: Sequence[Segment], layers: int) -> None:
+    def __init__(self, extent: Extent, layers: int) -> None:
         self.arrays: list[list[mx.array]] = [[] for _ in range(layers)]
         self.columns = 0
-        self._name_rows(segments)
+        self._ends = extent.ends
         self._sources: mx.array | None = None
 
     @property
@@ -45,29 +86,32 @@ class ResidentBatch:
         """Size of all arrays."""
         return sum(int(array.nbytes) for pair in self.arrays for array in pair)
 
-    def sources(self, segments: Sequence[Segment]) -> list[int] | None:
-        """Return the row of each segment's past, None if one of the pasts is missing."""
-        found = [
-            self.rows.get(int(segment.slots[segment.past - 1])) if segment.past else None
-            for segment in segments
-        ]
-        rows = [row for row in found if row is not None]
-        return rows if len(rows) == len(found) else None
+    @property
+    def is_known(self) -> bool:
+        """Whether a sequence can be found in it."""
+        return bool((self._ends != _FORGOTTEN).any())
+
+    def sources(self, pasts: Slots) -> Slots | None:
+        """Return the row of each past by its last slot, None if one of them is missing."""
+        order = np.argsort(self._ends, kind="stable")
+        ends = self._ends[order]
+        places = np.minimum(np.searchsorted(ends, pasts), len(ends) - 1)
+        return order[places] if (ends[places] == pasts).all() else None
+
+    def forget(self, slots: Slots) -> None:
+        """Forget the sequences that end in some slots."""
+        self._ends = np.where(np.isin(self._ends, slots), _FORGOTTEN, self._ends)
 
     def tokens_after(self, rows: int, new: int) -> int:
         """Return the capacity in tokens after `new` tokens are appended to `rows` sequences."""
         end, have = self.columns + new, int(self.arrays[0][0].shape[2])
         return rows * (have if end <= have else end + _STEP)
 
-    def continue_with(self, segments: Sequence[Segment], sources: Sequence[int]) -> None:
-        """Select the pasts of these segments; `append` then adds their new tokens."""
-        same = list(sources) == list(range(self._count))
-        self._sources = None if same else mx.array(list(sources))
-        self._name_rows(segments)
-
-    def _name_rows(self, segments: Sequence[Segment]) -> None:
-        self._count = len(segments)
-        self.rows = {int(segment.slots[-1]): row for row, segment in enumerate(segments)}
+    def continue_with(self, extent: Extent, sources: Slots) -> None:
+        """Select the pasts of these sequences; `append` then adds their new tokens."""
+        same = np.array_equal(sources, np.arange(len(self._ends)))
+        self._sources = None if same else mx.array(sources.astype(np.int32))
+        self._ends = extent.ends
 
     def append(self, layer: int, new: Sequence[mx.array]) -> list[mx.array]:
         """Append a layer's new keys and values; return those of whole sequences.
@@ -104,29 +148,28 @@ class ResidentBatches:
         """Size of all batches."""
         return sum(batch.nbytes for batch in self._batches)
 
-    def take(self, segments: Sequence[Segment], most_tokens: int) -> ResidentBatch | None:
-        """Remove and return the batch that has the pasts of all segments, ready to continue.
+    def take(self, extent: Extent, most_tokens: int) -> ResidentBatch | None:
+        """Remove and return the batch that has the pasts of all sequences, ready to continue.
 
         None if there is no such batch, or if it would then hold more than `most_tokens`.
         """
-        past = max(segment.past for segment in segments)
-        new = max(len(segment.tokens) for segment in segments)
         for batch in reversed(self._batches):
-            sources = batch.sources(segments)
-            if sources is None or batch.columns > past + _MOST_PADDING:
+            if batch.columns > extent.longest_past + _MOST_PADDING:
+                continue
+            sources = batch.sources(extent.pasts)
+            if sources is None:
                 continue
             self._batches.remove(batch)
-            if batch.tokens_after(len(segments), new) > most_tokens:
+            if batch.tokens_after(len(extent), extent.new) > most_tokens:
                 return None
-            batch.continue_with(segments, sources)
+            batch.continue_with(extent, sources)
             return batch
         return None
 
-    def forget_slots(self, batch: SegmentBatch) -> None:
+    def forget_slots(self, written: Slots) -> None:
         """Forget the sequences that end in slots which a pass has written."""
-        for slot in batch.writes.reshape(-1).tolist():
-            for resident in self._batches:
-                resident.rows.pop(slot, None)
+        for batch in self._batches:
+            batch.forget(written)
 
     def put(self, batch: ResidentBatch) -> None:
         """Keep a batch, for which `fit` has freed memory."""
@@ -134,7 +177,7 @@ class ResidentBatches:
 
     def fit(self, room: int) -> None:
         """Free the oldest batches until all take at most `room` bytes."""
-        self._batches = [batch for batch in self._batches if batch.rows][-_MOST_BATCHES:]
+        self._batches = [batch for batch in self._batches if batch.is_known][-_MOST_BATCHES:]
         while self._batches and self.nbytes > room:
             del self._batches[0]
 

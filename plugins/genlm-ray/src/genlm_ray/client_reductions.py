@@ -6,31 +6,104 @@ one that does not return keeps its time slices, and its client gets no second on
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from genlm.plugin import Completion, EvaluationError, Query, Reduced, reduce_rows
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    GroupQuery,
+    GroupReduction,
+    GroupResult,
+    Query,
+    Reduced,
+    reduce_rows,
+)
 
-__all__ = ["ReductionThread", "has_client_code", "reduced_completions"]
+__all__ = [
+    "AnyQuery",
+    "ReductionThread",
+    "has_client_code",
+    "reduced_completions",
+    "rows_only",
+]
+
+AnyQuery = Query | GroupQuery
 
 _TRUSTED = ("genlm.core.", "genlm_ray.")
 
 
-def has_client_code(query: Query) -> bool:
+def has_client_code(query: AnyQuery) -> bool:
     """Whether a query asks for a reduction that is not part of genlm."""
+    outputs: Sequence[Any]
+    if isinstance(query, GroupQuery):  # perhaps a program's reduction of one row within genlm's
+        outputs = (query.reduction, getattr(query.reduction, "reduction", None))
+    else:
+        outputs = query.outputs
     return any(
-        each is not None and not type(each).__module__.startswith(_TRUSTED)
-        for each in query.outputs
+        each is not None and not type(each).__module__.startswith(_TRUSTED) for each in outputs
     )
 
 
-def reduced_completions(members: Sequence[tuple[Query, torch.Tensor]]) -> list[Completion]:
+def rows_only(query: AnyQuery) -> AnyQuery:
+    """Return a query for the rows of another one's sequences, each once."""
+    if isinstance(query, GroupQuery):
+        each = np.arange(len(query.wanted))
+        return dataclasses.replace(query, row_of=each, reduction=_DistinctRows())
+    return query.replace(outputs=(None,))
+
+
+class _DistinctRows(GroupReduction):
+    """The rows themselves: one column, shape `(n, vocab_size)`."""
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        del members
+        return (rows[row_of.to(rows.device)],)
+
+
+def reduced_group(group: GroupQuery, rows: GroupResult) -> GroupResult:
+    """Compute what a group asks of its rows, of those that were computed."""
+    if not rows.columns:
+        return rows
+    members = np.argsort(group.row_of, kind="stable")
+    members = members[~np.isin(group.row_of[members], list(rows.errors))]
+    row_of = torch.from_numpy(group.row_of[members])
+    places = torch.from_numpy(members)
+    columns = []
+    for part in group.reduction.compute(rows.columns[0], row_of, places):
+        column = part.new_empty((len(group.row_of), *part.shape[1:]))
+        column[places.to(part.device)] = part
+        columns.append(column)
+    return GroupResult(tuple(columns), rows.errors)
+
+
+def reduced_completions(members: Sequence[tuple[AnyQuery, Any]]) -> list[Completion]:
     """Compute what queries ask of their rows."""
+    single = [(query, row) for query, row in members if isinstance(query, Query)]
+    reduced = iter(_reduced_rows(single) if single else [])
+    return [
+        next(reduced) if isinstance(query, Query) else _reduced_alone(query, rows)
+        for query, rows in members
+    ]
+
+
+def _reduced_alone(group: GroupQuery, rows: GroupResult) -> Completion:
+    try:
+        return Completion(group.query_id, reduced_group(group, rows))
+    except Exception as error:  # noqa: BLE001 - a program's own code
+        return Completion(group.query_id, error=error)
+
+
+def _reduced_rows(members: Sequence[tuple[Query, torch.Tensor]]) -> list[Completion]:
     rows = torch.stack([row for _, row in members])
     results = reduce_rows(rows, [query.outputs for query, _ in members])
     return [
@@ -62,7 +135,7 @@ class ReductionThread:
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
-    def submit(self, members: list[tuple[Query, torch.Tensor]]) -> None:
+    def submit(self, members: list[tuple[AnyQuery, Any]]) -> None:
         """Have queries' rows reduced."""
         self._batches.put(members)
 

@@ -19,7 +19,7 @@ from genlm.testing.core_targets import reference_targets
 __all__ = ["CLUSTER", "RESOURCES", "targets"]
 
 CLUSTER = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
-"""Of `ray.init`, if this process starts the cluster."""
+"""Arguments of `ray.init`, if this process starts the cluster."""
 
 RESOURCES = {"num_cpus": 0.1}
 """So that several models fit any machine."""

@@ -30,6 +30,7 @@ from genlm.plugin import (
     Capability,
     Completion,
     EvaluationError,
+    GroupQuery,
     ModelLoadError,
     Query,
     TokenSequence,
@@ -38,6 +39,7 @@ from genlm.plugin import (
 )
 from genlm_ray import cluster, serving
 from genlm_ray.link import Attached, Dead, Event, Events, Lost, ReplicaLink, Reply, Wake
+from genlm_ray.populations import Populations
 from genlm_ray.replica import ReplicaSpec, new_session
 from genlm_ray.router import Context, Router
 from genlm_ray.wire import completions
@@ -131,6 +133,7 @@ class RayEngine:
         self._adapters: dict[str, str] = {}
         self._prefixes: list[tuple[tuple[int, ...], str | None]] = []
         self._router = self.make_router()
+        self._populations = Populations(self._router)
         self._numbers = itertools.count()
         self._died: EngineDiedError | None = None
         self._closed = threading.Event()
@@ -240,6 +243,15 @@ class RayEngine:
         self._raise_if_died()
         self._submitted.append(query)
 
+    def submit_group(self, group: GroupQuery) -> None:
+        """Accept the query of a population, which one replica computes.
+
+        Raises:
+            EngineDiedError: No replica is left.
+        """
+        self._raise_if_died()
+        self._populations.submit(group)
+
     def step(self) -> list[Completion]:
         """Send what was submitted, and wait for answers or until `wake`.
 
@@ -249,7 +261,7 @@ class RayEngine:
         self._handle_all()
         self._raise_if_died()  # what is then unanswered waits for no event
         self._send()
-        if not self._ready and len(self._router):
+        if not self._ready and (len(self._router) or len(self._populations)):
             self._handle(self._events.get())
             self._handle_all()
             self._raise_if_died()
@@ -269,7 +281,9 @@ class RayEngine:
         if len(self._submitted) < before:
             return
         number = self._router.sent_to(query_id)
-        if self._router.finished(query_id) and number is not None:
+        if number is None:
+            number = self._populations.sent_to(query_id)
+        if self._finished(query_id) and number is not None:
             self._by_number[number].abort(query_id)
             self._wake_monitor.set()
 
@@ -422,8 +436,10 @@ class RayEngine:
             for each in reply.routed:
                 each.context.sent.discard(number)
                 if self._router.finished(each.query.query_id, number):
-                    cause = EvaluationError(f"a replica refused a batch: {_cause(reply.error)}")
-                    self._ready.append(Completion(each.query.query_id, error=cause))
+                    self._refuse(each.query.query_id, reply.error)
+            for query_id in reply.group_ids:
+                if self._populations.refused(query_id, number):
+                    self._refuse(query_id, reply.error)
         elif reply.error is not None:
             self._lose(link, reply.error)
         elif reply.response is None:
@@ -431,13 +447,24 @@ class RayEngine:
         else:
             link.store(reply.response.statistics)
             finished = completions(reply.response)
-            self._ready += [
-                each for each in finished if self._router.finished(each.query_id, number)
-            ]
+            self._ready += [each for each in finished if self._finished(each.query_id, number)]
             # It had taken all that was sent, and all its other replies are here.
             is_last = reply.message == link.last_message and not link.calls
-            if is_last and not finished and self._router.in_flight(number):
+            if is_last and not finished and self._in_flight(number):
                 self._lose(link, EngineError("the replica has lost queries of the session"))
+
+    def _refuse(self, query_id: int, error: BaseException) -> None:
+        cause = EvaluationError(f"a replica refused a batch: {_cause(error)}")
+        self._ready.append(Completion(query_id, error=cause))
+
+    def _finished(self, query_id: int, number: int | None = None) -> bool:
+        """Forget a query or a group; returns whether it was unanswered, with that replica."""
+        return self._router.finished(query_id, number) or self._populations.finished(
+            query_id, number
+        )
+
+    def _in_flight(self, number: int) -> int:
+        return self._router.in_flight(number) + self._populations.in_flight(number)
 
     def _begin(self, event: Attached) -> None:
         link = event.link
@@ -462,6 +489,7 @@ class RayEngine:
         logger.warning("lost replica %d: %s", link.index, _shown(error))
         del self._by_number[number]
         self._router.reassign_from(number)
+        self._populations.reassign_from(number)
         if isinstance(error, TimeoutError) and self._is_private:
             serving.kill(link.actor, restart=True)
         else:  # it may go on with what others evaluate now
@@ -491,18 +519,21 @@ class RayEngine:
             submitted, self._submitted = self._submitted, []
             self._router.assign(submitted)
             self._forget()
-        for number, link in self._by_number.items():
+        free = {n: link for n, link in self._by_number.items() if link.calls < self._most_calls}
+        groups = self._populations.take({n: link.dropped for n, link in free.items()})
+        for number, link in free.items():
+            own = groups.get(number, [])
             while link.calls < self._most_calls:
-                room = link.pending_queries - self._router.in_flight(number)
+                room = link.pending_queries - self._in_flight(number)
                 most = min(self._max_rows, room)
                 routed = self._router.take(number, most) if most > 0 else []
-                if routed or (not link.calls and self._router.in_flight(number)):
-                    link.send_queries(routed)
-                    for each in routed:
-                        if each.context.is_dropped:  # while it waited
-                            self._forget_context(each.context)
-                else:
+                if not (routed or own or (not link.calls and self._in_flight(number))):
                     break
+                link.send_queries(routed, own)
+                own = []
+                for each in routed:
+                    if each.context.is_dropped:  # while it waited
+                        self._forget_context(each.context)
 
     def _forget(self) -> None:
         """Tell replicas which sequences are not named again."""

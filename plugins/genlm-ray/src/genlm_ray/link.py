@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from genlm_ray.replica import new_session
 from genlm_ray.router import RoutedQuery
-from genlm_ray.wire import ReplicaRequest, ReplicaResponse, packed_queries
+from genlm_ray.wire import PackedGroup, ReplicaRequest, ReplicaResponse, packed_queries
 
 __all__ = ["Attached", "Dead", "Event", "Events", "Lost", "ReplicaLink", "Reply", "Wake"]
 
@@ -38,6 +39,7 @@ class Reply:
     response: ReplicaResponse | None
     error: BaseException | None
     routed: Sequence[RoutedQuery]
+    group_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class ReplicaLink:
         attached: A session that the replica has begun and the engine's thread has not used yet.
         attach_since_s: When the call of `attach` began whose outcome was not used yet.
         ping_since_s: When the ping that is under way began.
+        dropped: Numbers of generations that programs have dropped, on any thread.
     """
 
     def __init__(self, index: int, actor: Any, driver: str, events: Events) -> None:
@@ -116,6 +119,7 @@ class ReplicaLink:
         self._sending = threading.RLock()
         self._aborts: list[int] = []
         self._forgotten: list[int] = []
+        self.dropped: deque[int] = deque()
         self._statistics: dict[str, Any] = {}
         self._before: dict[str, float] = {}  # counted in earlier incarnations
 
@@ -141,7 +145,9 @@ class ReplicaLink:
         self.session = self.number = None
         self.restarts += 1
 
-    def send_queries(self, routed: Sequence[RoutedQuery]) -> None:
+    def send_queries(
+        self, routed: Sequence[RoutedQuery], groups: Sequence[PackedGroup] = ()
+    ) -> None:
         """Send queries, or ask again what has finished; the reply becomes an event."""
         session, number = self.session, self.number
         assert session is not None and number is not None  # noqa: S101, PT018
@@ -149,9 +155,11 @@ class ReplicaLink:
         message = -1
 
         def replied(response: ReplicaResponse | None, error: BaseException | None) -> None:
-            self._events.put(Reply(self, session, message, response, error, routed))
+            ids = [each.query_id for each in groups]
+            self._events.put(Reply(self, session, message, response, error, routed, ids))
 
         request = packed_queries(routed, number) if routed else ReplicaRequest()
+        request.groups = list(groups)
         self.calls += 1  # no sooner: what raises above is not answered
         with self._sending:
             self.last_message = message = self._messages
@@ -171,7 +179,7 @@ class ReplicaLink:
         """Send what needs no answer, if there is anything; on any thread."""
         with self._sending:
             session = self.session
-            if session is None or not (self._aborts or self._forgotten):
+            if session is None or not (self._aborts or self._forgotten or self.dropped):
                 return
 
             def replied(_: Any, error: BaseException | None) -> None:
@@ -263,6 +271,7 @@ class ReplicaLink:
         with self._sending:
             request.aborted, self._aborts = self._aborts, []
             request.forgotten, self._forgotten = self._forgotten, []
+            request.dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
             self._messages += 1
             self._call(method, replied, session, self._messages - 1, request)
 

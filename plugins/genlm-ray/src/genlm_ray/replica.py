@@ -452,14 +452,16 @@ class Replica:
         if message.aborted:
             self._loop.abort(session, message.aborted)
         limits, count = self._spec.limits, message.count
-        for what, used, limit in (
-            ("pending_queries", self._loop.pending(session), limits.pending_queries),
-            ("sequences", len(state.sequences), limits.sequences),
+        rows = sum(each.size for each in message.groups)
+        pending = self._loop.pending(session)
+        for what, used, added, limit in (
+            ("pending_queries", pending, count + len(message.groups), limits.pending_queries),
+            ("sequences", len(state.sequences), count + rows, limits.sequences),
         ):
-            if count and used + count > limit:
+            if added and used + added > limit:
                 raise EvaluationError(
                     f"this program has {used} {what.replace('_', ' ')} at a replica and sends "
-                    f"{count} queries; the served model allows {limit} (ServingLimits.{what})"
+                    f"{added} more; the served model allows {limit} (ServingLimits.{what})"
                 )
         queries = state.sequences.queries(message)
         renamed = [
@@ -468,7 +470,14 @@ class Replica:
             else query.replace(adapter=self._adapter(state, query.adapter))
             for query in queries
         ]
-        self._loop.submit(session, renamed)
+        lease = functools.partial(_HeldContexts, self._loop)
+        groups = [
+            state.sequences.group(each, self._adapter(state, each.adapter), lease)
+            for each in message.groups
+        ]
+        self._loop.submit(session, [*renamed, *groups])
+        for number in message.dropped:
+            state.sequences.drop(number)
         for each in message.forgotten:
             forgotten = state.sequences.forget(each)
             if forgotten is not None:
@@ -529,6 +538,17 @@ class Replica:
         if name is None or name in self._own_adapters:
             return name
         return f"{name}-{state.driver}"
+
+
+class _HeldContexts:
+    """Keeps what the engine has for contexts of a population until it is dropped."""
+
+    def __init__(self, loop: ServingLoop, contexts: list[tuple[str | None, bytes]]) -> None:
+        self._loop, self._contexts = loop, contexts
+
+    def __del__(self) -> None:
+        for adapter, key in self._contexts:
+            self._loop.release(adapter, key)
 
 
 def new_session() -> str:

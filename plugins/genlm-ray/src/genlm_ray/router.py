@@ -138,6 +138,15 @@ class Router:
         """The cost of what each replica has to do, in rows."""
         return dict(self._work)
 
+    def idlest(self) -> int | None:
+        """The replica with the least work; None if there is none."""
+        return self._idlest() if self._work else None
+
+    def charge(self, replica: int, rows: float) -> None:
+        """Count the rows of a population as work of a replica, or no longer."""
+        if replica in self._work:
+            self._set_work(replica, self._work[replica] + rows)
+
     def cost_of(self, replica: int) -> float:
         """The same of one replica, summed over its queries."""
         mine = (*self._waiting[replica].values(), *self._sent[replica].values())

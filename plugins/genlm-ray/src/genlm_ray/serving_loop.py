@@ -7,6 +7,7 @@ ask for: the next query is that of the driver that was given the least so far.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import logging
@@ -18,18 +19,26 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import Completion, Engine, EvaluationError, Query
+from genlm.plugin import (
+    Completion,
+    Engine,
+    EvaluationError,
+    GroupQuery,
+    GroupResult,
+    Query,
+    with_groups,
+)
 from genlm_ray.client_reductions import (
+    AnyQuery,
     ReductionThread,
     has_client_code,
     reduced_completions,
+    rows_only,
 )
 
 __all__ = ["ServingLoop"]
 
 logger = logging.getLogger("genlm.ray")
-
-_ROW_ONLY = (None,)
 
 SHARED_ROWS = 64
 """Most rows in the engine at a time while several drivers ask: what one waits for."""
@@ -39,7 +48,7 @@ class _Driver:
     """What a driver has asked and not been answered."""
 
     def __init__(self, on_finished: Callable[[], None], served: float) -> None:
-        self.waiting: deque[Query] = deque()
+        self.waiting: deque[AnyQuery] = deque()
         self.in_engine: dict[int, int] = {}  # the driver's query ids by the engine's
         self.finished: list[Completion] = []
         self.on_finished = on_finished
@@ -82,7 +91,7 @@ class ServingLoop:
         self._calls = deque()
         self._aborts: list[int] = []
         self._released: list[tuple[str | None, bytes]] = []
-        self._owners: dict[int, tuple[str, Query]] = {}  # what is in the engine
+        self._owners: dict[int, tuple[str, AnyQuery]] = {}  # what is in the engine
         self._ids = itertools.count()
         self._rows = 0  # of those, the ones that ask for rows
         self._step_began_s: float | None = None
@@ -122,7 +131,7 @@ class ServingLoop:
                 if driver.reducer is not None:
                     driver.reducer.close()
 
-    def submit(self, name: str, queries: Sequence[Query]) -> None:
+    def submit(self, name: str, queries: Sequence[AnyQuery]) -> None:
         """Queue the queries of a driver; ids are the driver's."""
         with self._changed:
             driver = self._drivers[name]
@@ -219,7 +228,7 @@ class ServingLoop:
         self, build: Callable[[], Engine], on_death: Callable[[BaseException], None]
     ) -> None:
         try:
-            engine = build()
+            engine: Any = with_groups(build())
         except BaseException as error:  # noqa: BLE001 - raised where `built` is awaited
             self.built.set_exception(error)
             return
@@ -241,7 +250,7 @@ class ServingLoop:
                 self._changed.wait()
             return not self._closed
 
-    def _work(self, engine: Engine) -> None:
+    def _work(self, engine: Any) -> None:
         with self._changed:
             aborts, self._aborts = self._aborts, []
             calls, self._calls = self._calls, deque()
@@ -274,7 +283,7 @@ class ServingLoop:
                 except Exception:  # the engine then keeps what it could free
                     logger.exception("release_context of %s raised", type(engine).__name__)
 
-    def _submit(self, engine: Engine) -> list[Completion]:
+    def _submit(self, engine: Any) -> list[Completion]:
         """Give the engine what its drivers wait for; returns the errors of refused queries."""
         with self._changed:
             chosen = self._chosen()
@@ -282,15 +291,19 @@ class ServingLoop:
         for name, query in chosen:
             query_id = query.query_id
             try:
-                engine.submit(self._for_engine(name, query))
+                wanted = self._for_engine(name, query)
+                if isinstance(wanted, GroupQuery):
+                    engine.submit_group(wanted)
+                else:
+                    engine.submit(wanted)
             except Exception as error:  # noqa: BLE001 - it fails this query alone
                 refused.append(Completion(query_id, error=error))
             self._owners[query_id] = (name, query)
-            self._rows += query.sampling is None
+            self._rows += _is_of_rows(query)
         return refused
 
-    def _for_engine(self, name: str, query: Query) -> Query:
-        """Ask for the row only, where a reduction is the driver's own code.
+    def _for_engine(self, name: str, query: AnyQuery) -> AnyQuery:
+        """Ask for rows only, where a reduction is the driver's own code.
 
         Raises:
             EvaluationError: Reductions of the driver take too long.
@@ -301,14 +314,14 @@ class ServingLoop:
             driver = self._drivers.get(name)
             if driver is not None and self._is_overdue(driver):
                 raise self._overdue_error()
-        return query.replace(outputs=_ROW_ONLY)
+        return rows_only(query)
 
-    def _chosen(self) -> list[tuple[str, Query]]:
+    def _chosen(self) -> list[tuple[str, AnyQuery]]:
         """Choose queries in fair shares, renamed to ids that are unique in the engine."""
         asking = {name: one for name, one in self._drivers.items() if one.can_continue}
         busy = [name for name, one in self._drivers.items() if one.unanswered]
         room = SHARED_ROWS - self._rows if len(busy) > 1 else None
-        chosen: list[tuple[str, Query]] = []
+        chosen: list[tuple[str, AnyQuery]] = []
         while asking and (room is None or len(chosen) < room):
             name = min(asking, key=lambda one: asking[one].served)
             driver = asking[name]
@@ -316,7 +329,7 @@ class ServingLoop:
             query_id = next(self._ids)
             driver.in_engine[query_id] = query.query_id
             driver.served += _share(query)
-            chosen.append((name, query.replace(query_id=query_id)))
+            chosen.append((name, _renamed(query, query_id)))
             if has_client_code(query):
                 driver.with_own_code.add(query_id)
             if not driver.can_continue:
@@ -338,12 +351,12 @@ class ServingLoop:
     def _reduced(self, completions: list[Completion]) -> list[Completion]:
         """Reduce rows of which something else is wanted, for engines that do not."""
         places = []
-        members = []
+        members: list[tuple[AnyQuery, Any]] = []
         for place, (query_id, result, _) in enumerate(completions):
             _, query = self._owners.get(query_id, (None, None))
-            if query is None or query.outputs == _ROW_ONLY or has_client_code(query):
+            if not isinstance(query, Query) or has_client_code(query):
                 continue
-            if isinstance(result, torch.Tensor):
+            if isinstance(result, torch.Tensor) and query.outputs != (None,):
                 places.append(place)
                 members.append((query, result))
         if members:
@@ -354,14 +367,14 @@ class ServingLoop:
     def _deliver(self, finished: list[Completion]) -> None:
         """Pass on what the engine has finished, rows for a driver's own code to its thread."""
         answered: dict[str, list[Completion]] = {}
-        to_reduce: dict[str, list[tuple[Query, torch.Tensor]]] = {}
+        to_reduce: dict[str, list[tuple[AnyQuery, Any]]] = {}
         for completion in finished:
             name, query = self._remove(completion.query_id)
             if query is None:
                 continue
-            row = completion.result
-            if isinstance(row, torch.Tensor) and has_client_code(query):
-                to_reduce.setdefault(name, []).append((query, row))
+            rows = completion.result
+            if isinstance(rows, (torch.Tensor, GroupResult)) and has_client_code(query):
+                to_reduce.setdefault(name, []).append((query, rows))
             else:
                 answered.setdefault(name, []).append(completion)
         for name, members in to_reduce.items():
@@ -369,7 +382,7 @@ class ServingLoop:
         for name, completions in answered.items():
             self._answer(name, completions)
 
-    def _reduce_apart(self, name: str, members: list[tuple[Query, torch.Tensor]]) -> None:
+    def _reduce_apart(self, name: str, members: list[tuple[AnyQuery, Any]]) -> None:
         with self._changed:
             driver = self._drivers.get(name)
             if driver is None:
@@ -395,14 +408,27 @@ class ServingLoop:
             self._changed.notify()  # the engine may wait for the driver's reductions
         driver.on_finished()
 
-    def _remove(self, query_id: int) -> tuple[str, Query | None]:
+    def _remove(self, query_id: int) -> tuple[str, AnyQuery | None]:
         name, query = self._owners.pop(query_id, ("", None))
         if query is not None:
-            self._rows -= query.sampling is None
+            self._rows -= _is_of_rows(query)
         return name, query
 
 
-def _share(query: Query) -> float:
-    """What a query takes of the engine, in tokens: drawn ones, or a row and its targets."""
+def _share(query: AnyQuery) -> float:
+    """What a query takes of the engine, in tokens: drawn ones, or rows and targets."""
+    if isinstance(query, GroupQuery):
+        return len(query.wanted)
     drawn = 1 if query.sampling is None else query.sampling.max_tokens
     return drawn + len(query.targets)
+
+
+def _is_of_rows(query: AnyQuery) -> bool:
+    """Whether a query counts among the rows in the engine; a group does, as one."""
+    return isinstance(query, GroupQuery) or query.sampling is None
+
+
+def _renamed(query: AnyQuery, query_id: int) -> AnyQuery:
+    if isinstance(query, GroupQuery):
+        return dataclasses.replace(query, query_id=query_id)
+    return query.replace(query_id=query_id)

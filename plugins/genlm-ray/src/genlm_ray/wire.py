@@ -24,6 +24,11 @@ import torch
 from genlm.plugin import (
     Completion,
     EvaluationError,
+    Generation,
+    GroupQuery,
+    GroupReduction,
+    GroupResult,
+    Lineage,
     Query,
     Reduced,
     Reduction,
@@ -32,10 +37,13 @@ from genlm.plugin import (
 from genlm_ray.router import RoutedQuery
 
 __all__ = [
+    "Lease",
+    "PackedGroup",
     "ReplicaRequest",
     "ReplicaResponse",
     "Sequences",
     "completions",
+    "packed_group",
     "packed_queries",
     "packed_response",
     "picklable_error",
@@ -45,12 +53,17 @@ _ROW_ONLY = (None,)
 
 _Rows = np.ndarray[Any, np.dtype[np.float32]]
 
+_Ints = np.ndarray[Any, np.dtype[np.int32]]
+
 _Column = list[tuple[list[int], bytes]]
 """Values that are not None: places, and the pickle of a list of what stands there."""
 
 _PLAIN = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
 
 _RESULT, _ERROR = -1, -2
+
+Lease = Callable[[list[tuple[str | None, bytes]]], object]
+"""As `GroupQuery.lease`."""
 
 
 class _QueryColumns(NamedTuple):
@@ -106,6 +119,52 @@ class _Refused(Reduction):
         return [each.error for each in requests]
 
 
+class _RefusedGroup(GroupReduction):
+    """Stands for the reduction of a population that could not be sent."""
+
+    def __init__(self, error: EvaluationError) -> None:
+        self.error = error
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Raise the error."""
+        del rows, row_of, members
+        raise self.error
+
+
+class PackedGroup(NamedTuple):
+    """The query of a population, as columns.
+
+    Attributes:
+        query_id: Of the query.
+        number: Of its generation, which the replica then knows.
+        known: The number of a generation that the replica knows and that this one extends, or
+            is; -1 for none.
+        first: The packed ids of the sequences of the first lineage, if `known` is -1.
+        steps: Ancestors and token ids of each lineage after the known one, or the first, int32.
+        wanted: As `GroupQuery.wanted`, int32.
+        row_of: As `GroupQuery.row_of`, int32.
+        reduction: The pickled reduction.
+        adapter: As `GroupQuery.adapter`.
+    """
+
+    query_id: int
+    number: int
+    known: int
+    first: list[bytes]
+    steps: list[tuple[_Ints, _Ints]]
+    wanted: _Ints
+    row_of: _Ints
+    reduction: _Column
+    adapter: str | None
+
+    @property
+    def size(self) -> int:
+        """Number of sequences that the replica keeps for it."""
+        return len(self.first) + sum(len(tokens) for _, tokens in self.steps)
+
+
 @dataclass
 class ReplicaRequest:
     """A message to a replica.
@@ -114,15 +173,19 @@ class ReplicaRequest:
         queries: Pickled `_QueryColumns`, as a tuple.
         outputs: Those of the queries, one after the other.
         count: Number of queries.
+        groups: Queries of populations.
         aborted: Ids of queries to drop.
         forgotten: Numbers of sequences that are not named again.
+        dropped: Numbers of generations that are not named again.
     """
 
     queries: bytes = b""
     outputs: _Column = field(default_factory=list)
     count: int = 0
+    groups: list[PackedGroup] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
 
 class ReplicaResponse(NamedTuple):
@@ -170,14 +233,88 @@ def packed_queries(routed: Sequence[RoutedQuery], replica: int) -> ReplicaReques
     return ReplicaRequest(columns, packed, len(routed))
 
 
+def packed_group(
+    group: GroupQuery, number: int, known: int, lineage: Lineage | None
+) -> PackedGroup:
+    """Pack the query of a population.
+
+    Args:
+        group: The query.
+        number: Names its generation in later messages.
+        known: The number of a generation that the replica knows, -1 for none.
+        lineage: The sequences of that generation; None for none.
+    """
+    steps: list[tuple[_Ints, _Ints]] = []
+    first: list[bytes] = []
+    each = group.generation.lineage
+    while each is not lineage and each.parent is not None:
+        steps.append((each.ancestors.astype(np.int32), each.token_ids.astype(np.int32)))
+        each = each.parent
+    if each is not lineage:
+        sequences = map(each.sequence, range(len(each)))
+        first = [array("I", sequence.token_ids).tobytes() for sequence in sequences]
+    steps.reverse()
+    return PackedGroup(
+        group.query_id,
+        number,
+        known,
+        first,
+        steps,
+        group.wanted.astype(np.int32),
+        group.row_of.astype(np.int32),
+        _packed([group.reduction], _group_not_sent),
+        group.adapter,
+    )
+
+
 class Sequences:
-    """The sequences of one driver, by number, in a replica."""
+    """The sequences and generations of one driver, by number, in a replica."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str | None, TokenSequence]] = {}
+        self._generations: dict[int, tuple[Generation, int]] = {}
+        self._in_generations = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._known) + self._in_generations
+
+    def group(self, packed: PackedGroup, adapter: str | None, lease: Lease) -> GroupQuery:
+        """Unpack the query of a population, under the replica's name of its adapter.
+
+        Raises:
+            KeyError: A generation is not known here.
+        """
+        if packed.number != packed.known:
+            self._generations[packed.number] = self._generation(packed), packed.size
+            self._in_generations += packed.size
+        [reduction] = _unpacked(packed.reduction, 1, _group_not_received)
+        return GroupQuery(
+            packed.query_id,
+            self._generations[packed.number][0],
+            packed.wanted.astype(np.int64),
+            packed.row_of.astype(np.int64),
+            reduction,
+            adapter,
+            lease,
+        )
+
+    def drop(self, number: int) -> None:
+        """Drop a generation, if it is known; those that extend it have what they need."""
+        _, count = self._generations.pop(number, (None, 0))
+        self._in_generations -= count
+
+    def _generation(self, packed: PackedGroup) -> Generation:
+        base: Generation | None = None
+        if packed.known >= 0:
+            base, _ = self._generations[packed.known]
+            lineage = base.lineage
+        else:
+            lineage = Lineage.of_sequences([TokenSequence(each, None) for each in packed.first])
+        for ancestors, token_ids in packed.steps:
+            parents = ancestors.astype(np.int64)
+            lengths = lineage.lengths[parents] + (token_ids >= 0)
+            lineage = Lineage(lineage, parents, token_ids.astype(np.int64), lengths)
+        return Generation(lineage, base)
 
     def queries(self, message: ReplicaRequest) -> list[Query]:
         """Unpack the queries.
@@ -261,6 +398,9 @@ def _packed_response(
             value = None
         elif isinstance(value, Exception):
             value = picklable_error(value)
+        elif isinstance(value, GroupResult):
+            errors = {place: picklable_error(each) for place, each in value.errors.items()}
+            value = GroupResult(value.columns, errors)
         values.append(value)
 
     for _, result, error in finished:
@@ -318,19 +458,30 @@ def picklable_error(error: Exception) -> Exception:
 
 
 def _not_sent(output: Any, error: Exception) -> _Refused:
-    return _Refused(
-        EvaluationError(
-            f"the reduction {type(output).__name__} cannot be sent to a replica: {error!r}"
-        )
+    return _Refused(_sending_error(output, error))
+
+
+def _group_not_sent(reduction: Any, error: Exception) -> _RefusedGroup:
+    return _RefusedGroup(_sending_error(reduction, error))
+
+
+def _sending_error(reduction: Any, error: Exception) -> EvaluationError:
+    return EvaluationError(
+        f"the reduction {type(reduction).__name__} cannot be sent to a replica: {error!r}"
     )
 
 
 def _not_received(error: Exception) -> _Refused:
-    return _Refused(
-        EvaluationError(
-            f"the reduction cannot be imported at the replica: {error!r}; install its module "
-            f"there"
-        )
+    return _Refused(_receiving_error(error))
+
+
+def _group_not_received(error: Exception) -> _RefusedGroup:
+    return _RefusedGroup(_receiving_error(error))
+
+
+def _receiving_error(error: Exception) -> EvaluationError:
+    return EvaluationError(
+        f"the reduction cannot be imported at the replica: {error!r}; install its module there"
     )
 
 

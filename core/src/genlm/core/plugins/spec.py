@@ -56,7 +56,7 @@ class BackendSpec:
     """A backend: its name, what it is, where it is and what it needs.
 
     Attributes:
-        name: What users ask for, and the name of the entry point.
+        name: Name of the backend and of its entry point.
         kind: `"engine"` or `"trie"`.
         target: `"package.module:attribute"`, imported when the backend is used. For an engine
             a callable `target(model, **options) -> Engine`, called on the engine's thread; for
@@ -117,7 +117,7 @@ class BackendInfo:
         reason: Why the status is not `"ok"`, in words.
         provider: `"distribution:name"`, accepted wherever a name is.
         distribution: Normalised name of the distribution.
-        version: Its version.
+        version: Version of the distribution.
         missing: Modules in `requires` that are not installed.
     """
 

@@ -149,7 +149,7 @@ class NgramModel:
         """Compute the bits that the model needs for each byte of some documents.
 
         Args:
-            documents: What to score, each from the beginning of a text.
+            documents: Documents to score, each from the beginning of a text.
             count_ends: Also pay for each document's end of text (the number of bytes
                 to divide by stays the same).
 

@@ -22,7 +22,7 @@ from genlm.core.scheduler.request_table import RequestTable
 __all__ = ["BatchingPolicy", "IdleFlush"]
 
 MAX_ITERATIONS = 8
-"""Most iterations of an event loop that a growing batch is held back."""
+"""Maximum number of event-loop iterations for which a growing batch is held back."""
 
 GRACE_SHARE = 0.1
 """Longest grace period, as a share of the last step. It costs at most that share of the

@@ -57,11 +57,11 @@ class Evaluation:
     """One query and the requests that wait for it; guarded by the worker's lock.
 
     Attributes:
-        query: What the engine is asked.
+        query: The query for the engine.
         key: Requests with equal keys share an evaluation; None is never shared.
         consumers: Requests, the place in each, and the place in `outputs` of what it wants.
         waiting: Number of consumers whose caller has not left; 0 once the evaluation has ended.
-        outputs: What is wanted of the evaluation, by place; None is the whole result.
+        outputs: Requested outputs and their places; None is the whole result.
         arrived_s: `time.perf_counter()` at arrival.
     """
 

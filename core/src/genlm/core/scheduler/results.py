@@ -40,7 +40,7 @@ class ResultHandler:
 
         Args:
             results: Whole results.
-            outputs: What is wanted of each; None stands for the whole result.
+            outputs: Requested outputs of each result; None stands for the whole result.
         """
         del results, outputs
         raise NotImplementedError(f"{type(self).__name__} does not implement reduce")
@@ -49,7 +49,7 @@ class ResultHandler:
         """Store a result before the callers are woken.
 
         Args:
-            key: Of the request, or `(key, output)` for one of its outputs.
+            key: Key of the request, or `(key, output)` for one of its outputs.
             result: As callers get it; must not be changed.
         """
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from genlm.core.blocking import is_blocking, run_blocking
+from genlm.core.blocking import is_blocking
 from genlm.core.errors import EngineClosedError, QueryResetError
 from genlm.core.scheduler.background import run_in_background, start_background_thread
 from genlm.core.scheduler.request_table import Identified, Request
@@ -113,7 +113,7 @@ class Scheduler(Generic[EngineT]):
         Args:
             query: Its `query_id` must be unique among this scheduler's queries.
             key: Requests with equal keys share an evaluation; None is never shared.
-            output: What is wanted of the evaluation, such as a `Reduction`; None for the whole
+            output: Requested output, such as a `Reduction`; None for the whole
                 result. Equal outputs of one evaluation are computed once.
 
         Returns:
@@ -132,19 +132,6 @@ class Scheduler(Generic[EngineT]):
         if isinstance(value, Exception):
             raise value
         return value
-
-    def answer_sync(
-        self, query: Identified, key: Hashable = None, output: Hashable = None
-    ) -> Any:
-        """Have the engine answer a query and wait; see `answer`.
-
-        Works in and outside a running event loop, which it blocks.
-
-        Raises:
-            RuntimeError: Called on the engine's own thread, which would wait for itself.
-            GenlmError: As `answer`.
-        """
-        return run_blocking(self.answer(query, key, output))
 
     def submit(self, submissions: Sequence[Submission]) -> Request:
         """Start answering several queries, given as the arguments of `answer`.
@@ -223,7 +210,7 @@ class Scheduler(Generic[EngineT]):
 
         Args:
             wait_for: Whether the call must wait for a query to end; called under a lock.
-            function: What to call.
+            function: Called with the engine.
         """
         self._worker.call_after(wait_for, function)
 
@@ -237,7 +224,7 @@ class Scheduler(Generic[EngineT]):
 
     def reset(self) -> None:
         """End all unanswered requests with `QueryResetError`; the engine stays usable."""
-        self._worker.reset(QueryResetError("the request was dropped by cancel_all; ask again"))
+        self._worker.reset(QueryResetError("cancel_all dropped the request; repeat it"))
 
     def close(self) -> None:
         """End all unanswered requests with `EngineClosedError` and close the engine.

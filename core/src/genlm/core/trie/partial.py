@@ -36,7 +36,7 @@ def partial_weights(
         layout: Layout of the trie.
         ws: Weights of all tokens, `(n_tokens,)` or `(rows, n_tokens)`.
         nodes: Valid nodes in any order, `(k,)`.
-        operation: How to combine the weights below a node.
+        operation: Operation that combines the weights below a node.
 
     Returns:
         The results, `(rows, k)`, and the weights that were read, of the same dtype.

@@ -97,7 +97,7 @@ def reduce_rows(
 
     Args:
         tree: Segment tree of the trie.
-        operation: How to combine the weights below a node.
+        operation: Operation that combines the weights below a node.
         rows: `(rows, n_tokens)`, float32 or float64; not changed.
         out: `(rows, n_nodes)`, of the same dtype; overwritten.
         workspace_type: `CompiledWorkspace` to gather in machine code.

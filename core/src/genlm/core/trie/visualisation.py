@@ -34,7 +34,7 @@ class VisibleNode:
     Attributes:
         node: The node in the trie.
         edge: The symbols on the edge from its parent; empty for a leaf.
-        value: Its weight, or the number of tokens below it.
+        value: Weight of the node, or the number of tokens below it.
         leaf: Whether it is the leaf of a token.
         children: The children that are shown.
         collapsed: Number of tokens below that are not shown.

@@ -18,9 +18,9 @@ class OutputCache(genlm.OutputCache):
     Rows go in and come out as copies; overwriting evicts no other row.
 
     Args:
-        maxsize: Most rows kept; 0 keeps none.
-        move_to_cpu: Keep rows in main memory; they return to the device they came from.
-        max_bytes: Most memory kept, None for no bound.
+        maxsize: Maximum number of rows; 0 disables the cache.
+        move_to_cpu: Store rows in main memory; `get` returns them on their original device.
+        max_bytes: Maximum size in bytes; None for no limit.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class OutputCache(genlm.OutputCache):
 
     @property
     def maxsize(self) -> int:
-        """Most rows kept."""
+        """Maximum number of rows."""
         return self.max_entries
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:
@@ -51,7 +51,7 @@ class TokenTrie:
 
     Attributes:
         children: The nodes one token further, by token id.
-        logprobs: What follows this sequence, None if unknown.
+        logprobs: Row of this sequence; None if unknown.
         past_key_values: Set by the caller.
     """
 
@@ -97,7 +97,7 @@ class TokenTrie:
         """Add the nodes of `token_ids[next_token_index:]` with their rows.
 
         Args:
-            next_token_index: How many tokens lead to this node.
+            next_token_index: Number of tokens up to this node.
             token_ids: The whole sequence.
             logits: Those after token `base + i` in row `i`.
             base: The token that row 0 belongs to.

@@ -41,10 +41,10 @@ Picker = Callable[[torch.Tensor], torch.Tensor]
 """From rows of log-probabilities `(n, vocab)` to the index drawn from each, `(n,)`."""
 
 MAX_ITERATIONS = 8
-"""Most iterations of an event loop that calls wait for further calls."""
+"""Maximum number of event loop iterations for which calls wait for further calls."""
 
 MOST_VALUES = 2**22
-"""Most entries of rows in one reduction: 32 MiB in float64, 32 rows of 128,000 tokens."""
+"""Maximum number of entries in a reduction: 32 MiB in float64, 32 rows of 128,000 tokens."""
 
 
 # -- methods of drawing -------------------------------------------------------------------
@@ -91,7 +91,7 @@ DRAW_METHODS: dict[str, Picker] = {
     "multinomial": multinomial,
     "inverse_cdf": inverse_cdf,
 }
-"""What `set_draw_method` takes by name."""
+"""Methods that `set_draw_method` accepts by name."""
 
 _chosen: dict[str, Picker] = {"picker": gumbel_max}
 
@@ -165,7 +165,7 @@ async def logp_at(weights: Row, index: int) -> float:
 
     Args:
         weights: Log-weights, `(vocab,)`.
-        index: Of the entry; negative ones count from the end.
+        index: Index of the entry; negative indices count from the end.
 
     Raises:
         IndexError: The index is out of range.

@@ -42,6 +42,9 @@ _MASK_ENTRIES = 2**22
 # 1,000, as scores no longer fit into the cache. With 50 tokens and 512 slots it is slower.
 _MANY_SCORES = 2**16
 
+# Devices with fused kernels that take a causal flag, or a mask if heads are not shared.
+_FUSED = {"cuda", "xpu"}
+
 # Returns the logarithms of the sums too, with which attention to parts of the past is joined.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
@@ -306,10 +309,10 @@ def _attend_chunk(
     own_keys, own_values = chunk.all_of(keys)[None], chunk.all_of(values)[None]
     shared_heads = keys.shape[0] != query.shape[0]
     sees_all = parameters.window is None or chunk.past + chunk.length <= parameters.window
-    on_cpu = query.device.type == "cpu"
-    if sees_all and (chunk.past == 0 or not on_cpu):
+    fused = query.device.type in _FUSED
+    if sees_all and (chunk.past == 0 or fused):
         return _attend_causally(query, own_keys, own_values, chunk.past, parameters.scale)
-    if shared_heads and not on_cpu:  # kernels with masks do not know shared heads
+    if shared_heads and fused:  # kernels with masks do not know shared heads
         own_keys, own_values = (_for_each_query(x, query) for x in (own_keys, own_values))
         shared_heads = False
     step = max(1, _MASK_ENTRIES // (chunk.past + chunk.length))
@@ -342,7 +345,7 @@ def _attend_causally(
         scale: Factor of the scores.
     """
     shared_heads = keys.shape[1] != query.shape[0]
-    if shared_heads and query.device.type != "cpu" and query.dtype == torch.float32:
+    if shared_heads and query.device.type in _FUSED and query.dtype == torch.float32:
         # Flash attention knows shared heads, the kernel for float32 does not.
         keys, values = _for_each_query(keys, query), _for_each_query(values, query)
         shared_heads = False

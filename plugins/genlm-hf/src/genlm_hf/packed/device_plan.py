@@ -13,7 +13,7 @@ import torch
 from genlm.prefix import Slots
 from genlm_hf.packed.plan import PackedPlan, PrefillChunk, QueryGroup
 
-__all__ = ["DeviceChunk", "DeviceGroup", "DevicePlan"]
+__all__ = ["DeviceChunk", "DeviceGroup", "DevicePlan", "pinned"]
 
 # Most bytes of suffixes gathered at once on a CPU, so that they are read from its cache. More
 # is slower, much so beyond 32 MiB: the system makes new pages for such a tensor each time.
@@ -44,11 +44,16 @@ class DevicePlan:
         self.chunks = [DeviceChunk(chunk, next(moved)) for chunk in plan.chunks]
 
 
+def pinned(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return numbers in memory from which a CUDA device can copy while the host goes on."""
+    on_cuda = device.type == "cuda" and torch.cuda.is_available()
+    return numbers.pin_memory() if on_cuda else numbers
+
+
 def _moved(arrays: Sequence[Slots], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays to a device in one transfer, without waiting for the device."""
     numbers = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-    if device.type == "cuda":
-        numbers = numbers.pin_memory()
+    numbers = pinned(numbers, device)
     moved = numbers.to(device, non_blocking=True)
     parts = moved.split_with_sizes([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -251,7 +251,8 @@ class _Graph:
 def check_kernels(device: torch.device, layout: AttentionLayout) -> None:
     """Raise `UnsupportedModelError` if the kernels cannot compute steps of a model."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
+    on_cuda = device.type == "cuda" and torch.cuda.is_available()
+    if not on_cuda and not interpreted:
         raise UnsupportedModelError(f"its kernels need a CUDA device, and it is on {device}")
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedModelError("Triton is not installed (pip install triton)")

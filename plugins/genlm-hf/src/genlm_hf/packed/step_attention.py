@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from genlm_hf.packed.device_plan import pinned
 from genlm_hf.packed.layout import AttentionLayer, AttentionLayout
 from genlm_hf.packed.plan import Integers
 from genlm_hf.packed.work_items import Sections, StepSize, power_of_two, sections
@@ -48,21 +49,18 @@ class StepMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.empty(0, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(_LEAST_NUMBERS, dtype=torch.int64, device=device)
 
     def reserve(self, count: int) -> bool:
         """Make room for `count` numbers; returns whether the memory is another one now."""
         if count <= len(self._numbers):
             return False
-        room = max(_LEAST_NUMBERS, power_of_two(count))
-        self._numbers = self._numbers.new_zeros(room)
+        self._numbers = self._numbers.new_zeros(power_of_two(count))
         return True
 
     def write(self, numbers: Integers) -> None:
         """Copy numbers to the device, without waiting for it."""
-        source = torch.from_numpy(numbers)
-        if self._numbers.device.type == "cuda":
-            source = source.pin_memory()
+        source = pinned(torch.from_numpy(numbers), self._numbers.device)
         self._numbers[: len(source)].copy_(source, non_blocking=True)
 
     def parts(self, size: StepSize, tile: int) -> Sections[torch.Tensor]:

@@ -1,7 +1,7 @@
 """`AsyncLM`, the base of every published model class, and `MockAsyncLM`.
 
-The base is for models that users write themselves: two methods make one. Models that the
-core serves derive from `genlm.backend.llm.served.ServedLM`, which derives from this.
+The base class is for user-defined models, which implement two methods. Models that the core
+serves derive from `genlm.backend.llm.served.ServedLM`, which derives from this.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AsyncLM(abc.ABC):
     Maps to `genlm.AsyncLM`, which is not a base class but serves any engine.
 
     Args:
-        tokenizer: Any that `decode_vocab` takes.
+        tokenizer: A tokenizer that `decode_vocab` accepts.
     """
 
     tokenizer: Any
@@ -72,13 +72,13 @@ class AsyncLM(abc.ABC):
     async def next_token_logprobs(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Log-probabilities of every next token, shape `(len(byte_vocab),)`."""
+        """Compute log-probabilities of all next tokens, shape `(len(byte_vocab),)`."""
 
     @abc.abstractmethod
     def next_token_logprobs_sync(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """The same, waiting for it."""
+        """Blocking form of `next_token_logprobs`."""
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
@@ -199,10 +199,10 @@ class MockAsyncLM(AsyncLM):
     of uniform numbers, computed on the caller's thread.
 
     Args:
-        tokenizer: Gives the vocabulary.
+        tokenizer: Tokenizer of the vocabulary.
 
     Attributes:
-        device: Where the rows are, the CPU.
+        device: Device of the rows, the CPU.
     """
 
     device = torch.device("cpu")
@@ -232,7 +232,7 @@ class MockAsyncLM(AsyncLM):
     def next_token_logprobs_sync(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Do what `next_token_logprobs` does."""
+        """Blocking form of `next_token_logprobs`."""
         if lora_name is not None:
             raise genlm.UnknownAdapterError(lora_name)
         content = np.array([int(token) for token in token_ids], dtype="<i8").tobytes()

@@ -1,7 +1,7 @@
-"""Engine objects passed to constructors: shut down, and their models loaded again.
+"""Conversion of engine objects that are passed to constructors.
 
-Rows need hooks that are installed while an engine is built, so an engine that the caller built
-is shut down and its model loaded again with the same settings.
+Rows need hooks that are installed while an engine is built. Therefore an engine that the caller
+built is shut down, and its model is loaded again with the same settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VLLM_MODEL_OPTIONS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model's name, the engine's options, and which GPU."""
+    """Name of a model, options of the engine, and index of the GPU."""
 
     model: str
     engine_opts: dict[str, Any]

@@ -24,7 +24,7 @@ class Query:
 
     Attributes:
         prompt: The token ids.
-        future: Gets the logits.
+        future: Receives the logits.
         past: Keys and values of what comes before, None if nothing does.
         lora_name: The adapter, None for the base model.
         past_len: Tokens in `past`.
@@ -86,13 +86,13 @@ class AsyncTransformer(ServedLM):
             `peft.PeftModel` is served as it is handed over. Adapters that
             `hf_model.load_adapter` added are deactivated and used by name.
         hf_tokenizer: Its tokenizer.
-        batch_size: Most sequences in one batch; by default all that are pending.
-        timeout: Has no effect: batches leave without a timer.
+        batch_size: Maximum number of sequences in a batch; by default all pending ones.
+        timeout: Ignored; batches are dispatched without a timer.
 
     Attributes:
         model: `hf_model`.
-        device: Where rows are: the CPU. The model is on `model.device`.
-        queries: What `add_query` collected.
+        device: Device of the rows, the CPU. The model is on `model.device`.
+        queries: Queries collected by `add_query`.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class AsyncTransformer(ServedLM):
     def next_token_logprobs_uncached(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Score every possible next token and wait, never from the output cache."""
+        """Compute a row without the output cache; a blocking method."""
         return self.next_token_logprobs_sync(token_ids, lora_name, use_cache=False)
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prefix and keep it, which `walk_cache` finds until `clear_kv_cache`."""
+        """Compute and cache a prefix, which `walk_cache` finds until `clear_kv_cache`."""
         super().cache_kv(prompt_tokens, lora_name)
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
             ids: Any = prompt_tokens
@@ -198,12 +198,12 @@ class AsyncTransformer(ServedLM):
         self._kept.difference_update([kept for kept in self._kept if kept[0] == lora_name])
 
     def clear_kv_cache(self) -> None:
-        """Free the prefixes that the engine keeps, if any."""
+        """Free the cached prefixes of the engine, if any."""
         self._kept.clear()
         super().clear_kv_cache()
 
     def clear_cache(self) -> None:
-        """Forget all rows, and all keys and values. Answers do not change."""
+        """Clear the cached rows, keys and values. Results do not change."""
         super().clear_cache()
         self.clear_kv_cache()
 
@@ -216,7 +216,7 @@ class AsyncTransformer(ServedLM):
         past: None,
         lora_name: str | None = None,
     ) -> None:
-        """Have the logits of a sequence computed in the next batch.
+        """Add a sequence whose logits are computed in the next batch.
 
         Args:
             query: All token ids.

@@ -19,9 +19,9 @@ class AsyncMlxLM(ServedLM):
     Args:
         mlx_lm_model: A model that `mlx_lm.load` returned.
         tokenizer: Its tokenizer.
-        timeout: Has no effect: batches leave without a timer.
-        prefill_step_size: Most tokens in one forward pass.
-        cache_size: Most rows in the output cache.
+        timeout: Ignored; batches are dispatched without a timer.
+        prefill_step_size: Maximum number of tokens in a forward pass.
+        cache_size: Maximum number of rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:

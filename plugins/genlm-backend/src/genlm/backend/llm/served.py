@@ -35,9 +35,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
 
     Args:
         build_engine: As for `genlm.AsyncLM`.
-        name: Of the engine.
+        name: Name of the engine.
         cache: The output cache; None takes the core's default.
-        batch_size: Most queries in one batch; None leaves it to the engine.
+        batch_size: Maximum number of queries in a batch; None leaves it to the engine.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
 
     @cached_property
     def device(self) -> torch.device:
-        """Where rows are, found by asking for one when this is first read."""
+        """Device of the rows, determined by a first request."""
         return self.next_token_logprobs_sync([0]).device
 
     # -- rows and samples: the adapter may be given by position -----------------------
@@ -158,12 +158,12 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         Args:
             lora_path: Folder of the adapter, or its hub id.
             lora_name: The name that requests give.
-            replace: Whether a name that is in use changes to this adapter; requests under
-                way are answered with the adapter before.
+            replace: Whether the adapter replaces one of the same name; in-flight requests
+                complete with the previous adapter.
 
         Raises:
             UnsupportedCapabilityError: The engine serves no adapters.
-            AdapterError: It cannot be found or loaded.
+            AdapterError: The adapter cannot be found or loaded.
         """
         if genlm.Capability.LORA in self.capabilities:  # else the core refuses
             lora_path = _adapter_folder(lora_path)
@@ -173,7 +173,7 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         """Use an adapter for all later requests, with a `DeprecationWarning`.
 
         Args:
-            lora_path: Not read; `add_new_lora` has loaded the adapter.
+            lora_path: Ignored; load the adapter with `add_new_lora`.
             lora_name: Name of the adapter.
 
         Raises:
@@ -209,12 +209,12 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     # -- caches and the end: harmless where they mean nothing -------------------------
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prefix and keep it, if the engine keeps prefixes."""
+        """Compute and cache a prefix, if the engine has a prefix cache."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
             self.pin_prefix(prompt_tokens, lora_name=self._known(lora_name))
 
     def clear_kv_cache(self) -> None:
-        """Free the prefixes that the engine keeps, if any."""
+        """Free the cached prefixes of the engine, if any."""
         if genlm.Capability.PREFIX_CACHE in self.capabilities:
             super().clear_kv_cache()
 
@@ -245,7 +245,7 @@ def installed_engine(backend: str, asked_for: str, install: str) -> Any:
 
 
 def with_rows_on_cpu(engine: Any) -> Any:
-    """Have an engine deliver its rows on the CPU, as published, wherever it computes."""
+    """Make an engine return its rows on the CPU, as published."""
     step = engine.step
 
     def step_to_cpu() -> Iterable[Completion]:

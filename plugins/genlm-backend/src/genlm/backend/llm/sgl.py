@@ -20,7 +20,7 @@ class AsyncSGLTransformer(ServedLM):
     Args:
         sgl_model: SGLang's `Scheduler`, with a `DeprecationWarning`: it is ended, and its
             model loaded again with the same settings. Use `from_name`.
-        cache_size: Most rows in the output cache.
+        cache_size: Maximum number of rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:
@@ -55,7 +55,7 @@ class AsyncSGLTransformer(ServedLM):
         Args:
             model_id: A hub id or folder.
             engine_opts: Arguments of SGLang's `ServerArgs`.
-            gpu_id: Which GPU.
+            gpu_id: Index of the GPU.
             **kwargs: Further arguments of the class.
 
         Raises:

@@ -24,8 +24,8 @@ class AsyncVirtualLM(ServedLM):
     Args:
         llm_engine: A `vllm.LLM`, with a `DeprecationWarning`: it is shut down, and its
             model loaded again with the same settings. Use `from_name`.
-        logprobs_capture: Has no effect; older versions needed it.
-        cache_size: Most rows in the output cache.
+        logprobs_capture: Ignored; older versions needed it.
+        cache_size: Maximum number of rows in the output cache.
         cache_opts: Further arguments of `OutputCache`.
 
     Raises:
@@ -89,7 +89,7 @@ class GlobalLogprobsCapture:
     """Keeps the log-probabilities of the last batch; `AsyncVirtualLM` does not need it.
 
     Args:
-        device: Where the logits are; not needed.
+        device: Device of the logits; not needed.
     """
 
     def __init__(self, device: Any = None) -> None:

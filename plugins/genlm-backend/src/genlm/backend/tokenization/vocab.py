@@ -71,7 +71,7 @@ def _string(tokenizer: Any, token_id: int, token: bytes, fallback: Fallback) -> 
 
 
 def _own_name(tokenizer: Any, token_id: int, token: bytes) -> str:
-    """What the tokenizer calls a token; not every library has names of its own."""
+    """The tokenizer's name of a token, or its escaped bytes if the library has no names."""
     for method in ("convert_ids_to_tokens", "id_to_token", "id_to_piece"):
         if hasattr(tokenizer, method):
             return str(getattr(tokenizer, method)(token_id))

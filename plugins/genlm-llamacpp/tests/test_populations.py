@@ -1,0 +1,258 @@
+"""Populations by numbers of sequences, against transformers' unbatched forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genlm import AsyncLM, OutputCache, Population, PopulationError
+from genlm_llamacpp.conformance import TinyGguf
+from genlm_llamacpp.context import CacheFullError, LlamaContext
+from genlm_llamacpp.engine import LlamaCppEngine
+from genlm_llamacpp.populations import HeldRows
+
+from .conftest import Make
+
+TOLERANCE = {"llama": 1e-4, "gemma2": 4e-3, "mamba": 1e-4}
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all fit": ("llama", {}),
+    "one sequence": ("llama", {"n_seq_max": 1}),
+    "few sequences": ("llama", {"n_seq_max": 5}),
+    "few cells": ("llama", {"n_ctx": 256, "n_batch": 7}),
+    "divided cache": ("llama", {"n_seq_max": 8, "kv_unified": False}),
+    "windows": ("gemma2", {"n_ctx": 256, "n_batch": 16, "n_ubatch": 8}),
+    "recurrent": ("mamba", {"n_seq_max": 5}),
+}
+
+
+def check(engine: LlamaCppEngine, populations: list[Population]) -> None:
+    """What llama.cpp holds, and what is counted for it, is what the states say."""
+    sequences = engine._sequences
+    sequences.collect()
+    held = [engine._context.held(number) for number in range(sequences._count)]
+    assert held == sequences._lengths.tolist()
+    states = {
+        id(base.state): (base, base.state)
+        for population in populations
+        if (base := population._generation.with_state()) is not None
+        and isinstance(base.state, HeldRows)
+    }
+    holders: Counter[int] = Counter()
+    for base, rows in states.values():
+        assert rows.owner is sequences
+        for row, number in enumerate(rows.numbers.tolist()):
+            if number < 0 or rows._versions[row] != sequences._versions[number]:
+                continue
+            holders[number] += 1
+            ids = base.lineage.sequence(row).token_ids[: rows.lengths[row]]
+            assert sequences._lengths[number] >= len(ids)
+            assert tuple(sequences._ids[number, : len(ids)].tolist()) == ids
+    expected = [holders[number] for number in range(sequences._count)]
+    assert sequences._holders.tolist() == expected
+
+
+async def walk(
+    model: TinyGguf, engine: LlamaCppEngine, populations: list[Population], steps: int
+) -> None:
+    """Extend, resample, keep and drop populations, and ask a few members or all."""
+    generator = np.random.default_rng(4)
+    oracle = functools.cache(model.logprobs)
+    tolerance = TOLERANCE[model._name]
+    kept = list(populations)
+    for step in range(steps):
+        for place, before in enumerate(populations):
+            members = np.arange(len(before))
+            if step % 3 == 2:
+                members = generator.integers(0, len(members), len(members))
+            width = int(generator.choice([1, 1, 1, 2, 4]))
+            tokens = generator.integers(3, 300, (len(members), width))
+            tokens[generator.random(tokens.shape) < 0.15] = -1
+            tokens[before.lengths[members] + width > 50] = -1
+            populations[place] = before[members].extend(tokens)
+            for population in (populations[place], kept[int(generator.integers(len(kept)))]):
+                count = int(generator.choice([1, len(population) // 2, len(population)]))
+                asked = population[generator.permutation(len(population))[:count]]
+                rows = await asked.next_token_logprobs()
+                expected = torch.stack([oracle(context.token_ids) for context in asked])
+                torch.testing.assert_close(
+                    rows.double(), expected.double(), atol=tolerance, rtol=0
+                )
+        kept = [*kept, populations[step % len(populations)]][-3:]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_members_have_the_rows_of_their_sequences(name: str, make: Make) -> None:
+    family, options = SETTINGS[name]
+    model = make(family)
+    engine = model.engine(**options)
+    generator = np.random.default_rng(1)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        prompts = [tuple(generator.integers(3, 300, count).tolist()) for count in (20, 3, 7)]
+        populations = [lm.population(prompts[0], 6), lm.population(prompts)]
+        for _ in range(4):
+            asyncio.run(walk(model, engine, populations, 3))
+            # Between populations, sequences that continue theirs are asked one by one.
+            context = populations[0][0].token_ids
+            row = lm.next_token_logprobs_sync([*context, 9])
+            expected = model.logprobs([*context, 9])
+            torch.testing.assert_close(
+                row.double(), expected.double(), atol=TOLERANCE[family], rtol=0
+            )
+            if family != "mamba":
+                check(engine, populations)
+
+
+class Calls:
+    """Counts the tokens of each `llama_decode`, and the copies of sequences."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: list[int] = []
+        self.copies = 0
+        decode, copy = LlamaContext.decode, LlamaContext.copy
+
+        def counted_decode(own: Any, batch: Any, part: Any) -> Any:
+            self.tokens.append(part.end - part.first)
+            return decode(own, batch, part)
+
+        def counted_copy(own: Any, source: int, target: int, length: int) -> None:
+            self.copies += 1
+            copy(own, source, target, length)
+
+        monkeypatch.setattr(LlamaContext, "decode", counted_decode)
+        monkeypatch.setattr(LlamaContext, "copy", counted_copy)
+
+
+def test_unique_children_continue_and_others_are_copied(
+    llama: TinyGguf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    engine = llama.engine()
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population(tuple(range(20)), 8)
+        population.next_token_logprobs_sync()
+        for step, copies in enumerate([7, 0, 0]):
+            calls.tokens, calls.copies = [], 0
+            population = population.extend(np.arange(8) + 100 + step)
+            population.next_token_logprobs_sync()
+            assert (calls.tokens, calls.copies) == ([8], copies)
+        population = population[[0, 0, 0, 3, 3, 5, 5, 7]]
+        calls.tokens, calls.copies = [], 0
+        population = population.extend(np.arange(8) + 50)
+        rows = population.next_token_logprobs_sync()
+        assert (calls.tokens, calls.copies) == ([8], 4)
+        expected = torch.stack([llama.logprobs(each.token_ids) for each in population])
+        torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+        check(engine, [population])
+        assert engine._sequences.used == 8  # those that nobody continued are free
+
+
+def test_a_population_that_is_dropped_frees_its_sequences(llama: TinyGguf) -> None:
+    engine = llama.engine()
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        kept = lm.population((1, 2, 3), 3).extend([4, 5, 6])
+        kept.next_token_logprobs_sync()
+        population = kept[[0, 0, 1, 1, 2, 2]].extend(np.arange(6) + 10)
+        population.next_token_logprobs_sync()
+        assert engine._sequences.used == 6
+        del population
+        engine._sequences.collect()
+        check(engine, [kept])
+        assert engine._sequences.used == 3
+        del kept
+        engine._sequences.collect()
+        assert engine._sequences.used == 0
+
+
+def test_adapters_have_sequences_of_their_own(llama: TinyGguf) -> None:
+    with AsyncLM(llama.engine, output_cache=OutputCache(0)) as lm:
+        names = [None, "red", "blue"]
+        for name in names[1:]:
+            lm.load_lora(llama.adapters[str(name)], str(name))
+        populations = [lm.population(tuple(range(30, 42)), 4, lora_name=name) for name in names]
+        for step in range(4):
+            for place, name in enumerate(names):
+                extended = populations[place].extend([40 + step, 41, 41, 42])
+                rows = extended.next_token_logprobs_sync()
+                expected = torch.stack(
+                    [llama.logprobs(each.token_ids, name) for each in extended]
+                )
+                torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+                populations[place] = extended[[0, 0, 2, 3]]
+
+
+@pytest.mark.parametrize("error", [CacheFullError, RuntimeError])
+def test_rows_are_right_after_a_batch_that_failed(
+    error: type[Exception], llama: TinyGguf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the batch has stored of sequences that it continued is removed again."""
+    engine = llama.engine()
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population((5, 6, 7), 3).extend([8, 9, 10])
+        population.next_token_logprobs_sync()
+        extended = population[[0, 0, 1, 2]].extend([11, 12, 13, 14])
+        decode, failures = LlamaContext.decode, [error, error]
+
+        def failing(own: Any, batch: Any, part: Any) -> Any:
+            if failures and failures[0] is CacheFullError:  # which stores nothing
+                raise failures.pop()
+            logits = decode(own, batch, part)
+            if failures:
+                raise failures.pop()
+            return logits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "decode", failing)
+            if error is CacheFullError:  # computed again, in smaller parts
+                extended.next_token_logprobs_sync()
+            else:
+                failures *= 20
+                with pytest.raises(Exception, match="4 of 4 members"):
+                    extended.next_token_logprobs_sync()
+        for each in (extended, population):
+            rows = each.next_token_logprobs_sync()
+            expected = torch.stack([llama.logprobs(one.token_ids) for one in each])
+            torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+        check(engine, [population, extended])
+
+
+def test_a_sequence_that_lost_its_end_is_not_continued_as_if_it_had_it(
+    llama: TinyGguf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that computes the last token again fails; a request then has another one."""
+    engine = llama.engine()
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population((5, 6, 7, 8), 2)
+        population.next_token_logprobs_sync()
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "decode", lambda *_: 1 / 0)
+            with pytest.raises(PopulationError, match="division by zero"):
+                population.next_token_logprobs_sync()
+        lm.next_token_logprobs_sync([5, 6, 7, 9])
+        extended = population.extend([10, 11])
+        rows = extended.next_token_logprobs_sync()
+        expected = torch.stack([llama.logprobs(one.token_ids) for one in extended])
+        torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+
+
+def test_sequences_that_others_of_their_batch_evicted_are_computed_again(
+    llama: TinyGguf,
+) -> None:
+    """Eight prompts of 60 tokens are computed in halves: 256 cells hold four of them."""
+    engine = llama.engine(n_ctx=256, kv_unified=True)
+    generator = np.random.default_rng(3)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        prompts = [tuple(each.tolist()) for each in generator.integers(3, 300, (8, 60))]
+        population = lm.population(prompts)
+        for _ in range(2):
+            rows = population.next_token_logprobs_sync()
+            expected = torch.stack([llama.logprobs(one.token_ids) for one in population])
+            torch.testing.assert_close(rows.double(), expected.double(), atol=1e-4, rtol=0)
+            check(engine, [population])
+            population = population.extend(generator.integers(3, 300, 8))

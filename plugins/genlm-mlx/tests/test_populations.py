@@ -1,0 +1,296 @@
+"""Populations on block tables against transformers' unbatched, uncached forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from architecture_tables import read_table
+
+from genlm import AsyncLM, OutputCache, Population, PopulationError
+from genlm.prefix import TableBatch
+from genlm.testing import TINY_LLAMA, TinyModel, families
+from genlm_mlx import forward, storage
+from genlm_mlx.conformance import ARCHITECTURES
+from genlm_mlx.engine import MLXEngine
+
+from .conftest import Make
+from .driving import Oracle, largest_error
+
+TABLE = read_table("mlx")
+SERVED = {
+    name: family
+    for name, family in families(16).items()
+    if family.representative and TABLE[name].path == "slot_cache"
+}
+
+
+class Counted:
+    """Counts the passes over block tables, and the sequences whose pasts were gathered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: list[int] = []
+        self.gathered: list[int] = []
+        run, gather = forward.SlotCacheForward.run_table, storage.KVStorage.gathered
+
+        def counted_run(own: Any, batch: TableBatch, adapter: str | None) -> Any:
+            self.tokens.append(len(batch.tokens))
+            return run(own, batch, adapter)
+
+        def counted_gather(own: Any, layer: int, rows: mx.array) -> list[mx.array]:
+            self.gathered.append(rows.shape[0])
+            return gather(own, layer, rows)
+
+        monkeypatch.setattr(forward.SlotCacheForward, "run_table", counted_run)
+        monkeypatch.setattr(storage.KVStorage, "gathered", counted_gather)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def serve(model: TinyModel, slots: int | None = None, **options: Any) -> MLXEngine:
+    engine = MLXEngine(model.path, dtype="float32", **options)
+    if slots is not None:
+        size = sum(
+            layer.bytes_per_token for layer in engine._choice.path.forward.storage.layers
+        )  # type: ignore[union-attr]
+        engine = MLXEngine(model.path, dtype="float32", kv_budget_bytes=slots * size, **options)
+    assert engine._choice.name == "slot_cache"
+    return engine
+
+
+def ids(generator: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(generator.integers(3, 300, count).tolist())
+
+
+async def largest_errors(
+    oracle: Oracle,
+    populations: list[Population],
+    steps: int,
+    seed: int,
+    most_tokens: int = 40,
+) -> float:
+    """Extend, resample and ask populations, a few members or all; return the largest error."""
+    generator = np.random.default_rng(seed)
+    largest = 0.0
+    for step in range(steps):
+        for place, before in enumerate(populations):
+            members = np.arange(len(before))
+            if step % 3 == 2:
+                members = generator.integers(0, len(members), len(members))
+            width = int(generator.choice([1, 1, 1, 2, 5]))
+            tokens = generator.integers(3, 300, (len(members), width))
+            tokens[generator.random(tokens.shape) < 0.15] = -1
+            tokens[before.lengths[members] + width > most_tokens] = -1
+            population = populations[place] = before[members].extend(tokens)
+            count = int(generator.choice([1, len(population) // 2, len(population)]))
+            asked = population[generator.permutation(len(population))[:count]]
+            rows = await asked.next_token_logprobs()
+            expected = torch.stack([oracle(context.token_ids) for context in asked])
+            largest = max(largest, float((rows.double() - expected.double()).abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize("slots", [None, 130, 40])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_members_have_the_rows_of_their_sequences(
+    name: str, slots: int | None, make: Make, counted: Counted
+) -> None:
+    model_type, settings, _ = ARCHITECTURES[name]
+    model = make(model_type, settings)
+    oracle = functools.cache(model.logprobs)
+    engine, generator = serve(model, slots), np.random.default_rng(1)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        prompt, *others = (ids(generator, count) for count in (20, 3, 7, 1))
+        populations = [lm.population(prompt, 6), lm.population([prompt, *others])]
+        assert asyncio.run(largest_errors(oracle, populations, 8, seed=5)) <= 1e-4
+        assert counted.tokens
+        used = engine.statistics()
+        assert int(used["kv_bytes_used"]) <= int(used["kv_budget_bytes"])
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_families_with_a_prefix_tree_have_right_populations(
+    name: str, tmp_path: Path, counted: Counted
+) -> None:
+    model = TinyModel.of(tmp_path, SERVED[name])
+    engine, generator = serve(model), np.random.default_rng(2)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        prompts = [ids(generator, count) for count in (7, 3)]
+        populations = [lm.population(prompts[0], 4), lm.population(prompts)]
+        error = asyncio.run(
+            largest_errors(model.logprobs, populations, 5, seed=3, most_tokens=16)
+        )
+        assert error <= max(1e-4, TABLE[name].bound or 0)
+        assert counted.tokens
+
+
+@pytest.mark.parametrize("gathered", [1, 50])
+def test_passes_that_gather_little_have_the_same_rows(
+    gathered: int, llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_GATHERED_AT_ONCE", gathered)
+    oracle = functools.cache(llama.logprobs)
+    with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
+        prompts = [(5, 6, 7), (5, 6, 8, 9), (11,)]
+        populations = [lm.population(prompts[0], 5), lm.population(prompts)]
+        assert asyncio.run(largest_errors(oracle, populations, 6, seed=7)) <= 1e-4
+
+
+def test_a_population_that_is_extended_and_resampled_is_gathered_once(
+    llama: TinyModel, counted: Counted
+) -> None:
+    generator = np.random.default_rng(0)
+    with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
+        population = lm.population(tuple(range(3, 20)), 5)
+        for step in range(10):
+            population = population.extend(generator.integers(3, 300, 5))
+            rows = population.next_token_logprobs_sync()
+            expected = torch.stack([llama.logprobs(each.token_ids) for each in population])
+            torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
+            if step % 3 == 2:  # some of them twice, some not at all, in another order
+                population = population[generator.integers(0, 5, 5)]
+            if step == 0:  # from the prompt's slots, which are in no batch of five
+                counted.gathered.clear()
+        assert counted.gathered == []
+        assert counted.tokens == [5] * 9  # the first step is computed through the tree
+
+
+def test_adapters_have_tables_of_their_own(llama: TinyModel) -> None:
+    random.seed(1)
+    with AsyncLM(lambda: serve(llama), output_cache=OutputCache(0)) as lm:
+        names = [None, "red", "blue"]
+        for name in names[1:]:
+            lm.load_lora(llama.adapters[str(name)], str(name))
+        prompt = tuple(range(30, 42))
+        populations = [lm.population(prompt, 4, lora_name=name) for name in names]
+        for step in range(4):
+            for place, name in enumerate(names):
+                extended = populations[place].extend([40 + step, 41, 41, 42])
+                rows = extended.next_token_logprobs_sync()
+                expected = torch.stack(
+                    [llama.logprobs(each.token_ids, name) for each in extended]
+                )
+                torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
+                populations[place] = extended[[0, 0, 2, 3]]
+
+
+def table(trunk: list[int], slots: list[list[int]], **columns: list[int]) -> TableBatch:
+    arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
+    return TableBatch(trunk=np.array(trunk), slots=np.array(slots, np.int32), **arrays)
+
+
+def one_row(
+    trunk: list[int], slots: list[int], tokens: list[int], *, again: bool = False
+) -> TableBatch:
+    """The last tokens of a row: new ones, or the very last one computed again."""
+    count = len(tokens)
+    end = len(trunk) + len(slots)
+    return table(
+        trunk,
+        [slots],
+        tokens=tokens,
+        positions=list(range(end - count, end)),
+        writes=[0] if again else slots[-count:],
+        rows=[0] * count,
+        results=[count - 1],
+    )
+
+
+def assert_row(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    row = logits[:300].log_softmax(-1)
+    torch.testing.assert_close(row.double(), expected.double(), rtol=0, atol=1e-4)
+
+
+def test_a_slot_that_has_another_token_in_the_same_pass_is_not_taken_for_the_old_one(
+    llama: TinyModel,
+) -> None:
+    """Slot 3 ended a sequence whose past is resident; it is allocated again, and continued."""
+    run = serve(llama)._choice.path.forward.run_table  # type: ignore[union-attr]
+    run(one_row([], [1], [5]), None)
+    run(one_row([1], [2], [6]), None)
+    both = table(
+        [1],
+        [[2, 0], [2, 3]],
+        tokens=[6, 7],
+        positions=[1, 2],
+        writes=[0, 3],
+        rows=[0, 1],
+        results=[0, 1],
+    )
+    run(both, None)  # resident: sequences that end in slots 2 and 3
+    found = run(one_row([1, 2], [3, 4], [8, 9]), None).logits
+    assert_row(found[0], llama.logprobs((5, 6, 8, 9)))
+
+
+def test_the_past_of_a_token_after_the_trunk_is_all_of_the_trunk(llama: TinyModel) -> None:
+    run = serve(llama)._choice.path.forward.run_table  # type: ignore[union-attr]
+    run(one_row([], [1], [5]), None)
+    run(one_row([1], [2], [6]), None)
+    run(one_row([], [1], [5], again=True), None)  # resident: that ends in slot 1
+    found = run(one_row([1, 2], [3], [7]), None).logits
+    assert_row(found[0], llama.logprobs((5, 6, 7)))
+
+
+def test_rows_are_right_after_a_pass_that_lost_the_storage(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve(llama)
+    with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:
+        population = lm.population((5, 6, 7), 3).extend([8, 9, 10])
+        population.next_token_logprobs_sync()
+        extended = population.extend([11, 12, 13])
+        of_mlx = mx.eval
+        calls: list[object] = []
+
+        def failing(*arrays: object) -> None:
+            calls.append(arrays)
+            raise RuntimeError("[malloc] Unable to allocate")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "eval", failing)
+            with pytest.raises(PopulationError, match="allocate"):
+                extended.next_token_logprobs_sync()
+        assert calls
+        assert mx.eval is of_mlx
+        path: Any = engine._choice.path
+        assert not path.forward.storage.lost
+        assert engine.statistics()["kv_tokens"] == 0
+        rows = extended.next_token_logprobs_sync()
+        expected = torch.stack([llama.logprobs(each.token_ids) for each in extended])
+        torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
+        everyone = [each.token_ids for each in (*population, *extended)]
+    fresh = serve(llama)
+    assert largest_error(fresh, everyone, llama.logprobs) <= 1e-4
+
+
+def test_a_window_is_that_of_each_member(make: Make, counted: Counted) -> None:
+    """Rows of different lengths, in a pass with layers that see only their last tokens."""
+    settings = {
+        **TINY_LLAMA,
+        "hidden_size": 64,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    model = make("gemma3_text", settings)
+    with AsyncLM(lambda: serve(model), output_cache=OutputCache(0)) as lm:
+        prompts = [tuple(range(10, 10 + length)) for length in (1, 3, 4, 9)]
+        population = lm.population(prompts)
+        for step in range(6):
+            population = population.extend([20 + step, 30 + step, 40, 50])
+            rows = population.next_token_logprobs_sync()
+            expected = torch.stack([model.logprobs(each.token_ids) for each in population])
+            torch.testing.assert_close(rows.double(), expected.double(), rtol=0, atol=1e-4)
+    assert counted.tokens[-1] == 4

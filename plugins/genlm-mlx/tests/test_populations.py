@@ -18,7 +18,6 @@ from genlm import AsyncLM, OutputCache, Population, PopulationError
 from genlm.prefix import TableBatch
 from genlm.testing import TINY_LLAMA, TinyModel, families
 from genlm_mlx import forward, storage
-from genlm_mlx.conformance import ARCHITECTURES
 from genlm_mlx.engine import MLXEngine
 
 from .conftest import Make
@@ -103,10 +102,9 @@ async def largest_errors(
 @pytest.mark.parametrize("slots", [None, 130, 40])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_members_have_the_rows_of_their_sequences(
-    name: str, slots: int | None, make: Make, counted: Counted
+    name: str, slots: int | None, tmp_path: Path, counted: Counted
 ) -> None:
-    model_type, settings, _ = ARCHITECTURES[name]
-    model = make(model_type, settings)
+    model = TinyModel.of(tmp_path, families()[name])
     oracle = functools.cache(model.logprobs)
     engine, generator = serve(model, slots), np.random.default_rng(1)
     with AsyncLM(lambda: engine, output_cache=OutputCache(0)) as lm:

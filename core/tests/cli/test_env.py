@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from genlm.cli import app
-from genlm.cli.tested_versions import tested_versions
+from genlm.cli import tested_versions as versions
 
 
 def found() -> dict[str, dict[str, str]]:
@@ -57,14 +57,14 @@ def test_a_torch_that_does_not_load_is_part_of_the_report(
 
 def test_tested_versions_are_beside_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", {"a": "1.2+cpu", "b": "3.0"}.__getitem__)
-    assert list(tested_versions({"a": ("1.0", "1.2"), "b": ("2.0",)})) == [
+    assert list(versions.tested_versions({"a": ("1.0", "1.2"), "b": ("2.0",)})) == [
         "a 1.0, 1.2",
         "b 2.0 (installed: 3.0, not tested)",
     ]
 
 
 def test_an_absent_library_has_no_installed_version() -> None:
-    assert list(tested_versions({"no-such-library": ("1.0",)})) == ["no-such-library 1.0"]
+    assert list(versions.tested_versions({"no-such-library": ("1.0",)})) == ["no-such-library 1.0"]
 
 
 def test_the_report_says_with_which_versions_each_backend_was_tested() -> None:

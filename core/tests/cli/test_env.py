@@ -64,7 +64,9 @@ def test_tested_versions_are_beside_the_installed_ones(monkeypatch: pytest.Monke
 
 
 def test_an_absent_library_has_no_installed_version() -> None:
-    assert list(versions.tested_versions({"no-such-library": ("1.0",)})) == ["no-such-library 1.0"]
+    assert list(versions.tested_versions({"no-such-library": ("1.0",)})) == [
+        "no-such-library 1.0"
+    ]
 
 
 def test_the_report_says_with_which_versions_each_backend_was_tested() -> None:

@@ -4,8 +4,8 @@
     python scripts/newest.py issue    # an issue with that report, or a comment on the open one
 
 `run` installs every requirement without its upper bound. It exits with status 1 if a suite
-fails or an engine has a release that its plugin was not tested with. vLLM, SGLang and llama.cpp need
-environments of their own, so for these it compares the newest release with the tested ones.
+fails or an engine has a release that its plugin was not tested with. vLLM, SGLang and llama.cpp
+need environments of their own; for these it compares the newest release with the tested ones.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def check_private_interface() -> None:
     if changed:
         raise ModelLoadError(
             f"vLLM {found} differs from {newest}, the newest version that genlm-vllm was "
-            f"tested with, in what it uses of vLLM: {'; '.join(changed)}. Install vllm=={newest}"
+            f"tested with, in what it uses of vLLM: {'; '.join(changed)}. "
+            f"Install vllm=={newest}"
         )
 
 

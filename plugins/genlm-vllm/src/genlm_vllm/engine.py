@@ -128,7 +128,7 @@ class VLLMEngine:
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
         # vLLM must generate one token.
         self.max_context: int = config.model_config.max_model_len - 1
-        self._embedded_ids = config.model_config.get_vocab_size()
+        embedded_ids = config.model_config.get_vocab_size()
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
@@ -143,6 +143,9 @@ class VLLMEngine:
         self._monitor = None if failures is None else ProcessMonitor(engine, failures)
         rows = RemoteRows if self._multiprocess else LocalRows
         self._rows = rows(engine, self.vocabulary)
+        check = _query_check(
+            self._adapters, embedded_ids, self.max_context, self.vocabulary.size
+        )
         self._ready: list[Completion] = []
         self._populations: RunningPopulations | None = None
         self._populations_obstacle = obstacle_to_running(engine)
@@ -151,17 +154,17 @@ class VLLMEngine:
                 engine,
                 self._adapters,
                 vocabulary=self.vocabulary,
-                check=self._check,
-                embedded_ids=self._embedded_ids,
+                check=check,
+                embedded_ids=embedded_ids,
             )
             self.submit_group = self._populations.submit
         self._requests = QueryRequests(
             engine,
             adapters=self._adapters,
             rows=self._rows,
-            check=self._check,
+            check=check,
             max_context=self.max_context,
-            embedded_ids=self._embedded_ids,
+            embedded_ids=embedded_ids,
             populations=self._populations,
         )
         self._tokens_evaluated = self._steps = 0
@@ -178,15 +181,6 @@ class VLLMEngine:
         with self._guarding():
             self._requests.submit(query)
         self._tokens_evaluated += len(query)
-
-    def _check(self, query: Query) -> None:
-        check_query(
-            query,
-            embedding_rows=self._embedded_ids,
-            max_context=self.max_context,
-            adapters=self._adapters.names,
-            vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
-        )
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -424,3 +418,24 @@ class VLLMEngine:
         if self._accelerator is not None:
             self._accelerator.restore()
         release_process(self)
+
+
+def _query_check(
+    adapters: Adapters, embedded_ids: int, max_context: int, vocab_size: int
+) -> Callable[[Query], None]:
+    """Return the check of a query, without a reference to the engine.
+
+    vLLM keeps a live engine's parts in global state, so a reference to the engine from one of
+    them would keep an engine alive that was dropped without `close`.
+    """
+
+    def check(query: Query) -> None:
+        check_query(
+            query,
+            embedding_rows=embedded_ids,
+            max_context=max_context,
+            adapters=adapters.names,
+            vocab_size=vocab_size,  # a worker that fails ends vLLM
+        )
+
+    return check

@@ -22,7 +22,8 @@ from genlm import (
 )
 from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import ONE_WORKER, TinyLlama
-from genlm_vllm.scores import SCORE_BUFFER, SCORES
+from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.scores import SCORES
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -245,13 +246,13 @@ def test_scores_that_are_not_numbers_are_an_error(
     if engine.statistics()["processes"] == "own":
         pytest.skip("the buffer is in the other process")
     [text] = prompts(20)
-    add = SCORE_BUFFER.add
+    add = ROW_BUFFER.add_scores
 
-    def spoiled(request: Any, wanted: Any, logits: Any) -> None:
-        add(request, wanted, logits.index_fill(0, torch.tensor([3]), torch.nan))
+    def spoiled(key: int, begin: Any, wanted: Any, logits: Any) -> None:
+        add(key, begin, wanted, logits.index_fill(0, torch.tensor([3]), torch.nan))
 
     with monkeypatch.context() as patch:
-        patch.setattr(SCORE_BUFFER, "add", spoiled)
+        patch.setattr(ROW_BUFFER, "add_scores", spoiled)
         [error] = finish(engine, [score(engine, text, 5)])
     assert isinstance(error, EvaluationError)
     assert "1 of 15 rows that are not distributions" in str(error)

@@ -22,7 +22,7 @@ from genlm_vllm.versions import check_version
 __all__ = ["CoreRequests", "Load", "Output", "obstacle"]
 
 _PREFIX = "genlm-"
-"""Of these requests' ids; those of `LLMEngine` begin with a digit."""
+"""Prefix of these requests' ids; ids of `LLMEngine`'s own requests lack it."""
 
 _SAMPLED_HASHES_DROPPED = Version("0.32")
 """The first vLLM that drops the hash of a block which the token that it sampled completed."""
@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """How busy vLLM's scheduler is.
 
     Attributes:
-        running: Requests that it computes; parked and waiting ones are none.
+        running: Number of requests that it computes, without parked and waiting ones.
         free_tokens: Tokens for which the KV cache has free blocks, cached prefixes included.
         is_settled: Whether this includes all that was sent before. In other processes, where
             steps without work take next to no time, at most once in a short time.
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a step computed for a request.
+    """Output of a step for a request.
 
     Attributes:
         name: The request's id.
@@ -114,7 +114,7 @@ class CoreRequests:
 
     @property
     def slots(self) -> int:
-        """Most requests that vLLM runs or keeps parked."""
+        """Maximum number of requests that vLLM runs or keeps parked."""
         config = self._engine.vllm_config.scheduler_config
         return int(getattr(config, "max_num_active_seqs", None) or config.max_num_seqs)
 

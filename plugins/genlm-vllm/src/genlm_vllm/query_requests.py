@@ -41,7 +41,7 @@ class _Pending(NamedTuple):
 
     Attributes:
         query: The query.
-        parent: What it continued when it came, if there was something.
+        parent: The request that it continued when it was submitted, if there was one.
         reads_cache: Whether vLLM's prefix cache may serve its beginning.
     """
 
@@ -60,7 +60,7 @@ class QueryRequests:
         check: Raises the error of a query that is not valid.
         max_context: Largest number of tokens of a query.
         embedded_ids: Number of ids that the model embeds.
-        populations: Whose requests also stay in vLLM; None if there are none.
+        populations: Populations, whose requests also stay in vLLM; None if not supported.
 
     Attributes:
         obstacle: Why no request can stay, None if requests can.
@@ -160,7 +160,7 @@ class QueryRequests:
         return parent if len(query) <= self._max_context else None
 
     def abort(self, query_id: int) -> None:
-        """Drop a query and the request that computes it; nothing if there is none."""
+        """Drop a query and end its request; an unknown query is ignored."""
         if self._pending.pop(query_id, None) is not None:
             return
         request = self._table.end_query(query_id)

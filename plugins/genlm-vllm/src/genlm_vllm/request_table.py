@@ -22,8 +22,8 @@ from genlm.plugin import Query
 __all__ = ["MOST_ADDED", "Parent", "Request", "RequestTable"]
 
 MOST_ADDED = 8
-"""Most tokens by which a query may continue a request; each number is a look-up. More tokens
-begin a new request, of which vLLM's prefix cache serves the beginning."""
+"""Maximum number of tokens by which a query may continue a request; each number is a look-up.
+More tokens begin a new request, of which vLLM's prefix cache serves the beginning."""
 
 _ContextKey = tuple[str | None, bytes]
 
@@ -35,7 +35,7 @@ class Request:
     Attributes:
         name: The request's id in vLLM.
         number: Ascending; also the key of what the workers store for it.
-        core_request: What vLLM was sent last, to be sent again with other tokens.
+        core_request: The request as it was last sent to vLLM, to be sent again.
         query: The unanswered query, or the last one if the request is idle.
         stays: Whether vLLM keeps it when its row is there.
         reads_cache: Whether vLLM's prefix cache may serve its beginning.
@@ -70,7 +70,7 @@ class Request:
 
 
 class Parent(NamedTuple):
-    """What a query continues.
+    """The request that a query continues.
 
     Attributes:
         request: Has computed a context that the query continues.
@@ -113,7 +113,7 @@ class RequestTable:
     def parent(self, query: Query) -> Parent | None:
         """Find the longest context that a query continues, by up to `MOST_ADDED` tokens.
 
-        A context of the same length is none, because its row is not stored.
+        A context of the same length does not count, because its row is not stored.
         """
         if not self._by_computed:
             return None
@@ -144,11 +144,11 @@ class RequestTable:
         self.begin(request)
 
     def find(self, name: str) -> Request | None:
-        """Return the busy request of a name, None if there is none."""
+        """Return the busy request of a name, or None."""
         return self._busy.get(name)
 
     def answered(self, name: str) -> Request | None:
-        """Return the busy request of a name, for `rest` or `end`; None if there is none."""
+        """Remove and return the busy request of a name, for `rest` or `end`; or None."""
         request = self._busy.pop(name, None)
         if request is not None:
             del self._by_query[request.query.query_id]
@@ -187,7 +187,7 @@ class RequestTable:
         self._forget(request)
 
     def end_query(self, query_id: int) -> Request | None:
-        """Remove the request that is busy with a query; None if there is none."""
+        """Remove and return the request that is busy with a query, or None."""
         request = self._by_query.get(query_id)
         if request is None:
             return None
@@ -195,7 +195,7 @@ class RequestTable:
         return self._forget(request)
 
     def end_context(self, adapter: str | None, key: bytes) -> Request | None:
-        """Remove the idle request of a context; None if there is none."""
+        """Remove and return the idle request of a context, or None."""
         request = self._idle.pop((adapter, key), None)
         return None if request is None else self._forget(request)
 

@@ -1,4 +1,4 @@
-"""What requests carry to vLLM's workers, and the results that are fetched from them."""
+"""Parameters of vLLM's requests, and results that are fetched from the workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fork(NamedTuple):
 
 
 Result = torch.Tensor | Reduced | TokenScores | Exception
-"""What was computed for a query: its row, what it asks of the row, its scores, or its error."""
+"""Result of a query: its row, outputs of the row, its scores, or its error."""
 
 
 def params_of(
@@ -65,7 +65,7 @@ def params_of(
         number: Key under which the workers store what they compute.
         rows: Knows how reductions reach the workers.
         reads_cache: Whether vLLM's prefix cache may serve its beginning.
-        fork: What it begins with, if a worker may copy that.
+        fork: The request whose KV blocks a worker may copy.
     """
     import vllm
 
@@ -127,7 +127,7 @@ class LocalRows:
         )
 
     def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[Reduction | bytes | None]:
-        """Return what is asked of a row as it is sent to the workers."""
+        """Return the requested outputs of a row in the form that workers receive."""
         return outputs
 
     def abandon(self, key: int) -> None:
@@ -173,7 +173,7 @@ class RemoteRows(LocalRows):
         call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
 
     def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[bytes | None]:
-        """Return what is asked of a row as bytes."""
+        """Return the requested outputs of a row as bytes."""
         return pack_outputs(outputs)
 
     def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:

@@ -9,21 +9,20 @@ on all tensor-parallel ranks, which compute logits together; one of them keeps t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
 import torch
 
 from genlm.plugin import EvaluationError, PositionReduction, TokenSequence
-from genlm.prefix import PieceScores, ScoredText, TextResult
+from genlm.prefix import PieceScores, ScoredText
 from genlm_vllm.row_buffer import ROW_BUFFER, device_index
 from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
     from genlm.plugin import Reduction, Vocabulary
 
-__all__ = ["SCORES", "SCORE_BUFFER", "ScoreBuffer", "ScoreTargets", "Span", "start_scores"]
+__all__ = ["SCORES", "ScoreTargets", "Span", "start_scores"]
 
 SCORES = "genlm_scores"
 """Key in `SamplingParams.extra_args`."""
@@ -44,8 +43,8 @@ class ScoreTargets(NamedTuple):
         key: Key of the scores.
         first: Position of the prompt after which the first one comes.
         targets: Their ids; target i comes after position `first + i`.
-        output: What is computed of the rows before them, in another process as `pack_outputs`
-            made it; None for the scores.
+        output: The reduction of the rows that predict them, packed by `pack_outputs` in
+            another process; None for the scores.
     """
 
     key: int
@@ -55,7 +54,7 @@ class ScoreTargets(NamedTuple):
 
     @classmethod
     def of(cls, sampling_params: Any) -> ScoreTargets | None:
-        """Return what a request of vLLM carries; None if it carries none."""
+        """Return the targets that a request of vLLM carries, or None."""
         arguments = None if sampling_params is None else sampling_params.extra_args
         found = (arguments or {}).get(SCORES)
         # In another process a named tuple arrives as a list.
@@ -83,7 +82,7 @@ class Span(NamedTuple):
     """The tokens that a step computes of a request that scores.
 
     Attributes:
-        request: What the request carries.
+        request: The targets that the request carries.
         row: Index of the first of them in the step's hidden states.
         begin: Its position in the request.
         length: How many there are.
@@ -106,65 +105,6 @@ class Span(NamedTuple):
         """Indices of the hidden states that predict the wanted targets."""
         wanted, offset = self.wanted, self.row + self.request.first - self.begin
         return range(wanted.start + offset, wanted.stop + offset)
-
-
-class ScoreBuffer:
-    """Scores by the key of their request, until the engine fetches them.
-
-    A request may be computed in several steps and, after it was preempted, begin again.
-    """
-
-    def __init__(self) -> None:
-        self._scores: dict[int, PieceScores | EvaluationError] = {}
-
-    def reset(self) -> None:
-        """Drop all scores."""
-        self._scores.clear()
-
-    def add(self, request: ScoreTargets, wanted: range, logits: torch.Tensor) -> None:
-        """Score some targets of a request, or reduce the rows that predict them.
-
-        Args:
-            request: The request.
-            wanted: The numbers of the targets.
-            logits: Logits that predict them, shape `(len(wanted), width)`.
-        """
-        if request.key not in self._scores:
-            try:
-                self._scores[request.key] = request.pieces()
-            except EvaluationError as error:
-                self.fail(request, error)
-        scores = self._scores[request.key]
-        if isinstance(scores, PieceScores):
-            scores.add(np.arange(wanted.start, wanted.stop), logits)
-
-    def fail(self, request: ScoreTargets, error: Exception) -> None:
-        """Store an error, such as out of memory: if it were raised, vLLM would end."""
-        message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
-        self._scores[request.key] = EvaluationError(message)
-
-    def take(self, keys: Iterable[int], abandoned: Iterable[int]) -> dict[int, TextResult]:
-        """Remove the scores of `keys` and return those that are complete; drop `abandoned`.
-
-        Scores are incomplete if vLLM's prefix cache served some of the positions.
-        """
-        taken = {key: self._scores.pop(key) for key in keys if key in self._scores}
-        for key in abandoned:
-            self._scores.pop(key, None)
-        results: dict[int, TextResult] = {}
-        for key, scores in taken.items():
-            if isinstance(scores, EvaluationError):
-                results[key] = scores
-            elif scores.is_complete:
-                [results[key]] = scores.results()
-        return results
-
-    def __len__(self) -> int:
-        return len(self._scores)
-
-
-SCORE_BUFFER = ScoreBuffer()
-"""The buffer of this process, as `ROW_BUFFER`."""
 
 
 def start_scores(runner: Any) -> bool:
@@ -256,8 +196,8 @@ def _score(
     except Exception as error:
         if not ROW_BUFFER.alone:  # other ranks compute logits together with this one
             raise
-        for span in spans:
-            SCORE_BUFFER.fail(span.request, error)
+        message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
+        ROW_BUFFER.fail([span.request.key for span in spans], EvaluationError(message))
 
 
 def _store(
@@ -285,8 +225,9 @@ def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span]) -> None:
         low = max(first, begin)
         high = min(first + len(span.wanted), begin + len(logits))
         if low < high:
-            wanted = span.wanted[low - first : high - first]
-            SCORE_BUFFER.add(span.request, wanted, logits[low - begin : high - begin])
+            request, wanted = span.request, span.wanted[low - first : high - first]
+            part = logits[low - begin : high - begin]
+            ROW_BUFFER.add_scores(request.key, request.pieces, wanted, part)
         first += len(span.wanted)
 
 

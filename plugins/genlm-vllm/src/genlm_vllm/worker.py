@@ -21,7 +21,7 @@ from genlm.plugin import EvaluationError, Reduced, TokenScores
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import record_failures, start_parent_watchdog
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
-from genlm_vllm.scores import SCORE_BUFFER, start_scores
+from genlm_vllm.scores import start_scores
 from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
@@ -92,7 +92,6 @@ class RowWorker:
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
         alone = get_tensor_model_parallel_world_size() == 1
         ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first, alone=alone)
-        SCORE_BUFFER.reset()
 
     @_replying
     def genlm_start_scores(self) -> bool:
@@ -149,13 +148,12 @@ class RowWorker:
         """Return results within this process, on the device's default stream.
 
         Returns:
-            What is asked of rows, see `RowBuffer.take`, and scores, see `ScoreBuffer.take`;
-            `tokens_copied`.
+            As `RowBuffer.take`; `tokens_copied`.
         """
         worker: Any = self
         with _default_stream(worker.device):
             results = ROW_BUFFER.take(keys, abandoned)
-        return results | SCORE_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
+        return results, ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_take_bytes(
@@ -177,26 +175,21 @@ class RowWorker:
             results |= dict.fromkeys(rows, error)
             rows.clear()
         packed = [
-            (key, pack_result(each))
+            (key, pack_result(Reduced((each,)) if isinstance(each, TokenScores) else each))
             for key, each in results.items()
             if not isinstance(each, torch.Tensor)
-        ]
-        packed += [
-            (key, pack_result(Reduced((each,)) if isinstance(each, TokenScores) else each))
-            for key, each in SCORE_BUFFER.take(keys, abandoned).items()
         ]
         return list(rows), data, packed, ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_count_rows(self) -> int:
         """Return the number of stored rows and scores."""
-        return len(ROW_BUFFER) + len(SCORE_BUFFER)
+        return len(ROW_BUFFER)
 
     @_replying
     def genlm_stop_capture(self) -> None:
         """Drop all rows and scores, before the engine closes."""
         ROW_BUFFER.reset(VocabularyIds(0), active=False)
-        SCORE_BUFFER.reset()
 
     @_replying
     def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:

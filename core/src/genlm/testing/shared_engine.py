@@ -172,6 +172,6 @@ class EngineHandle:
         if name == "wake":  # called from any thread, while the engine's own one steps
             return method
         if name == "submit_group":
-            return self.submit
+            return None if method is None else self.submit
         target = getattr(self._shared, name) if name in _ADAPTER_METHODS else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

@@ -44,7 +44,7 @@ class MemberColumns(Reduction):
         members: Members that the row belongs to, shape `(m,)`.
     """
 
-    is_reproducible = False
+    is_cacheable = False
 
     def __init__(self, reduction: GroupReduction, members: Integers64) -> None:
         self.reduction = reduction

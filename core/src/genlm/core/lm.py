@@ -31,7 +31,6 @@ from genlm.core.population import Population, first_generation
 from genlm.core.progress import stages_shown
 from genlm.core.reduction_methods import ReductionMethods
 from genlm.core.requests import COPIED_ON_LOOP, Requests, drop_results
-from genlm.core.row_results import RowResults
 from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
 from genlm.core.score_methods import ScoreMethods
@@ -106,7 +105,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: with_sampling(with_groups(checked_engine(build()))),
-            results=RowResults(output_cache, leases),
+            cache=output_cache,
+            release=leases.release,
             max_batch_size=max_batch_size,
             max_pending=max_pending,
             name=f"genlm-{name}",

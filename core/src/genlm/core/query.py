@@ -218,9 +218,9 @@ class Reduction(abc.ABC):
     computes in processes of its own they must be importable there.
     """
 
-    is_reproducible: bool = True
-    """Whether equal instances have equal results for equal rows, which are then cached; of
-    results only None is not, and is evaluated again each time."""
+    is_cacheable: bool = True
+    """Whether the output cache stores results for later requests with an equal instance. A
+    result None is never stored."""
 
     @classmethod
     @abc.abstractmethod

@@ -336,7 +336,7 @@ class ReductionMethods:
         )
         uniforms = _uniforms(contexts, seed)
         return [
-            Draw(uniform, temperature, mask, top_k, share, is_reproducible=seed is not None)
+            Draw(uniform, temperature, mask, top_k, share)
             for uniform, mask in zip(uniforms, allowed, strict=True)
         ]
 

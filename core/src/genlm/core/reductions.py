@@ -152,7 +152,6 @@ class Draw(Reduction):
         top_k: Draws from the k most likely of these; None for all.
         top_p: Draws from the fewest most likely of these that have this share of their
             probability at the temperature; 1 for all.
-        is_reproducible: False if `uniform` is fresh randomness.
     """
 
     uniform: float
@@ -160,7 +159,8 @@ class Draw(Reduction):
     mask: Mask | None = None
     top_k: int | None = None
     top_p: float = 1.0
-    is_reproducible: bool = True
+
+    is_cacheable = False  # no later request has the same random number
 
     @property
     def nbytes(self) -> int:
@@ -217,7 +217,7 @@ class PositionReduction(Reduction):
         reduction: Its columns have an entry for each target.
     """
 
-    is_reproducible = False
+    is_cacheable = False
 
     def __init__(self, reduction: GroupReduction) -> None:
         self.reduction = reduction

@@ -29,7 +29,6 @@ from genlm.core.generations import Generation, Lineage
 from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
-from genlm.core.row_results import is_cacheable
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
 
@@ -306,7 +305,7 @@ class Requests:
         """Return how many bytes must be read to answer from the cache; None if it cannot."""
         if wanted is None:
             return self._cache.size_of(key)
-        size = self._cache.size_of((key, wanted)) if is_cacheable(wanted) else None
+        size = self._cache.size_of((key, wanted)) if wanted.is_cacheable else None
         if size is None and key in self._cache:
             size = COPIED_ON_LOOP + 1  # a reduction takes too long on the loop in any case
         return size
@@ -319,7 +318,7 @@ class Requests:
             if wanted is None:
                 values.append(self._cache.get(key))
                 continue
-            values.append(self._cache.get((key, wanted)) if is_cacheable(wanted) else None)
+            values.append(self._cache.get((key, wanted)) if wanted.is_cacheable else None)
             if values[place] is None:
                 reduced.setdefault(key, []).append(place)
         keys = list(reduced)

@@ -50,14 +50,12 @@ class SamplePlan:
         stop: Texts that end the continuation.
         top_k: Draws from the k most likely tokens; None for all.
         top_p: Draws from the fewest most likely tokens that have this share; 1 for all.
-        is_seeded: Whether the caller gave a seed.
     """
 
     params: SamplingParams
     stop: tuple[bytes, ...]
     top_k: int | None
     top_p: float
-    is_seeded: bool
 
     @property
     def is_plain(self) -> bool:
@@ -72,7 +70,6 @@ class SamplePlan:
             self.params.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            is_reproducible=self.is_seeded,
         )
 
 
@@ -274,7 +271,6 @@ class SampleMethods:
                 stop,
                 top_k,
                 top_p,
-                seed is not None,
             )
             for stream in stream_seeds(seed, count)
         ]

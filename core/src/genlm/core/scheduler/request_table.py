@@ -108,10 +108,6 @@ class Evaluation:
         """Whether the whole result is all that is wanted."""
         return len(self.outputs) == 1 and None in self.outputs
 
-    def output_key(self, output: Hashable) -> Hashable:
-        """Return the key under which an output is stored; None if it is not."""
-        return self.key if output is None or self.key is None else (self.key, output)
-
 
 class RequestTable:
     """All unfinished evaluations, in order of arrival, and the counters about them.

@@ -386,6 +386,46 @@ def test_members_that_fail_are_listed_and_the_others_can_be_asked_again(
     )
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": True},
+        {"temperature": "1"},
+        {"temperature": [1.0, None]},
+        {"bias": True},
+        {"bias": "high"},
+        {"bias": [["high"] * SIZE] * 2},
+    ],
+    ids=repr,
+)
+def test_temperatures_and_biases_that_are_not_numbers_are_refused(
+    tiny: genlm.AsyncLM, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} has values of type"):
+        tiny.population([1], 2).draw_sync(seed=1, **wrong)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_bias_that_is_no_number_fails_the_members_that_have_it(
+    tiny: genlm.AsyncLM, value: float, temperature: float
+) -> None:
+    population = tiny.population([[1], [2], [3]])
+    of_tokens = np.zeros((3, SIZE))
+    of_tokens[1, 2] = value
+    for bias in (np.array([0, value, 0]), of_tokens):
+        for ask in (
+            lambda bias: population.draw_sync(temperature=temperature, bias=bias, seed=1),
+            lambda bias: population.log_mass_sync([1, 2], bias=bias),
+            lambda bias: population.draw_without_replacement_sync(2, bias=bias, seed=1),
+        ):
+            with pytest.raises(genlm.PopulationError, match="bias is NaN or inf") as raised:
+                ask(bias)
+            assert raised.value.members == (1,)
+    excluded = population.draw_sync([3, 4], bias=of_tokens, temperature=temperature, seed=1)
+    assert set(excluded.token_ids.tolist()) <= {3, 4}
+
+
 def test_an_engine_that_always_fails_is_called_few_times(tiny: genlm.AsyncLM) -> None:
     engine = strict(tiny)
     population = tiny.population([POISON], 64).extend(np.arange(64) % SIZE).extend([0] * 64)

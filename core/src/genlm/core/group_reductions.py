@@ -145,6 +145,7 @@ class WeightColumns:
         vocab_size: Number of ids in the vocabulary.
 
     Raises:
+        TypeError: A temperature or bias that is not of numbers.
         ValueError: Another shape, or a temperature that is negative or not finite.
     """
 
@@ -157,9 +158,7 @@ class WeightColumns:
         vocab_size: int,
     ) -> None:
         self._masks = masks
-        if isinstance(temperature, torch.Tensor):
-            temperature = temperature.cpu().numpy()
-        self._temperature = np.asarray(temperature, np.float64)
+        self._temperature = _checked_numbers("temperature", temperature).astype(np.float64)
         if self._temperature.shape not in {(), (count,)}:
             raise ValueError(
                 f"temperature has shape {self._temperature.shape}; expected a number or one "
@@ -167,7 +166,9 @@ class WeightColumns:
             )
         if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
             raise ValueError("a temperature must be finite and not negative")
-        is_none = not isinstance(bias, torch.Tensor) and np.ndim(bias) == 0 and bias == 0
+        if not isinstance(bias, torch.Tensor):
+            bias = _checked_numbers("bias", bias)
+        is_none = isinstance(bias, np.ndarray) and bias.ndim == 0 and bias == 0
         self._bias, self._offset = biases(None if is_none else bias, count, vocab_size)
 
     def of(self, members: Integers64) -> WeightColumns:
@@ -217,6 +218,14 @@ class WeightColumns:
             "temperature": self._temperature,
             "bias": self._bias if offset is None else offset,
         }
+
+
+def _checked_numbers(name: str, values: Any) -> npt.NDArray[Any]:
+    array = values.double().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    numbers = np.asarray(array)
+    if numbers.dtype.kind not in "iuf" and numbers.size:
+        raise TypeError(f"{name} has values of type {numbers.dtype}; expected numbers")
+    return numbers
 
 
 class _Weighted(GroupReduction):

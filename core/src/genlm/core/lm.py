@@ -27,7 +27,8 @@ from genlm.core.engine import Capability, Engine, checked_engine, require_capabi
 from genlm.core.group_expansion import ExpandedGroups, with_groups
 from genlm.core.group_sampling import SampledGroups, with_sampling
 from genlm.core.loading import engine_builder
-from genlm.core.population import Population, first_generation
+from genlm.core.members import first_generation
+from genlm.core.population import Population
 from genlm.core.progress import stages_shown
 from genlm.core.reduction_methods import ReductionMethods
 from genlm.core.requests import COPIED_ON_LOOP, Requests, drop_results

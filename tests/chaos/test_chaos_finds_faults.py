@@ -63,7 +63,7 @@ class SwapsRows(ReferenceEngine):
 
 class ForgetsAdapters(ReferenceEngine):
     def evaluate(self, queries):
-        return super().evaluate([query._replace(adapter=None) for query in queries])
+        return super().evaluate([query.replace(adapter=None) for query in queries])
 
 
 class LosesARequest(ReferenceEngine):

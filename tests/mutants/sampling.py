@@ -126,7 +126,7 @@ class OneTokenMore(CachedEngine):
     def submit(self, query):
         if query.sampling is not None:
             longer = without(query.sampling, max_tokens=query.sampling.max_tokens + 1)
-            query = query._replace(sampling=longer)
+            query = query.replace(sampling=longer)
         super().submit(query)
 
 

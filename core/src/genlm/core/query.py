@@ -57,11 +57,11 @@ class SamplingParams:
 class Query:
     """One request to an engine, validated against its vocabulary and context.
 
-    Two queries are equal if all their attributes are.
+    Two queries are equal if all their attributes are. Attributes are not changed after a query
+    was made; `replace` makes another one.
 
-    Args:
+    Attributes:
         query_id: Unique among the scheduler's queries; names the answer.
-        token_ids: The sequence, oldest first, never empty.
         adapter: Name of a loaded LoRA adapter, None for the base model.
         sampling: None asks for the next-token row; otherwise for a continuation
             (only engines with `Capability.SAMPLE` receive such queries).
@@ -72,11 +72,20 @@ class Query:
             are its last ids (only engines with `Capability.SCORE` receive such queries). Its
             output may be a `PositionReduction`, which is then computed of the rows before the
             targets.
+        is_checked: Whether it was made of a `TokenSequence`, whose ids `AsyncLM` has checked.
+
+    Args:
+        query_id: As above.
+        token_ids: The sequence, oldest first, never empty.
+        adapter: As above.
+        sampling: As above.
+        outputs: As above.
+        targets: As above.
     """
 
     __slots__ = (
-        *("_adapter", "_outputs", "_query_id", "_sampling", "_sequence", "_targets"),
-        "_token_ids",
+        *("_sequence", "_token_ids", "adapter", "is_checked", "outputs", "query_id"),
+        *("sampling", "targets"),
     )
 
     def __init__(
@@ -89,42 +98,18 @@ class Query:
         outputs: tuple[Reduction | None, ...] = ROW_ONLY,
         targets: tuple[int, ...] = (),
     ) -> None:
-        self._query_id = query_id
-        self._outputs = outputs
-        self._targets = targets
-        self._adapter = adapter
-        self._sampling = sampling
+        self.query_id = query_id
+        self.adapter = adapter
+        self.sampling = sampling
+        self.outputs = outputs
+        self.targets = targets
+        self.is_checked = type(token_ids) is TokenSequence
         self._sequence: TokenSequence | None = None
         self._token_ids: tuple[int, ...] | None = None
         if type(token_ids) is TokenSequence:
             self._sequence = token_ids
         else:
             self._token_ids = tuple(cast("Sequence[int]", token_ids))
-
-    @property
-    def query_id(self) -> int:
-        """Names the answer."""
-        return self._query_id
-
-    @property
-    def adapter(self) -> str | None:
-        """Name of a loaded LoRA adapter, None for the base model."""
-        return self._adapter
-
-    @property
-    def sampling(self) -> SamplingParams | None:
-        """How to continue the sequence; None asks for the next-token row."""
-        return self._sampling
-
-    @property
-    def outputs(self) -> tuple[Reduction | None, ...]:
-        """What is asked of the row: the row itself (None) and reductions."""
-        return self._outputs
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """The ids to be scored; empty for other queries."""
-        return self._targets
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -142,11 +127,6 @@ class Query:
             self._sequence = TokenSequence.of(self._token_ids)
         return self._sequence
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether it was made of a `TokenSequence`, whose ids `AsyncLM` has checked."""
-        return self._sequence is not None and self._token_ids is None
-
     def __len__(self) -> int:
         """Number of token ids."""
         return len(self.sequence if self._token_ids is None else self._token_ids)
@@ -154,7 +134,7 @@ class Query:
     def replace(self, **changes: Any) -> Query:
         """Return a copy with other attributes, by the names of the arguments."""
         tokens = self._token_ids if self._sequence is None else self._sequence
-        arguments = {
+        arguments: dict[str, Any] = {
             "query_id": self.query_id,
             "token_ids": tokens,
             "adapter": self.adapter,
@@ -163,8 +143,6 @@ class Query:
             "targets": self.targets,
         }
         return type(self)(**(arguments | changes))
-
-    _replace = replace  # of named tuples, which queries were before 1.0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Query):

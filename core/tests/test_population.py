@@ -426,6 +426,38 @@ def test_a_bias_that_is_no_number_fails_the_members_that_have_it(
     assert set(excluded.token_ids.tolist()) <= {3, 4}
 
 
+def test_settings_that_cannot_be_meant_are_refused_before_anything_is_computed(
+    tiny: genlm.AsyncLM,
+) -> None:
+    population = tiny.population([1], 3)
+    with pytest.raises(ValueError, match="temperature above 0; top_tokens"):
+        population.draw_without_replacement_sync(2, temperature=[1, 0, 1])
+    with pytest.raises(ValueError, match="mask_index without masks"):
+        population.draw_sync(mask_index=[0, 0, 1])
+    with pytest.raises(TypeError, match="bias has values of type bool"):
+        population.draw_sync(bias=torch.ones(SIZE, dtype=torch.bool))
+    with pytest.raises(genlm.TokenIdError) as raised:
+        population.draw_sync([[1], [2], [SIZE]])
+    assert raised.value.places == (2,)
+    engine: Any = tiny.engine
+    assert engine.evaluated == []
+
+
+def test_continuations_that_cannot_be_scored_name_their_members() -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(max_context=3)) as llm:
+        population = llm.population([1], 3)
+        with pytest.raises(genlm.PopulationError, match="longer than the context") as raised:
+            population.score_sync([[-1] * 4, [1, 2, -1, -1], [1, 2, 3, 4]])
+        assert raised.value.members == (2,)
+        with pytest.raises(genlm.PopulationError, match="outside the vocabulary") as raised:
+            population.score_sync([[1], [SIZE], [1]])
+        assert raised.value.members == (1,)
+        strict(llm)
+        with pytest.raises(genlm.PopulationError, match="ArithmeticError") as raised:
+            population.score_sync([[-1, -1], [POISON, 2], [1, 2]])
+        assert raised.value.members == (1,)
+
+
 def test_an_engine_that_always_fails_is_called_few_times(tiny: genlm.AsyncLM) -> None:
     engine = strict(tiny)
     population = tiny.population([POISON], 64).extend(np.arange(64) % SIZE).extend([0] * 64)

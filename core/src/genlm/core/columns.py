@@ -35,8 +35,12 @@ class Columns:
             TypeError: Not a tuple.
             ValueError: Other numbers of columns or of entries.
         """
-        if not isinstance(columns, tuple):
-            raise TypeError(f"it returned {type(columns).__name__}, not a tuple of tensors")
+        found: object = columns
+        if not isinstance(found, tuple):
+            raise TypeError(
+                f"{type(self._reduction).__name__}.compute returned {type(found).__name__}; "
+                f"expected a tuple of tensors"
+            )
         for part in columns:
             if len(part) != len(members):
                 raise ValueError(f"{len(part)} results for {len(members)} members")

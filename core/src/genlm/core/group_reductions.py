@@ -166,10 +166,15 @@ class WeightColumns:
             )
         if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
             raise ValueError("a temperature must be finite and not negative")
-        if not isinstance(bias, torch.Tensor):
+        if not isinstance(bias, torch.Tensor) or bias.dtype == torch.bool:
             bias = _checked_numbers("bias", bias)
         is_none = isinstance(bias, np.ndarray) and bias.ndim == 0 and bias == 0
         self._bias, self._offset = biases(None if is_none else bias, count, vocab_size)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether some member takes the most likely token."""
+        return not self._temperature.all()
 
     def of(self, members: Integers64) -> WeightColumns:
         """Return the columns of some members."""
@@ -221,8 +226,9 @@ class WeightColumns:
 
 
 def _checked_numbers(name: str, values: Any) -> npt.NDArray[Any]:
-    array = values.double().cpu().numpy() if isinstance(values, torch.Tensor) else values
-    numbers = np.asarray(array)
+    if isinstance(values, torch.Tensor):
+        values = values.cpu().double() if values.is_floating_point() else values.cpu()
+    numbers = np.asarray(values)
     if numbers.dtype.kind not in "iuf" and numbers.size:
         raise TypeError(f"{name} has values of type {numbers.dtype}; expected numbers")
     return numbers

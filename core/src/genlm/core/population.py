@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import blocking
-from genlm.core.errors import PopulationError
+from genlm.core.errors import GenlmError, PopulationError
 from genlm.core.generations import NO_TOKEN, Integers64, distinct_sequences, raise_failed
 from genlm.core.group_reductions import (
     DrawColumns,
@@ -185,8 +185,7 @@ class Population(Members):
 
         Raises:
             TypeError: Neither of them.
-            EvaluationError: Its `compute` raised.
-            PopulationError: As `next_token_logprobs`.
+            PopulationError: As `next_token_logprobs`, or its `compute` raised.
         """
         reduction = checked_reduction(reduction)
         if len(self):
@@ -310,6 +309,11 @@ class Population(Members):
         """
         count = checked_integer("k", k, 1)
         settings = self._settings(masks, mask_index, temperature, bias)
+        if settings.columns.is_greedy:
+            raise ValueError(
+                "draws without replacement need a temperature above 0; top_tokens returns the "
+                "most likely tokens"
+            )
         numbers = uniforms(_checked_seed(seed), settings.active, self._step, count)
         reduction = SeveralDrawColumns(settings.columns, numbers)
         return await self._drawn(reduction, settings, (len(self), count))
@@ -382,8 +386,8 @@ class Population(Members):
 
         Raises:
             ValueError: Another shape, or a token after -1.
-            PopulationError: Ids outside the vocabulary.
-            GenlmError: As `AsyncLM.batch_score`.
+            PopulationError: Ids outside the vocabulary, texts that are longer than the context
+                and one token, or as `next_token_logprobs`.
         """
         ids = self._checked_tokens(continuations)
         if ids.ndim != 2:
@@ -402,7 +406,13 @@ class Population(Members):
             for context, member in zip(contexts, members, strict=True)
         ]
         starts = [len(context) for context in contexts]
-        scored = await self._lm.batch_score(texts, starts)
+        try:
+            scored = await self._lm.batch_score(texts, starts)
+        except GenlmError as error:
+            if not error.places:
+                raise
+            failed = [members[place] for place in error.places]
+            raise PopulationError(failed, len(self), error) from error
         for member, scores in zip(members, scored, strict=True):
             found[member, : len(scores)] = scores
         return found
@@ -480,6 +490,8 @@ class Population(Members):
         """Check what members are drawn with, and find those that are drawn from."""
         count, size = len(self), self._lm.vocabulary.size
         index = None if mask_index is None else checked_array(mask_index, "mask_index")
+        if masks is None and index is not None:
+            raise ValueError("mask_index without masks; it says which of them a member has")
         rows = None if masks is None else RowMasks(masks, count, size, index)
         log_mass = torch.zeros(count)
         active = ~self._finished

@@ -187,14 +187,14 @@ class WeightColumns:
         return found
 
     def distinct(self, row_of: Integers64) -> tuple[Integers64, Integers64]:
-        """Find the members whose weights differ.
+        """Find the members with distinct sets of weights.
 
         Args:
             row_of: The row of each member, shape `(n,)`, ascending.
 
         Returns:
-            One member for each of the distinct weights, ascending by row, shape `(p,)`, and
-            which of these weights each member has, shape `(n,)`.
+            One member for each distinct set of weights, ascending by row, shape `(p,)`, and
+            the place of each member's set among these, shape `(n,)`.
         """
         each = np.arange(len(row_of))
         is_first = np.diff(row_of, prepend=-1) > 0
@@ -243,9 +243,9 @@ class _Weighted(GroupReduction):
     def _arranged(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-        """Return a row for each of the distinct weights, and which of them members have.
+        """Return a row for each distinct set of weights, and the place of each member's set.
 
-        `row_of` is ascending, as is what is returned for it.
+        `row_of` is ascending, and so are the places.
         """
         columns = self.columns.of(members.numpy())
         first, weights_of = columns.distinct(row_of.numpy())
@@ -262,7 +262,7 @@ class MassColumns(_Weighted):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Sum each of the distinct weights once."""
+        """Sum each distinct set of weights once."""
         rows, arguments, weights_of = self._arranged(rows, row_of, members)
         del arguments["temperature"]
         return (batch_log_mass(rows, **arguments)[weights_of.to(rows.device)],)
@@ -293,7 +293,7 @@ class DrawColumns(_Weighted):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Compute each of the distinct weights once, and draw from it for each member."""
+        """Compute each distinct set of weights once, and draw a token for each member."""
         rows, arguments, weights_of = self._arranged(rows, row_of, members)
         return batch_draw(
             rows,

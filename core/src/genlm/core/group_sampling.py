@@ -37,7 +37,7 @@ __all__ = ["GroupSampling", "SampledGroup", "SampledGroups", "SamplingRun", "wit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSampling:
-    """What a group query asks for that draws continuations.
+    """Sampling parameters of a group query for continuations.
 
     The member i draws its t-th token with the random number
     `uniforms(seed, [i], step + t)`.
@@ -230,7 +230,7 @@ class SampledGroups:
         self.engine.abort(query_id)
 
     def _continued(self, completion: Completion) -> Completion | None:
-        """Return the completion of a query that is answered; submit what is to be drawn."""
+        """Return a completion, or None if the next token of its query was submitted."""
         query_id, result, error = completion
         run = self._runs.get(query_id)
         if run is None:

@@ -109,8 +109,8 @@ class Population(Members):
 
     Each method that computes is one request for all members, and has a blocking twin,
     `draw_sync` for `draw`. When some members fail, it raises one `PopulationError` that lists
-    them; the population is unchanged and can be asked again.
-    A cancelled request is dropped as a whole.
+    them; the population is unchanged and the request can be repeated. Cancellation ends the
+    request for all members.
     """
 
     __slots__ = ()
@@ -173,18 +173,18 @@ class Population(Members):
     top_tokens_sync = blocking(top_tokens)
 
     async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
-        """Return a reduction of one's own of each member's row.
+        """Return a user-defined reduction of the row of each member.
 
         Args:
             reduction: A `GroupReduction`, whose columns have an entry for each member, or a
                 `Reduction` that all members share.
 
         Returns:
-            What it computed for each member: a tensor whose first dimension is n, or a tuple
-            of them.
+            The results of all members: a tensor whose first dimension is n, or a tuple of such
+            tensors.
 
         Raises:
-            TypeError: Neither of them.
+            TypeError: An object of another class.
             PopulationError: As `next_token_logprobs`, or its `compute` raised.
         """
         reduction = checked_reduction(reduction)
@@ -452,7 +452,7 @@ class Population(Members):
     async def _reduced(
         self, reduction: GroupReduction, members: Integers64 | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a reduction, which has an entry for each of some members.
+        """Return the columns of a reduction of some members.
 
         Args:
             reduction: Reduction to compute.

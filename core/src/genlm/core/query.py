@@ -1,4 +1,4 @@
-"""What the scheduler and an engine exchange: queries, what they ask for, and completions.
+"""What the scheduler and an engine exchange: queries, requested outputs, and completions.
 
 Plain values. `Query` and `Completion` are made for every request, so neither is a frozen
 dataclass, which takes twice the time to make.
@@ -166,7 +166,7 @@ class Query:
 
 
 class Reduced(NamedTuple):
-    """The answer to a query that asks for more than its row.
+    """The answer to a query for reductions, or for a row and reductions.
 
     Attributes:
         values: A result for each of the query's `outputs`, in order: a row, the result of a
@@ -177,7 +177,7 @@ class Reduced(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """How likely each of several given tokens is after those before it.
+    """Scores of given tokens, each after the tokens before it.
 
     Attributes:
         logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory; `-inf` for a
@@ -190,10 +190,10 @@ class TokenScores(NamedTuple):
 
 
 class Reduction(abc.ABC):
-    """What a request wants of its row; equal instances share one result.
+    """A function of a row, requested in place of the row; equal instances share one result.
 
-    Subclasses are immutable and hashable, such as frozen dataclasses. For an engine that
-    computes in processes of its own they must be importable there.
+    Subclasses are immutable and hashable, such as frozen dataclasses. An engine that computes
+    in other processes must be able to import them there.
     """
 
     is_cacheable: bool = True
@@ -221,10 +221,10 @@ class Reduction(abc.ABC):
 
 
 class GroupReduction(abc.ABC):
-    """What a group wants of its rows: columns, with an entry for each member.
+    """A function of the rows of a group; its results are columns with an entry for each member.
 
-    The attributes of a subclass are columns as well, or numbers that all members share. For an
-    engine that computes in processes of its own it must be importable there.
+    The attributes of a subclass are columns as well, or numbers that all members share. An
+    engine that computes in other processes must be able to import it there.
     """
 
     stays_on_device: ClassVar[bool] = False

@@ -260,7 +260,7 @@ class ReductionMethods:
         engine with equal rows. The randomness is the number at position `len(context)` of the
         seed's stream, so one seed serves all steps of one sequence. Equal contexts with equal
         seeds draw equal tokens, and different contexts of one length share the random number.
-        Give each particle a seed of its own, and a new one after resampling, or call
+        Give each particle another seed, and a new one after resampling, or call
         `batch_draw(contexts, seed=...)` with a new number at each step.
 
         Args:

@@ -1,8 +1,8 @@
-"""Reductions: what a request wants of its row in place of the row.
+"""Reductions: functions of rows that requests name in place of rows.
 
 A reduction is computed for all requests of its class in a batch at once, on the device of the
-rows, before rows are copied for their callers; only its results leave the device. A reduction
-of one's own derives from `Reduction`:
+rows, before rows are copied for their callers; only its results leave the device. User-defined
+reductions derive from `Reduction`:
 
     @dataclass(frozen=True)
     class Entropy(genlm.Reduction):
@@ -240,7 +240,7 @@ def reduce_rows(
     *,
     normalised: bool = False,
 ) -> list[Reduced | Exception]:
-    """Compute what queries ask of their rows, each class of reductions in few calls.
+    """Compute the outputs of queries from their rows, each class of reductions in few calls.
 
     Args:
         rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
@@ -282,7 +282,7 @@ def reduce_logits(
     vocabulary: Vocabulary,
     outputs: Sequence[tuple[Reduction | None, ...]],
 ) -> list[Reduced | Exception]:
-    """Compute what queries ask of the rows of logits, as `reduce_rows` of `rows_from_logits`.
+    """Compute the outputs of queries from logits, as `reduce_rows` of `rows_from_logits`.
 
     On a CPU a few rows at a time, which are then still in its caches.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import off_loop
-from genlm.core.context import Context, LeaseTable
+from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import (
     ContextLengthError,
@@ -26,6 +26,7 @@ from genlm.core.errors import (
     with_places,
 )
 from genlm.core.generations import Generation, Lineage
+from genlm.core.leases import LeaseTable
 from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
@@ -50,7 +51,7 @@ RowKey = tuple[object, str | None, bytes]
 """Identifies a row: model, adapter, and the key of the token sequence."""
 
 Item = tuple[Query, Any, Reduction | None]
-"""A query, its key, and the reduction that is wanted of its row; None for the whole result."""
+"""A query, its key, and the requested reduction of its row; None for the whole result."""
 
 COPIED_ON_LOOP = 2**16
 """Bytes of cached rows that are copied on the event loop: in the time of a thread switch."""
@@ -158,7 +159,7 @@ class Requests:
         return name, None if name is None else self._adapters.engine_name(name)
 
     def _sequence(self, token_ids: Integers) -> TokenSequence:
-        """Check token ids and pack them, or find that they extend what was asked before."""
+        """Check and pack token ids, or find the recent sequence that they extend."""
         kind = type(token_ids)
         is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
         if is_long:
@@ -251,7 +252,7 @@ class Requests:
         """Answer requests from the output cache and by the engine; all end together.
 
         Args:
-            items: What `build_query` returned, each with what is wanted.
+            items: Results of `build_query`, with the requested reductions.
             sequences: The caller's argument for each item, if it may be a context.
             places: The place in the caller's batch of each, for errors; None for one request.
 

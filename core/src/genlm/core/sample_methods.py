@@ -205,7 +205,7 @@ class SampleMethods:
     ) -> list[list[int]]:
         """Draw a continuation of each prompt, concurrently; see `sample`.
 
-        Every continuation has its own stream of randomness: equal prompts give different
+        Every continuation has a separate stream of randomness: equal prompts give different
         draws, and draw i does not depend on how many prompts there are.
         """
         listed = list(checked_batch(prompts))

@@ -30,7 +30,7 @@ __all__ = ["ScoreMethods"]
 
 _REQUESTS_AT_ONCE = 256
 """Requests after which a long list of texts is interrupted to show progress, and where each
-position is a request of its own to bound the rows in memory."""
+position is a separate request, to bound the rows in memory."""
 
 
 class ScoreMethods:
@@ -148,11 +148,11 @@ class ScoreMethods:
             lora_name: As `score`.
 
         Returns:
-            What it computed for each of the `len(token_ids) - start` positions: a tensor whose
-            first dimension this is, or a tuple of them.
+            The results of the `len(token_ids) - start` positions: a tensor whose first
+            dimension is their number, or a tuple of such tensors.
 
         Raises:
-            TypeError: Neither of them, or `start` is not an integer.
+            TypeError: A reduction of another class, or `start` is not an integer.
             ValueError: `start` is below 1 or beyond the end.
             EvaluationError: Its `compute` raised.
             GenlmError: As `next_token_logprobs`.

@@ -1,4 +1,4 @@
-"""What is computed of all positions of texts, from logits that come in pieces.
+"""Scores and reductions of all positions of texts, from logits that come in pieces.
 
 A query with `targets` asks for the log-probability of each target, or, with a
 `PositionReduction` as its output, for a reduction of the rows that predict them. Engines hand
@@ -105,7 +105,7 @@ class PieceScores:
         self._keys, self._members = keys[order], members[order]
 
     def add(self, keys: Integers64, logits: torch.Tensor) -> None:
-        """Compute what is wanted of the rows of some positions.
+        """Score or reduce the rows of some positions.
 
         Args:
             keys: Keys of positions; those that no target follows are ignored.

@@ -22,10 +22,10 @@ Outcome = Sequence[Any] | Exception
 
 
 def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
-    """Write what each request wants of an evaluation into it.
+    """Write the results of an evaluation into its requests.
 
     The first consumer of a result gets the result itself, every other one a copy; each gets an
-    exception object of its own. What copying raises is the result of this consumer.
+    separate exception object. An exception raised by copying is the result of this consumer.
     """
     given: set[int] = set()
     for request, place, output in evaluation.consumers:

@@ -79,7 +79,7 @@ def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outc
 
 
 def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None:
-    """Return the error of a completion, or what is wrong with its form."""
+    """Return the error of a completion, or an error that describes its wrong form."""
     result: Any = completion.result
     error: Any = completion.error
     if error is not None:

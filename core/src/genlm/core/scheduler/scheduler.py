@@ -32,7 +32,7 @@ EXIT_TIMEOUT_S = 10.0
 
 
 class Scheduler(Generic[EngineT]):
-    """Answers requests through an engine on a thread of its own, batching without timers.
+    """Answers requests through an engine on a dedicated thread, batching without timers.
 
     When the engine is idle, a batch is dispatched as soon as the caller's event loop has run
     the callbacks that were ready; while the engine steps, requests collect for its next step.
@@ -105,7 +105,7 @@ class Scheduler(Generic[EngineT]):
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's own figures; after its end, those that it had then."""
+        """Return the engine's statistics; after it was closed, the last ones."""
         return self._worker.engine_statistics()
 
     async def answer(
@@ -123,8 +123,8 @@ class Scheduler(Generic[EngineT]):
             The engine's result, which belongs to the caller.
 
         Raises:
-            EvaluationError: The engine raised for this query; errors of genlm's own
-                that it raised come as they are.
+            EvaluationError: The engine raised for this query; a `GenlmError` that it raised
+                is raised unchanged.
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset` came before the answer.
@@ -183,7 +183,7 @@ class Scheduler(Generic[EngineT]):
         return values
 
     def abandon(self, request: Request) -> None:
-        """Drop a request, whose results nobody waits for; does nothing if it has ended."""
+        """Drop a request whose caller has left; does nothing if it has ended."""
         self._worker.leave(request)
         future = request.future
         if future.done() and not future.cancelled():
@@ -196,7 +196,7 @@ class Scheduler(Generic[EngineT]):
 
         Raises:
             EngineClosedError: Closed before it ran.
-            RuntimeError: Called on the engine's own thread.
+            RuntimeError: Called on the engine's thread.
             Exception: Whatever the function raised.
         """
         self.refuse_own_thread()
@@ -247,7 +247,7 @@ class Scheduler(Generic[EngineT]):
         return self._worker.statistics()
 
     def refuse_own_thread(self) -> None:
-        """Raise `RuntimeError` on the engine's own thread, which would wait for itself."""
+        """Raise `RuntimeError` on the engine's thread, which would wait for itself."""
         if self._worker.runs_here:
             raise RuntimeError(
                 "called from the engine's own thread, which would wait for itself; "

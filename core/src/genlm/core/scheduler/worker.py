@@ -43,7 +43,7 @@ __all__ = ["Submission", "Worker"]
 logger = logging.getLogger("genlm")
 
 Submission = tuple[Identified, Hashable, Hashable]
-"""A query, its key, and what is wanted of it."""
+"""A query, its key, and the requested output."""
 
 RELEASE_DELAY_S = 0.01
 """How long an idle engine waits for more items to release before it is woken for them."""
@@ -122,7 +122,7 @@ class Worker:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is the engine's own."""
+        """Whether the calling thread is the engine's."""
         return threading.current_thread() is self._thread
 
     @property
@@ -146,7 +146,7 @@ class Worker:
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's own figures; after its end, those that it had then."""
+        """Return the engine's statistics; after it was closed, the last ones."""
         engine = self._engine
         return self._final_statistics if engine is None else engine.statistics()
 

@@ -10,8 +10,8 @@ import genlm.core.population
 from genlm import BatchEngine
 from genlm.core.columns import Columns
 from genlm.core.generations import Lineage
-from genlm.core.group_reductions import WeightColumns
 from genlm.core.population import Population
+from genlm.core.row_weights import RowWeights
 
 from .baselines import cached_target
 from .mutant import core_mutant, engine_mutant
@@ -41,7 +41,7 @@ def columns_in_the_order_of_the_rows(add):
     return lambda self, members, columns: add(self, np.sort(members)[::-1].copy(), columns)
 
 
-@core_mutant(WeightColumns, "of", killed_by="population-draws-are-those-of-the-rows")
+@core_mutant(RowWeights, "of", killed_by="population-draws-are-those-of-the-rows")
 def masks_by_place(of):
     """Draws under the masks of the first members, whichever members are drawn from."""
     return lambda self, members: of(self, np.arange(len(members)))

@@ -19,7 +19,6 @@ from genlm.core.group_reductions import (
     SeveralDrawColumns,
     TokenColumns,
     TopColumns,
-    WeightColumns,
     checked_reduction,
 )
 from genlm.core.group_sampling import GroupSampling, SampledGroup
@@ -27,6 +26,7 @@ from genlm.core.members import ArrayLike, Members, checked_array
 from genlm.core.query import GroupReduction, GroupResult, Reduction
 from genlm.core.reductions import TopTokens
 from genlm.core.row_masks import RowMasks
+from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
 from genlm.core.validation import (
     checked_integer,
@@ -85,12 +85,12 @@ class _Settings(NamedTuple):
     Attributes:
         active: Members that are drawn from, ascending.
         log_mass: Log-mass of the other members, shape `(n,)`: 0 if finished, else `-inf`.
-        columns: Masks, temperature and bias of the active members.
+        weights: Masks, temperature and bias of the active members.
     """
 
     active: Integers64
     log_mass: torch.Tensor
-    columns: WeightColumns
+    weights: RowWeights
 
 
 class Population(Members):
@@ -216,7 +216,7 @@ class Population(Members):
         settings = self._settings(masks, mask_index, 1.0, bias)
         found = settings.log_mass
         if len(settings.active):
-            [mass] = await self._reduced(MassColumns(settings.columns), settings.active)
+            [mass] = await self._reduced(MassColumns(settings.weights), settings.active)
             self._refuse_masses(mass, settings.active)
             found[settings.active] = mass
         return found
@@ -272,7 +272,7 @@ class Population(Members):
         settings = self._settings(masks, mask_index, temperature, bias)
         k, share = checked_top_k(top_k, self._lm.vocabulary.size), checked_share(top_p)
         numbers = uniforms(_checked_seed(seed), settings.active, self._step)
-        reduction = DrawColumns(settings.columns, numbers, k, share)
+        reduction = DrawColumns(settings.weights, numbers, k, share)
         return await self._drawn(reduction, settings, (len(self),))
 
     draw_sync = blocking(draw)
@@ -309,13 +309,13 @@ class Population(Members):
         """
         count = checked_integer("k", k, 1)
         settings = self._settings(masks, mask_index, temperature, bias)
-        if settings.columns.is_greedy:
+        if settings.weights.is_greedy:
             raise ValueError(
                 "draws without replacement need a temperature above 0; top_tokens returns the "
                 "most likely tokens"
             )
         numbers = uniforms(_checked_seed(seed), settings.active, self._step, count)
-        reduction = SeveralDrawColumns(settings.columns, numbers)
+        reduction = SeveralDrawColumns(settings.weights, numbers)
         return await self._drawn(reduction, settings, (len(self), count))
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
@@ -354,7 +354,7 @@ class Population(Members):
             self._places,
             self._finished,
             checked_integer("max_tokens", max_tokens, 0),
-            WeightColumns(None, temperature, 0.0, count, size),
+            RowWeights((count, size), temperature=temperature),
             checked_top_k(top_k, size),
             checked_share(top_p),
             _checked_seed(seed),
@@ -500,10 +500,10 @@ class Population(Members):
             log_mass[torch.from_numpy(dead)] = -math.inf
             active &= ~dead
         members = np.flatnonzero(active)
-        columns = WeightColumns(rows, temperature, bias, count, size)
+        weights = RowWeights((count, size), rows, temperature=temperature, bias=bias)
         if len(members) < count:
-            columns = columns.of(members)
-        return _Settings(members, log_mass, columns)
+            weights = weights.of(members)
+        return _Settings(members, log_mass, weights)
 
 
 def _checked_seed(seed: int | None) -> int:

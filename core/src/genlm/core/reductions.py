@@ -25,6 +25,7 @@ from genlm.core.draws import batch_draw, batch_log_mass
 from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask
 from genlm.core.query import GroupReduction, Reduced, Reduction
+from genlm.core.row_weights import RowWeights
 from genlm.core.rows import copied_rows, invalid_rows, row_parts, rows_from_logits
 from genlm.core.selection import batch_top_k
 
@@ -116,7 +117,8 @@ class LogMass(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[LogMass]) -> Sequence[float]:
         """Sum under all masks at once."""
-        masses: list[float] = batch_log_mass(rows, [each.mask for each in requests]).tolist()
+        weights = RowWeights(rows.shape, [each.mask for each in requests])
+        masses: list[float] = batch_log_mass(rows, weights).tolist()
         return masses
 
 
@@ -174,8 +176,11 @@ class Draw(Reduction):
         drawn = batch_draw(
             rows,
             [request.uniform for request in requests],
-            masks if any(mask is not None for mask in masks) else None,
-            temperature=[request.temperature for request in requests],
+            RowWeights(
+                rows.shape,
+                masks if any(mask is not None for mask in masks) else None,
+                temperature=[request.temperature for request in requests],
+            ),
             top_k=[request.top_k for request in requests],
             top_p=[request.top_p for request in requests],
         )

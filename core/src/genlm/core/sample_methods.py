@@ -21,11 +21,11 @@ from genlm.core.sampling import stream_seeds, stream_uniform
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import (
     checked_batch,
+    checked_ids,
     checked_integer,
     checked_number,
     checked_share,
     checked_stop,
-    checked_stop_ids,
     checked_top_k,
 )
 
@@ -261,7 +261,7 @@ class SampleMethods:
     ) -> list[SamplePlan]:
         max_tokens = checked_integer("max_tokens", max_tokens, 0)
         temperature = checked_number("temperature", temperature)
-        ends = checked_stop_ids(eos_token_ids, self.vocabulary.size)
+        ends = frozenset(checked_ids(eos_token_ids, self.vocabulary.size, "eos_token_ids"))
         seed = None if seed is None else checked_integer("seed", seed, 0)
         stop, stop_ids = checked_stop(limits[0], self.vocabulary.size)
         top_k, top_p = checked_top_k(limits[1], self.vocabulary.size), checked_share(limits[2])

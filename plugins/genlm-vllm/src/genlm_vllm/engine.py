@@ -150,6 +150,9 @@ class VLLMEngine:
         self._rows = rows(engine, self.vocabulary)
         numbers = itertools.count()
         self._requests = LLMRequests(engine, self._adapters, self._rows, numbers)
+        self._check = _query_check(
+            self._adapters, self._embedded_ids, self.max_context, self.vocabulary.size
+        )
         self._ready: list[Completion] = []
         self._populations: RunningPopulations | None = None
         self._populations_obstacle = obstacle_to_running(engine)
@@ -203,15 +206,6 @@ class VLLMEngine:
         """Whether a block of the prefix cache could end before the first target."""
         first = len(query) - len(query.targets)
         return not query.targets or first >= self._vllm.vllm_config.cache_config.block_size
-
-    def _check(self, query: Query) -> None:
-        check_query(
-            query,
-            embedding_rows=self._embedded_ids,
-            max_context=self.max_context,
-            adapters=self._adapters.names,
-            vocab_size=self.vocabulary.size,  # a worker that fails ends vLLM
-        )
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -504,3 +498,24 @@ class VLLMEngine:
         if self._accelerator is not None:
             self._accelerator.restore()
         release_process(self)
+
+
+def _query_check(
+    adapters: Adapters, embedded_ids: int, max_context: int | None, vocab_size: int
+) -> Callable[[Query], None]:
+    """Return the check of a query, without a reference to the engine.
+
+    vLLM keeps a live engine's parts in global state, so a reference to the engine from one of
+    them would keep an engine alive that was dropped without `close`.
+    """
+
+    def check(query: Query) -> None:
+        check_query(
+            query,
+            embedding_rows=embedded_ids,
+            max_context=max_context,
+            adapters=adapters.names,
+            vocab_size=vocab_size,  # a worker that fails ends vLLM
+        )
+
+    return check

@@ -233,9 +233,7 @@ class RemoteRows(LocalRows):
         """Do nothing: the workers' processes end."""
 
 
-def _scores(packed: Scores | TextResult | list[bytes] | bytes) -> Result:
-    if isinstance(packed, (list, bytes)):
-        return unpack_result(packed)
+def _scores(packed: Scores | TextResult) -> Result:
     if isinstance(packed, (Reduced, TokenScores, Exception)):
         return packed
     if isinstance(packed, str):

@@ -173,10 +173,12 @@ class RowWorker:
             for key, each in results.items()
             if not isinstance(each, torch.Tensor)
         ]
-        scores = [
-            (key, pack_result(each) if isinstance(each, (Reduced, Exception)) else each)
-            for key, each in SCORE_BUFFER.take(keys, abandoned).items()
-        ]
+        scores = []
+        for key, each in SCORE_BUFFER.take(keys, abandoned).items():
+            if isinstance(each, (Reduced, Exception)):
+                packed.append((key, pack_result(each)))
+            else:
+                scores.append((key, each))
         return list(rows), data, packed, scores, ROW_BUFFER.tokens_copied
 
     @_replying

@@ -78,7 +78,7 @@ class SharedEngine:
             group = dataclasses.replace(query, query_id=query_id)
             self.engine.submit_group(group)  # type: ignore[attr-defined]
         else:
-            self.engine.submit(query._replace(query_id=query_id))
+            self.engine.submit(query.replace(query_id=query_id))
         self._owners[query_id] = (handle, query.query_id)
         return query_id
 

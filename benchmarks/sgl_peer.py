@@ -15,9 +15,9 @@ import time
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
-from genlm_sgl import cpu_shim
+from genlm_sgl.cpu import stubs
 
-STAND_INS = cpu_shim.stub_packages()
+STAND_INS = stubs.stub_packages()
 STAND_INS.__enter__()
 atexit.register(STAND_INS.__exit__, None, None, None)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from genlm.testing import conformance_tests
-from genlm_sgl import cpu_shim
+from genlm_sgl.cpu import stubs
 
 test_sgl = conformance_tests("sgl", no_skips=True)
 
 
 def test_no_stand_in_was_called() -> None:
-    assert cpu_shim.CALLED == []
+    assert stubs.CALLED == []

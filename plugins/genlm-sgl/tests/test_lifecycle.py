@@ -152,6 +152,14 @@ def test_importing_the_plugin_sets_nothing_and_imports_no_sglang() -> None:
     run_code(code, timeout=200)
 
 
+def test_what_only_a_cpu_needs_is_not_imported_with_the_engine() -> None:
+    code = (
+        "import sys, genlm_sgl.engine, genlm_sgl.loading\n"
+        "assert not [name for name in sys.modules if name.startswith('genlm_sgl.cpu')]"
+    )
+    run_code(code, timeout=200)
+
+
 def test_load_model_serves_it_as_any_other(tiny: TinyLlama) -> None:
     prompts = prompts_of(5, 9, 1)
 

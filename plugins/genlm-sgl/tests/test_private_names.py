@@ -7,7 +7,7 @@ from pathlib import Path
 from private_names import check
 
 import genlm_sgl
-from genlm_sgl.cpu_shim import stub_packages
+from genlm_sgl.cpu.stubs import stub_packages
 from genlm_sgl.process_state import quiet
 
 

@@ -1,17 +1,20 @@
-"""Answers are computed after SGLang's passes, although on another stream."""
+"""Answers follow SGLang's passes on another stream; no copy waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from recorded_streams import RecordedStreams
+from torch.overrides import TorchFunctionMode
 
 from genlm import Query, SamplingParams
 from genlm.core.reductions import TopK
 from genlm.plugin import draw_tokens, stream_uniform
+from genlm_sgl.lifecycle import separate_streams
 from genlm_sgl.requests import Requests
 from genlm_sgl.scheduler_api import FinishedRequest
 
@@ -96,3 +99,54 @@ def test_scores_follow_their_passes(streams: RecordedStreams) -> None:
     found = answer(requests, rid)
     rows = (states[1:4] @ head)[:, : Ids.size].log_softmax(-1)
     assert torch.allclose(found.logprobs, rows[[0, 1, 2], [3, 4, 5]], atol=1e-5)
+
+
+class NoListsAsIndices(TorchFunctionMode):
+    """Fails where a list or a tensor of another device is an index: both wait for a GPU."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
+            tensor, index = args[0], args[1]
+            assert not isinstance(index, list)
+            assert not isinstance(index, torch.Tensor) or index.device == tensor.device
+        return func(*args, **(kwargs or {}))
+
+
+def test_passes_are_indexed_without_waiting_for_the_device() -> None:
+    requests = Requests(Ids())
+    row = requests.add(Query(0, (1, 2)), 0)
+    drawn = requests.add(Query(1, (1, 2), sampling=SamplingParams(1, 1.0, seed=4)), 1)
+    scored = requests.add(Query(2, (1, 2, 3), targets=(3, 4)), 0)
+    head = torch.randn(4, WIDTH)
+    with NoListsAsIndices():
+        requests.on_logits([drawn, row], [2, 2], torch.randn(2, WIDTH))
+        requests.draw([row, drawn], [2, 2], torch.randn(2, WIDTH))
+        requests.on_hidden_states(
+            [scored], [0], [3], torch.randn(3, 4), lambda some: some @ head
+        )
+    assert (requests.rows_made, requests.tokens_drawn, requests.targets_scored) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "overlap", "streams", "expected"),
+    [
+        ("cuda", True, [7, 7, 8], 8),
+        ("cuda", True, [6], 6),
+        ("cuda", False, [7], 7),
+        ("xpu", True, [7], 7),
+    ],
+)
+def test_the_schedulers_stream_is_not_that_of_the_passes(
+    device: str, overlap: bool, streams: list[int], expected: int
+) -> None:
+    drawn = iter([SimpleNamespace(cuda_stream=number) for number in streams])
+    scheduler = SimpleNamespace(
+        device=device,
+        enable_overlap=overlap,
+        schedule_stream=next(drawn),
+        forward_stream=SimpleNamespace(cuda_stream=7),
+        device_module=SimpleNamespace(Stream=lambda priority: next(drawn)),
+    )
+    separate_streams(scheduler)
+    assert scheduler.schedule_stream.cuda_stream == expected
+    assert scheduler._war_barrier_enabled == (device == "cuda")

@@ -7,7 +7,7 @@ import torch
 
 import genlm
 from genlm.backend.llm import AsyncSGLTransformer
-from genlm_sgl import cpu_shim
+from genlm_sgl.cpu import stubs
 from genlm_sgl.lifecycle import build_scheduler
 from genlm_sgl.loading import default_options, environment
 from genlm_sgl.process_state import quiet
@@ -19,7 +19,7 @@ def scheduler_of(folder, **options):
     """SGLang's own object, as a program makes it; on a CPU only genlm-sgl can."""
     options = {**default_options(cpu=True), **options, "model_path": str(folder)}
     variables = environment(cpu=True)
-    with genlm.preserve_process_state(**variables), quiet(), cpu_shim.stub_packages():
+    with genlm.preserve_process_state(**variables), quiet(), stubs.stub_packages():
         return build_scheduler(options, 0, lambda _model, weights: weights)
 
 

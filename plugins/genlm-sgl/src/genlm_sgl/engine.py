@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -33,16 +34,13 @@ from genlm.plugin import (
     preserve_process_state,
     release_process,
 )
-from genlm_sgl import cpu_shim
 from genlm_sgl.adapters import Adapters
 from genlm_sgl.corrections import ModelCorrections
 from genlm_sgl.lifecycle import server_options
 from genlm_sgl.loading import (
     check_cpu_pages,
     checked_options,
-    cpu_recurrent_ratio,
-    cpu_running_requests,
-    cpu_token_capacity,
+    cpu_sizes,
     default_options,
     environment,
     load_error,
@@ -72,6 +70,14 @@ _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
 def _stop_ids(query: Query) -> frozenset[int]:
     return frozenset() if query.sampling is None else query.sampling.stop_token_ids
+
+
+def _stubs(*, cpu: bool) -> AbstractContextManager[object]:
+    if not cpu:
+        return nullcontext()
+    from genlm_sgl.cpu.stubs import stub_packages
+
+    return stub_packages()
 
 
 class SGLEngine:
@@ -151,19 +157,15 @@ class SGLEngine:
         loading_stage("starting SGLang: weights, memory, kernels")
         cpu = runs_on_cpu(wanted)
         variables = environment(cpu=cpu)
-        with preserve_process_state(**variables), quiet(), cpu_shim.stub_packages():
+        with preserve_process_state(**variables), quiet(), _stubs(cpu=cpu):
             known = server_options()
             options = {k: v for k, v in default_options(cpu=cpu).items() if k in known}
             options |= checked_options(wanted, known)
             if cpu:
                 check_cpu_pages(options, self._release)
             try:
-                if cpu and options.get("max_total_tokens") is None:
-                    options["max_total_tokens"] = cpu_token_capacity(source, options)
-                if cpu and options.get("max_running_requests") is None:
-                    options["max_running_requests"] = cpu_running_requests(source, options)
-                if cpu and options.get("mamba_full_memory_ratio") is None:
-                    options["mamba_full_memory_ratio"] = cpu_recurrent_ratio()
+                if cpu:
+                    options |= cpu_sizes(source, options)
                 corrections = ModelCorrections(source, options)
                 options = corrections.options | {"model_path": source}
                 self._api = SchedulerApi(options, gpu_id, corrections.on_load_weights)
@@ -177,7 +179,10 @@ class SGLEngine:
             self._corrections = ", ".join(corrections.names)
             self.max_context: int | None = longest
             self.vocabulary = Vocabulary.from_tokenizer(self._api.tokenizer)
-            self._api.use_decode_kernel(self._version)
+            if cpu:
+                from genlm_sgl.cpu.decode_kernel import use_decode_kernel
+
+                use_decode_kernel(self._api.attention_backend, self._version)
             self._obstacle = self._api.obstacle_to_stay
         except BaseException:
             self._api.close()

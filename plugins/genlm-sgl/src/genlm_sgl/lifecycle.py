@@ -23,6 +23,7 @@ __all__ = [
     "leave_process_groups",
     "release_cache_slots",
     "senders",
+    "separate_streams",
     "server_options",
 ]
 
@@ -138,6 +139,20 @@ def _weights_hooked(hook: LoadWeightsHook) -> Iterator[None]:
         yield
     finally:
         DefaultModelLoader._get_all_weights = original  # noqa: SLF001
+
+
+def separate_streams(scheduler: Any) -> None:
+    """Separate the scheduler's work from the passes on a GPU, as SGLang does before its loop.
+
+    CUDA's streams come from a small pool. If the stream of the scheduler were that of the
+    passes, neither would run beside the other under overlap.
+    """
+    on_cuda = scheduler.device == "cuda"
+    scheduler._war_barrier_enabled = on_cuda  # noqa: SLF001
+    if not (on_cuda and scheduler.enable_overlap):
+        return
+    while scheduler.schedule_stream.cuda_stream == scheduler.forward_stream.cuda_stream:
+        scheduler.schedule_stream = scheduler.device_module.Stream(priority=0)
 
 
 def senders(scheduler: Any) -> list[Any]:

@@ -16,6 +16,7 @@ __all__ = [
     "checked_options",
     "cpu_recurrent_ratio",
     "cpu_running_requests",
+    "cpu_sizes",
     "cpu_token_capacity",
     "default_options",
     "environment",
@@ -182,6 +183,22 @@ def check_cpu_pages(options: Mapping[str, Any], release: tuple[int, ...]) -> Non
             f"engine_opts['page_size'] = {size}: on a CPU this takes SGLang "
             f"{'.'.join(map(str, CPU_PAGES_FROM))} or newer; leave it out"
         )
+
+
+def cpu_sizes(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of SGLang's pools on a CPU that `options` does not set.
+
+    Raises:
+        ModelLoadError: Too little memory is free.
+    """
+    sizes: dict[str, Any] = {}
+    if options.get("max_total_tokens") is None:
+        sizes["max_total_tokens"] = cpu_token_capacity(model, options)
+    if options.get("max_running_requests") is None:
+        sizes["max_running_requests"] = cpu_running_requests(model, options)
+    if options.get("mamba_full_memory_ratio") is None:
+        sizes["mamba_full_memory_ratio"] = cpu_recurrent_ratio()
+    return sizes
 
 
 def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:

@@ -30,6 +30,7 @@ from genlm.plugin import (
 from genlm_sgl.scheduler_api import FinishedRequest
 from genlm_sgl.score_api import ComputeLogits
 from genlm_sgl.scores import Span, TextScores, score_spans
+from genlm_sgl.streams import computed_event, device_index, read_on_current_stream
 
 __all__ = ["Request", "Requests"]
 
@@ -68,7 +69,7 @@ class _PassRows:
         It is computed on the current stream, after `Request.computed`.
         """
         if self._rows is not None:
-            _read_on_current_stream(self._rows)
+            read_on_current_stream(self._rows)
             with torch.no_grad():
                 self._results = self._computed(self._rows)
             self._rows = None
@@ -221,10 +222,10 @@ class Requests:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
             if len(wanted) < len(logits):
-                logits = logits[[j for j, _ in wanted]]
+                logits = logits[device_index([j for j, _ in wanted], logits.device)]
             outputs = [request.query.outputs for _, request in wanted]
             computed = _PassRows(logits, self._vocabulary, outputs)
-        event = _event(logits)
+        event = computed_event(logits)
         for place, (_, request) in enumerate(wanted):
             request.answer = functools.partial(computed.take, place)
             request.computed = event
@@ -257,7 +258,7 @@ class Requests:
                     f"SGLang computed {len(states)} hidden states in a pass over {row} tokens"
                 )
             score_spans(spans, states, compute_logits, self._vocabulary.size)
-            event = _event(states)
+            event = computed_event(states)
             for each in scoring:
                 each.computed = event
             self.targets_scored += sum(len(each.targets) for each in spans)
@@ -276,13 +277,14 @@ class Requests:
         drawn = torch.zeros(len(rids), dtype=torch.int64, device=logits.device)
         if drawing:
             places, requests, temperatures, uniforms = zip(*drawing, strict=True)
-            rows = rows_from_logits(logits[list(places)], self._vocabulary)
+            index = device_index(places, logits.device)
+            rows = rows_from_logits(logits[index], self._vocabulary)
             tokens = draw_tokens(rows, temperatures, uniforms)
             # A row that is not a distribution is NaN everywhere. Its draw is outside the
             # vocabulary, and would make the whole next forward pass fail.
             invalid = rows[:, 0].isnan()
-            drawn[list(places)] = tokens.masked_fill(invalid, 0)
-            event = _event(invalid)
+            drawn[index] = tokens.masked_fill(invalid, 0)
+            event = computed_event(invalid)
             for request, flag in zip(requests, invalid.unbind(), strict=True):
                 request.invalid.append(flag)
                 request.computed = event
@@ -302,22 +304,6 @@ class Requests:
         return completions
 
 
-def _event(computed: torch.Tensor) -> Any:
-    """Return an event of the current stream after what it has computed; None on a CPU."""
-    if computed.device.type == "cpu":
-        return None
-    event: Any = torch.get_device_module(computed.device).Event()
-    event.record()
-    return event
-
-
-def _read_on_current_stream(*computed: torch.Tensor) -> None:
-    """Have the memory of what SGLang's stream computed not be used again before it was read."""
-    for each in computed:
-        if each.device.type != "cpu":
-            each.record_stream(torch.get_device_module(each.device).current_stream())
-
-
 def _completion(request: Request, finished: FinishedRequest) -> Completion:
     query = request.query
     if finished.abort_reason is not None:
@@ -325,7 +311,7 @@ def _completion(request: Request, finished: FinishedRequest) -> Completion:
         message = f"SGLang aborted a request of {length} tokens: {finished.abort_reason}"
         return Completion(query.query_id, error=EvaluationError(message))
     request.wait()
-    _read_on_current_stream(*request.invalid)
+    read_on_current_stream(*request.invalid)
     if request.invalid and bool(torch.stack(request.invalid).any()):
         message = (
             f"SGLang computed a row that is not a distribution in the continuation of a prompt "

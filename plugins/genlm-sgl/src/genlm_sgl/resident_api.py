@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from genlm_sgl.lifecycle import copy_to_prefix_cache, release_cache_slots
+from genlm_sgl.streams import device_index
 
 __all__ = ["ResidentApi", "obstacle_to_stay"]
 
@@ -139,10 +140,10 @@ class ResidentApi:
 
         # The next decode reads its input ids from this map, by rows of the table of slots.
         scheduler = self._scheduler
-        device = scheduler.device
-        rows = torch.tensor([req.kv.req_pool_idx for req in reqs], device=device)
-        ids = torch.tensor([req.output_ids[-1] for req in reqs], device=device)
+        device = torch.device(scheduler.device)
         with self._compute_context():
+            rows = device_index([req.kv.req_pool_idx for req in reqs], device)
+            ids = device_index([req.output_ids[-1] for req in reqs], device)
             scheduler.future_map.stash(rows, RelayPayload(bonus_tokens=ids))
 
     def resume(self, reqs: Sequence[Any]) -> None:

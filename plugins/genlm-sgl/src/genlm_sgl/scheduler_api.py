@@ -17,14 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from genlm.plugin import EvaluationError
-from genlm_sgl.cpu_shim import Unpinned
-from genlm_sgl.decode_kernel import use_decode_kernel
 from genlm_sgl.lifecycle import (
     LoadWeightsHook,
     build_scheduler,
     close_sockets,
     leave_process_groups,
     senders,
+    separate_streams,
 )
 from genlm_sgl.resident_api import ResidentApi, obstacle_to_stay
 from genlm_sgl.score_api import ComputeLogits, obstacle_to_score, read_hidden_states
@@ -122,8 +121,13 @@ class SchedulerApi:
     def __init__(
         self, options: Mapping[str, Any], gpu_id: int, on_load_weights: LoadWeightsHook
     ) -> None:
-        self._unpinned = bool(options.get("enable_lora")) and options.get("device") == "cpu"
-        with Unpinned() if self._unpinned else contextlib.nullcontext():
+        self._memory: Callable[[], contextlib.AbstractContextManager[object]]
+        self._memory = contextlib.nullcontext
+        if options.get("enable_lora") and options.get("device") == "cpu":
+            from genlm_sgl.cpu.stubs import Unpinned
+
+            self._memory = Unpinned
+        with self._memory():
             scheduler = self._scheduler = build_scheduler(options, gpu_id, on_load_weights)
         self.tokenizer = scheduler.tokenizer
         # Only a request's own stop ids end it, not the model's end-of-sequence ids.
@@ -138,7 +142,7 @@ class SchedulerApi:
         # SGLang's own event loops set these before they begin.
         scheduler.result_queue = deque()
         scheduler.enable_skip_finishing_decode = self._overlaps
-        scheduler._war_barrier_enabled = scheduler.device == "cuda"  # noqa: SLF001
+        separate_streams(scheduler)
         self._detach_senders()
 
     # -- what was built ---------------------------------------------------------------
@@ -178,6 +182,11 @@ class SchedulerApi:
         return frozenset(
             {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
         )
+
+    @property
+    def attention_backend(self) -> Any:
+        """SGLang's attention backend."""
+        return self._scheduler.tp_worker.model_runner.attn_backend
 
     @property
     def dtype(self) -> torch.dtype:
@@ -452,8 +461,7 @@ class SchedulerApi:
             if self.device != "cpu":
                 stream = self._scheduler.schedule_stream
                 stack.enter_context(torch.get_device_module(self.device).stream(stream))
-            if self._unpinned:
-                stack.enter_context(Unpinned())
+            stack.enter_context(self._memory())
             yield
 
     def _detach_senders(self) -> None:
@@ -511,14 +519,6 @@ class SchedulerApi:
             )
 
         return read_hidden_states(self.model, read)
-
-    def use_decode_kernel(self, version: str) -> bool:
-        """Have the CPU attention run extends of one token as decodes; return whether it does.
-
-        Warns:
-            RuntimeWarning: SGLang's code is not the one that this was written for.
-        """
-        return use_decode_kernel(self._scheduler.tp_worker.model_runner.attn_backend, version)
 
     def _biased(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.output_bias is None else logits + self.output_bias

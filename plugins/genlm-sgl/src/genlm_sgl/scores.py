@@ -16,6 +16,7 @@ import torch
 from genlm.plugin import EvaluationError, Query, Reduced, TokenScores, Vocabulary
 from genlm.prefix import PieceScores, ScoredText
 from genlm_sgl.score_api import ComputeLogits
+from genlm_sgl.streams import device_index
 
 __all__ = ["Span", "TextScores", "score_spans"]
 
@@ -100,8 +101,8 @@ def score_spans(
         width: Number of logits of each.
     """
     for piece in _pieces(spans, max(1, _VALUES // width)):
-        rows = [torch.arange(each.row, each.row + len(each.targets)) for each in piece]
-        logits = compute_logits(states[torch.cat(rows).to(states.device)])
+        rows = [each.row + place for each in piece for place in range(len(each.targets))]
+        logits = compute_logits(states[device_index(rows, states.device)])
         parts = torch.split(logits, [len(each.targets) for each in piece])
         for each, part in zip(piece, parts, strict=True):
             each.scores.add(each.targets, part)

@@ -1,0 +1,36 @@
+"""The order of work on SGLang's streams and on the caller's; copies that do not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["computed_event", "device_index", "read_on_current_stream"]
+
+
+def computed_event(computed: torch.Tensor) -> Any:
+    """Return an event of the current stream after what it has computed; None on a CPU."""
+    if computed.device.type == "cpu":
+        return None
+    event: Any = torch.get_device_module(computed.device).Event()
+    event.record()
+    return event
+
+
+def read_on_current_stream(*computed: torch.Tensor) -> None:
+    """Have the memory of what SGLang's stream computed not be used again before it was read."""
+    for each in computed:
+        if each.device.type != "cpu":
+            each.record_stream(torch.get_device_module(each.device).current_stream())
+
+
+def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Copy integers to a device without waiting for what it computes; int64.
+
+    An index that is a list would be copied from pageable memory, which waits for the device.
+    """
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    numbers = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
+    return numbers.to(device, non_blocking=True)

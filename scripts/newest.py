@@ -3,9 +3,9 @@
     python scripts/newest.py run      # .venv-newest, the tests, build/newest/report.md
     python scripts/newest.py issue    # an issue with that report, or a comment on the open one
 
-`run` installs every requirement without its upper bound and exits with status 1 if a suite fails
-or an engine has a release that its plugin was not tested with. vLLM, SGLang and llama.cpp need
-environments of their own, so for these it compares the newest release with the tested ones.
+`run` installs every requirement without its upper bound. It exits with status 1 if a suite
+fails or an engine has a release that its plugin was not tested with. vLLM, SGLang and llama.cpp
+need environments of their own; for these it compares the newest release with the tested ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LISTED_ONLY = ("plugins/genlm-vllm", "plugins/genlm-sgl", "plugins/genlm-llamacp
 """Installed without their engines, so that `genlm plugins` says what they were tested with."""
 
 TOOLS = (
-    "editables", "hatchling", "hypothesis", "mlx[cpu]; sys_platform == 'linux'", "psutil", "pytest",
-    "pytest-timeout", "pyyaml", "scipy", "tiktoken", "packaging",
+    "editables", "hatchling", "hypothesis", "mlx[cpu]; sys_platform == 'linux'", "packaging",
+    "psutil", "pytest", "pytest-timeout", "pyyaml", "scipy", "tiktoken",
 )  # fmt: skip
 SUITES = ("core/tests", *(f"{package}/tests" for package in PACKAGES[1:]))
 

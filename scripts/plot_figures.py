@@ -82,12 +82,28 @@ def serving_particles() -> Plot:
     return plot
 
 
+def programs() -> Plot:
+    """Speed of programs and populations against their peers, by the newest runs."""
+    rows = {key: row for run in runs("programs") for key, row in run["rows"].items()}
+    members = {key: row for run in runs("populations") for key, row in run["rows"].items()}
+    shown = {
+        "10 beams": rows["beams 10/16 program"],
+        "100 beams": rows["beams 100/16 program"],
+        "1,000 beams": rows["beams 1000/8 program"],
+        "Power-SMC": rows["power 32/64 program"],
+        "rewarded\nblocks": rows["reward 32/4x16 program"],
+        "200\nparticles": members["200/64 over 24 population"],
+    }
+    found = {name: row["ratio"] for name, row in shown.items()}
+    return {"programs and their peers": {"genlm": found}}
+
+
 def long_contexts() -> Plot:
     """CPU time of a request against the length of its context."""
     rows = runs("long_contexts")[-1]["rows"]
     lengths = (16, 128, 512, 2048, 8192)
     return {
-        "an engine that computes nothing": {
+        "a no-op engine": {
             kind: {str(n): round(rows[f"{kind} of {n}"]["median"], 1) for n in lengths}
             for kind in ("contexts", "lists")
         }
@@ -118,6 +134,7 @@ FIGURES: dict[str, tuple[Callable[[], Plot], str, str, str]] = {
         "particles / tokens of the prompt",
         "fraction of own generation",
     ),
+    "programs": (programs, "bars", "", "times the speed of the peer"),
     "long-contexts": (long_contexts, "lines", "tokens of the context", "us of CPU a request"),
     "vllm-rows": (vllm_rows, "bars", "", "times one generated token"),
 }
@@ -141,7 +158,7 @@ def draw(name: str, plot: Plot) -> None:
 
     _, kind, below, beside = FIGURES[name]
     with mpl.rc_context(STYLE):
-        size = (max(4.5, 3 * len(plot)), 3.2)
+        size = (6.5 if name == "programs" else max(4.5, 3 * len(plot)), 3.2)
         figure, axes = plt.subplots(1, len(plot), figsize=size, squeeze=False)
         for axis, (title, lines) in zip(axes[0], plot.items(), strict=True):
             for at, (label, points) in enumerate(lines.items()):

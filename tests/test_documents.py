@@ -81,9 +81,11 @@ def test_the_guide_runs_from_top_to_bottom_as_it_stands(caplog, spans):
 
 
 def test_the_readme_runs(demo, adapter, capsys):
-    program, methods = blocks("README.md")
-    exec(program, {})
-    assert capsys.readouterr().out == blocks("README.md", "text")[0]
+    particles, rows, methods = blocks("README.md")
+    names = {}
+    for program, printed in zip((particles, rows), blocks("README.md", "text"), strict=True):
+        exec(program, names)
+        assert capsys.readouterr().out == printed
     source = methods.replace("path/to/model", str(demo))
     source = source.replace("path/to/adapter", str(adapter))
     names = asyncio.run(run(source, {"genlm": genlm, "ids": [1, 2, 3]}))

@@ -73,7 +73,7 @@ def test_checks_of_other_arguments_name_the_place_too(llm: AsyncLM) -> None:
     other = llm.context(GOOD)
     with (
         AsyncLM(lambda: ScriptedEngine(VOCAB_SIZE)) as model,
-        pytest.raises(ValueError, match="of another model") as foreign,
+        pytest.raises(ValueError, match="belongs to a different model") as foreign,
     ):
         model.batch_next_token_logprobs_sync([GOOD, other])
     assert foreign.value.__notes__ == ["Sequence 1 of the batch failed."]

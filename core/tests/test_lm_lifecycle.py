@@ -89,7 +89,7 @@ def test_a_model_says_what_it_is() -> None:
     assert repr(llm) == f"{described}; closed>"
     with AsyncLM(ScriptedEngine) as other:
         assert "context of any length" in repr(other)
-        assert repr(other._scheduler) == "<Scheduler of ScriptedEngine>"
+        assert repr(other._scheduler).startswith("<Scheduler of ")
 
 
 def test_a_context_manager_closes_the_model() -> None:

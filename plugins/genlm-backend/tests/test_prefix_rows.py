@@ -1,4 +1,4 @@
-"""Rows of all prefixes of a text: right however they are read, and not held where one entry is."""
+"""Rows of all prefixes of a text are right however they are read, and not all in memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The private functions of vLLM that this plugin calls or replaces, checked before a model is loaded.
+"""The private functions of vLLM that this plugin calls or replaces, checked before loading.
 
-A release that was not run, because it has no CPU build, is accepted only if these are as in the newest
-release that was run. What else the plugin uses is in `tests/private_names.txt`.
+A release that was not run, because it has no CPU build, is accepted only if these are as in the
+newest release that was run. What else the plugin uses is in `tests/private_names.txt`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PARAMETERS: Mapping[str, str] = {
     f"{_CLIENT}.SyncMPClient.get_output": "self",
     f"{_CLIENT}.SyncMPClient.add_request": "self request",
     f"{_CLIENT}.SyncMPClient.abort_requests": "self request_ids",
-    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt params "
-    "supported_tasks lora_request resumable",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt "
+    "params supported_tasks lora_request resumable",
     "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session": "self session update",
     "vllm.v1.sample.logits_processor.LogitsProcessor.apply": "self logits",
     "vllm.v1.sample.logits_processor.LogitsProcessor.update_state": "self batch_update",
@@ -72,8 +72,9 @@ def check_private_interface() -> None:
     changed = list(changes())
     if changed:
         raise ModelLoadError(
-            f"vLLM {found} differs from {newest}, the newest version that genlm-vllm was tested "
-            f"with, in what it uses of vLLM: {'; '.join(changed)}. Install vllm=={newest}"
+            f"vLLM {found} differs from {newest}, the newest version that genlm-vllm was "
+            f"tested with, in what it uses of vLLM: {'; '.join(changed)}. "
+            f"Install vllm=={newest}"
         )
 
 

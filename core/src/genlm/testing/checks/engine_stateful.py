@@ -37,28 +37,28 @@ known = Bundle("known")
 positions = st.integers(0, 30)
 
 
-@engine_check(
-    cases=(
-        "query",
-        "near_miss",
-        "batch",
-        "bad_token",
-        "spoil",
-        "cancel",
-        "reset",
-        "clear_output_cache",
-    )
+_CALLS = (
+    *("query", "near_miss", "batch", "bad_token"),
+    *("spoil", "cancel", "reset", "clear_output_cache"),
 )
+_MOST_SEEDS = 5
+"""Hypothesis leaves out some rules in each program, with few programs one in all of them."""
+
+
+@engine_check(cases=_CALLS)
 def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
     """Every row is right in any program of requests, errors, cancellations and clearings."""
     lora = Capability.LORA in fixture.lm.capabilities and bool(fixture.target.adapters)
     lm = fixture.load(adapters=lora, output_cache=OutputCache(CACHE_SIZE))
-    machine = hypothesis.seed(fixture.seed)(_machine_of(fixture, lm))
     profile = fixture.profile
     settings = hypothesis_settings(
         profile.programs, profile.program_steps, shrink=profile.shrink
     )
-    run_state_machine_as_test(machine, settings=settings)
+    for seed in range(fixture.seed, fixture.seed + _MOST_SEEDS):
+        machine = hypothesis.seed(seed)(_machine_of(fixture, lm))
+        run_state_machine_as_test(machine, settings=settings)
+        if all(fixture.cases[call] for call in _CALLS):
+            return
 
 
 class EngineMachine(RuleBasedStateMachine):

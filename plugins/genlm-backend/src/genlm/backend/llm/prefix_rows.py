@@ -1,9 +1,10 @@
 """`PrefixRows`: the rows of all prefixes of a text, without holding them.
 
-genlm-control's `PromptedLLM.prefix` and `complete` ask for the row of every prefix of a context and
-gather one entry of each: the log-probability of the token that the next prefix adds. A table of
-512 rows of 128,000 float32 takes 262 MB. Here these entries are computed as the scores of a text, and
-only the last row, whose token is not known, is computed as a row. Other uses of the table compute it.
+genlm-control's `PromptedLLM.prefix` and `complete` request the row of every prefix of a context
+and gather one entry of each: the log-probability of the token that the next prefix adds. A
+table of 512 rows of 128,000 float32 takes 262 MB. Here these entries are computed as the scores
+of a text, and only the last row, whose token is not known, is computed as a row. Other uses of
+the table compute it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TEXTS = 4096
 
 _METADATA = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.size,
@@ -89,12 +90,17 @@ class PrefixRows(torch.Tensor):
         last: torch.Tensor,
         table: Callable[[], torch.Tensor],
     ) -> PrefixRows:
-        # One number in memory; NaN, so that reading past __torch_function__ is noticed.
+        """Make a tensor of the table's shape that has one number in memory."""
+        # NaN, so that a read past __torch_function__ is noticed.
         shape = (len(scores) + 1, len(last))
         rows = last.new_full((1,), torch.nan).expand(shape).as_subclass(cls)
-        rows._scores, rows._last = scores.to(last), last
-        rows._targets = torch.tensor(targets, dtype=torch.int64, device=last.device)
-        rows._compute, rows._table = table, None
+        vars(rows).update(
+            _scores=scores.to(last),
+            _last=last,
+            _targets=torch.tensor(targets, dtype=torch.int64, device=last.device),
+            _compute=table,
+            _table=None,
+        )
         return rows
 
     @classmethod
@@ -108,12 +114,12 @@ class PrefixRows(torch.Tensor):
         """Read known entries, or compute the table and call the function with it."""
         options = dict(kwargs or {})
         if func in _METADATA:
-            return super().__torch_function__(func, types, args, options)
+            return super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
         if func in {torch.gather, torch.Tensor.gather} and not options and len(args) == 3:
             rows, dim, index = args
-            known = (
-                rows._known(index) if isinstance(rows, PrefixRows) and dim in {1, -1} else None
-            )
+            known = None
+            if isinstance(rows, PrefixRows) and dim in {1, -1}:
+                known = rows.known(index)
             if known is not None:
                 return known
         return func(*_whole(args), **_whole(options))
@@ -122,7 +128,7 @@ class PrefixRows(torch.Tensor):
         # asyncio represents results of tasks; that must not compute the table.
         return f"PrefixRows({len(self._scores) + 1} rows of {len(self._last)})"
 
-    def _known(self, index: torch.Tensor) -> torch.Tensor | None:
+    def known(self, index: torch.Tensor) -> torch.Tensor | None:
         """Return the gathered entries; None if others than the known ones are wanted."""
         if isinstance(index, PrefixRows) or index.shape != (len(self._scores) + 1, 1):
             return None

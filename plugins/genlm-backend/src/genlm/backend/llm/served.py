@@ -93,8 +93,8 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
     ) -> torch.Tensor:
         """Score several sequences; see `genlm.AsyncLM.batch_next_token_logprobs`.
 
-        The rows of all prefixes of one text are a `PrefixRows`, which is computed only as far as
-        it is read.
+        The rows of all prefixes of one text are a `PrefixRows`, of which only the entries that
+        are read are computed.
         """
         lora_name = self._known(lora_name)
         if self._prefix_scores.useful and genlm.Capability.SCORE in self.capabilities:

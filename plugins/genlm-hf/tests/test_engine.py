@@ -189,7 +189,7 @@ def test_closing_lets_go_of_the_model(tokenizer: Any) -> None:
         gc.enable()
 
 
-def test_a_model_in_training_is_served_without_dropout_and_stays_in_training(
+def test_a_model_in_training_is_served_without_dropout_until_the_engine_closes(
     tokenizer: Any,
 ) -> None:
     model = build_model(
@@ -201,6 +201,8 @@ def test_a_model_in_training_is_served_without_dropout_and_stays_in_training(
     engine = HFEngine.from_model(model, tokenizer)
     sequences = ids_of_lengths(9, 4)
     assert largest_error(model, sequences, answers(engine, sequences)) <= 1e-4
+    assert not any(module.training for module in model.modules())
+    engine.close()
     assert [module.training for module in model.modules()] == modes
     loss = model(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss
     loss.backward()

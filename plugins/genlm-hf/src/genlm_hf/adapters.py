@@ -22,7 +22,6 @@ from genlm.plugin import (
     read_lora_config,
 )
 from genlm_hf.peft_layers import AdapterState, adapter_layers, adapter_state, put_beside_base
-from genlm_hf.weight_sharing import share_weights
 
 __all__ = ["Adapters"]
 
@@ -38,8 +37,6 @@ class Adapters:
 
     Args:
         model: A transformers model, or a `peft.PeftModel` of one.
-        in_place: Whether to insert adapters into this model instead of one that shares
-            its weights.
 
     Attributes:
         model: The model to run, without peft's wrapper.
@@ -48,11 +45,11 @@ class Adapters:
         ModelLoadError: It has adapters that cannot be served.
     """
 
-    def __init__(self, model: Any, *, in_place: bool) -> None:
+    def __init__(self, model: Any) -> None:
         given = dict(getattr(model, "peft_config", None) or {})
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         _refuse_unservable(given, base)
-        self.model = base if in_place else share_weights(base)
+        self.model = getattr(base, "_orig_mod", base)  # what torch.compile wrapped
         self._inner_names = {name: name for name in given}
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters

@@ -125,7 +125,6 @@ class HFEngine(PrefixEngine):
             serving,
             prepack=prepack,
             cuda_graphs=cuda_graphs,
-            in_place=True,
         )
 
     @classmethod
@@ -143,13 +142,13 @@ class HFEngine(PrefixEngine):
     ) -> Self:
         """Serve a model and tokenizer that the caller has made.
 
-        The caller keeps the model on its device and may run it in any thread at any time:
-        the engine runs modules of its own over the same weights. Weights must not be changed
-        while the engine steps. After weights were changed in place, call `clear_kv_cache` and
-        `clear_output_cache`: until then rows mix what both sets of weights computed. Weights
-        that `prepack=True` (for speed on a CPU) has copied do not change.
-        Hooks of the model run in the engine's passes too. Modules, adapters and attention
-        functions that are put into the model later do not affect the engine.
+        The engine owns the model until `close`: it sets evaluation mode, inserts the adapters
+        that it loads, and replaces attention functions and forward methods during a pass. The
+        caller keeps the model on its device and must not run or train it while the engine
+        steps. Weights may be changed in place between steps; call `clear_kv_cache` and
+        `clear_output_cache` afterwards, because cached results belong to the earlier weights.
+        Weights that `prepack=True` (for speed on a CPU) has copied do not change.
+        Hooks of the model run in the engine's passes too.
 
         A model with peft adapters, or a `peft.PeftModel`, is served with its current state:
         queries without an adapter get rows with its active adapters applied, and queries
@@ -175,7 +174,6 @@ class HFEngine(PrefixEngine):
             serving,
             prepack=prepack,
             cuda_graphs=cuda_graphs,
-            in_place=False,
         )
         return engine
 
@@ -187,10 +185,11 @@ class HFEngine(PrefixEngine):
         *,
         prepack: bool,
         cuda_graphs: bool,
-        in_place: bool,
     ) -> None:
-        adapters = Adapters(model, in_place=in_place)
+        adapters = Adapters(model)
         model = adapters.model
+        self._in_training = [module for module in model.modules() if module.training]
+        model.eval()
         self.vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self.max_context = context_window(model.config)
         rows = embedding_rows(model) or self.vocabulary.size
@@ -261,12 +260,14 @@ class HFEngine(PrefixEngine):
     def close(self) -> None:
         """Remove the engine's adapters from the model and free everything computed.
 
-        A model that the caller made is as it was before `from_model`.
+        A model that the caller made is as it was before `from_model`, training mode included.
         """
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
         super().close()
         adapters.unload()
-        del adapters, self._prepacked, self._served, self._kernels
+        for module in self._in_training:
+            module.training = True
+        del adapters, self._in_training, self._prepacked, self._served, self._kernels
         if on_cuda:
             torch.cuda.empty_cache()
 

@@ -18,7 +18,6 @@ import torch
 __all__ = [
     "accepted",
     "current_device",
-    "evaluation_mode",
     "next_logits",
     "padded_inputs",
     "replaced_forward",
@@ -104,7 +103,6 @@ def taken_logits(
 
     with (
         torch.inference_mode(),
-        evaluation_mode(model),
         _head_input(model, tuple(shape), take_once),
     ):
         output = model(**inputs)
@@ -153,7 +151,6 @@ def _head_input(
 @contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let a module compute something else within this context."""
-    # Not a hook: another model may share the module's dictionary of hooks.
     attributes = vars(module)
     replaced = attributes.get("forward")
     attributes["forward"] = forward
@@ -164,26 +161,6 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
             del attributes["forward"]
         else:
             attributes["forward"] = replaced
-
-
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Set evaluation mode (no dropout) within this context.
-
-    Modules in training mode are in training mode again afterwards. A model that is in
-    evaluation mode itself is not searched, which would take longer than a layer's launches.
-    """
-    if not model.training:
-        yield
-        return
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from genlm_hf.forward import evaluation_mode, padded_inputs, replaced_forward, taken_logits
+from genlm_hf.forward import padded_inputs, replaced_forward, taken_logits
 from genlm_hf.served_model import ServedModel
 
 __all__ = ["OutputPieces"]
@@ -120,7 +120,6 @@ class OutputPieces:
 
         with (
             torch.inference_mode(),
-            evaluation_mode(model),
             replaced_forward(decoder, forward),
         ):
             while first == 0 or first < states.shape[1]:

@@ -29,7 +29,7 @@ from genlm.prefix import (
     places_of,
     prefill_stages,
 )
-from genlm_hf.forward import accepted, evaluation_mode, taken_logits
+from genlm_hf.forward import accepted, taken_logits
 from genlm_hf.pieces import OutputPieces, Take
 from genlm_hf.served_model import ServedModel
 from genlm_hf.storage import KVStorage, LayerShape
@@ -270,7 +270,7 @@ def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
     slots = np.arange(1, length + 1, dtype=np.int64)
     batch = SegmentBatch([Segment((0,) * length, slots, slots)], served.pad_id)
     try:
-        with torch.inference_mode(), evaluation_mode(model):
+        with torch.inference_mode():
             model(**_inputs(model, batch, device), past_key_values=cache)
     except Exception as error:
         raise UnsupportedModelError(

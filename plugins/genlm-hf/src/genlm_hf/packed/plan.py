@@ -5,6 +5,21 @@ group by group, then prefill chunks. A query token attends to its whole past. Qu
 whose paths through the tree have a prefix in common form a group: attention reads the shared
 prefix once, as one matrix, and gathers the suffix of each. The plan holds numbers only;
 `packed.device_plan` copies it to devices.
+
+Shapes of a pass of two groups and one chunk::
+
+    tokens, positions, writes  (t,)    q0 q1 q2 | q3 q4 | c0 c1 c2 c3
+                                       group 0    group    chunk
+    results                    (r,)    indices into these t tokens
+
+    QueryGroup of q0, q1, q2
+        prefix    (p,)     p p p p p p      read once for all three
+        suffixes  (3, s)   a a a 0          one row each; its last slot, here 0, 1 or 2, is
+                           b 1 1 1          the query token's own, which also pads the row
+                           c c 2 2
+
+    PrefillChunk
+        slots     (past + 4,)   x x x x x | c0 c1 c2 c3
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""Models that the caller made are served as they are, and given back when the engine closes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+
+from genlm_hf.engine import HFEngine
+
+from .tiny import WIDTH, alone, answers, build_model, ids_of_lengths
+
+SEQUENCES = ids_of_lengths(9, 1, 9, 4)
+
+
+def rescaling() -> Any:
+    """An RWKV model, which divides weights by powers of two when it leaves training mode."""
+    settings = {"vocab_size": WIDTH, "hidden_size": 32, "num_hidden_layers": 3}
+    settings |= {"attention_hidden_size": 32, "intermediate_size": 64, "rescale_every": 1}
+    return build_model("rwkv", **settings)
+
+
+def test_weights_that_change_in_place_are_used(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer)
+    answers(engine, SEQUENCES)
+    with torch.no_grad():
+        llama.lm_head.weight.mul_(0.5)
+    engine.clear_prefix_cache()
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+
+
+def test_hooks_of_the_model_run_in_the_engines_passes(llama: Any, tokenizer: Any) -> None:
+    engine = HFEngine.from_model(llama, tokenizer)
+
+    def shift(_: Any, __: Any, states: torch.Tensor) -> torch.Tensor:
+        return states + 0.5
+
+    handle = llama.model.layers[0].register_forward_hook(shift)
+    shifted = [alone(llama, ids) for ids in SEQUENCES]
+    torch.testing.assert_close(answers(engine, SEQUENCES), shifted, atol=1e-4, rtol=0)
+    handle.remove()
+    engine.clear_prefix_cache()
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    assert (shifted[0] - expected[0]).abs().max() > 0.1
+
+
+def test_a_compiled_model_is_served_without_its_wrapper(llama: Any, tokenizer: Any) -> None:
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    engine = HFEngine.from_model(torch.compile(llama, backend="eager"), tokenizer)
+    assert engine.statistics()["execution_path"] == "packed"
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+
+
+def test_a_replaced_forward_method_is_kept(llama: Any, tokenizer: Any) -> None:
+    layer = llama.model.layers[0]
+    whole = layer.forward
+    layer.forward = doubled = lambda *args, **kwargs: 2 * whole(*args, **kwargs)
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    engine = HFEngine.from_model(llama, tokenizer)
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    engine.close()
+    assert vars(layer)["forward"] is doubled
+
+
+def test_hooks_of_accelerate_are_kept(llama: Any, tokenizer: Any) -> None:
+    expected = [alone(llama, ids) for ids in SEQUENCES]
+    for module in llama.modules():
+        add_hook_to_module(module, ModelHook())  # replaces the forward method
+    engine = HFEngine.from_model(llama, tokenizer)
+    assert engine.statistics()["execution_path"] == "packed"
+    torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_model_that_changes_its_weights_with_its_mode_is_served(
+    tokenizer: Any, mode: bool
+) -> None:
+    expected = [alone(rescaling(), ids) for ids in SEQUENCES]
+    model = rescaling().train(mode)
+    engine = HFEngine.from_model(model, tokenizer)
+    for _ in range(2):
+        torch.testing.assert_close(answers(engine, SEQUENCES), expected, atol=1e-4, rtol=0)
+    engine.close()
+    assert model.training is mode
+    found = [alone(model.eval(), ids) for ids in SEQUENCES]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

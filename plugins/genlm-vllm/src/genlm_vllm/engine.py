@@ -24,7 +24,6 @@ from genlm.plugin import (
     GroupQuery,
     ModelFacts,
     Query,
-    UnknownAdapterError,
     UnsupportedCapabilityError,
     Vocabulary,
     check_query,
@@ -415,8 +414,7 @@ class VLLMEngine:
         Raises:
             UnknownAdapterError: None of that name is loaded.
         """
-        if name not in self._adapters.names:
-            raise UnknownAdapterError(name, self._adapters.names)
+        self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
             if self._residents is not None:
                 self._residents.end_adapter(name)

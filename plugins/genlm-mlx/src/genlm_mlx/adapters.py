@@ -17,9 +17,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from genlm.plugin import AdapterError, AdapterTable, read_lora_config
 
@@ -62,11 +62,19 @@ class Adapters(AdapterTable[_Layers]):
 
     def _written_by_mlx(self, name: str, folder: Path) -> _Layers:
         """Let mlx-lm insert the layers, and remove them again."""
-        _refuse_full(name, folder)
+        config = _lora_settings(name, folder)
         before = dict(self._model.named_modules())
         problem = None
         try:
-            load_adapters(self._model, str(folder))
+            linear_to_lora_layers(
+                self._model,
+                config["num_layers"],
+                config["lora_parameters"],
+                use_dora=config.get("fine_tune_type") == "dora",
+            )
+            weights: Any = mx.load(str(folder / "adapters.safetensors"))
+            _check_shapes(self._model, weights)
+            self._model.load_weights(list(weights.items()), strict=False)
         except Exception as error:  # noqa: BLE001 - mlx-lm's errors of bad adapters have any type
             problem = error
         after = dict(self._model.named_modules())
@@ -107,10 +115,21 @@ def _ready(layers: _Layers) -> _Layers:
     return layers
 
 
-def _refuse_full(name: str, folder: Path) -> None:
+def _check_shapes(model: Module, weights: Mapping[str, mx.array]) -> None:
+    """Refuse weights that the inserted layers do not have; mlx-lm 0.31 would ignore them."""
+    own = dict(tree_flatten(model.parameters()))
+    for path, array in weights.items():
+        if path not in own or path.rpartition(".")[2] not in {"lora_a", "lora_b", "m"}:
+            raise ValueError(f"it has weights {path!r}, the model has no such adapter layer")
+        if array.shape != own[path].shape:
+            raise ValueError(f"{path!r} has shape {array.shape} in place of {own[path].shape}")
+
+
+def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
     file = folder / "adapter_config.json"
     try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("fine_tune_type", "lora")
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kind = config.get("fine_tune_type", "lora")
     except (OSError, ValueError, AttributeError) as error:
         raise AdapterError(
             f"adapter {name!r}: {str(file)!r} cannot be read: {error}"
@@ -120,6 +139,7 @@ def _refuse_full(name: str, folder: Path) -> None:
             f"adapter {name!r} has fine_tune_type {kind!r}; only 'lora' and 'dora' can be "
             f"loaded as adapters. Load the fine-tuned model itself"
         )
+    return config
 
 
 def _scale(config: Mapping[str, Any], down: mx.array) -> float:

@@ -75,7 +75,11 @@ class Peer:
         )
 
     def measure(self, name: str) -> float:
-        """The figure of one measurement.
+        """The figure of one measurement; see `ask`."""
+        return float(self.ask(name))
+
+    def ask(self, name: str) -> str:
+        """The line that the process prints for a measurement.
 
         Raises:
             RuntimeError: The process ended instead of answering.
@@ -87,7 +91,7 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"genlm-backend's process ended while it measured {name!r}")
-        return float(line)
+        return line
 
     def close(self) -> None:
         """End the process."""

@@ -18,15 +18,18 @@ class AdapterTable(abc.ABC, Generic[T]):
 
     A subclass implements `_load`, and `_unload` where something must be freed; names and their
     errors are handled here.
+
+    Attributes:
+        loaded: What `_load` returned for each adapter, by name, oldest first.
     """
 
     def __init__(self) -> None:
-        self._loaded: dict[str, T] = {}
+        self.loaded: dict[str, T] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the loaded adapters, oldest first."""
-        return tuple(self._loaded)
+        return tuple(self.loaded)
 
     def check_loaded(self, name: str) -> None:
         """Check that an adapter is loaded.
@@ -34,8 +37,8 @@ class AdapterTable(abc.ABC, Generic[T]):
         Raises:
             UnknownAdapterError: It is not.
         """
-        if name not in self._loaded:
-            raise UnknownAdapterError(name, self._loaded)
+        if name not in self.loaded:
+            raise UnknownAdapterError(name, self.loaded)
 
     def load(self, name: str, path: str) -> None:
         """Load the adapter in `path` under a name.
@@ -48,11 +51,11 @@ class AdapterTable(abc.ABC, Generic[T]):
             AdapterError: The name is taken, or the adapter cannot be loaded. The adapters
                 loaded before are unchanged.
         """
-        if name in self._loaded:
+        if name in self.loaded:
             raise AdapterError(
                 f"an adapter named {name!r} is loaded already; choose another name"
             )
-        self._loaded[name] = self._load(name, Path(path).expanduser())
+        self.loaded[name] = self._load(name, Path(path).expanduser())
 
     def remove(self, name: str) -> None:
         """Unload an adapter.
@@ -61,8 +64,8 @@ class AdapterTable(abc.ABC, Generic[T]):
             UnknownAdapterError: It is not loaded.
         """
         self.check_loaded(name)
-        self._unload(name, self._loaded[name])
-        del self._loaded[name]
+        self._unload(name, self.loaded[name])
+        del self.loaded[name]
 
     @abc.abstractmethod
     def _load(self, name: str, path: Path) -> T:

@@ -55,7 +55,7 @@ class Adapters(AdapterTable[str]):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         _refuse_unservable(given, base)
         self.model = base if in_place else share_weights(base)
-        self._loaded |= {name: name for name in given}  # peft's names of them
+        self.loaded |= {name: name for name in given}  # peft's names of them
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
         self._original = _Snapshot(self.model) if given else None
@@ -94,7 +94,7 @@ class Adapters(AdapterTable[str]):
     def _unload(self, name: str, adapter: str) -> None:
         """Delete the weights of an adapter, unless the model came with it."""
         if name == adapter:
-            loaded = (each for each, inner in self._loaded.items() if each != inner)
+            loaded = (each for each, inner in self.loaded.items() if each != inner)
             raise UnknownAdapterError(name, loaded)
         self._delete(adapter)
         self._states.clear()
@@ -122,7 +122,7 @@ class Adapters(AdapterTable[str]):
         if self._original is not None:
             self._original.restore()
         self._peft_model = self._original = None
-        self._loaded.clear()
+        self.loaded.clear()
         self._states.clear()
 
     def _switch(self, name: str | None) -> None:
@@ -140,7 +140,7 @@ class Adapters(AdapterTable[str]):
         assert name is not None  # noqa: S101 - our own mistake
         for layer in adapter_layers(self.model):
             layer.enable_adapters(True)
-        set_adapter(self.model, self._loaded[name], inference_mode=True)
+        set_adapter(self.model, self.loaded[name], inference_mode=True)
         return adapter_state(self.model)
 
     def _inject(self, inner: str, config: Any) -> Any:

@@ -23,7 +23,7 @@ class Adapters(AdapterTable[int]):
 
     def activate(self, name: str | None) -> None:
         """Compute with a loaded adapter from now on, None for none."""
-        self._context.activate(None if name is None else self._loaded[name])
+        self._context.activate(None if name is None else self.loaded[name])
 
     def _load(self, name: str, path: Path) -> int:
         files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]

@@ -50,7 +50,7 @@ class Adapters(AdapterTable[_Layers]):
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
         """Apply an adapter in forward passes within the context."""
-        layers = self._loaded[name]
+        layers = self.loaded[name]
         self._put(layers)
         try:
             yield

@@ -34,7 +34,7 @@ class Adapters(AdapterTable[str]):
     @property
     def ids(self) -> tuple[str, ...]:
         """SGLang's ids of the loaded adapters."""
-        return tuple(self._loaded.values())
+        return tuple(self.loaded.values())
 
     def id_of(self, name: str | None) -> str | None:
         """Return SGLang's id of a loaded adapter, None for None.
@@ -42,7 +42,7 @@ class Adapters(AdapterTable[str]):
         Raises:
             KeyError: The adapter is not loaded.
         """
-        return None if name is None else self._loaded[name]
+        return None if name is None else self.loaded[name]
 
     def _load(self, name: str, path: Path) -> str:
         folder = path.resolve()

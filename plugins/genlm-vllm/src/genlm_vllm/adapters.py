@@ -47,13 +47,13 @@ class Adapters(AdapterTable[Any]):
 
     def request(self, name: str | None) -> Any:
         """Return the `LoRARequest` of a loaded adapter, None for None."""
-        return None if name is None else self._loaded[name]
+        return None if name is None else self.loaded[name]
 
     def _load(self, name: str, path: Path) -> Any:
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
-        if len(self._loaded) == self._capacity:
+        if len(self.loaded) == self._capacity:
             raise AdapterError(
                 f"asked for adapter {name!r} beside {self._capacity} others, for which the "
                 f"model was loaded; load it with a larger engine_opts['max_loras']"

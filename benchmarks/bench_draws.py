@@ -32,6 +32,7 @@ import torch
 from report import print_report
 
 from genlm.core.draws import batch_draw
+from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
 from genlm.core.selection import batch_top_k
 
@@ -51,7 +52,8 @@ class Case:
 
     def kernels(self) -> torch.Tensor:
         """The contestant."""
-        return batch_draw(self.logits, self.numbers, self.mask, normalised=False).token_ids
+        weights = RowWeights(self.logits.shape, self.mask)
+        return batch_draw(self.logits, self.numbers, weights, normalised=False).token_ids
 
     def loop(self, masked: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """A peer: one row after the other."""

@@ -80,7 +80,7 @@ _calls_s: list[float] = []
 class ModelTime(Reduction):
     """Seconds in the model so far, without those of this request's own step."""
 
-    is_reproducible = False
+    is_cacheable = False
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[ModelTime]) -> Sequence[float]:

@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 
 import genlm
+import genlm_hf
 from genlm.core.reference.exact import exact_row
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+DEMO = Path(genlm_hf.__file__).with_name("demo")
 PROGRAMS = ("power_smc", "reward_smc", "ensemble", "beam_search", "twisted", "distil")
 END = 256
 LETTERS = b" .abcd"
@@ -259,9 +261,13 @@ def test_losses_of_a_student_are_those_in_float64(models, matrices):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_programs_are_short_and_run_on_any_engine_by_name(capsys, monkeypatch, name):
+def test_the_programs_are_short_and_run_by_the_name_of_an_engine(capsys, monkeypatch, name):
     path = EXAMPLES / f"{name}.py"
-    monkeypatch.setattr(sys, "argv", [str(path), "demo", "reference"])
-    runpy.run_path(str(path), run_name="__main__")
-    assert len(capsys.readouterr().out.splitlines()) >= 3
+    engines = "hf", "mlx", "llamacpp"  # genlm_vllm's and genlm_sgl's tests run them there
+    engine = engines[sorted(PROGRAMS).index(name) % len(engines)]
+    model = str(DEMO) if engine == "mlx" else "demo"
+    for chosen in ((model, engine), ("demo", "reference")):
+        monkeypatch.setattr(sys, "argv", [str(path), *chosen])
+        runpy.run_path(str(path), run_name="__main__")
+        assert len(capsys.readouterr().out.splitlines()) >= 3
     assert len(path.read_text().splitlines()) <= 50

@@ -21,8 +21,8 @@ from scripted import TIMEOUT_S, ScriptedEngine, oracle_row
 
 import genlm
 from genlm import AsyncLM, ContextLengthError, EmptySequenceError, OutputCache
-from genlm.core.context import ContextKey, ContextLease, LeaseTable
 from genlm.core.errors import TokenIdError, TokenTypeError
+from genlm.core.leases import ContextKey, ContextLease, LeaseTable
 
 VOCAB_SIZE = 16
 MakeModel = Callable[..., AsyncLM]

@@ -14,14 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from genlm import Mask
+from genlm.core import draws
 from genlm.core import rows as rows_module
-from genlm.core.draws import (
-    Draws,
-    batch_draw,
-    batch_draw_without_replacement,
-    batch_log_mass,
-)
+from genlm.core.draws import Draws
 from genlm.core.row_masks import RowMasks
+from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
 
 INF = math.inf
@@ -38,6 +35,42 @@ def some_rows(count: int = COUNT, size: int = SIZE, seed: int = 0) -> torch.Tens
 
 
 NUMBERS = uniforms(1, np.arange(COUNT), 0)
+
+
+def weights_of(
+    rows: torch.Tensor, masks: Any, index: Any, temperature: Any = 1.0, bias: Any = None
+) -> RowWeights:
+    return RowWeights(
+        rows.shape, masks, index, temperature=temperature, bias=0.0 if bias is None else bias
+    )
+
+
+def batch_draw(
+    rows: torch.Tensor,
+    numbers: Any,
+    masks: Any = None,
+    index: Any = None,
+    *,
+    top_k: Any = None,
+    top_p: Any = None,
+    normalised: bool = True,
+    **settings: Any,
+) -> Draws:
+    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "normalised": normalised}
+    return draws.batch_draw(rows, numbers, weights_of(rows, masks, index, **settings), **limits)
+
+
+def batch_draw_without_replacement(
+    rows: torch.Tensor, numbers: Any, masks: Any = None, **settings: Any
+) -> Draws:
+    weights = weights_of(rows, masks, None, **settings)
+    return draws.batch_draw_without_replacement(rows, numbers, weights)
+
+
+def batch_log_mass(
+    rows: torch.Tensor, masks: Any = None, index: Any = None, **settings: Any
+) -> torch.Tensor:
+    return draws.batch_log_mass(rows, weights_of(rows, masks, index, **settings))
 
 
 def sets_of_tokens(count: int = COUNT, seed: int = 1) -> Array:

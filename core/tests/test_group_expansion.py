@@ -102,7 +102,11 @@ def test_a_refused_query_fails_its_members_alone(make_model):
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, 7, [1, 2], Reduced(()), Reduced((1, 2)), Reduced((3,)), torch.zeros(3)]
+    "wrong",
+    [
+        *(None, 7, [1, 2], Reduced(()), Reduced((1, 2)), Reduced((3,)), torch.zeros(3)),
+        Reduced(((torch.zeros(7), torch.zeros(7)),)),
+    ],
 )
 def test_a_wrong_answer_fails_the_members_of_its_sequence(make_model, wrong):
     engine = Single(lambda query: wrong if query.token_ids == (3, 1) else whole_row(query))

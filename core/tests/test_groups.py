@@ -44,7 +44,7 @@ def test_a_population_is_computed_in_parts_of_the_engines_limit(make_model):
 
 
 def test_rows_are_reduced_a_few_at_a_time(make_model, monkeypatch):
-    monkeypatch.setattr(groups, "_VALUES_ON_CPU", 2 * SIZE)
+    monkeypatch.setattr("genlm.core.rows._VALUES_ON_CPU", 2 * SIZE)
     members = [PROMPTS[place] for place in (6, 0, 3, 3, 5, 1, 0, 2)]
     found = make_model(ScriptedEngine(SIZE)).population(members).next_token_logprobs_sync()
     assert torch.equal(found, rows(members))

@@ -409,7 +409,7 @@ def test_scores_are_those_of_the_rows(engine: type, make_model: MakeModel) -> No
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, SIZE, n).tolist() for n in (1, 2, 7, 40, 300)]
     starts = [1, 1, 3, 40, 7]
-    found = llm.batch_score_sync(texts, starts, with_top=True)
+    found = llm.batch_token_scores_sync(texts, starts)
     for text, start, scores in zip(texts, starts, found, strict=True):
         assert isinstance(scores, TokenScores)
         assert scores.logprobs.dtype == torch.float32
@@ -418,14 +418,14 @@ def test_scores_are_those_of_the_rows(engine: type, make_model: MakeModel) -> No
         assert scores.is_top.tolist() == tops
     plain = asyncio.run(llm.batch_score(texts, 1, progress=True))
     assert [each.tolist() for each in plain] == [loop_over_rows(t, 1) for t in texts]  # type: ignore[union-attr]
-    assert llm.score_sync(llm.context(texts[2])).tolist() == loop_over_rows(texts[2], 1)  # type: ignore[union-attr]
-    assert asyncio.run(llm.score(np.array(texts[2]), 7)).shape == (0,)  # type: ignore[union-attr]
+    assert llm.score_sync(llm.context(texts[2])).tolist() == loop_over_rows(texts[2], 1)
+    assert asyncio.run(llm.score(np.array(texts[2]), 7)).shape == (0,)
 
 
 def test_a_text_may_have_one_token_more_than_the_context(make_model: MakeModel) -> None:
     for engine in (ScoringEngine(max_context=4), ScriptedEngine(SIZE, max_context=4)):
         llm = make_model(engine)
-        assert llm.score_sync([1, 2, 3, 4, 5]).tolist() == loop_over_rows([1, 2, 3, 4, 5], 1)  # type: ignore[union-attr]
+        assert llm.score_sync([1, 2, 3, 4, 5]).tolist() == loop_over_rows([1, 2, 3, 4, 5], 1)
         with pytest.raises(ValueError, match="6"):
             llm.score_sync([1] * 6)
 
@@ -519,7 +519,7 @@ def test_scores_are_shared_cached_and_of_their_adapter(make_model: MakeModel) ->
     assert tail.tolist() == loop_over_rows(text, 2)
     assert red.tolist() == loop_over_rows(text, 1, "red")
     assert other.tolist() == loop_over_rows([1, 2, 4], 1)
-    assert llm.score_sync(text).tolist() == loop_over_rows(text, 1)  # type: ignore[union-attr]
+    assert llm.score_sync(text).tolist() == loop_over_rows(text, 1)
     assert len(engine.scored) == 4
 
 

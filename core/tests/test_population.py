@@ -386,6 +386,78 @@ def test_members_that_fail_are_listed_and_the_others_can_be_asked_again(
     )
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": True},
+        {"temperature": "1"},
+        {"temperature": [1.0, None]},
+        {"bias": True},
+        {"bias": "high"},
+        {"bias": [["high"] * SIZE] * 2},
+    ],
+    ids=repr,
+)
+def test_temperatures_and_biases_that_are_not_numbers_are_refused(
+    tiny: genlm.AsyncLM, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} has values of type"):
+        tiny.population([1], 2).draw_sync(seed=1, **wrong)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_bias_that_is_no_number_fails_the_members_that_have_it(
+    tiny: genlm.AsyncLM, value: float, temperature: float
+) -> None:
+    population = tiny.population([[1], [2], [3]])
+    of_tokens = np.zeros((3, SIZE))
+    of_tokens[1, 2] = value
+    for bias in (np.array([0, value, 0]), of_tokens):
+        for ask in (
+            lambda bias: population.draw_sync(temperature=temperature, bias=bias, seed=1),
+            lambda bias: population.log_mass_sync([1, 2], bias=bias),
+            lambda bias: population.draw_without_replacement_sync(2, bias=bias, seed=1),
+        ):
+            with pytest.raises(genlm.PopulationError, match="bias is NaN or inf") as raised:
+                ask(bias)
+            assert raised.value.members == (1,)
+    excluded = population.draw_sync([3, 4], bias=of_tokens, temperature=temperature, seed=1)
+    assert set(excluded.token_ids.tolist()) <= {3, 4}
+
+
+def test_settings_that_cannot_be_meant_are_refused_before_anything_is_computed(
+    tiny: genlm.AsyncLM,
+) -> None:
+    population = tiny.population([1], 3)
+    with pytest.raises(ValueError, match="temperature above 0; top_tokens"):
+        population.draw_without_replacement_sync(2, temperature=[1, 0, 1])
+    with pytest.raises(ValueError, match="mask_index without masks"):
+        population.draw_sync(mask_index=[0, 0, 1])
+    with pytest.raises(TypeError, match="bias has values of type bool"):
+        population.draw_sync(bias=torch.ones(SIZE, dtype=torch.bool))
+    with pytest.raises(genlm.TokenIdError) as raised:
+        population.draw_sync([[1], [2], [SIZE]])
+    assert raised.value.places == (2,)
+    engine: Any = tiny.engine
+    assert engine.evaluated == []
+
+
+def test_continuations_that_cannot_be_scored_name_their_members() -> None:
+    with genlm.AsyncLM(lambda: TinyEngine(max_context=3)) as llm:
+        population = llm.population([1], 3)
+        with pytest.raises(genlm.PopulationError, match="longer than the context") as raised:
+            population.score_sync([[-1] * 4, [1, 2, -1, -1], [1, 2, 3, 4]])
+        assert raised.value.members == (2,)
+        with pytest.raises(genlm.PopulationError, match="outside the vocabulary") as raised:
+            population.score_sync([[1], [SIZE], [1]])
+        assert raised.value.members == (1,)
+        strict(llm)
+        with pytest.raises(genlm.PopulationError, match="ArithmeticError") as raised:
+            population.score_sync([[-1, -1], [POISON, 2], [1, 2]])
+        assert raised.value.members == (1,)
+
+
 def test_an_engine_that_always_fails_is_called_few_times(tiny: genlm.AsyncLM) -> None:
     engine = strict(tiny)
     population = tiny.population([POISON], 64).extend(np.arange(64) % SIZE).extend([0] * 64)

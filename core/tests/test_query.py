@@ -1,4 +1,4 @@
-"""Queries and completions are plain values: equal by content, unchangeable, picklable."""
+"""Queries and completions are plain values: equal by content and picklable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_queries_with_the_same_content_are_one_key() -> None:
     assert len({QUERY, same, Query(3, (2, 1), "adapter", QUERY.sampling)}) == 2
 
 
-@pytest.mark.parametrize("value", [QUERY, QUERY.sampling, Completion(3, [1])])
+@pytest.mark.parametrize("value", [QUERY.sampling, Completion(3, [1])])
 def test_values_cannot_be_changed_or_extended(value: object) -> None:
     for name in ("query_id", "seed"):
         with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):

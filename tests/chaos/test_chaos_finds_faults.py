@@ -63,7 +63,7 @@ class SwapsRows(ReferenceEngine):
 
 class ForgetsAdapters(ReferenceEngine):
     def evaluate(self, queries):
-        return super().evaluate([query._replace(adapter=None) for query in queries])
+        return super().evaluate([query.replace(adapter=None) for query in queries])
 
 
 class LosesARequest(ReferenceEngine):
@@ -156,7 +156,7 @@ def test_a_cached_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> No
 
 
 def test_a_joined_row_that_is_not_copied(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("genlm.core.row_results.copied", lambda row: row)
+    monkeypatch.setattr("genlm.core.scheduler.delivery.copied", lambda row: row)
     with pytest.raises(CheckFailure, match="logsumexp"):
         run(tmp_path)
 
@@ -205,9 +205,7 @@ def test_callers_who_leave_and_take_others_with_them(tmp_path: Path, monkeypatch
 def test_draws_that_are_not_the_likeliest(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "genlm.core.reductions.batch_draw",
-        lambda rows, *_, temperature, **__: batch_draw(
-            -rows, [0.0] * len(rows), temperature=temperature
-        ),
+        lambda rows, _, weights, **__: batch_draw(-rows, [0.0] * len(rows), weights),
     )
     with pytest.raises(CheckFailure, match="the most likely token"):
         run(tmp_path)

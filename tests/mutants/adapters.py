@@ -31,7 +31,7 @@ class FirstAdapterForAll(CachedEngine):
 
     def evaluate(self, queries):
         adapter = queries[0].adapter
-        return super().evaluate([q._replace(adapter=adapter) for q in queries])
+        return super().evaluate([q.replace(adapter=adapter) for q in queries])
 
 
 @engine_mutant(killed_by="adapters-answer-as-themselves")

@@ -8,10 +8,10 @@ import numpy as np
 
 import genlm.core.population
 from genlm import BatchEngine
+from genlm.core.columns import Columns
 from genlm.core.generations import Lineage
-from genlm.core.group_reductions import WeightColumns
-from genlm.core.groups import GroupWork
 from genlm.core.population import Population
+from genlm.core.row_weights import RowWeights
 
 from .baselines import cached_target
 from .mutant import core_mutant, engine_mutant
@@ -35,13 +35,13 @@ def copies_take_the_token_of_the_first(extended):
     return broken
 
 
-@core_mutant(GroupWork, "_add", killed_by="populations-equal-lists")
-def columns_in_the_order_of_the_rows(_add):
+@core_mutant(Columns, "add", killed_by="populations-equal-lists")
+def columns_in_the_order_of_the_rows(add):
     """Returns results in the order of the distinct rows, not of the members."""
-    return lambda self, members, columns: _add(self, np.sort(members)[::-1].copy(), columns)
+    return lambda self, members, columns: add(self, np.sort(members)[::-1].copy(), columns)
 
 
-@core_mutant(WeightColumns, "of", killed_by="population-draws-are-those-of-the-rows")
+@core_mutant(RowWeights, "of", killed_by="population-draws-are-those-of-the-rows")
 def masks_by_place(of):
     """Draws under the masks of the first members, whichever members are drawn from."""
     return lambda self, members: of(self, np.arange(len(members)))

@@ -126,7 +126,7 @@ class OneTokenMore(CachedEngine):
     def submit(self, query):
         if query.sampling is not None:
             longer = without(query.sampling, max_tokens=query.sampling.max_tokens + 1)
-            query = query._replace(sampling=longer)
+            query = query.replace(sampling=longer)
         super().submit(query)
 
 
@@ -158,13 +158,13 @@ class ZeroMeansDefault(CachedEngine):
         )
 
 
-@core_mutant(genlm.core.reductions, "batch_draw", killed_by="equal-seeds-draw-equal-tokens")
-def temperature_multiplies(batch_draw):
+@core_mutant(genlm.core.reductions, "RowWeights", killed_by="equal-seeds-draw-equal-tokens")
+def temperature_multiplies(weights):
     """The core's sampler multiplies by the temperature instead of dividing."""
 
-    def broken(*others, temperature, **limits):
+    def broken(shape, masks=None, temperature=()):
         inverse = [1 / t if t else 0 for t in temperature]
-        return batch_draw(*others, temperature=inverse, **limits)
+        return weights(shape, masks, temperature=inverse or 1.0)
 
     return broken
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from genlm import OutputCache
-from genlm.core import row_results, rows
+from genlm.core import rows
+from genlm.core.scheduler import results
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.core.statistics import RequestCounters
 
@@ -65,7 +66,7 @@ def evicted_row_under_the_new_key(put):
     return broken
 
 
-@core_mutant(row_results, "invalid_rows", killed_by="invalid-rows-are-refused")
+@core_mutant(results, "invalid_rows", killed_by="invalid-rows-are-refused")
 def rows_not_checked(_invalid):
     """Returns every row unchecked."""
     return lambda _rows, _size: {}
@@ -77,7 +78,7 @@ def only_sums_that_are_not_finite(_tolerance):
     return float("inf")
 
 
-@core_mutant(row_results, "invalid_rows", killed_by="invalid-rows-are-refused")
+@core_mutant(results, "invalid_rows", killed_by="invalid-rows-are-refused")
 def one_invalid_row_fails_its_step(invalid):
     """Fails every request of a step in which one row is invalid."""
 

@@ -139,7 +139,7 @@ def check_scores_of_a_model(
     """
     starts = [1, 5, 20]
     with AsyncLM(lambda: _Borrowed(engine), name="borrowed") as llm:
-        found: Sequence[Any] = llm.batch_score_sync(texts, starts, with_top=True)
+        found = llm.batch_token_scores_sync(texts, starts)
         for scores, text, start in zip(found, texts, starts, strict=True):
             check_scores(scores, tiny, text, start)
         before = engine.statistics()[steps]

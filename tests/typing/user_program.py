@@ -45,16 +45,13 @@ async def knows_what_it_gets(folder: Path) -> None:
         assert_type(llm.statistics() - llm.statistics(), genlm.Statistics)
 
 
-async def knows_which_scores_it_gets(llm: genlm.AsyncLM, with_top: bool) -> None:
+async def knows_which_scores_it_gets(llm: genlm.AsyncLM) -> None:
     assert_type(await llm.score([1, 2]), torch.Tensor)
-    assert_type(await llm.score([1, 2], 1, with_top=True), genlm.TokenScores)
     assert_type(await llm.batch_score([[1, 2]], progress=True), list[torch.Tensor])
-    assert_type(await llm.batch_score([[1, 2]], [1], with_top=True), list[genlm.TokenScores])
-    assert_type(llm.score_sync([1, 2], with_top=False), torch.Tensor)
-    assert_type(llm.score_sync([1, 2], with_top=True), genlm.TokenScores)
+    assert_type(await llm.batch_token_scores([[1, 2]], [1]), list[genlm.TokenScores])
+    assert_type(llm.score_sync([1, 2]), torch.Tensor)
     assert_type(llm.batch_score_sync([[1, 2]]), list[torch.Tensor])
-    assert_type(llm.batch_score_sync([[1, 2]], with_top=True), list[genlm.TokenScores])
-    assert_type(llm.score_sync([1, 2], with_top=with_top), torch.Tensor | genlm.TokenScores)
+    assert_type(llm.batch_token_scores_sync([[1, 2]]), list[genlm.TokenScores])
 
 
 def looks_a_backend_up(vocabulary: genlm.Vocabulary) -> None:

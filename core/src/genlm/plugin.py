@@ -6,7 +6,7 @@
   `Capability`, `Query`, `TokenSequence`, `SamplingParams`, `Completion`, `check_query`,
   `Reduction`, `Reduced`, `reduce_rows`, `reduce_logits`, `TokenScores`, `rows_from_logits`,
   `draw_tokens`, `stream_uniform`, `stream_seeds`; `Scheduler`, which
-  runs an engine on its thread, and `ResultHandler`, which checks and stores what it returns
+  runs an engine on its thread
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
   `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
 - vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
@@ -83,7 +83,6 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.sampling import draw_tokens as draw_tokens
     from genlm.core.sampling import stream_seeds as stream_seeds
     from genlm.core.sampling import stream_uniform as stream_uniform
-    from genlm.core.scheduler import ResultHandler as ResultHandler
     from genlm.core.scheduler import Scheduler as Scheduler
     from genlm.core.sequence import TokenSequence as TokenSequence
     from genlm.core.text import Tokenizer as Tokenizer

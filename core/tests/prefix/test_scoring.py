@@ -445,7 +445,7 @@ def test_a_reduction_that_raises_or_returns_no_columns_fails_its_text_alone() ->
     ids = text(9, 0)
     for answer, message in (
         (None, "Broken.compute raised ArithmeticError: this reduction fails"),
-        (lambda rows: rows, "returned Tensor, not a tuple"),
+        (lambda rows: rows, "returned Tensor; expected a tuple"),
         (lambda rows: (rows[:1],), "1 results for 2 members"),
     ):
         broken = Broken(ids[1:])

@@ -22,7 +22,7 @@ from genlm import (
     TokenIdError,
 )
 from genlm.core.blocking import run_blocking
-from genlm.core.scheduler import ResultHandler
+from genlm.core.scheduler import results
 
 
 async def ask_all(llm, contexts):
@@ -182,12 +182,12 @@ def test_a_result_that_cannot_be_stored_fails_its_own_request_only():
     class Unstorable(Exception):
         pass
 
-    class Full(ResultHandler):
-        def store(self, key, result):
+    class Full(OutputCache):
+        def put(self, key, row):
             if key == 2:
                 raise Unstorable("no room")
 
-    scheduler = Scheduler(ScriptedEngine, results=Full())
+    scheduler = Scheduler(ScriptedEngine, cache=Full(8))
 
     async def main():
         return await asyncio.gather(
@@ -292,19 +292,17 @@ def test_an_abort_that_raises_leaves_no_call_unanswered(start):
     asyncio.run(main())
 
 
-def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usable():
-    engine, unreadable = ScriptedEngine(), [True]
+def test_results_that_cannot_be_checked_fail_their_step_and_the_engine_stays_usable(
+    monkeypatch,
+):
+    def unreadable(rows, size):
+        raise MemoryError("no room to check")
 
-    class Unreadable(ResultHandler):
-        def find_invalid(self, engine, queries, results):
-            if unreadable.pop():
-                raise MemoryError("no room to check")
-            return {}
-
-    scheduler = Scheduler(lambda: engine, results=Unreadable())
-    with pytest.raises(EvaluationError, match="no room to check"):
-        run_blocking(scheduler.answer(Query(0, (1,))))
-    unreadable.append(False)
+    scheduler = Scheduler(ScriptedEngine)
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "invalid_rows", unreadable)
+        with pytest.raises(EvaluationError, match="no room to check"):
+            run_blocking(scheduler.answer(Query(0, (1,))))
     row = run_blocking(scheduler.answer(Query(1, (2,))))
     torch.testing.assert_close(row, oracle_row([2], None, 16))
     scheduler.close()

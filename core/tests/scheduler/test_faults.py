@@ -11,8 +11,7 @@ import torch
 from scripted import ScriptedEngine, oracle_row
 
 from genlm import AsyncLM, Capability, Completion, EvaluationError, OutputCache, Query
-from genlm.core.row_results import RowResults
-from genlm.core.scheduler import delivery, worker
+from genlm.core.scheduler import delivery, results, worker
 from genlm.core.scheduler.request_table import RequestTable
 from genlm.plugin import Reduced, TokenScores
 
@@ -144,28 +143,23 @@ class Bug(Exception):
     """What a stage raises that has a bug."""
 
 
-def raising_for(owner: Any, name: str, is_faulty: Callable[..., bool]) -> Any:
-    original = getattr(owner, name)
+def raising(name: str, original: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """Return a function that raises so many times, and then does what the original does."""
+    left = [Bug(name)] * times
 
     def broken(*arguments: Any, **options: Any) -> Any:
-        if is_faulty(*arguments):
-            raise Bug(name)
+        if left:
+            raise left.pop()
         return original(*arguments, **options)
 
     return broken
 
 
-def asks_for_the_faulty(_self: Any, _engine: Any, queries: Any, _results: Any) -> bool:
-    return any(list(query.token_ids) == FAULTY for query in queries)
-
-
-ALWAYS: Callable[..., bool] = lambda *_: True  # noqa: E731
-
-STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "checking": (RowResults, "find_invalid", asks_for_the_faulty),
-    "reducing": (RowResults, "reduce", ALWAYS),
-    "storing": (RowResults, "store", ALWAYS),
-    "copying": (RowResults, "copy", ALWAYS),
+STAGES: dict[str, tuple[Any, str]] = {
+    "checking": (results, "invalid_rows"),
+    "reducing": (results, "reduce_rows"),
+    "storing": (OutputCache, "put"),
+    "copying": (delivery, "copied"),
 }
 
 
@@ -184,9 +178,9 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
             ]
 
     llm = make_model(Whole(), output_cache=OutputCache(10))
-    owner, name, is_faulty = STAGES[stage]
+    owner, name = STAGES[stage]
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, raising_for(owner, name, is_faulty))
+        patch.setattr(owner, name, raising(name, getattr(owner, name), 9))
         found = answers(
             llm.next_token_logprobs(FAULTY),
             llm.next_token_logprobs(FAULTY),
@@ -207,7 +201,7 @@ def test_a_bug_at_any_stage_fails_requests_of_its_step_and_the_engine_goes_on(
     assert llm.statistics().pending == 0
 
 
-@pytest.mark.parametrize("stage", ["reduce", "find_invalid"])
+@pytest.mark.parametrize("stage", ["reduce_rows", "invalid_rows"])
 @pytest.mark.parametrize("returned", [None, [], [None], {0: None}, 3], ids=repr)
 def test_a_stage_that_returns_nonsense_ends_the_requests_of_its_step(
     make_model: Callable[..., AsyncLM],
@@ -225,7 +219,7 @@ def test_a_stage_that_returns_nonsense_ends_the_requests_of_its_step(
 
     llm = make_model(Whole(), output_cache=OutputCache(0))
     with monkeypatch.context() as patch:
-        patch.setattr(RowResults, stage, lambda *_: returned)
+        patch.setattr(results, stage, lambda *_: returned)
         answers(llm.top_tokens([4], 2), llm.next_token_logprobs(FAULTY))  # they end
     again = answers(llm.next_token_logprobs(FAULTY), llm.top_tokens([4], 2))
     torch.testing.assert_close(again[0], oracle_row(FAULTY, None, 16))
@@ -249,9 +243,8 @@ def test_a_bug_of_the_bookkeeping_itself_leaves_nobody_waiting(
     name: str,
 ) -> None:
     llm = make_model(ScriptedEngine(), output_cache=OutputCache(0))
-    times = iter([True])
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, raising_for(owner, name, lambda *_: next(times, False)))
+        patch.setattr(owner, name, raising(name, getattr(owner, name), 1))
         for each in answers(llm.next_token_logprobs(FAULTY), llm.next_token_logprobs([4])):
             assert isinstance(each, EvaluationError)
             assert isinstance(each.__cause__, Bug)

@@ -88,13 +88,13 @@ def test_one_process_evaluates_everything(lm):
 
 def test_answers_of_one_question_are_asked_in_one_call(lm, monkeypatch):
     calls = []
-    score = lm.llm.batch_score_sync
+    score = lm.llm.batch_token_scores_sync
 
-    def batch_score_sync(texts, starts, **options):
+    def batch_token_scores_sync(texts, starts, **options):
         calls.append((len(texts), [text[:3] for text in texts]))
         return score(texts, starts, **options)
 
-    monkeypatch.setattr(lm.llm, "batch_score_sync", batch_score_sync)
+    monkeypatch.setattr(lm.llm, "batch_token_scores_sync", batch_token_scores_sync)
     monkeypatch.setattr(lm, "texts_at_once", 4)
     questions = ["the fox", "a hill", "upon the woods"]
     asked = [(text, each) for each in documents()[0]["choices"] for text in questions]
@@ -162,7 +162,7 @@ def test_the_cache_of_answers_gets_each_answer(lm, hook):
 def test_cached_answers_are_not_computed_again(lm, task_folder, tmp_path, monkeypatch):
     cache = str(tmp_path / "answers")
     first = evaluate(lm, task_folder, "tiny_choice", use_cache=cache)
-    monkeypatch.setattr(lm.llm, "batch_score_sync", None)
+    monkeypatch.setattr(lm.llm, "batch_token_scores_sync", None)
     again = evaluate(lm, task_folder, "tiny_choice", use_cache=cache)
     found, expected = (responses(each, "tiny_choice") for each in (again, first))
     assert found == [[[tuple(pair) for pair in each] for each in doc] for doc in expected]

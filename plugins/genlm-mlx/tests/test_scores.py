@@ -183,5 +183,5 @@ def test_what_raises_leaves_the_model_as_it_was(
 
 def test_callers_get_scores(llama: TinyModel) -> None:
     with AsyncLM(lambda: MLXEngine(llama.path, dtype="float32"), name="mlx") as llm:
-        found = llm.batch_score_sync(TEXTS, STARTS, with_top=True)
+        found = llm.batch_token_scores_sync(TEXTS, STARTS)
     assert_right(TEXTS, STARTS, found, llama.logprobs)

@@ -260,7 +260,7 @@ def test_results_for_another_process_are_ordered_after_the_step(
         with streams.on(None if elsewhere else own):
             problem, reply = RowWorker.genlm_take_bytes(object(), [1, 2, 3, 4], [])
     assert problem is None
-    keys, data, [(key, packed)], _, _ = reply
+    keys, data, [(key, packed)], _ = reply
     assert (keys, key) == ([1, 4], 2)
     rows = torch.from_numpy(np.frombuffer(data, np.float32).reshape(2, SIZE).copy())
     check(logits, rows[0], unpack_result(packed), rows[1])

@@ -313,13 +313,13 @@ def test_a_prefix_that_fails_fails_the_queries_beside_it(
 
 def test_a_request_that_vllm_drops_ends_with_an_error(engine: Any, tiny: Any) -> None:
     query = submit(engine, prompts(9)[0], None, SamplingParams(5))
-    [name] = engine._requests.unanswered
-    engine._vllm.abort_request([name])
+    assert engine.step() == []
+    core = engine._vllm.engine_core.engine_core
+    core.abort_requests(list(core.scheduler.requests))
     [error] = finish(engine, [query])
     assert isinstance(error, EvaluationError)
     query = submit(engine, prompts(200)[0])
     assert engine.step() == []  # a chunk
-    core = engine._vllm.engine_core.engine_core
     core.abort_requests(list(core.scheduler.requests))
     [error] = finish(engine, [query])
     assert isinstance(error, EvaluationError)
@@ -342,8 +342,6 @@ def test_many_requests_leave_no_growth(engine: Any) -> None:
         rows(engine, prompts(2, 3, 4, 5, 6, 7))
     assert len(ROW_BUFFER) == 0
     assert not engine._requests.unanswered
-    assert not engine._requests._ids
-    assert not engine._residents.unanswered
     assert not engine._ready
     engine.keeps_contexts = False
     scheduler = engine._vllm.engine_core.engine_core.scheduler

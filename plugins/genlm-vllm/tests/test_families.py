@@ -18,6 +18,8 @@ OPTIONS = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 64}
 REPRESENTATIVE = {name: one for name, one in families(HEAD_DIM).items() if one.representative}
 
 REFUSED = {
+    "bloom": "computes the exact GELU",
+    "cohere2": "sliding windows that differ from its config",
     "deepseek_v3": "e_score_correction_bias",
     "gpt_neo": "are not supported",
     "jamba": "selective_scan_fwd",

@@ -201,7 +201,7 @@ def test_reductions_are_those_of_the_rows(llm: genlm.AsyncLM) -> None:
     chosen = population.token_logprobs_sync(drawn.token_ids)
     torch.testing.assert_close(chosen, drawn.logprobs, atol=1e-5, rtol=0)
     assert masks[index, drawn.token_ids.numpy()].all()
-    ids = population.top_k_sync(3).token_ids
+    ids = population.top_tokens_sync(3).token_ids
     assert torch.equal(ids, rows.topk(3).indices)
 
 

@@ -70,7 +70,7 @@ def test_two_ranks_reduce_and_score_as_one(
     def ask(vllm: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(vllm, method, *arguments)
         if method == "genlm_take_bytes":
-            answering.update(rank for rank, each in enumerate(answers) if any(each[:4]))
+            answering.update(rank for rank, each in enumerate(answers) if any(each[:3]))
         return answers
 
     monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)
@@ -136,7 +136,7 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
     def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(engine, method, *arguments)
         if method == "genlm_take_bytes":
-            keepers.update(rank for rank, each in enumerate(answers) if any(each[:4]))
+            keepers.update(rank for rank, each in enumerate(answers) if any(each[:3]))
         return answers
 
     monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)

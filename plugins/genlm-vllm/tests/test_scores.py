@@ -22,7 +22,8 @@ from genlm import (
 )
 from genlm_vllm import scores as scoring
 from genlm_vllm.conformance import ONE_WORKER, TinyLlama
-from genlm_vllm.scores import SCORE_BUFFER, SCORES
+from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.scores import SCORES
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -114,15 +115,15 @@ def test_out_of_memory_fails_the_scores_and_not_vllm(
     if engine.statistics()["processes"] == "own":
         pytest.skip("vLLM is in the other process")
     failing = {1}
-    picked = scoring._picked
+    add = scoring._add
 
-    def fails_once(logits: Any, ids: Any) -> Any:
+    def fails_once(*arguments: Any) -> None:
         if failing:
             failing.clear()
             raise torch.OutOfMemoryError("out of memory")
-        return picked(logits, ids)
+        add(*arguments)
 
-    monkeypatch.setattr(scoring, "_picked", fails_once)
+    monkeypatch.setattr(scoring, "_add", fails_once)
     [text, other] = prompts(150, 9)
     error, row = finish(engine, [score(engine, text, 1), submit(engine, other)])
     assert isinstance(error, EvaluationError)
@@ -213,7 +214,6 @@ def test_pieces_of_any_size_give_the_same(
 ) -> None:
     monkeypatch.setattr("genlm_vllm.scores._VALUES", 300 * 7)
     monkeypatch.setattr("genlm_vllm.scores._LEAST_POSITIONS", 1)
-    monkeypatch.setattr("genlm_vllm.scores._VALUES_IN_CACHE", 300 * 3)
     for text, start in texts_of(tiny):
         [found] = finish(engine, [score(engine, text, start)])
         check_scores(found, tiny, text, start)
@@ -246,16 +246,16 @@ def test_scores_that_are_not_numbers_are_an_error(
     if engine.statistics()["processes"] == "own":
         pytest.skip("the buffer is in the other process")
     [text] = prompts(20)
-    original = SCORE_BUFFER.put
+    add = ROW_BUFFER.add_scores
 
-    def spoiled(request: Any, wanted: Any, logprobs: Any, is_top: Any) -> None:
-        original(request, wanted, logprobs.index_fill(0, torch.tensor([3]), torch.nan), is_top)
+    def spoiled(key: int, begin: Any, wanted: Any, logits: Any) -> None:
+        add(key, begin, wanted, logits.index_fill(0, torch.tensor([3]), torch.nan))
 
     with monkeypatch.context() as patch:
-        patch.setattr(SCORE_BUFFER, "put", spoiled)
+        patch.setattr(ROW_BUFFER, "add_scores", spoiled)
         [error] = finish(engine, [score(engine, text, 5)])
     assert isinstance(error, EvaluationError)
-    assert "NaN for 1 of 15 targets" in str(error)
+    assert "1 of 15 rows that are not distributions" in str(error)
     check_scores(finish(engine, [score(engine, text, 5)])[0], tiny, text, 5)
 
 

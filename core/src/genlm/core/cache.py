@@ -56,7 +56,7 @@ class OutputCache:
         renew_in_forks(self)
 
     def get(self, key: Hashable) -> Any:
-        """Return a copy of what is kept, a row on the device on which it was put, or None."""
+        """Return a copy of a stored result, rows on the device they came from, or None."""
         if self.max_entries == 0:
             return None
         with self._lock:
@@ -71,7 +71,7 @@ class OutputCache:
             return int(self._entries[key][2]) if key in self._entries else None
 
     def kept(self, key: Hashable) -> Any:
-        """Return what is kept itself, a row on the device on which it was put, or None.
+        """Return a stored result itself, rows on the device they came from, or None.
 
         The result must not be changed.
         """

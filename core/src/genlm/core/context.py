@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 from genlm.core.errors import TokenIdError
-from genlm.core.forking import renew_in_forks
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_integers, checked_token_ids
 
@@ -18,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from genlm.core.leases import ContextLease, LeaseTable
     from genlm.core.lm import AsyncLM
     from genlm.core.masks import MaskLike
     from genlm.core.query import Reduction
@@ -27,74 +25,7 @@ if TYPE_CHECKING:
     TokenIds: TypeAlias = Integers | "Context"
     TokenBatch: TypeAlias = Sequence[TokenIds] | np.ndarray[Any, Any] | torch.Tensor
 
-__all__ = ["Context", "ContextKey", "ContextLease", "LeaseTable"]
-
-ContextKey = tuple[str | None, bytes]
-"""The engine's name of the adapter, and the key of the token sequence."""
-
-
-class ContextLease:
-    """Keeps the engine's state of contexts alive until it is garbage."""
-
-    __slots__ = ("_on_drop", "keys")
-
-    def __init__(
-        self,
-        keys: tuple[ContextKey, ...],
-        on_drop: Callable[[tuple[ContextKey, ...]], object],
-    ) -> None:
-        self.keys = keys
-        self._on_drop = on_drop
-
-    def __del__(self) -> None:
-        self._on_drop(self.keys)
-
-
-class LeaseTable:
-    """Counts the leases of each context of one model.
-
-    Attributes:
-        on_drop: Called once for each lease, with its keys, when the lease is garbage; on any
-            thread, also during garbage collection. It must have `release` called with them.
-    """
-
-    def __init__(self) -> None:
-        self.on_drop: Callable[[tuple[ContextKey, ...]], object] = lambda _keys: None
-        self._counts: dict[ContextKey, int] = {}
-        self._lock = threading.Lock()
-        renew_in_forks(self)
-
-    def lease(self, keys: Sequence[ContextKey]) -> ContextLease:
-        """Return a lease of several contexts, whose state the engine has."""
-        with self._lock:
-            for key in keys:
-                self._counts[key] = self._counts.get(key, 0) + 1
-        return ContextLease(tuple(keys), self.on_drop)
-
-    def find(self, key: ContextKey) -> ContextLease | None:
-        """Return a further lease of a context if it has one."""
-        with self._lock:
-            if key not in self._counts:
-                return None
-            self._counts[key] += 1
-        return ContextLease((key,), self.on_drop)
-
-    def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
-        """Have the engine release the contexts that are left without a lease.
-
-        Args:
-            engine: Its `release_context` is called; on its own thread.
-            dropped: The keys of leases, as they were passed to `on_drop`.
-        """
-        free = []
-        with self._lock:
-            for key in itertools.chain.from_iterable(dropped):
-                self._counts[key] -= 1
-                if not self._counts[key]:
-                    del self._counts[key]
-                    free.append(key)
-        for each in free:
-            engine.release_context(*each)
+__all__ = ["Context"]
 
 
 class Context:
@@ -103,7 +34,7 @@ class Context:
     Immutable and hashable: contexts of the same ids, model and adapter are equal, however they
     were made. `extend` and requests cost the same for long contexts as for short ones. What the
     engine keeps for a context, such as its keys and values, may be freed once neither the
-    context nor an extension of it that was not asked yet is referred to.
+    context nor an extension that has not been requested yet is referred to.
     """
 
     __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")

@@ -8,15 +8,14 @@ their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.row_masks import RowMasks
-from genlm.core.rows import logprob_parts
+from genlm.core.row_weights import RowPart, RowWeights
 from genlm.core.selection import (
     SUM_BLOCK,
     batch_token_logprobs,
@@ -28,11 +27,9 @@ from genlm.core.selection import (
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from genlm.core.row_masks import MasksLike
-
     Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
-__all__ = ["Draws", "batch_draw", "batch_draw_without_replacement", "batch_log_mass", "biases"]
+__all__ = ["Draws", "batch_draw", "batch_draw_without_replacement", "batch_log_mass"]
 
 _FAINT = 1e-20
 """A sum of weights below it has underflowed in float32."""
@@ -66,11 +63,8 @@ class Draws(NamedTuple):
 def batch_draw(
     rows: torch.Tensor,
     uniforms: Numbers,
-    masks: MasksLike | None = None,
-    mask_index: Numbers | None = None,
+    weights: RowWeights | None = None,
     *,
-    temperature: float | Numbers = 1.0,
-    bias: float | Numbers | None = None,
     top_k: int | Sequence[int | None] | None = None,
     top_p: float | Sequence[float] | None = None,
     row_of: torch.Tensor | None = None,
@@ -78,21 +72,13 @@ def batch_draw(
 ) -> Draws:
     """Draw a token from each row, with probability proportional to its weight.
 
-    The weight of token v is `exp((logprob[v] + bias[v]) / temperature)`, 0 outside the mask,
-    top-k and top-p. At temperature 0 the token with the largest `logprob + bias` is taken, the
-    lowest of equals.
+    Weights are those of `RowWeights`, and 0 outside top-k and top-p.
 
     Args:
         rows: Log-probabilities, shape `(n, vocab_size)`, float32, or logits of any floating
             dtype; on any device; not changed.
         uniforms: A number in [0, 1) for each draw, shape `(n,)`, or that of `row_of`, float64.
-        masks: The tokens that may be drawn, as `RowMasks` takes them; None for all.
-        mask_index: The mask of each row, shape `(n,)`; by default mask i is that of row i, or
-            one mask that of all.
-        temperature: A number that is finite and not negative, or one for each row.
-        bias: Added to the log-probabilities: a number, or numbers of shape `(n,)`,
-            `(n, 1)`, `(vocab_size,)`, `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes
-            a token.
+        weights: Masks, temperatures and biases; None for the probabilities themselves.
         top_k: Draw from the k tokens with the largest weights; of equals the lowest count
             first. A number or one for each row, None for all tokens.
         top_p: Draw from the fewest tokens with the largest weights that have this share of the
@@ -103,13 +89,13 @@ def batch_draw(
             time, and the draws are those of `rows_from_logits`.
 
     Raises:
-        ValueError: Numbers, a mask or a bias of another shape.
+        ValueError: Numbers of another shape.
     """
-    settings = _Settings(rows, masks, mask_index, temperature, bias, normalised)
+    weights = weights or RowWeights(rows.shape)
     numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
     limits = _limits(top_k, top_p, len(rows), rows.shape[1])
     parts = []
-    for part in settings.parts():
+    for part in weights.parts(rows, normalised=normalised):
         own, here = part.places, None
         if row_of is not None:
             ends = torch.tensor([own.start, own.stop])
@@ -122,11 +108,8 @@ def batch_draw(
 def batch_draw_without_replacement(
     rows: torch.Tensor,
     uniforms: Numbers,
-    masks: MasksLike | None = None,
-    mask_index: Numbers | None = None,
+    weights: RowWeights | None = None,
     *,
-    temperature: float | Numbers = 1.0,
-    bias: float | Numbers | None = None,
     normalised: bool = True,
 ) -> Draws:
     """Draw several different tokens from each row, one after the other.
@@ -139,10 +122,7 @@ def batch_draw_without_replacement(
     Args:
         rows: As `batch_draw`.
         uniforms: Numbers in [0, 1), shape `(n, k)`, float64: one for each draw.
-        masks: As `batch_draw`.
-        mask_index: As `batch_draw`.
-        temperature: As `batch_draw`, above 0: `batch_top_k` takes the most likely tokens.
-        bias: As `batch_draw`.
+        weights: As `batch_draw`, of temperatures above 0.
         normalised: As `batch_draw`.
 
     Returns:
@@ -150,142 +130,39 @@ def batch_draw_without_replacement(
         `log_mass` is that of all tokens.
 
     Raises:
-        ValueError: Numbers, a mask or a bias of another shape, or a temperature of 0.
+        ValueError: Numbers of another shape, or a temperature of 0.
     """
-    settings = _Settings(rows, masks, mask_index, temperature, bias, normalised)
-    if not settings.temperatures.all():
+    weights = weights or RowWeights(rows.shape)
+    if weights.is_greedy:
         raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
     numbers = _numbers(uniforms, len(rows), 2)
-    parts = [_drawn_in_turn(part, numbers[part.places]) for part in settings.parts()]
+    parts = [
+        _drawn_in_turn(part, numbers[part.places])
+        for part in weights.parts(rows, normalised=normalised)
+    ]
     return _joined(parts, rows, (numbers.shape[1],))
 
 
 def batch_log_mass(
     rows: torch.Tensor,
-    masks: MasksLike | None = None,
-    mask_index: Numbers | None = None,
+    weights: RowWeights | None = None,
     *,
-    bias: float | Numbers | None = None,
     normalised: bool = True,
 ) -> torch.Tensor:
     """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
 
     Args:
         rows: As `batch_draw`.
-        masks: As `batch_draw`.
-        mask_index: As `batch_draw`.
-        bias: As `batch_draw`.
+        weights: As `batch_draw`; their temperatures do not matter.
         normalised: As `batch_draw`.
 
     Returns:
         Shape `(n,)`, float32, on the device of `rows`; `-inf` for an empty set, 0 without
         mask and bias.
-
-    Raises:
-        ValueError: A mask or bias of another shape.
     """
-    settings = _Settings(rows, masks, mask_index, 1.0, bias, normalised)
-    parts = [_weighted(part).log_mass for part in settings.parts()]
+    weights = weights or RowWeights(rows.shape)
+    parts = [_weighted(part).log_mass for part in weights.parts(rows, normalised=normalised)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
-
-
-class _Part(NamedTuple):
-    """Rows that are computed at once, and their settings."""
-
-    rows: torch.Tensor
-    """Log-probabilities."""
-    places: slice
-    """Places among all rows."""
-    temperatures: npt.NDArray[np.float64]
-    factors: torch.Tensor | None
-    """1 for the tokens of the mask and 0 for others, for all rows or each."""
-    unrestricted: torch.Tensor | None
-    """Which rows have no mask where others have one."""
-    bias: torch.Tensor | None
-    """Numbers for each token, for all rows or each."""
-    offset: torch.Tensor | None
-    """A number for each row."""
-    memory: torch.Tensor
-    """Memory for weights, of the shape of the rows."""
-
-
-class _Settings:
-    """Masks, temperatures and biases of all rows."""
-
-    def __init__(  # noqa: PLR0917
-        self,
-        rows: torch.Tensor,
-        masks: MasksLike | None,
-        mask_index: Numbers | None,
-        temperature: float | Numbers,
-        bias: float | Numbers | None,
-        normalised: bool,
-    ) -> None:
-        count, size = rows.shape
-        self._rows, self._normalised = rows, normalised
-        if masks is None or isinstance(masks, RowMasks):
-            self._masks = masks
-        else:
-            self._masks = RowMasks(masks, count, size, mask_index)
-        self._unrestricted = None if self._masks is None else self._masks.unrestricted
-        if isinstance(temperature, torch.Tensor):
-            temperature = temperature.cpu().numpy()
-        given = np.asarray(temperature, np.float64)
-        self.temperatures = np.broadcast_to(given, (count,))
-        self._bias, self._offset = biases(bias, count, size)
-
-    def parts(self) -> Iterator[_Part]:
-        """Yield the parts of the rows with their settings, on the device of the rows."""
-        masks, free, device = self._masks, self._unrestricted, self._rows.device
-        memory: torch.Tensor | None = None
-        for begin, rows in logprob_parts(self._rows, normalised=self._normalised):
-            end = begin + len(rows)
-            if memory is None:
-                memory = rows.new_empty(rows.shape)
-            yield _Part(
-                rows,
-                slice(begin, end),
-                self.temperatures[begin:end],
-                None if masks is None else masks.factors(begin, end, device),
-                None if free is None else free[begin:end].to(device),
-                _shown(self._bias, begin, end, device),
-                _shown(self._offset, begin, end, device),
-                memory[: end - begin],
-            )
-
-
-def _shown(
-    values: torch.Tensor | None, begin: int, end: int, device: torch.device
-) -> torch.Tensor | None:
-    if values is None:
-        return None
-    own = values if len(values) == 1 else values[begin:end]
-    return own.to(torch.float32).to(device)
-
-
-def biases(
-    bias: float | Numbers | None, count: int, size: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what is added to each token, `(1 or n, size)`, and to each row, `(1 or n,)`."""
-    if bias is None:
-        return None, None
-    if isinstance(bias, np.ndarray):
-        bias = torch.from_numpy(np.require(bias, requirements="W"))  # else torch warns
-    values = torch.as_tensor(bias).detach()
-    shape = tuple(values.shape)
-    if shape in {(count,), (size,)} and count == size:
-        raise ValueError(
-            f"a bias of shape {shape} for {count} rows over {size} tokens may be of rows or of "
-            f"tokens; pass shape ({count}, 1) or (1, {size})"
-        )
-    if shape in {(), (1, 1), (count,), (count, 1)}:
-        return None, values.reshape(-1)
-    if shape in {(size,), (1, size), (count, size)}:
-        return values.reshape(-1, size), None
-    raise ValueError(
-        f"a bias of shape {shape} for {count} rows over {size} tokens; expected a number, "
-        f"({count},), ({size},) or ({count}, {size})"
-    )
 
 
 class _Limits(NamedTuple):
@@ -331,7 +208,7 @@ class _Weighted(NamedTuple):
     log_mass: torch.Tensor
 
 
-def _weighted(part: _Part) -> _Weighted:
+def _weighted(part: RowPart) -> _Weighted:
     """Return weights of rows.
 
     Weights are shares of the row's sum, which torch computes in one operation that is fast
@@ -417,7 +294,7 @@ def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> to
 
 
 def _drawn(
-    part: _Part, uniforms: torch.Tensor, limits: _Limits | None, row_of: torch.Tensor | None
+    part: RowPart, uniforms: torch.Tensor, limits: _Limits | None, row_of: torch.Tensor | None
 ) -> Draws:
     rows = part.rows
     is_greedy = part.temperatures == 0
@@ -448,7 +325,7 @@ def _drawn(
     return _found(rows, token_ids, log_mass, draw_logprob, each)
 
 
-def _drawn_in_turn(part: _Part, uniforms: torch.Tensor) -> Draws:
+def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> Draws:
     rows = part.rows
     scores, weights, sums, log_mass = _weighted(part)
     count, each = uniforms.shape[1], torch.arange(len(rows)).to(rows.device)

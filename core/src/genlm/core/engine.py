@@ -112,7 +112,7 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return the engine's own figures, `tokens_computed` among them if it counts tokens.
+        """Return counters and sizes, `tokens_computed` among them if the engine counts tokens.
 
         The only method that is called from any thread, also while `step` runs and after
         `close`.
@@ -142,7 +142,7 @@ def checked_engine(engine: Engine) -> Engine:
 
 
 def require_capability(engine: Engine, capability: Capability, backend: str) -> None:
-    """Raise an error with the engine's own hint if it does not declare a capability.
+    """Raise an error with the engine's hint if it does not declare a capability.
 
     Raises:
         UnsupportedCapabilityError: The engine of the backend does not declare it.
@@ -287,7 +287,7 @@ class BatchEngine(abc.ABC):
         return max(1, _GROUP_VALUES // self.vocabulary.size)
 
     def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute some of the sequences of a group; by default as queries of their own.
+        """Compute some of the sequences of a group; by default as separate queries.
 
         Engines that compute populations on arrays override this.
 
@@ -345,7 +345,7 @@ class BatchEngine(abc.ABC):
         """Free the engine's resources; nothing by default."""
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return the engine's own figures; none by default."""
+        """Return counters and sizes of the engine; none by default."""
         return {}
 
     def _group_step(self) -> list[Completion]:
@@ -400,7 +400,7 @@ class BatchEngine(abc.ABC):
         return [results[query.query_id] for query in queries]
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
-        """Evaluate and return rows, or what the queries ask of their rows."""
+        """Evaluate and return rows, or the outputs of queries for reductions."""
         # Several queries of one sequence can be in one batch: those of requests that ask for
         # different things, or that came when the first one could no longer be joined.
         known: dict[tuple[str | None, bytes], int] = {}
@@ -545,7 +545,7 @@ def _is_of_device(error: Exception) -> bool:
 
 
 def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str:
-    """Say what is wrong with an engine's answers to queries with targets; `""` if nothing."""
+    """Describe the first wrong answer to a query with targets; `""` if all are right."""
     found = f"{_shown(scores)} for {len(queries)} queries"
     if isinstance(scores, Sequence) and not isinstance(scores, TokenScores):
         found = f"{len(scores)} results for {len(queries)} queries"

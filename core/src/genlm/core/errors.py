@@ -176,7 +176,7 @@ class UnknownAdapterError(QueryError, LookupError):
     """A request for an adapter that is not loaded, or a context of one that was replaced.
 
     Attributes:
-        name: The adapter asked for.
+        name: The requested adapter.
         loaded: The adapters that are loaded.
     """
 
@@ -199,7 +199,7 @@ class UnknownAdapterError(QueryError, LookupError):
 
 
 class PopulationError(QueryError):
-    """Members of a population that failed; the population can be asked again.
+    """Members of a population that failed; the request can be repeated.
 
     Attributes:
         members: Their indices in the population, ascending.
@@ -256,7 +256,7 @@ class EvaluationError(EngineError):
 
 
 class EngineClosedError(EngineError):
-    """The engine was closed before it answered, or before it was asked."""
+    """The engine was closed before it answered, or before the request."""
 
 
 class EngineDiedError(EngineError):
@@ -304,10 +304,10 @@ class PluginError(GenlmError, RuntimeError):
 
 
 class UnknownBackendError(PluginError, LookupError):
-    """No plugin provides the name asked for, or none could be chosen.
+    """No plugin provides the requested name, or none could be chosen.
 
     Attributes:
-        name: The name asked for; None when none was given and several could be meant.
+        name: The requested name; None when none was given and several could be meant.
         kind: `"engine"` or `"trie"`.
         installed: The names of that kind that are installed.
         hint: Advice for the user, one sentence or two.
@@ -339,10 +339,10 @@ class UnknownBackendError(PluginError, LookupError):
 
 
 class AmbiguousBackendError(PluginError, LookupError):
-    """Several distributions provide the name asked for.
+    """Several distributions provide the requested name.
 
     Attributes:
-        name: The name asked for.
+        name: The requested name.
         kind: `"engine"` or `"trie"`.
         providers: The full names, `"distribution:name"`, of those that do.
     """

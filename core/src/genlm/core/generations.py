@@ -183,7 +183,7 @@ class Generation:
 
     Attributes:
         lineage: The sequences.
-        base: The generation whose state serves this one as long as it has none of its own;
+        base: The generation whose state is used until this one has a state;
             the engine sets it to None with `state`.
         state: Whatever the engine keeps for the sequences; only the engine's thread reads and
             sets it. It is dropped on any thread, when the last population that refers to this
@@ -234,7 +234,7 @@ def distinct_sequences(
     *,
     max_context: int | None,
 ) -> tuple[Integers64, Integers64]:
-    """Return the distinct sequences of members, and which of them each has.
+    """Return the distinct sequences of members, and the place of each member's sequence.
 
     Args:
         lineage: The sequences.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from genlm.core.columns import Columns
 from genlm.core.errors import EvaluationError
 from genlm.core.generations import Integers64
 from genlm.core.groups import members_by_row
@@ -44,7 +45,7 @@ class MemberColumns(Reduction):
         members: Members that the row belongs to, shape `(m,)`.
     """
 
-    is_reproducible = False
+    is_cacheable = False
 
     def __init__(self, reduction: GroupReduction, members: Integers64) -> None:
         self.reduction = reduction
@@ -76,13 +77,13 @@ class _Expansion:
 
     Attributes:
         query: The group query.
-        answers: By place in `query.wanted`: columns of the members that have the sequence, or
-            the sequence's error.
     """
 
     def __init__(self, query: GroupQuery) -> None:
         self.query = query
-        self.answers: dict[int, tuple[torch.Tensor, ...] | Exception] = {}
+        self._columns = Columns(query.reduction, len(query.row_of))
+        self._errors: dict[int, Exception] = {}
+        self._unanswered = len(query.wanted)
         order = members_by_row(query.row_of)
         ends = np.searchsorted(query.row_of[order], np.arange(len(query.wanted)), side="right")
         begins = [0, *ends.tolist()]
@@ -97,44 +98,33 @@ class _Expansion:
             yield Query(next(query_ids), sequence, self.query.adapter, outputs=(wanted,))
 
     def add(self, place: int, completion: Completion) -> None:
-        """Record the answer to the query for a place."""
+        """Record the answer to the query for a place in `query.wanted`."""
+        self._unanswered -= 1
         answer: Any = completion.error or completion.result
         if isinstance(answer, torch.Tensor):  # an engine that leaves reductions to the core
             wanted = MemberColumns(self.query.reduction, self._members[place])
             [answer] = reduce_rows(answer[None], [(wanted,)])
         if isinstance(answer, Reduced) and len(answer.values) == 1:
             [answer] = answer.values
-        if not isinstance(answer, (tuple, Exception)) or isinstance(answer, Reduced):
-            answer = EvaluationError(
+        if isinstance(answer, Exception):
+            self._errors[place] = answer
+            return
+        try:
+            self._columns.add(self._members[place], answer)
+        except Exception as error:  # noqa: BLE001 - it fails this sequence alone
+            self._errors[place] = EvaluationError(
                 f"the engine answered a query for a reduction of a row with {answer!r}"
             )
-        self.answers[place] = answer
+            self._errors[place].__cause__ = error
 
     @property
     def is_complete(self) -> bool:
         """Whether all sequences are answered."""
-        return len(self.answers) == len(self._members)
+        return not self._unanswered
 
     def result(self) -> GroupResult:
-        """Put the columns of all members together."""
-        errors: dict[int, Exception] = {}
-        members, parts = [], []
-        for place, answer in self.answers.items():
-            if isinstance(answer, Exception):
-                errors[place] = answer
-            else:
-                members.append(self._members[place])
-                parts.append(answer)
-        if not parts:
-            return GroupResult((), errors)
-        places = torch.from_numpy(np.concatenate(members))
-        columns = []
-        for each in zip(*parts, strict=True):
-            found = torch.cat(each)
-            column = found.new_empty((len(self.query.row_of), *found.shape[1:]))
-            column[places] = found
-            columns.append(column)
-        return GroupResult(tuple(columns), errors)
+        """Return the columns of all members."""
+        return GroupResult(self._columns.result(), self._errors)
 
 
 class ExpandedGroups:

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.draws import batch_draw, batch_draw_without_replacement, batch_log_mass, biases
+from genlm.core.draws import batch_draw, batch_draw_without_replacement, batch_log_mass
 from genlm.core.errors import EvaluationError
 from genlm.core.query import GroupReduction, Reduction
 from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:
-    from genlm.core.generations import Integers64
-    from genlm.core.row_masks import RowMasks
+    from genlm.core.row_weights import RowWeights
 
 __all__ = [
     "DrawColumns",
@@ -26,7 +25,6 @@ __all__ = [
     "SharedReduction",
     "TokenColumns",
     "TopColumns",
-    "WeightColumns",
     "checked_reduction",
 ]
 
@@ -134,111 +132,25 @@ def _column(values: Sequence[Any], kind: type) -> torch.Tensor:
         ) from error
 
 
-class WeightColumns:
-    """What turns the rows of members into the weights that tokens are drawn in proportion to.
-
-    Args:
-        masks: The allowed tokens of each member; None for all tokens.
-        temperature: A number, or one for each member.
-        bias: A number, or numbers of shape `(n,)`, `(vocab_size,)` or `(n, vocab_size)`.
-        count: Number of members.
-        vocab_size: Number of ids in the vocabulary.
-
-    Raises:
-        ValueError: Another shape, or a temperature that is negative or not finite.
-    """
-
-    def __init__(
-        self,
-        masks: RowMasks | None,
-        temperature: npt.ArrayLike | torch.Tensor,
-        bias: Any,
-        count: int,
-        vocab_size: int,
-    ) -> None:
-        self._masks = masks
-        if isinstance(temperature, torch.Tensor):
-            temperature = temperature.cpu().numpy()
-        self._temperature = np.asarray(temperature, np.float64)
-        if self._temperature.shape not in {(), (count,)}:
-            raise ValueError(
-                f"temperature has shape {self._temperature.shape}; expected a number or one "
-                f"for each of {count} members"
-            )
-        if not (np.isfinite(self._temperature) & (self._temperature >= 0)).all():
-            raise ValueError("a temperature must be finite and not negative")
-        is_none = not isinstance(bias, torch.Tensor) and np.ndim(bias) == 0 and bias == 0
-        self._bias, self._offset = biases(None if is_none else bias, count, vocab_size)
-
-    def of(self, members: Integers64) -> WeightColumns:
-        """Return the columns of some members."""
-        found = object.__new__(WeightColumns)
-        found._masks = None if self._masks is None else self._masks.of(members)
-        temperature, bias, offset = self._temperature, self._bias, self._offset
-        found._temperature = temperature[members] if temperature.ndim else temperature
-        found._bias = bias if bias is None or len(bias) == 1 else bias[members]
-        found._offset = offset if offset is None or len(offset) == 1 else offset[members]
-        return found
-
-    def distinct(self, row_of: Integers64) -> tuple[Integers64, Integers64]:
-        """Find the members whose weights differ.
-
-        Args:
-            row_of: The row of each member, shape `(n,)`, ascending.
-
-        Returns:
-            One member for each of the distinct weights, ascending by row, shape `(p,)`, and
-            which of these weights each member has, shape `(n,)`.
-        """
-        each = np.arange(len(row_of))
-        is_first = np.diff(row_of, prepend=-1) > 0
-        if is_first.all() or self._offset is not None:
-            return each, each
-        if self._bias is not None and len(self._bias) > 1:
-            return each, each
-        if self._masks is None and not self._temperature.ndim:
-            return np.flatnonzero(is_first), np.cumsum(is_first) - 1
-        keys = row_of
-        if self._masks is not None:
-            places = self._masks.places.numpy()
-            keys = keys * (int(places.max(initial=0)) + 1) + places
-        if self._temperature.ndim:
-            _, numbers = np.unique(self._temperature, return_inverse=True)
-            keys = keys * (int(numbers.max(initial=0)) + 1) + numbers
-        found, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        return (each, each) if len(found) == len(keys) else (first, inverse)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the functions in `genlm.core.draws`."""
-        offset = None if self._offset is None else self._offset[:, None]
-        return {
-            "masks": self._masks,
-            "temperature": self._temperature,
-            "bias": self._bias if offset is None else offset,
-        }
-
-
 class _Weighted(GroupReduction):
     """A reduction of weights: rows under masks, temperature and bias."""
 
-    def __init__(self, columns: WeightColumns) -> None:
-        self.columns = columns
+    def __init__(self, weights: RowWeights) -> None:
+        self.weights = weights
 
     def _arranged(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-        """Return a row for each of the distinct weights, and which of them members have.
+    ) -> tuple[torch.Tensor, RowWeights, torch.Tensor]:
+        """Return a row for each distinct set of weights, and the place of each member's set.
 
-        `row_of` is ascending, as is what is returned for it.
+        `row_of` is ascending, and so are the places.
         """
-        columns = self.columns.of(members.numpy())
-        first, weights_of = columns.distinct(row_of.numpy())
+        weights = self.weights.of(members.numpy())
+        first, weights_of = weights.distinct(row_of.numpy())
         chosen = row_of[torch.from_numpy(first)]
         if len(chosen) != len(rows) or not torch.equal(chosen, torch.arange(len(rows))):
             rows = rows[chosen.to(rows.device)]
-        arguments = columns.of(first).arguments
-        return rows, arguments, torch.from_numpy(weights_of)
+        return rows, weights.of(first), torch.from_numpy(weights_of)
 
 
 class MassColumns(_Weighted):
@@ -247,17 +159,16 @@ class MassColumns(_Weighted):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Sum each of the distinct weights once."""
-        rows, arguments, weights_of = self._arranged(rows, row_of, members)
-        del arguments["temperature"]
-        return (batch_log_mass(rows, **arguments)[weights_of.to(rows.device)],)
+        """Sum each distinct set of weights once."""
+        rows, weights, weights_of = self._arranged(rows, row_of, members)
+        return (batch_log_mass(rows, weights)[weights_of.to(rows.device)],)
 
 
 class DrawColumns(_Weighted):
     """A token for each member: the columns of `Draws`, each of shape `(n,)`.
 
     Args:
-        columns: Masks, temperature and bias.
+        weights: Masks, temperature and bias of each member.
         uniforms: The randomness: a number in [0, 1) for each member, shape `(n,)`.
         top_k: Draw from the k most likely tokens; None for all.
         top_p: Draw from the fewest tokens that have this share of the probability.
@@ -265,12 +176,12 @@ class DrawColumns(_Weighted):
 
     def __init__(
         self,
-        columns: WeightColumns,
+        weights: RowWeights,
         uniforms: npt.NDArray[np.float64],
         top_k: int | None,
         top_p: float,
     ) -> None:
-        super().__init__(columns)
+        super().__init__(weights)
         self.uniforms = torch.from_numpy(uniforms)
         self.top_k = top_k
         self.top_p = top_p
@@ -278,15 +189,15 @@ class DrawColumns(_Weighted):
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Compute each of the distinct weights once, and draw from it for each member."""
-        rows, arguments, weights_of = self._arranged(rows, row_of, members)
+        """Compute each distinct set of weights once, and draw a token for each member."""
+        rows, weights, weights_of = self._arranged(rows, row_of, members)
         return batch_draw(
             rows,
             self.uniforms[members],
+            weights,
             row_of=weights_of,
             top_k=self.top_k,
             top_p=self.top_p,
-            **arguments,
         )
 
 
@@ -294,19 +205,19 @@ class SeveralDrawColumns(_Weighted):
     """Several different tokens for each member; see `batch_draw_without_replacement`.
 
     Args:
-        columns: Masks, temperature and bias.
+        weights: Masks, temperature and bias of each member.
         uniforms: The randomness: numbers in [0, 1), shape `(n, k)`.
     """
 
-    def __init__(self, columns: WeightColumns, uniforms: npt.NDArray[np.float64]) -> None:
-        super().__init__(columns)
+    def __init__(self, weights: RowWeights, uniforms: npt.NDArray[np.float64]) -> None:
+        super().__init__(weights)
         self.uniforms = torch.from_numpy(uniforms)
 
     def compute(
         self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Draw from a copy of the row of each member."""
-        arguments = self.columns.of(members.numpy()).arguments
+        weights = self.weights.of(members.numpy())
         return batch_draw_without_replacement(
-            rows[row_of.to(rows.device)], self.uniforms[members], **arguments
+            rows[row_of.to(rows.device)], self.uniforms[members], weights
         )

@@ -22,8 +22,9 @@ from genlm.core.generations import (
     distinct_sequences,
     raise_failed,
 )
-from genlm.core.group_reductions import DrawColumns, WeightColumns
+from genlm.core.group_reductions import DrawColumns
 from genlm.core.query import Completion, GroupQuery, GroupResult
+from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ __all__ = ["GroupSampling", "SampledGroup", "SampledGroups", "SamplingRun", "wit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSampling:
-    """What a group query asks for that draws continuations.
+    """Sampling parameters of a group query for continuations.
 
     The member i draws its t-th token with the random number
     `uniforms(seed, [i], step + t)`.
@@ -46,7 +47,7 @@ class GroupSampling:
         places: The sequence of the query's generation that each member has, shape `(n,)`.
         finished: Members that draw nothing, shape `(n,)`.
         max_tokens: The most tokens of a member, at least 1.
-        columns: The temperature of each member.
+        weights: The temperature of each member.
         top_k: Draw from the k most likely tokens; None for all.
         top_p: Draw from the fewest tokens that have this share of the probability.
         seed: Seed of the random numbers.
@@ -59,7 +60,7 @@ class GroupSampling:
     places: Integers64
     finished: npt.NDArray[np.bool_]
     max_tokens: int
-    columns: WeightColumns
+    weights: RowWeights
     top_k: int | None
     top_p: float
     seed: int
@@ -70,7 +71,7 @@ class GroupSampling:
     def draws(self, members: Integers64, token: int) -> DrawColumns:
         """Return the reduction that draws a token, counted from 0, of some members."""
         numbers = uniforms(self.seed, members, self.step + token)
-        return DrawColumns(self.columns.of(members), numbers, self.top_k, self.top_p)
+        return DrawColumns(self.weights.of(members), numbers, self.top_k, self.top_p)
 
 
 class SampledGroup(NamedTuple):
@@ -230,7 +231,7 @@ class SampledGroups:
         self.engine.abort(query_id)
 
     def _continued(self, completion: Completion) -> Completion | None:
-        """Return the completion of a query that is answered; submit what is to be drawn."""
+        """Return a completion, or None if the next token of its query was submitted."""
         query_id, result, error = completion
         run = self._runs.get(query_id)
         if run is None:

@@ -7,20 +7,14 @@ grow with the number of members.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
+from genlm.core.columns import Columns
 from genlm.core.generations import Integers64
 from genlm.core.query import GroupQuery, GroupResult, GroupValues
-from genlm.core.rows import invalid_rows, rows_from_logits
+from genlm.core.rows import invalid_rows, row_parts, rows_from_logits
 from genlm.core.vocab import Vocabulary
 
 __all__ = ["GroupWork", "members_by_row"]
-
-_VALUES_ON_CPU = 2**20
-"""Maximum number of row entries per call of `compute` on a CPU: 4 MiB in float32."""
-
-_VALUES_ON_DEVICE = 2**27
-"""The same on other devices: 512 MiB in float32, 1,000 rows over 128,000 ids."""
 
 
 class GroupWork:
@@ -40,7 +34,7 @@ class GroupWork:
         self.errors: dict[int, Exception] = {}
         self._vocabulary = vocabulary
         self._done = 0
-        self._columns: list[torch.Tensor] = []
+        self._columns = Columns(query.reduction, len(query.row_of))
         self._by_row = members_by_row(query.row_of)
         places = np.arange(len(query.wanted) + 1)
         self._bounds = np.searchsorted(query.row_of[self._by_row], places)
@@ -64,11 +58,8 @@ class GroupWork:
             computed: Their values, in this order.
         """
         values = computed.values
-        on_cpu = values.device.type == "cpu"
-        most = _VALUES_ON_CPU if on_cpu else _VALUES_ON_DEVICE
-        step = max(1, most // max(1, values.shape[1]))
-        for begin in range(0, len(part), step):
-            rows, places = values[begin : begin + step], part[begin : begin + step]
+        for begin, end in row_parts(len(part), values.shape[1], values.device):
+            rows, places = values[begin:end], part[begin:end]
             if computed.are_logits:
                 rows = rows_from_logits(rows, self._vocabulary)
             invalid = invalid_rows(rows, self._vocabulary.size, normalised=computed.are_logits)
@@ -78,15 +69,13 @@ class GroupWork:
                 valid = ~np.isin(row_of, list(invalid))
                 members, row_of = members[valid], row_of[valid]
             if len(members):
-                self._add(members, self._computed(rows, row_of, members))
+                self._columns.reduce(rows, row_of, members)
 
     def result(self) -> GroupResult:
         """Return the columns of all members, once."""
-        stays = self.query.reduction.stays_on_device
-        columns = self._columns if stays else [column.cpu() for column in self._columns]
         # Tracebacks refer to this object, which must not wait for the garbage collector.
         errors, self.errors = self.errors, {}
-        return GroupResult(tuple(columns), errors)
+        return GroupResult(self._columns.result(), errors)
 
     def _members(self, places: Integers64) -> tuple[Integers64, Integers64]:
         """Return the members of some rows, by row, and which of these rows each has."""
@@ -96,21 +85,6 @@ class GroupWork:
         row_of = np.repeat(np.arange(len(places)), counts)
         within = np.arange(len(row_of)) - np.repeat(ends - counts, counts)
         return self._by_row[np.repeat(begins, counts) + within], row_of
-
-    def _computed(
-        self, rows: torch.Tensor, row_of: Integers64, members: Integers64
-    ) -> tuple[torch.Tensor, ...]:
-        return self.query.reduction.compute(
-            rows, torch.from_numpy(row_of), torch.from_numpy(members)
-        )
-
-    def _add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
-        count = len(self.query.row_of)
-        if not self._columns:
-            self._columns = [each.new_empty((count, *each.shape[1:])) for each in columns]
-        places = torch.from_numpy(members)
-        for column, part in zip(self._columns, columns, strict=True):
-            column[places.to(column.device)] = part
 
 
 def members_by_row(row_of: Integers64) -> Integers64:

@@ -22,16 +22,17 @@ import torch
 from genlm.core.adapters import Adapters
 from genlm.core.blocking import blocking, blocking_as, off_loop
 from genlm.core.cache import OutputCache
-from genlm.core.context import Context, LeaseTable
+from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
 from genlm.core.group_expansion import ExpandedGroups, with_groups
 from genlm.core.group_sampling import SampledGroups, with_sampling
+from genlm.core.leases import LeaseTable
 from genlm.core.loading import engine_builder
-from genlm.core.population import Population, first_generation
+from genlm.core.members import first_generation
+from genlm.core.population import Population
 from genlm.core.progress import stages_shown
 from genlm.core.reduction_methods import ReductionMethods
 from genlm.core.requests import COPIED_ON_LOOP, Requests, drop_results
-from genlm.core.row_results import RowResults
 from genlm.core.sample_methods import SampleMethods
 from genlm.core.scheduler import Scheduler
 from genlm.core.score_methods import ScoreMethods
@@ -106,7 +107,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
             lambda: with_sampling(with_groups(checked_engine(build()))),
-            results=RowResults(output_cache, leases),
+            cache=output_cache,
+            release=leases.release,
             max_batch_size=max_batch_size,
             max_pending=max_pending,
             name=f"genlm-{name}",
@@ -201,7 +203,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's own tokenizer object."""
+        """The engine's tokenizer object."""
         return self.vocabulary.tokenizer
 
     @property
@@ -346,7 +348,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     # -- contexts ---------------------------------------------------------------------
 
     def context(self, token_ids: Integers, *, lora_name: str | None = None) -> Context:
-        """Return a context: token ids that are extended and asked at a constant cost.
+        """Return a context: a token sequence that is extended and requested in constant time.
 
         Computes nothing. Every method that takes token ids takes contexts of this model, which
         then also name the adapter.
@@ -385,8 +387,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Computes nothing.
 
         Args:
-            prompts: With `size` one sequence, token ids or a `Context`; without it a sequence
-                of them, one for each member.
+            prompts: With `size` one sequence, token ids or a `Context`; without it one sequence
+                for each member.
             size: Number of members that begin with the only prompt.
             lora_name: A loaded adapter; by default that of `with_lora`, or that of the
                 contexts.
@@ -484,7 +486,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     @property
     def engine(self) -> Engine:
-        """The engine. Its own thread calls it; others may read attributes and `statistics`.
+        """The engine. Only its thread calls it; others may read attributes and `statistics`.
 
         Raises:
             EngineClosedError: The model was closed, which frees the engine.

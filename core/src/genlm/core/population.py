@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    NamedTuple,
-    TypeAlias,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from genlm.core.blocking import blocking
-from genlm.core.context import Context
-from genlm.core.errors import (
-    PopulationError,
-    TokenIdError,
-    TokenTypeError,
-)
-from genlm.core.generations import (
-    NO_TOKEN,
-    Generation,
-    Integers64,
-    Lineage,
-    distinct_sequences,
-    raise_failed,
-)
+from genlm.core.errors import GenlmError, PopulationError
+from genlm.core.generations import NO_TOKEN, Integers64, distinct_sequences, raise_failed
 from genlm.core.group_reductions import (
     DrawColumns,
     MassColumns,
@@ -39,15 +19,15 @@ from genlm.core.group_reductions import (
     SeveralDrawColumns,
     TokenColumns,
     TopColumns,
-    WeightColumns,
     checked_reduction,
 )
 from genlm.core.group_sampling import GroupSampling, SampledGroup
+from genlm.core.members import ArrayLike, Members, checked_array
 from genlm.core.query import GroupReduction, GroupResult, Reduction
 from genlm.core.reductions import TopTokens
 from genlm.core.row_masks import RowMasks
+from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
-from genlm.core.sequence import TokenSequence
 from genlm.core.validation import (
     checked_integer,
     checked_share,
@@ -56,14 +36,10 @@ from genlm.core.validation import (
 )
 
 if TYPE_CHECKING:
-    from genlm.core.lm import AsyncLM
     from genlm.core.row_masks import MasksLike
     from genlm.core.validation import Stop
 
 __all__ = ["DrawnTokens", "Population", "SampledTokens"]
-
-Flags: TypeAlias = npt.NDArray[np.bool_]
-ArrayLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
 
 
 class DrawnTokens(NamedTuple):
@@ -109,15 +85,15 @@ class _Settings(NamedTuple):
     Attributes:
         active: Members that are drawn from, ascending.
         log_mass: Log-mass of the other members, shape `(n,)`: 0 if finished, else `-inf`.
-        columns: Masks, temperature and bias of the active members.
+        weights: Masks, temperature and bias of the active members.
     """
 
     active: Integers64
     log_mass: torch.Tensor
-    columns: WeightColumns
+    weights: RowWeights
 
 
-class Population:
+class Population(Members):
     """N token sequences of one model and adapter: make it with `AsyncLM.population`.
 
     Immutable: `extend` and indexing return new populations, in time that does not depend on
@@ -133,173 +109,11 @@ class Population:
 
     Each method that computes is one request for all members, and has a blocking twin,
     `draw_sync` for `draw`. When some members fail, it raises one `PopulationError` that lists
-    them; the population is unchanged and can be asked again.
-    A cancelled request is dropped as a whole.
+    them; the population is unchanged and the request can be repeated. Cancellation ends the
+    request for all members.
     """
 
-    __slots__ = (
-        *("__weakref__", "_finished", "_generation", "_lm", "_places", "_step"),
-        *("_adapter", "lora_name"),
-    )
-
-    def __init__(
-        self,
-        lm: AsyncLM,
-        generation: Generation,
-        places: Integers64,
-        *,
-        lora_name: str | None,
-        adapter: str | None,
-        finished: Flags | None = None,
-        step: int = 0,
-    ) -> None:
-        self._lm = lm
-        self._generation = generation
-        self._places = places
-        self._finished = np.zeros(len(places), bool) if finished is None else finished
-        self._step = step
-        self.lora_name = lora_name
-        """Name of the LoRA adapter of all members, None for the base model."""
-        self._adapter = adapter
-
-    # -- members ----------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Number of token ids of each member, shape `(n,)`, int64."""
-        return torch.from_numpy(self._lineage.lengths[self._places])
-
-    @property
-    def finished(self) -> torch.Tensor:
-        """Which members were marked as finished, shape `(n,)`, bool."""
-        return torch.from_numpy(self._finished.copy())
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """The token ids of each member, shape `(n, longest)`, int64, then -1."""
-        lineage = self._lineage
-        beginnings, after = lineage.suffixes(self._places)
-        first = lineage.first
-        lengths = lineage.lengths[self._places]
-        found = np.full((len(self), int(lengths.max(initial=0))), NO_TOKEN)
-        for place in np.unique(beginnings).tolist():
-            found[beginnings == place, : first.lengths[place]] = first.sequence(place).token_ids
-        adds = after >= 0
-        columns = first.lengths[beginnings][:, None] + np.cumsum(adds, axis=1) - 1
-        rows = np.broadcast_to(np.arange(len(self))[:, None], adds.shape)
-        found[rows[adds], columns[adds]] = after[adds]
-        return torch.from_numpy(found)
-
-    @overload
-    def __getitem__(self, index: int) -> Context: ...
-    @overload
-    def __getitem__(self, index: slice | ArrayLike) -> Population: ...
-    def __getitem__(self, index: Any) -> Context | Population:
-        """Return a member as a `Context`, or members as a population.
-
-        Args:
-            index: An integer; or a slice, an index array, repeated or not, or a boolean for
-                each member, as numpy or torch indexes.
-
-        Raises:
-            IndexError: An index that is out of range, or not of these forms.
-        """
-        if isinstance(index, torch.Tensor):
-            index = index.cpu().numpy()
-        if isinstance(index, slice):
-            chosen = np.arange(len(self))[index]
-        else:
-            array = np.asarray(index)
-            if array.ndim == 0 and array.dtype.kind in "iu":
-                return self._context(int(array))
-            if array.ndim != 1 or (array.dtype.kind not in "iub" and array.size):
-                raise IndexError(
-                    f"a population is indexed by an integer, a slice, or an array of integers "
-                    f"or booleans of one dimension; found {array.dtype} of shape {array.shape}"
-                )
-            chosen = np.arange(len(self))[array if array.size else array.astype(np.int64)]
-        return self._with(
-            self._generation, self._places[chosen], self._finished[chosen], self._step
-        )
-
-    def __iter__(self) -> Iterator[Context]:
-        return map(self._context, range(len(self)))
-
-    @staticmethod
-    def cat(populations: Sequence[Population]) -> Population:
-        """Return a population of the members of several, in order.
-
-        Raises:
-            ValueError: There are none, or they have different models or adapters.
-        """
-        if not populations:
-            raise ValueError("no populations; pass at least one")
-        parts = [each._parts for each in populations]  # noqa: SLF001 - of the same class
-        models, generations, places, finished, steps = zip(*parts, strict=True)
-        if len(set(models)) > 1:
-            raise ValueError("the populations have different models or adapters")
-        generation = generations[0]
-        if all(each is generation for each in generations):
-            joined = np.concatenate(places)
-        else:
-            generation, joined = first_generation(
-                [
-                    each.lineage.sequence(place)
-                    for each, own in zip(generations, places, strict=True)
-                    for place in own.tolist()
-                ]
-            )
-        ended, step = np.concatenate(finished), max(steps)
-        return populations[0]._with(generation, joined, ended, step)  # noqa: SLF001
-
-    @property
-    def _parts(self) -> tuple[tuple[object, ...], Generation, Integers64, Flags, int]:
-        model = self._lm._model, self._adapter  # noqa: SLF001 - a part of AsyncLM
-        return model, self._generation, self._places, self._finished, self._step
-
-    def extend(self, token_ids: ArrayLike) -> Population:
-        """Return the population whose members continue these; nothing is computed.
-
-        Args:
-            token_ids: A token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
-                adds nothing. Integers of numpy, torch or lists.
-
-        Raises:
-            ValueError: Another shape.
-            PopulationError: Ids outside the vocabulary.
-        """
-        new = _integers(token_ids)
-        if new.ndim not in {1, 2} or len(new) != len(self):
-            raise ValueError(
-                f"token ids of shape {new.shape} for {len(self)} members; expected "
-                f"({len(self)},) or ({len(self)}, k)"
-            )
-        columns = new[:, None] if new.ndim == 1 else new
-        size = self._lm.vocabulary.size
-        if columns.size and (columns.min() < NO_TOKEN or columns.max() >= size):
-            wrong = (columns < NO_TOKEN) | (columns >= size)
-            members = np.flatnonzero(wrong.any(axis=1))
-            place = int(wrong[members[0]].argmax())
-            error = TokenIdError(int(columns[members[0], place]), place, size, "token_ids")
-            raise PopulationError(members.tolist(), len(self), error)
-        generation, places = self._generation.extended(self._places, columns)
-        step = self._step + columns.shape[1]
-        return self._with(generation, places, self._finished, step)
-
-    def finish(self, members: ArrayLike) -> Population:
-        """Return the population in which more members are finished: not drawn from again.
-
-        Args:
-            members: Which members, shape `(n,)`, bool.
-
-        Raises:
-            ValueError: Not a boolean for each member.
-        """
-        finished = self._finished | _flags(members, len(self))
-        return self._with(self._generation, self._places, finished, self._step)
+    __slots__ = ()
 
     # -- rows and reductions ----------------------------------------------------------
 
@@ -331,15 +145,10 @@ class Population:
             The same shape, float32, in main memory; 0 for -1.
 
         Raises:
-            ValueError: Another shape, or ids outside the vocabulary.
-            PopulationError: As `next_token_logprobs`.
+            ValueError: Another shape.
+            PopulationError: Ids outside the vocabulary, or as `next_token_logprobs`.
         """
-        ids = _integers(token_ids)
-        if ids.ndim not in {1, 2} or len(ids) != len(self):
-            raise ValueError(f"token ids of shape {ids.shape} for {len(self)} members")
-        size = self._lm.vocabulary.size
-        if ids.size and (ids.min() < NO_TOKEN or ids.max() >= size):
-            raise ValueError(f"token ids must be from 0 to {size - 1}, or -1 for none")
+        ids = self._checked_tokens(token_ids)
         if not ids.size:
             return torch.empty(ids.shape)
         columns = torch.from_numpy(ids.reshape(len(ids), -1))
@@ -364,20 +173,19 @@ class Population:
     top_tokens_sync = blocking(top_tokens)
 
     async def reduce(self, reduction: GroupReduction | Reduction) -> Any:
-        """Return a reduction of one's own of each member's row.
+        """Return a user-defined reduction of the row of each member.
 
         Args:
             reduction: A `GroupReduction`, whose columns have an entry for each member, or a
                 `Reduction` that all members share.
 
         Returns:
-            What it computed for each member: a tensor whose first dimension is n, or a tuple
-            of them.
+            The results of all members: a tensor whose first dimension is n, or a tuple of such
+            tensors.
 
         Raises:
-            TypeError: Neither of them.
-            EvaluationError: Its `compute` raised.
-            PopulationError: As `next_token_logprobs`.
+            TypeError: An object of another class.
+            PopulationError: As `next_token_logprobs`, or its `compute` raised.
         """
         reduction = checked_reduction(reduction)
         if len(self):
@@ -408,9 +216,9 @@ class Population:
         settings = self._settings(masks, mask_index, 1.0, bias)
         found = settings.log_mass
         if len(settings.active):
-            [found[settings.active]] = await self._reduced(
-                MassColumns(settings.columns), settings.active
-            )
+            [mass] = await self._reduced(MassColumns(settings.weights), settings.active)
+            self._refuse_masses(mass, settings.active)
+            found[settings.active] = mass
         return found
 
     log_mass_sync = blocking(log_mass)
@@ -458,12 +266,13 @@ class Population:
         Raises:
             ValueError: A shape that does not fit the members or the vocabulary, or a number
                 out of range.
-            PopulationError: As `next_token_logprobs`.
+            TypeError: A temperature or bias that is not of numbers.
+            PopulationError: As `next_token_logprobs`, or a bias that is NaN or inf.
         """
         settings = self._settings(masks, mask_index, temperature, bias)
         k, share = checked_top_k(top_k, self._lm.vocabulary.size), checked_share(top_p)
         numbers = uniforms(_checked_seed(seed), settings.active, self._step)
-        reduction = DrawColumns(settings.columns, numbers, k, share)
+        reduction = DrawColumns(settings.weights, numbers, k, share)
         return await self._drawn(reduction, settings, (len(self),))
 
     draw_sync = blocking(draw)
@@ -500,8 +309,13 @@ class Population:
         """
         count = checked_integer("k", k, 1)
         settings = self._settings(masks, mask_index, temperature, bias)
+        if settings.weights.is_greedy:
+            raise ValueError(
+                "draws without replacement need a temperature above 0; top_tokens returns the "
+                "most likely tokens"
+            )
         numbers = uniforms(_checked_seed(seed), settings.active, self._step, count)
-        reduction = SeveralDrawColumns(settings.columns, numbers)
+        reduction = SeveralDrawColumns(settings.weights, numbers)
         return await self._drawn(reduction, settings, (len(self), count))
 
     draw_without_replacement_sync = blocking(draw_without_replacement)
@@ -540,7 +354,7 @@ class Population:
             self._places,
             self._finished,
             checked_integer("max_tokens", max_tokens, 0),
-            WeightColumns(None, temperature, 0.0, count, size),
+            RowWeights((count, size), temperature=temperature),
             checked_top_k(top_k, size),
             checked_share(top_p),
             _checked_seed(seed),
@@ -572,10 +386,11 @@ class Population:
 
         Raises:
             ValueError: Another shape, or a token after -1.
-            GenlmError: As `AsyncLM.batch_score`.
+            PopulationError: Ids outside the vocabulary, texts that are longer than the context
+                and one token, or as `next_token_logprobs`.
         """
-        ids = _integers(continuations)
-        if ids.ndim != 2 or len(ids) != len(self):
+        ids = self._checked_tokens(continuations)
+        if ids.ndim != 2:
             raise ValueError(
                 f"continuations of shape {ids.shape}; expected ({len(self)}, k) with -1 after "
                 f"the end of shorter ones"
@@ -591,7 +406,13 @@ class Population:
             for context, member in zip(contexts, members, strict=True)
         ]
         starts = [len(context) for context in contexts]
-        scored = await self._lm.batch_score(texts, starts)
+        try:
+            scored = await self._lm.batch_score(texts, starts)
+        except GenlmError as error:
+            if not error.places:
+                raise
+            failed = [members[place] for place in error.places]
+            raise PopulationError(failed, len(self), error) from error
         for member, scores in zip(members, scored, strict=True):
             found[member, : len(scores)] = scores
         return found
@@ -600,33 +421,14 @@ class Population:
 
     # -- parts ------------------------------------------------------------------------
 
-    @property
-    def _lineage(self) -> Lineage:
-        return self._generation.lineage
-
-    def _with(
-        self, generation: Generation, places: Integers64, finished: Flags, step: int
-    ) -> Population:
-        return Population(
-            self._lm,
-            generation,
-            places,
-            lora_name=self.lora_name,
-            adapter=self._adapter,
-            finished=finished,
-            step=step,
-        )
-
-    def _context(self, member: int) -> Context:
-        sequence = self._lineage.sequence(int(self._places[member]))
-        return Context(self._lm, sequence, self.lora_name, self._adapter)
-
     async def _drawn(
         self, reduction: GroupReduction, settings: _Settings, shape: tuple[int, ...]
     ) -> DrawnTokens:
         """Draw for the active members, and return the draws of all."""
         active, log_mass = settings.active, settings.log_mass
         columns = await self._reduced(reduction, active) if len(active) else ()
+        if columns:
+            self._refuse_masses(columns[2], active)
         if len(active) == len(self) > 0:
             return DrawnTokens(*columns)
         unset = log_mass.view(-1, *[1] * (len(shape) - 1)).expand(shape)
@@ -636,10 +438,21 @@ class Population:
             column[places] = part
         return found
 
+    def _refuse_masses(self, log_mass: torch.Tensor, members: Integers64) -> None:
+        """Raise an error that lists the members whose log-mass is NaN or infinite.
+
+        Rows are distributions, so the bias is the cause. Reading all of it before would take
+        another pass over `(n, vocab_size)` numbers.
+        """
+        wrong = ~(log_mass < math.inf)
+        if wrong.any():
+            error = ValueError("bias is NaN or inf for a token that may be drawn")
+            raise PopulationError(members[wrong.numpy()].tolist(), len(self), error)
+
     async def _reduced(
         self, reduction: GroupReduction, members: Integers64 | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a reduction, which has an entry for each of some members.
+        """Return the columns of a reduction of some members.
 
         Args:
             reduction: Reduction to compute.
@@ -676,7 +489,9 @@ class Population:
     ) -> _Settings:
         """Check what members are drawn with, and find those that are drawn from."""
         count, size = len(self), self._lm.vocabulary.size
-        index = None if mask_index is None else _integers(mask_index, "mask_index")
+        index = None if mask_index is None else checked_array(mask_index, "mask_index")
+        if masks is None and index is not None:
+            raise ValueError("mask_index without masks; it says which of them a member has")
         rows = None if masks is None else RowMasks(masks, count, size, index)
         log_mass = torch.zeros(count)
         active = ~self._finished
@@ -685,62 +500,11 @@ class Population:
             log_mass[torch.from_numpy(dead)] = -math.inf
             active &= ~dead
         members = np.flatnonzero(active)
-        columns = WeightColumns(rows, temperature, bias, count, size)
+        weights = RowWeights((count, size), rows, temperature=temperature, bias=bias)
         if len(members) < count:
-            columns = columns.of(members)
-        return _Settings(members, log_mass, columns)
-
-    def _is_of(self, model: object) -> bool:
-        """Whether it belongs to the model that `AsyncLM` identifies by `model`."""
-        return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
-
-    def __repr__(self) -> str:
-        lora = "" if self.lora_name is None else f", lora {self.lora_name!r}"
-        lengths = self._lineage.lengths[self._places]
-        tokens = f"{lengths.min()} to {lengths.max()} tokens" if len(self) else "no tokens"
-        return f"<Population of {self._lm.name!r}{lora}: {len(self)} members, {tokens}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a Population belongs to a loaded model and cannot be pickled; pickle its tokens, "
-            "and make it again with the model's method population"
-        )
-
-
-def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:
-    """Return a generation of the distinct ones of several sequences, and the place of each."""
-    places: dict[bytes, int] = {}
-    distinct: list[TokenSequence] = []
-    for sequence in sequences:
-        if sequence.key not in places:
-            places[sequence.key] = len(distinct)
-            distinct.append(sequence)
-    found = np.array([places[sequence.key] for sequence in sequences], np.int64)
-    return Generation(Lineage.of_sequences(distinct)), found
+            weights = weights.of(members)
+        return _Settings(members, log_mass, weights)
 
 
 def _checked_seed(seed: int | None) -> int:
     return secrets.randbits(63) if seed is None else checked_integer("seed", seed, 0)
-
-
-def _integers(values: ArrayLike, argument: str = "token_ids") -> Integers64:
-    """Return an array of 64-bit integers.
-
-    Raises:
-        TokenTypeError: Something else than integers.
-    """
-    array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
-    if array.dtype.kind not in "iu" and array.size:
-        raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")
-    return array.astype(np.int64, copy=False)
-
-
-def _flags(values: ArrayLike, count: int) -> Flags:
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
-    flags = np.asarray(array)
-    if flags.dtype != bool or flags.shape != (count,):
-        raise ValueError(
-            f"members has shape {flags.shape} and type {flags.dtype}; expected a boolean for "
-            f"each of {count} members"
-        )
-    return flags

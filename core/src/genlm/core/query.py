@@ -1,4 +1,4 @@
-"""What the scheduler and an engine exchange: queries, what they ask for, and completions.
+"""What the scheduler and an engine exchange: queries, requested outputs, and completions.
 
 Plain values. `Query` and `Completion` are made for every request, so neither is a frozen
 dataclass, which takes twice the time to make.
@@ -57,11 +57,11 @@ class SamplingParams:
 class Query:
     """One request to an engine, validated against its vocabulary and context.
 
-    Two queries are equal if all their attributes are.
+    Two queries are equal if all their attributes are. Attributes are not changed after a query
+    was made; `replace` makes another one.
 
-    Args:
+    Attributes:
         query_id: Unique among the scheduler's queries; names the answer.
-        token_ids: The sequence, oldest first, never empty.
         adapter: Name of a loaded LoRA adapter, None for the base model.
         sampling: None asks for the next-token row; otherwise for a continuation
             (only engines with `Capability.SAMPLE` receive such queries).
@@ -72,11 +72,20 @@ class Query:
             are its last ids (only engines with `Capability.SCORE` receive such queries). Its
             output may be a `PositionReduction`, which is then computed of the rows before the
             targets.
+        is_checked: Whether it was made of a `TokenSequence`, whose ids `AsyncLM` has checked.
+
+    Args:
+        query_id: As above.
+        token_ids: The sequence, oldest first, never empty.
+        adapter: As above.
+        sampling: As above.
+        outputs: As above.
+        targets: As above.
     """
 
     __slots__ = (
-        *("_adapter", "_outputs", "_query_id", "_sampling", "_sequence", "_targets"),
-        "_token_ids",
+        *("_sequence", "_token_ids", "adapter", "is_checked", "outputs", "query_id"),
+        *("sampling", "targets"),
     )
 
     def __init__(
@@ -89,42 +98,18 @@ class Query:
         outputs: tuple[Reduction | None, ...] = ROW_ONLY,
         targets: tuple[int, ...] = (),
     ) -> None:
-        self._query_id = query_id
-        self._outputs = outputs
-        self._targets = targets
-        self._adapter = adapter
-        self._sampling = sampling
+        self.query_id = query_id
+        self.adapter = adapter
+        self.sampling = sampling
+        self.outputs = outputs
+        self.targets = targets
+        self.is_checked = type(token_ids) is TokenSequence
         self._sequence: TokenSequence | None = None
         self._token_ids: tuple[int, ...] | None = None
         if type(token_ids) is TokenSequence:
             self._sequence = token_ids
         else:
             self._token_ids = tuple(cast("Sequence[int]", token_ids))
-
-    @property
-    def query_id(self) -> int:
-        """Names the answer."""
-        return self._query_id
-
-    @property
-    def adapter(self) -> str | None:
-        """Name of a loaded LoRA adapter, None for the base model."""
-        return self._adapter
-
-    @property
-    def sampling(self) -> SamplingParams | None:
-        """How to continue the sequence; None asks for the next-token row."""
-        return self._sampling
-
-    @property
-    def outputs(self) -> tuple[Reduction | None, ...]:
-        """What is asked of the row: the row itself (None) and reductions."""
-        return self._outputs
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """The ids to be scored; empty for other queries."""
-        return self._targets
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -142,11 +127,6 @@ class Query:
             self._sequence = TokenSequence.of(self._token_ids)
         return self._sequence
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether it was made of a `TokenSequence`, whose ids `AsyncLM` has checked."""
-        return self._sequence is not None and self._token_ids is None
-
     def __len__(self) -> int:
         """Number of token ids."""
         return len(self.sequence if self._token_ids is None else self._token_ids)
@@ -154,7 +134,7 @@ class Query:
     def replace(self, **changes: Any) -> Query:
         """Return a copy with other attributes, by the names of the arguments."""
         tokens = self._token_ids if self._sequence is None else self._sequence
-        arguments = {
+        arguments: dict[str, Any] = {
             "query_id": self.query_id,
             "token_ids": tokens,
             "adapter": self.adapter,
@@ -163,8 +143,6 @@ class Query:
             "targets": self.targets,
         }
         return type(self)(**(arguments | changes))
-
-    _replace = replace  # of named tuples, which queries were before 1.0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Query):
@@ -188,7 +166,7 @@ class Query:
 
 
 class Reduced(NamedTuple):
-    """The answer to a query that asks for more than its row.
+    """The answer to a query for reductions, or for a row and reductions.
 
     Attributes:
         values: A result for each of the query's `outputs`, in order: a row, the result of a
@@ -199,7 +177,7 @@ class Reduced(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """How likely each of several given tokens is after those before it.
+    """Scores of given tokens, each after the tokens before it.
 
     Attributes:
         logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory; `-inf` for a
@@ -212,15 +190,15 @@ class TokenScores(NamedTuple):
 
 
 class Reduction(abc.ABC):
-    """What a request wants of its row; equal instances share one result.
+    """A function of a row, requested in place of the row; equal instances share one result.
 
-    Subclasses are immutable and hashable, such as frozen dataclasses. For an engine that
-    computes in processes of its own they must be importable there.
+    Subclasses are immutable and hashable, such as frozen dataclasses. An engine that computes
+    in other processes must be able to import them there.
     """
 
-    is_reproducible: bool = True
-    """Whether equal instances have equal results for equal rows, which are then cached; of
-    results only None is not, and is evaluated again each time."""
+    is_cacheable: bool = True
+    """Whether the output cache stores results for later requests with an equal instance. A
+    result None is never stored."""
 
     @classmethod
     @abc.abstractmethod
@@ -243,10 +221,10 @@ class Reduction(abc.ABC):
 
 
 class GroupReduction(abc.ABC):
-    """What a group wants of its rows: columns, with an entry for each member.
+    """A function of the rows of a group; its results are columns with an entry for each member.
 
-    The attributes of a subclass are columns as well, or numbers that all members share. For an
-    engine that computes in processes of its own it must be importable there.
+    The attributes of a subclass are columns as well, or numbers that all members share. An
+    engine that computes in other processes must be able to import it there.
     """
 
     stays_on_device: ClassVar[bool] = False

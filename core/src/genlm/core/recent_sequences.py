@@ -1,6 +1,6 @@
-"""`RecentSequences`: finds the sequence of a list of ids that extends one seen before.
+"""`RecentSequences`: finds the sequence of a list of ids that extends a recent one.
 
-A program that appends a token to a list and asks again passes the whole list each time.
+A program that appends a token to a list for each request passes the whole list each time.
 Comparing it with the list before takes a tenth of the time of checking and packing its ids.
 """
 
@@ -44,7 +44,7 @@ class _Known(NamedTuple):
 
 
 class RecentSequences:
-    """Lists of ids that were asked recently, with their sequences. Thread-safe.
+    """Lists of ids of recent requests, with their sequences. Thread-safe.
 
     Two generations of lists are kept. When the younger one is full it becomes the older one,
     and the lists that were not used since are dropped.

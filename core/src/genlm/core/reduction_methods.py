@@ -260,7 +260,7 @@ class ReductionMethods:
         engine with equal rows. The randomness is the number at position `len(context)` of the
         seed's stream, so one seed serves all steps of one sequence. Equal contexts with equal
         seeds draw equal tokens, and different contexts of one length share the random number.
-        Give each particle a seed of its own, and a new one after resampling, or call
+        Give each particle another seed, and a new one after resampling, or call
         `batch_draw(contexts, seed=...)` with a new number at each step.
 
         Args:
@@ -336,7 +336,7 @@ class ReductionMethods:
         )
         uniforms = _uniforms(contexts, seed)
         return [
-            Draw(uniform, temperature, mask, top_k, share, is_reproducible=seed is not None)
+            Draw(uniform, temperature, mask, top_k, share)
             for uniform, mask in zip(uniforms, allowed, strict=True)
         ]
 

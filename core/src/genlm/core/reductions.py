@@ -1,8 +1,8 @@
-"""Reductions: what a request wants of its row in place of the row.
+"""Reductions: functions of rows that requests name in place of rows.
 
 A reduction is computed for all requests of its class in a batch at once, on the device of the
-rows, before rows are copied for their callers; only its results leave the device. A reduction
-of one's own derives from `Reduction`:
+rows, before rows are copied for their callers; only its results leave the device. User-defined
+reductions derive from `Reduction`:
 
     @dataclass(frozen=True)
     class Entropy(genlm.Reduction):
@@ -25,6 +25,7 @@ from genlm.core.draws import batch_draw, batch_log_mass
 from genlm.core.errors import EvaluationError, described
 from genlm.core.masks import Mask
 from genlm.core.query import GroupReduction, Reduced, Reduction
+from genlm.core.row_weights import RowWeights
 from genlm.core.rows import copied_rows, invalid_rows, row_parts, rows_from_logits
 from genlm.core.selection import batch_top_k
 
@@ -116,7 +117,8 @@ class LogMass(Reduction):
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[LogMass]) -> Sequence[float]:
         """Sum under all masks at once."""
-        masses: list[float] = batch_log_mass(rows, [each.mask for each in requests]).tolist()
+        weights = RowWeights(rows.shape, [each.mask for each in requests])
+        masses: list[float] = batch_log_mass(rows, weights).tolist()
         return masses
 
 
@@ -152,7 +154,6 @@ class Draw(Reduction):
         top_k: Draws from the k most likely of these; None for all.
         top_p: Draws from the fewest most likely of these that have this share of their
             probability at the temperature; 1 for all.
-        is_reproducible: False if `uniform` is fresh randomness.
     """
 
     uniform: float
@@ -160,7 +161,8 @@ class Draw(Reduction):
     mask: Mask | None = None
     top_k: int | None = None
     top_p: float = 1.0
-    is_reproducible: bool = True
+
+    is_cacheable = False  # no later request has the same random number
 
     @property
     def nbytes(self) -> int:
@@ -174,8 +176,11 @@ class Draw(Reduction):
         drawn = batch_draw(
             rows,
             [request.uniform for request in requests],
-            masks if any(mask is not None for mask in masks) else None,
-            temperature=[request.temperature for request in requests],
+            RowWeights(
+                rows.shape,
+                masks if any(mask is not None for mask in masks) else None,
+                temperature=[request.temperature for request in requests],
+            ),
             top_k=[request.top_k for request in requests],
             top_p=[request.top_p for request in requests],
         )
@@ -217,7 +222,7 @@ class PositionReduction(Reduction):
         reduction: Its columns have an entry for each target.
     """
 
-    is_reproducible = False
+    is_cacheable = False
 
     def __init__(self, reduction: GroupReduction) -> None:
         self.reduction = reduction
@@ -240,7 +245,7 @@ def reduce_rows(
     *,
     normalised: bool = False,
 ) -> list[Reduced | Exception]:
-    """Compute what queries ask of their rows, each class of reductions in few calls.
+    """Compute the outputs of queries from their rows, each class of reductions in few calls.
 
     Args:
         rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
@@ -282,7 +287,7 @@ def reduce_logits(
     vocabulary: Vocabulary,
     outputs: Sequence[tuple[Reduction | None, ...]],
 ) -> list[Reduced | Exception]:
-    """Compute what queries ask of the rows of logits, as `reduce_rows` of `rows_from_logits`.
+    """Compute the outputs of queries from logits, as `reduce_rows` of `rows_from_logits`.
 
     On a CPU a few rows at a time, which are then still in its caches.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import off_loop
-from genlm.core.context import Context, LeaseTable
+from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import (
     ContextLengthError,
@@ -26,10 +26,10 @@ from genlm.core.errors import (
     with_places,
 )
 from genlm.core.generations import Generation, Lineage
+from genlm.core.leases import LeaseTable
 from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
 from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
-from genlm.core.row_results import is_cacheable
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
 
@@ -51,7 +51,7 @@ RowKey = tuple[object, str | None, bytes]
 """Identifies a row: model, adapter, and the key of the token sequence."""
 
 Item = tuple[Query, Any, Reduction | None]
-"""A query, its key, and the reduction that is wanted of its row; None for the whole result."""
+"""A query, its key, and the requested reduction of its row; None for the whole result."""
 
 COPIED_ON_LOOP = 2**16
 """Bytes of cached rows that are copied on the event loop: in the time of a thread switch."""
@@ -159,7 +159,7 @@ class Requests:
         return name, None if name is None else self._adapters.engine_name(name)
 
     def _sequence(self, token_ids: Integers) -> TokenSequence:
-        """Check token ids and pack them, or find that they extend what was asked before."""
+        """Check and pack token ids, or find the recent sequence that they extend."""
         kind = type(token_ids)
         is_long = (kind is list or kind is tuple) and len(token_ids) >= SHORTEST
         if is_long:
@@ -252,7 +252,7 @@ class Requests:
         """Answer requests from the output cache and by the engine; all end together.
 
         Args:
-            items: What `build_query` returned, each with what is wanted.
+            items: Results of `build_query`, with the requested reductions.
             sequences: The caller's argument for each item, if it may be a context.
             places: The place in the caller's batch of each, for errors; None for one request.
 
@@ -306,7 +306,7 @@ class Requests:
         """Return how many bytes must be read to answer from the cache; None if it cannot."""
         if wanted is None:
             return self._cache.size_of(key)
-        size = self._cache.size_of((key, wanted)) if is_cacheable(wanted) else None
+        size = self._cache.size_of((key, wanted)) if wanted.is_cacheable else None
         if size is None and key in self._cache:
             size = COPIED_ON_LOOP + 1  # a reduction takes too long on the loop in any case
         return size
@@ -319,7 +319,7 @@ class Requests:
             if wanted is None:
                 values.append(self._cache.get(key))
                 continue
-            values.append(self._cache.get((key, wanted)) if is_cacheable(wanted) else None)
+            values.append(self._cache.get((key, wanted)) if wanted.is_cacheable else None)
             if values[place] is None:
                 reduced.setdefault(key, []).append(place)
         keys = list(reduced)

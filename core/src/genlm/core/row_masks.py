@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from genlm.core.errors import each_in_batch
 from genlm.core.masks import Mask
 
 if TYPE_CHECKING:
@@ -185,16 +186,19 @@ def _table(
         return *_array_table(masks, size), None, None
     if not (isinstance(masks, (list, tuple)) and masks and _is_mask(masks[0])):
         masks = [masks]
-    distinct = {id(mask): mask for mask in masks}
-    place_of = {key: place for place, key in enumerate(distinct)}
     every = np.full(-(-size // 8), 255, np.uint8)
-    made = [every if each is None else Mask(each, size).packed for each in distinct.values()]
-    table = torch.from_numpy(np.stack(made))
-    if len(distinct) == len(masks):
-        places = None
-    else:
-        places = torch.tensor([place_of[id(mask)] for mask in masks])
-    return table, True, torch.tensor([each is None for each in distinct.values()]), places
+    place_of: dict[int, int] = {}
+    made: list[npt.NDArray[np.uint8]] = []
+
+    def place(mask: Any) -> int:
+        found = place_of.setdefault(id(mask), len(made))
+        if found == len(made):
+            made.append(every if mask is None else Mask(mask, size).packed)
+        return found
+
+    places = torch.tensor(each_in_batch(place, masks))
+    table, full = torch.from_numpy(np.stack(made)), [each is every for each in made]
+    return table, True, torch.tensor(full), None if len(made) == len(masks) else places
 
 
 def _array_table(masks: np.ndarray[Any, Any] | torch.Tensor, size: int) -> Any:

@@ -126,7 +126,7 @@ def logprob_parts(
 
 
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Copy each row into memory of its own.
+    """Copy each row into separate memory.
 
     On CUDA a few kernels copy all of them. `torch.unbind_copy` launches one for each row.
 

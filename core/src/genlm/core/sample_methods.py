@@ -21,11 +21,11 @@ from genlm.core.sampling import stream_seeds, stream_uniform
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import (
     checked_batch,
+    checked_ids,
     checked_integer,
     checked_number,
     checked_share,
     checked_stop,
-    checked_stop_ids,
     checked_top_k,
 )
 
@@ -50,14 +50,12 @@ class SamplePlan:
         stop: Texts that end the continuation.
         top_k: Draws from the k most likely tokens; None for all.
         top_p: Draws from the fewest most likely tokens that have this share; 1 for all.
-        is_seeded: Whether the caller gave a seed.
     """
 
     params: SamplingParams
     stop: tuple[bytes, ...]
     top_k: int | None
     top_p: float
-    is_seeded: bool
 
     @property
     def is_plain(self) -> bool:
@@ -72,7 +70,6 @@ class SamplePlan:
             self.params.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            is_reproducible=self.is_seeded,
         )
 
 
@@ -208,7 +205,7 @@ class SampleMethods:
     ) -> list[list[int]]:
         """Draw a continuation of each prompt, concurrently; see `sample`.
 
-        Every continuation has its own stream of randomness: equal prompts give different
+        Every continuation has a separate stream of randomness: equal prompts give different
         draws, and draw i does not depend on how many prompts there are.
         """
         listed = list(checked_batch(prompts))
@@ -264,7 +261,7 @@ class SampleMethods:
     ) -> list[SamplePlan]:
         max_tokens = checked_integer("max_tokens", max_tokens, 0)
         temperature = checked_number("temperature", temperature)
-        ends = checked_stop_ids(eos_token_ids, self.vocabulary.size)
+        ends = frozenset(checked_ids(eos_token_ids, self.vocabulary.size, "eos_token_ids"))
         seed = None if seed is None else checked_integer("seed", seed, 0)
         stop, stop_ids = checked_stop(limits[0], self.vocabulary.size)
         top_k, top_p = checked_top_k(limits[1], self.vocabulary.size), checked_share(limits[2])
@@ -274,7 +271,6 @@ class SampleMethods:
                 stop,
                 top_k,
                 top_p,
-                seed is not None,
             )
             for stream in stream_seeds(seed, count)
         ]

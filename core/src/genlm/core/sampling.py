@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.draws import batch_draw
+from genlm.core.row_weights import RowWeights
 
 __all__ = [
     "draw_tokens",
@@ -183,6 +184,5 @@ def draw_tokens(
         Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without an id that
         may be drawn.
     """
-    return batch_draw(
-        logprobs, uniforms, temperature=temperatures, top_k=top_k, top_p=top_p
-    ).token_ids
+    weights = RowWeights(logprobs.shape, temperature=temperatures)
+    return batch_draw(logprobs, uniforms, weights, top_k=top_k, top_p=top_p).token_ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -30,7 +30,7 @@ __all__ = ["ScoreMethods"]
 
 _REQUESTS_AT_ONCE = 256
 """Requests after which a long list of texts is interrupted to show progress, and where each
-position is a request of its own to bound the rows in memory."""
+position is a separate request, to bound the rows in memory."""
 
 
 class ScoreMethods:
@@ -38,44 +38,13 @@ class ScoreMethods:
 
     _requests: Requests
 
-    @overload
     async def score(
         self,
         token_ids: TokenIds,
         start: int = 1,
         *,
-        with_top: Literal[False] = False,
         lora_name: str | None = None,
-    ) -> torch.Tensor: ...
-
-    @overload
-    async def score(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: Literal[True],
-        lora_name: str | None = None,
-    ) -> TokenScores: ...
-
-    @overload
-    async def score(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: bool,
-        lora_name: str | None = None,
-    ) -> torch.Tensor | TokenScores: ...
-
-    async def score(
-        self,
-        token_ids: TokenIds,
-        start: int = 1,
-        *,
-        with_top: bool = False,
-        lora_name: str | None = None,
-    ) -> torch.Tensor | TokenScores:
+    ) -> torch.Tensor:
         """Return the log-probability of each token of a text after those before it.
 
         Args:
@@ -83,8 +52,6 @@ class ScoreMethods:
                 is allowed.
             start: The first position that is scored, from 1 to the number of tokens. What
                 comes before it is a prompt.
-            with_top: Whether to return `TokenScores`, which also tell of each token whether
-                it was the most likely one.
             lora_name: A loaded adapter; by default that of `with_lora`.
 
         Returns:
@@ -101,59 +68,50 @@ class ScoreMethods:
         for begin in range(0, len(requested), _REQUESTS_AT_ONCE):
             answers += await self._requests.answer(requested[begin : begin + _REQUESTS_AT_ONCE])
         [scores] = _scores([requested], answers)
-        return scores if with_top else scores.logprobs
+        return scores.logprobs
 
     score_sync = blocking(score)
 
-    @overload
     async def batch_score(
         self,
         texts: TokenBatch,
         start: int | Integers = 1,
         *,
-        with_top: Literal[False] = False,
         progress: bool = False,
         lora_name: str | None = None,
-    ) -> list[torch.Tensor]: ...
-
-    @overload
-    async def batch_score(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: Literal[True],
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[TokenScores]: ...
-
-    @overload
-    async def batch_score(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: bool,
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor] | list[TokenScores]: ...
-
-    async def batch_score(
-        self,
-        texts: TokenBatch,
-        start: int | Integers = 1,
-        *,
-        with_top: bool = False,
-        progress: bool = False,
-        lora_name: str | None = None,
-    ) -> list[torch.Tensor] | list[TokenScores]:
+    ) -> list[torch.Tensor]:
         """Score several texts; see `score`. All are checked before any is computed.
 
         Args:
             texts: Several texts.
             start: The first position that is scored, for all texts or one for each.
-            with_top: As `score`.
             progress: Whether to show a progress bar on standard error.
+            lora_name: As `score`.
+
+        Returns:
+            The scores of text i in place i.
+        """
+        scores = await self.batch_token_scores(
+            texts, start, progress=progress, lora_name=lora_name
+        )
+        return [each.logprobs for each in scores]
+
+    batch_score_sync = blocking(batch_score)
+
+    async def batch_token_scores(
+        self,
+        texts: TokenBatch,
+        start: int | Integers = 1,
+        *,
+        progress: bool = False,
+        lora_name: str | None = None,
+    ) -> list[TokenScores]:
+        """Score several texts; also return whether each token was the most likely one.
+
+        Args:
+            texts: As `batch_score`.
+            start: As `batch_score`.
+            progress: As `batch_score`.
             lora_name: As `score`.
 
         Returns:
@@ -165,9 +123,9 @@ class ScoreMethods:
             places = [len(scores) + i for i, text in enumerate(part) for _ in text]
             answers = await self._requests.answer(list(itertools.chain(*part)), (), places)
             scores += _scores(part, answers)
-        return scores if with_top else [each.logprobs for each in scores]
+        return scores
 
-    batch_score_sync = blocking(batch_score)
+    batch_token_scores_sync = blocking(batch_token_scores)
 
     async def reduce_text(
         self,
@@ -190,11 +148,11 @@ class ScoreMethods:
             lora_name: As `score`.
 
         Returns:
-            What it computed for each of the `len(token_ids) - start` positions: a tensor whose
-            first dimension this is, or a tuple of them.
+            The results of the `len(token_ids) - start` positions: a tensor whose first
+            dimension is their number, or a tuple of such tensors.
 
         Raises:
-            TypeError: Neither of them, or `start` is not an integer.
+            TypeError: A reduction of another class, or `start` is not an integer.
             ValueError: `start` is below 1 or beyond the end.
             EvaluationError: Its `compute` raised.
             GenlmError: As `next_token_logprobs`.

@@ -113,7 +113,7 @@ class Statistics(SchedulerStatistics):
         cache_entries: Rows in the output cache now.
         cache_bytes: Their memory and that of the token ids in their keys.
         seconds: Time since the model was loaded; not compared by `==`.
-        engine: The engine's own figures. Of the tokens of the contexts that it evaluated,
+        engine: Counters and sizes of the engine. Of the tokens of the evaluated contexts,
             `tokens_evaluated`, it computed `tokens_computed`; the others were in its caches.
     """
 

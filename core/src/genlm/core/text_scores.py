@@ -1,4 +1,4 @@
-"""What is computed of all positions of texts, from logits that come in pieces.
+"""Scores and reductions of all positions of texts, from logits that come in pieces.
 
 A query with `targets` asks for the log-probability of each target, or, with a
 `PositionReduction` as its output, for a reduction of the rows that predict them. Engines hand
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from genlm.core.columns import Columns
 from genlm.core.errors import EvaluationError, described
 from genlm.core.generations import Integers64
 from genlm.core.query import GroupReduction, Query, Reduced, TokenScores
@@ -81,8 +82,8 @@ class PieceScores:
         self._scored = np.repeat(
             [text.reduction is None for text in texts], np.diff(self.ends)
         ).astype(bool)
-        self._columns = {
-            index: _Columns(text.reduction, len(text.targets))
+        self._reduced = {
+            index: _ReducedText(text.reduction, len(text.targets))
             for index, text in enumerate(texts)
             if text.reduction is not None
         }
@@ -104,7 +105,7 @@ class PieceScores:
         self._keys, self._members = keys[order], members[order]
 
     def add(self, keys: Integers64, logits: torch.Tensor) -> None:
-        """Compute what is wanted of the rows of some positions.
+        """Score or reduce the rows of some positions.
 
         Args:
             keys: Keys of positions; those that no target follows are ignored.
@@ -158,8 +159,8 @@ class PieceScores:
                         f"the engine computed {count} of {end - begin} positions of a text"
                     )
                 )
-            elif index in self._columns:
-                found.append(self._columns[index].result())
+            elif index in self._reduced:
+                found.append(self._reduced[index].result())
             else:
                 found.append(_scores(logprobs[begin:end], highest[begin:end]))
         return found
@@ -199,16 +200,16 @@ class PieceScores:
             for begin, end in row_parts(len(own_rows), self._vocabulary.size, logits.device):
                 part = logits[torch.from_numpy(own_rows[begin:end]).to(logits.device)]
                 computed = rows_from_logits(part, self._vocabulary)
-                self._columns[index].add(places[begin:end], computed)
+                self._reduced[index].add(places[begin:end], computed)
 
 
-class _Columns:
+class _ReducedText:
     """The columns of one text's reduction."""
 
     def __init__(self, reduction: GroupReduction, count: int) -> None:
-        self._reduction = reduction
+        self._columns = Columns(reduction, count)
+        self._kind = type(reduction).__name__
         self._count = count
-        self._columns: tuple[torch.Tensor, ...] = ()
         self._invalid: list[torch.Tensor] = []
         self._error: EvaluationError | None = None
 
@@ -217,35 +218,20 @@ class _Columns:
         if self._error is not None:
             return
         self._invalid.append(rows[:, 0].isnan().sum())  # not read here: it waits for a GPU
-        kind = type(self._reduction).__name__
         try:
-            columns = self._reduction.compute(
-                rows, torch.arange(len(rows)), torch.from_numpy(places)
-            )
-            if not isinstance(columns, tuple):
-                raise TypeError(f"it returned {type(columns).__name__}, not a tuple of tensors")
-            if not self._columns:
-                self._columns = tuple(
-                    each.new_empty((self._count, *each.shape[1:])) for each in columns
-                )
-            for column, part in zip(self._columns, columns, strict=True):
-                if len(part) != len(rows):
-                    raise ValueError(f"{len(part)} results for {len(rows)} members")
-                column[torch.from_numpy(places).to(column.device)] = part
+            self._columns.reduce(rows, np.arange(len(rows)), places)
         except Exception as error:  # noqa: BLE001 - it fails this text alone
-            self._error = EvaluationError(f"{kind}.compute raised {described(error)}")
+            self._error = EvaluationError(f"{self._kind}.compute raised {described(error)}")
             self._error.__cause__ = error
 
     def result(self) -> Reduced | EvaluationError:
-        """Return the columns; in main memory unless the reduction leaves them."""
+        """Return the columns, or the error of the text."""
         invalid = sum(int(each) for each in self._invalid)
         if invalid:
             return _not_distributions(invalid, self._count)
         if self._error is not None:
             return self._error
-        if self._reduction.stays_on_device:
-            return Reduced((self._columns,))
-        return Reduced((tuple(column.cpu() for column in self._columns),))
+        return Reduced((self._columns.result(),))
 
 
 def _scores(logprobs: torch.Tensor, highest: torch.Tensor) -> TokenScores | EvaluationError:

@@ -45,7 +45,6 @@ __all__ = [
     "checked_number",
     "checked_share",
     "checked_stop",
-    "checked_stop_ids",
     "checked_token_ids",
     "checked_top_k",
     "is_model_object",
@@ -131,16 +130,6 @@ def check_query(
         for position, token_id in enumerate(query.targets):
             if not 0 <= token_id < vocab_size:
                 raise TokenIdError(token_id, position, vocab_size, "targets")
-
-
-def checked_stop_ids(eos_token_ids: Integers, vocab_size: int) -> frozenset[int]:
-    """Return the ids that end a continuation; there may be none.
-
-    Raises:
-        TokenTypeError: Not a flat sequence of integers.
-        TokenIdError: An id that is negative or not below `vocab_size`.
-    """
-    return frozenset(checked_ids(eos_token_ids, vocab_size, "eos_token_ids"))
 
 
 def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozenset[int]]:

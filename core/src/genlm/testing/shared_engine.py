@@ -78,7 +78,7 @@ class SharedEngine:
             group = dataclasses.replace(query, query_id=query_id)
             self.engine.submit_group(group)  # type: ignore[attr-defined]
         else:
-            self.engine.submit(query._replace(query_id=query_id))
+            self.engine.submit(query.replace(query_id=query_id))
         self._owners[query_id] = (handle, query.query_id)
         return query_id
 
@@ -172,6 +172,6 @@ class EngineHandle:
         if name == "wake":  # called from any thread, while the engine's own one steps
             return method
         if name == "submit_group":
-            return self.submit
+            return None if method is None else self.submit
         target = getattr(self._shared, name) if name in _ADAPTER_METHODS else method
         return lambda *arguments: self._shared.call(lambda: target(*arguments))

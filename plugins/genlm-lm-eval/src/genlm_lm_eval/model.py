@@ -266,7 +266,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 kept = [texts[place][-(self.max_length + 1) :] for place in places]
                 counts = [self._checked_count(requests[place][2]) for place in places]
                 starts = [len(text) - count for text, count in zip(kept, counts, strict=True)]
-                scores = self.llm.batch_score_sync(kept, starts, with_top=True)
+                scores = self.llm.batch_token_scores_sync(kept, starts)
                 for place, score in zip(places, scores, strict=True):
                     answer = score.logprobs.double().sum().item(), bool(score.is_top.all())
                     answers[place] = answer

@@ -1,8 +1,8 @@
 """`Capture`: the logits processor that stores rows and draws tokens inside vLLM.
 
 It runs in the process of the model's last layer: this one, or a worker of vLLM. A request
-carries its `CaptureRequest` in `SamplingParams.extra_args`, and its row is stored under its own
-key, together with what is asked of it; the order of requests in a batch does not matter.
+carries its `CaptureRequest` in `SamplingParams.extra_args`. Its row, or the requested outputs
+of the row, is stored under its own key, so the order of requests in a batch does not matter.
 
 vLLM has one interface for logits processors for each of its two model runners. The class
 implements both.
@@ -40,8 +40,8 @@ class CaptureRow(NamedTuple):
 
     Attributes:
         key: The key.
-        outputs: What is asked of the row, in another process as `pack_outputs` made it; None
-            for the row itself.
+        outputs: The requested outputs of the row, packed by `pack_outputs` in another process;
+            None for the row itself.
     """
 
     key: int
@@ -49,7 +49,7 @@ class CaptureRow(NamedTuple):
 
     @property
     def wanted(self) -> Outputs:
-        """What is asked of the row."""
+        """The requested outputs of the row."""
         if any(isinstance(output, bytes) for output in self.outputs or ()):
             return unpack_outputs(cast("Sequence[bytes | None]", self.outputs))
         return tuple(cast("Sequence[Reduction | None]", self.outputs))
@@ -72,7 +72,7 @@ class DrawToken(NamedTuple):
 
 
 CaptureRequest = CaptureRow | DrawToken
-"""What to do with the logits of a request."""
+"""The computation on the logits of a request."""
 
 
 class Capture(_Runner1, _Runner2):  # type: ignore[misc]

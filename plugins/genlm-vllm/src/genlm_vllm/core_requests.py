@@ -1,15 +1,15 @@
-"""`CoreRequests`: resumable requests of vLLM's engine core, and how busy that is.
+"""`CoreRequests`: requests of vLLM's engine core, and how busy that is.
 
-They are vLLM's streaming input. A resumable request that has generated what it may is parked by
-vLLM's scheduler, with its KV blocks. When it is sent again, under the same id and
-with further tokens, vLLM drops the token that it sampled itself and computes those. As with
-`vllm.AsyncLLM`, such requests go to the engine core directly; `LLMEngine` does not know them,
-so their outputs are taken out of each step's before `LLMEngine` sees them.
+Requests go to the engine core directly, as those of `vllm.AsyncLLM` do. `LLMEngine` does not
+know them, so their outputs are taken out of each step's before `LLMEngine` sees them.
+
+A resumable request, of vLLM's streaming input, is parked by vLLM's scheduler with its KV blocks
+when it has generated what it may. When it is sent again, under the same id and with further
+tokens, vLLM drops the token that it sampled itself and computes those.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from packaging.version import Version
 
 from genlm_vllm.versions import check_version
 
-__all__ = ["CoreRequests", "Load", "obstacle"]
+__all__ = ["CoreRequests", "Load", "Output", "obstacle"]
 
 _PREFIX = "genlm-"
-"""Of these requests' ids; those of `LLMEngine` begin with a digit."""
+"""Prefix of these requests' ids; ids of `LLMEngine`'s own requests lack it."""
 
 _SAMPLED_HASHES_DROPPED = Version("0.32")
 """The first vLLM that drops the hash of a block which the token that it sampled completed."""
@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """How busy vLLM's scheduler is.
 
     Attributes:
-        running: Requests that it computes; parked and waiting ones are none.
+        running: Number of requests that it computes, without parked and waiting ones.
         free_tokens: Tokens for which the KV cache has free blocks, cached prefixes included.
         is_settled: Whether this includes all that was sent before. In other processes, where
             steps without work take next to no time, at most once in a short time.
@@ -46,27 +46,27 @@ class Load(NamedTuple):
     is_settled: bool
 
 
-class RowOutput(NamedTuple):
-    """A request whose row is ready, or that ended without one.
+class Output(NamedTuple):
+    """Output of a step for a request.
 
     Attributes:
         name: The request's id.
-        reason: Why it stopped; None if it generated what it may.
-        cached: Tokens that were not computed, of a request that has just begun.
+        token_ids: The tokens that were sampled.
+        cached: Tokens that were not computed, where the request has just begun; else 0.
+        is_finished: Whether vLLM has stopped or parked the request.
+        reason: Why it stopped before it was complete, None if it did not.
     """
 
     name: str
-    reason: str | None
+    token_ids: Sequence[int]
     cached: int
+    is_finished: bool
+    reason: str | None
 
 
 def obstacle(engine: Any) -> str | None:
     """Return why requests cannot stay in an engine of vLLM, None if they can."""
-    from vllm.v1.engine.input_processor import InputProcessor
-
     config = engine.vllm_config
-    if "resumable" not in inspect.signature(InputProcessor.process_inputs).parameters:
-        return "this vLLM has no streaming input"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipelines"
     if config.kv_transfer_config is not None:
@@ -79,7 +79,7 @@ def obstacle(engine: Any) -> str | None:
 
 
 class CoreRequests:
-    """Sends requests that stay to the engine core, and collects their outputs.
+    """Sends requests to the engine core, and collects their outputs.
 
     Args:
         engine: The `vllm.LLMEngine`.
@@ -114,7 +114,7 @@ class CoreRequests:
 
     @property
     def slots(self) -> int:
-        """Most requests that vLLM runs or keeps parked."""
+        """Maximum number of requests that vLLM runs or keeps parked."""
         config = self._engine.vllm_config.scheduler_config
         return int(getattr(config, "max_num_active_seqs", None) or config.max_num_seqs)
 
@@ -128,7 +128,15 @@ class CoreRequests:
 
     # -- requests ---------------------------------------------------------------------
 
-    def new(self, number: int, token_ids: Sequence[int], params: Any, lora_request: Any) -> Any:
+    def new(
+        self,
+        number: int,
+        token_ids: Sequence[int],
+        params: Any,
+        lora_request: Any,
+        *,
+        resumable: bool,
+    ) -> Any:
         """Return a new request, as vLLM makes and checks it, to be sent.
 
         Raises:
@@ -142,7 +150,7 @@ class CoreRequests:
             params,
             supported_tasks=self._tasks,
             lora_request=lora_request,
-            resumable=True,
+            resumable=resumable,
         )
 
     def send(self, core_request: Any) -> None:
@@ -179,19 +187,19 @@ class CoreRequests:
         core_outputs.outputs = others
         return core_outputs
 
-    def take(self) -> list[RowOutput]:
-        """Return the requests that stopped in the last step."""
-        outputs, self._outputs = self._outputs, []
-        stopped = []
-        for core_output in outputs:
-            reason, prefilled = core_output.finish_reason, core_output.prefill_stats
-            if reason is None:
-                continue
-            complete = reason in self._complete and core_output.new_token_ids
+    def take(self) -> list[Output]:
+        """Return what the last step computed."""
+        core_outputs, self._outputs = self._outputs, []
+        outputs = []
+        for each in core_outputs:
+            reason, prefilled = each.finish_reason, each.prefill_stats
+            is_complete = reason in self._complete and each.new_token_ids
             cached = 0 if prefilled is None else prefilled.num_cached_tokens
-            name = core_output.request_id
-            stopped.append(RowOutput(name, None if complete else str(reason), cached))
-        return stopped
+            problem = None if reason is None or is_complete else str(reason)
+            outputs.append(
+                Output(each.request_id, each.new_token_ids, cached, reason is not None, problem)
+            )
+        return outputs
 
     @property
     def progressed(self) -> bool:

@@ -1,17 +1,14 @@
 """`VLLMEngine`: vLLM as a genlm engine.
 
 The engine adds queries to vLLM's scheduler, which lets them join the running batch, and
-collects finished requests. The requests of row queries stay in vLLM between steps where it can
-keep them (`resident_requests`); other queries are requests of their own (`llm_requests`).
-`genlm_vllm.capture` makes the rows inside vLLM; a row is used only once vLLM has sampled the
-token after it. Longer than other modules because the engine protocol is in one place, a third
-of it docstrings.
+collects finished requests: those of single queries (`query_requests`) and those of populations
+(`populations`). `genlm_vllm.capture` makes the rows inside vLLM; a row is used only once vLLM
+has sampled the token after it. `docs/vllm-engine.md` follows a step through the modules.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,16 +29,14 @@ from genlm.plugin import (
     release_process,
 )
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.core_requests import CoreRequests, obstacle
 from genlm_vllm.lifecycle import load_vllm, shut_down
-from genlm_vllm.llm_requests import LLMRequests
 from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
 from genlm_vllm.model_checks import check_served
 from genlm_vllm.populations import RunningPopulations
 from genlm_vllm.process_state import Accelerator
 from genlm_vllm.processes import FailureLog, ProcessMonitor
-from genlm_vllm.requests import LocalRows, RemoteRows, Request, Result
-from genlm_vllm.resident_requests import ResidentRequests
+from genlm_vllm.query_requests import QueryRequests
+from genlm_vllm.requests import LocalRows, RemoteRows
 from genlm_vllm.running_requests import obstacle as obstacle_to_running
 from genlm_vllm.worker import call_workers
 
@@ -131,8 +126,8 @@ class VLLMEngine:
         self._implementation = built[0]["model"]
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
         # vLLM must generate one token.
-        self.max_context: int | None = config.model_config.max_model_len - 1
-        self._embedded_ids = config.model_config.get_vocab_size()
+        self.max_context: int = config.model_config.max_model_len - 1
+        embedded_ids = config.model_config.get_vocab_size()
         capacity = adapter_capacity(engine)
         self._adapters = Adapters(engine, capacity)
         caches_prefixes = bool(config.cache_config.enable_prefix_caching)
@@ -147,10 +142,8 @@ class VLLMEngine:
         self._monitor = None if failures is None else ProcessMonitor(engine, failures)
         rows = RemoteRows if self._multiprocess else LocalRows
         self._rows = rows(engine, self.vocabulary)
-        numbers = itertools.count()
-        self._requests = LLMRequests(engine, self._adapters, self._rows, numbers)
-        self._check = _query_check(
-            self._adapters, self._embedded_ids, self.max_context, self.vocabulary.size
+        check = _query_check(
+            self._adapters, embedded_ids, self.max_context, self.vocabulary.size
         )
         self._ready: list[Completion] = []
         self._populations: RunningPopulations | None = None
@@ -160,26 +153,20 @@ class VLLMEngine:
                 engine,
                 self._adapters,
                 vocabulary=self.vocabulary,
-                check=self._check,
-                embedded_ids=self._embedded_ids,
+                check=check,
+                embedded_ids=embedded_ids,
             )
             self.submit_group = self._populations.submit
-        self._obstacle = obstacle(engine)
-        self._keeps_contexts = False
-        self._residents: ResidentRequests | None = None
-        if self._obstacle is None:
-            self._residents = ResidentRequests(
-                CoreRequests(engine),
-                adapters=self._adapters,
-                rows=self._rows,
-                others=self._requests.unanswered,
-                numbers=numbers,
-                max_context=self.max_context,
-                embedded_ids=self._embedded_ids,
-                forks=all(call_workers(engine, "genlm_start_forks")),
-                populations=self._populations,
-            )
-        self._tokens_evaluated = self._tokens_computed = self._tokens_drawn = self._steps = 0
+        self._requests = QueryRequests(
+            engine,
+            adapters=self._adapters,
+            rows=self._rows,
+            check=check,
+            max_context=self.max_context,
+            embedded_ids=embedded_ids,
+            populations=self._populations,
+        )
+        self._tokens_evaluated = self._steps = 0
 
     # -- queries ----------------------------------------------------------------------
 
@@ -190,21 +177,9 @@ class VLLMEngine:
             GenlmError: As `genlm.plugin.check_query`.
             EngineDiedError: A process of vLLM has ended.
         """
-        stays = self._keeps_contexts and query.sampling is None and not query.targets
-        residents = self._residents if stays else None
         with self._guarding():
-            if residents is None:
-                self._check(query)
-                self._requests.add(query, reads_cache=self._may_read_cache(query))
-            elif not residents.accept(query):
-                self._check(query)
-                residents.accept_checked(query)
+            self._requests.submit(query)
         self._tokens_evaluated += len(query)
-
-    def _may_read_cache(self, query: Query) -> bool:
-        """Whether a block of the prefix cache could end before the first target."""
-        first = len(query) - len(query.targets)
-        return not query.targets or first >= self._vllm.vllm_config.cache_config.block_size
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -213,19 +188,17 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
-        if self._populations is not None and self._populations.abort(query_id):
-            return
-        if self._residents is None or not self._residents.abort(query_id):
+        if self._populations is None or not self._populations.abort(query_id):
             self._requests.abort(query_id)
 
     def _advance(self) -> list[Completion]:
         with self._guarding():
-            refused = [] if self._residents is None else self._residents.send()
-            return refused + (self._requests.fail_lost() or self._advance_vllm())
+            return self._requests.send() + self._advance_vllm()
 
     def _is_busy(self) -> bool:
-        parts = (self._requests, self._residents, self._populations)
-        return any(part is not None and part.unanswered for part in parts)
+        populations = self._populations
+        waits = populations is not None and populations.unanswered
+        return bool(self._requests.unanswered or waits)
 
     def _guarding(self) -> contextlib.AbstractContextManager[None]:
         """Raise `EngineDiedError` for errors that follow from the end of a process."""
@@ -234,53 +207,25 @@ class VLLMEngine:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.guarding()
 
     def _advance_vllm(self) -> list[Completion]:
-        residents, populations = self._residents, self._populations
+        populations = self._populations
         if not self._is_busy():
             return []
         if populations is not None:
             populations.prepare()
         try:
-            outputs = self._vllm.step()
+            self._vllm.step()
         except Exception as error:
             if self._multiprocess:  # vLLM's process has ended or was not disturbed
                 raise
             return self._fail_all(error)
-        finished = self._requests.finished(outputs)
-        answered = [] if residents is None else residents.collect()
         self._steps += 1
-        for request, output in finished:
-            self._count(request, output)
-        ended = [(each.key, each.error) for each in answered]
-        ended += [(request.number, request.error(output)) for request, output in finished]
-        for key, problem in ended:
-            if problem is not None:
-                self._rows.abandon(key)
-        results = self._rows.take([key for key, problem in ended if problem is None])
-        completions = []
-        for request, output in finished:
-            result = results.get(request.number)
-            if not self._scores_again(request, output, result):
-                completions.append(request.completion(output, result))
-        for each in answered:
-            self._tokens_computed += each.computed
-            completions.append(each.completion(results.get(each.key)))
-        return completions + self._collect_and_relieve()
-
-    def _collect_and_relieve(self) -> list[Completion]:
-        """Return populations' answers; end requests that rest where others need their room."""
-        residents, populations = self._residents, self._populations
-        completions = [] if populations is None else populations.collect()
-        if residents is not None:
-            completions += residents.relieve()
-            if not self._keeps_contexts:  # those that were computed when it was turned off
-                residents.end_idle()
+        completions = self._requests.collect()
         if populations is not None:
-            populations.relieve(self._end_residents)
+            completions += populations.collect()
+        completions += self._requests.relieve()
+        if populations is not None:
+            populations.relieve(self._requests.end_oldest)
         return completions
-
-    def _end_residents(self, count: int) -> bool:
-        """End so many contexts that rest; return whether there were any."""
-        return self._residents is not None and self._residents.end_oldest(count)
 
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
@@ -290,12 +235,9 @@ class VLLMEngine:
         Raises:
             EngineDiedError: vLLM cannot forget them.
         """
-        queries = [request.query for request in self._requests.unanswered.values()]
-        if self._residents is not None:
-            queries += self._residents.queries()
-        for query in queries:
-            self.abort(query.query_id)
-        failed = [query.query_id for query in queries]
+        failed = [query.query_id for query in self._requests.queries()]
+        for query_id in failed:
+            self._requests.abort(query_id)
         if self._populations is not None:
             failed += self._populations.drop_all()
         self._end_resting()
@@ -307,42 +249,24 @@ class VLLMEngine:
             raise self._death from error
         return [Completion(query_id, error=error) for query_id in failed]
 
-    def _scores_again(self, request: Request, output: Any, result: Result | None) -> bool:
-        """Ask again for scores of tokens of which the prefix cache served some."""
-        query = request.query
-        missing = query.targets and result is None and request.error(output) is None
-        if not missing or not request.reads_cache:
-            return False
-        self._requests.add(query, reads_cache=False)
-        return True
-
-    def _count(self, request: Request, output: Any) -> None:
-        prompt = len(request.query)
-        drawn = sum(len(sequence.token_ids) for sequence in output.outputs)
-        self._tokens_computed += prompt - (output.num_cached_tokens or 0)
-        if request.is_drawn:
-            self._tokens_drawn += drawn
-            self._tokens_computed += max(0, drawn - 1)  # the last one is not an input
-
     # -- contexts that stay -----------------------------------------------------------
 
     @property
     def keeps_contexts(self) -> bool:
         """Whether requests of row queries stay in vLLM; may be set between steps."""
-        return self._keeps_contexts
+        return self._requests.keeps
 
     @keeps_contexts.setter
     def keeps_contexts(self, keeps: bool) -> None:
-        self._keeps_contexts = keeps and self._residents is not None
+        self._requests.keeps = keeps
         if self._populations is not None:
             self._populations.keeps = keeps
-        if not keeps:
-            self._end_resting()
+            if not keeps:
+                self._populations.end_resting()
 
     def _end_resting(self) -> None:
         """End the requests that stay and compute nothing."""
-        if self._residents is not None:
-            self._residents.end_idle()
+        self._requests.end_idle()
         if self._populations is not None:
             self._populations.end_resting()
 
@@ -353,8 +277,7 @@ class VLLMEngine:
             adapter: The context's adapter.
             key: `TokenSequence.key` of its ids.
         """
-        if self._residents is not None:
-            self._residents.release(adapter, key)
+        self._requests.release(adapter, key)
 
     # -- prefixes, adapters -----------------------------------------------------------
 
@@ -416,8 +339,7 @@ class VLLMEngine:
         """
         self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
-            if self._residents is not None:
-                self._residents.end_adapter(name)
+            self._requests.end_idle(name)
             if self._populations is not None:
                 self._populations.end_resting(name)
             self._adapters.remove(name)
@@ -442,14 +364,14 @@ class VLLMEngine:
         if self._final_statistics is not None:
             return self._final_statistics
         config, populations = self._vllm.vllm_config, self._populations
-        evaluated, computed = self._tokens_evaluated, self._tokens_computed
+        evaluated, computed = self._tokens_evaluated, self._requests.tokens_computed
         if populations is not None:
             evaluated += populations.tokens_evaluated
             computed += populations.tokens_computed
         figures = {
             "tokens_evaluated": evaluated,
             "tokens_computed": computed - self._rows.tokens_copied,
-            "tokens_drawn": self._tokens_drawn,
+            "tokens_drawn": self._requests.tokens_drawn,
             "steps": self._steps,
             "adapters": len(self._adapters.names),
             "processes": "own" if self._multiprocess else "this",
@@ -458,19 +380,18 @@ class VLLMEngine:
             "kv_block_tokens": int(config.cache_config.block_size),
             "max_context": int(config.model_config.max_model_len) - 1,
             "implementation": self._implementation,
-            "contexts": "kept" if self._keeps_contexts else self._reason_not_kept(),
+            "contexts": "kept" if self.keeps_contexts else self._reason_not_kept(),
             "populations": (
                 "running requests"
                 if populations is not None
                 else f"single sequences: {self._populations_obstacle}"
             ),
+            **self._requests.statistics(),
         }
-        for part in (self._residents, populations):
-            figures |= {} if part is None else part.statistics()
-        return figures
+        return figures if populations is None else figures | populations.statistics()
 
     def _reason_not_kept(self) -> str:
-        return f"not kept: {self._obstacle or 'keep_contexts=False'}"
+        return f"not kept: {self._requests.obstacle or 'keep_contexts=False'}"
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
@@ -481,10 +402,9 @@ class VLLMEngine:
         self._rows.close()
         if self._populations is not None:
             self._populations.close()
-        if self._residents is not None:
-            self._residents.close()
+        self._requests.close()
         self.submit_group = None
-        del self._rows, self._adapters, self._requests, self._residents, self._populations
+        del self._rows, self._adapters, self._requests, self._populations
         try:
             shut_down(engine, multiprocess=self._multiprocess)
         finally:
@@ -499,7 +419,7 @@ class VLLMEngine:
 
 
 def _query_check(
-    adapters: Adapters, embedded_ids: int, max_context: int | None, vocab_size: int
+    adapters: Adapters, embedded_ids: int, max_context: int, vocab_size: int
 ) -> Callable[[Query], None]:
     """Return the check of a query, without a reference to the engine.
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from genlm.plugin import ModelLoadError, cache_budget_bytes, dtype_name
-from genlm_vllm.model_checks import CORRECTED
 
 __all__ = [
     "adapter_capacity",
@@ -123,9 +122,6 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
         "logits_processors": ["genlm_vllm.capture:Capture"],
         "worker_extension_cls": "genlm_vllm.worker.RowWorker",
     }
-    if "model_class_overrides" in known:  # not in older versions
-        chosen = engine_opts.get("model_class_overrides") or {}
-        arguments["model_class_overrides"] = {**CORRECTED, **chosen}
     if arguments.get("enable_lora"):
         arguments |= _lora_slots(engine_opts, on_cpu=on_cpu)
     return arguments

@@ -15,13 +15,13 @@ from typing import Any
 from genlm.plugin import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
 from genlm_vllm.versions import check_version
 
-__all__ = ["CORRECTED", "check_served", "facts_of", "needed_arguments"]
+__all__ = ["check_served", "facts_of", "needed_arguments"]
 
-CORRECTED = {
-    f"{name}ForCausalLM": f"genlm_vllm.corrected_models:{name}ForCausalLM"
-    for name in ("Apertus", "Bloom", "Cohere2", "Gemma3n")
+_WRONG = {
+    "BloomForCausalLM": "computes the exact GELU instead of its tanh approximation",
+    "Gemma3nForCausalLM": "leaves out the embeddings of tokens in each layer",
 }
-"""For vLLM's option `model_class_overrides`."""
+"""Models that vLLM defines otherwise than transformers; their modules do not show how."""
 
 _AUTOMATIC = (None, -1, "auto")
 """Values of `max_model_len` with which vLLM chooses it."""
@@ -113,7 +113,7 @@ def check_served(
     windows: dict[str, int] = {}
     for part in built:
         windows |= part["windows"]
-    problem = _window_problem(config, facts, windows)
+    problem = _window_problem(config, facts, windows) or _definition_problem(facts, built)
     if problem is not None:
         raise ModelLoadError(f"vLLM {check_version()} {problem}")
     verified = VerifiedFamilies.of_package("genlm_vllm")
@@ -140,6 +140,22 @@ def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) 
         f"tokens would be wrong. Pass max_model_len={min(stated)} at most, or use another "
         f"engine"
     )
+
+
+def _definition_problem(facts: ModelFacts, built: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return how the built model differs from its definition, None if it agrees."""
+    for part in built:
+        if part["model"] in _WRONG:
+            found = _WRONG[part["model"]]
+        elif part["rounded"]:
+            name, dtype = next(iter(part["rounded"].items()))
+            found = f"keeps {name} in {dtype}, which is less precise than the model's dtype"
+        else:
+            continue
+        return (
+            f"serves {facts.architecture}, but {found}. Rows would be wrong; use another engine"
+        )
+    return None
 
 
 def _as_computed(

@@ -8,7 +8,7 @@ vLLM's batches.
     population      generation.state          vLLM's running list
     member 0, 2 ->  place 0: LivingRequest -> request, blocks 4 9
     member 1    ->  place 1: LivingRequest -> request, blocks 4 7
-                    place 2: None             (begun again when it is asked)
+                    place 2: None             (begun again when it is needed)
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from genlm_vllm.running_requests import LivingRequest, RunningRequests
 __all__ = ["RunningPopulations"]
 
 _GATHERED = 2**22
-"""Most logits that are gathered at once where a batch has rows of other requests as well."""
+"""Maximum number of logits that are gathered at once from a batch with other rows."""
 
 
 class _Kept:
-    """What a generation keeps: the living request of each sequence that has one."""
+    """State of a generation: the living request of each sequence that has one."""
 
     __slots__ = ("adapter", "livings")
 
@@ -128,7 +128,7 @@ class RunningPopulations:
     Args:
         engine: The `vllm.LLMEngine`, for which `running_requests.obstacle` returns None.
         adapters: The loaded adapters.
-        vocabulary: Of the rows.
+        vocabulary: Vocabulary of the rows.
         check: Raises the error of a query for one sequence.
         embedded_ids: Number of ids that the model embeds.
 
@@ -195,7 +195,7 @@ class RunningPopulations:
         """Continue, fork or begin the requests of the sequences that are wanted."""
         group = _Group(query, self._vocabulary)
         plan = self._planned(group)
-        # What no population refers to makes room for what is forked and begun.
+        # Requests to which no population refers make room for forks and new ones.
         self._requests.end_dropped()
         self._groups[query.query_id] = group
         try:
@@ -285,7 +285,7 @@ class RunningPopulations:
             self._begun += 1
 
     def abort(self, query_id: int) -> bool:
-        """Drop a query, and end what only it computes; False if there is none."""
+        """Drop a query and end the requests of it alone; return False for an unknown query."""
         group = self._groups.pop(query_id, None)
         if group is None:
             return False

@@ -1,127 +1,90 @@
-"""Requests in vLLM: their parameters, their results, and their completions."""
+"""Parameters of vLLM's requests, and results that are fetched from the workers."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from genlm.plugin import (
-    Completion,
-    EvaluationError,
     Query,
     Reduced,
     Reduction,
-    SamplingParams,
     TokenScores,
     Vocabulary,
 )
-from genlm.prefix import TextResult
-from genlm_vllm.forks import FORK, Fork
-from genlm_vllm.scores import SCORES, Scores, ScoreTargets
+from genlm_vllm.scores import SCORES, ScoreTargets
 from genlm_vllm.transport import pack_outputs, unpack_result
 from genlm_vllm.worker import call_workers
 
-__all__ = ["LocalRows", "RemoteRows", "Request", "Result", "capture_row", "params_of"]
+__all__ = ["FORK", "Fork", "LocalRows", "RemoteRows", "Result", "capture_row", "params_of"]
 
 _BYTES_PER_CALL = 2**26
 """Rows are fetched from other processes in parts of 64 MiB, because each part is copied several
 times."""
 
-Result = torch.Tensor | Reduced | TokenScores | Exception
-"""What was computed for a query: its row, what it asks of the row, its scores, or its error."""
+FORK = "genlm_fork"
+"""Key in `SamplingParams.extra_args`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A query and its number in vLLM.
+class Fork(NamedTuple):
+    """A request begins with the first tokens of another one.
 
     Attributes:
-        query: The query.
-        number: Ascending; also the key of the query's result.
-        reads_cache: Whether vLLM's prefix cache may serve its beginning.
+        source: The other request's id.
+        length: How many tokens.
     """
 
-    query: Query
-    number: int
-    reads_cache: bool = True
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether the query asks for a continuation, which vLLM's output has."""
-        return self.query.sampling is not None
-
-    def error(self, output: Any) -> EvaluationError | None:
-        """Return the error of a finished output, None if it is complete."""
-        reason = output.outputs[0].finish_reason if output.outputs else "nothing"
-        if reason in {"length", "stop"}:
-            return None
-        return EvaluationError(
-            f"vLLM ended the request with {reason!r} before it was complete; see its log"
-        )
-
-    def completion(self, output: Any, result: Result | None) -> Completion:
-        """Make the completion from a finished output and what the worker computed."""
-        query_id = self.query.query_id
-        error = self.error(output)
-        if error is not None:
-            return Completion(query_id, error=error)
-        if self.query.sampling is None or isinstance(result, Exception):
-            return completion(self.query, result)
-        return Completion(query_id, _until_stop(output.outputs[0], self.query.sampling))
+    source: str
+    length: int
 
 
-def completion(query: Query, result: Result | None) -> Completion:
-    """Make the completion from what the worker computed, None if it computed nothing."""
-    if result is None:
-        what = "scores" if query.targets else "row"
-        result = EvaluationError(f"vLLM finished the request without computing its {what}")
-    if isinstance(result, Exception):
-        return Completion(query.query_id, error=result)
-    return Completion(query.query_id, result)
+Result = torch.Tensor | Reduced | TokenScores | Exception
+"""Result of a query: its row, outputs of the row, its scores, or its error."""
 
 
-def _until_stop(output: Any, sampling: SamplingParams) -> list[int]:
-    drawn = list(output.token_ids)
-    if drawn and drawn[-1] in sampling.stop_token_ids:
-        drawn.pop()
-    return drawn
-
-
-def params_of(request: Request, rows: LocalRows, fork: Fork | None = None) -> Any:
+def params_of(
+    query: Query,
+    number: int,
+    rows: LocalRows,
+    *,
+    reads_cache: bool = True,
+    fork: Fork | None = None,
+) -> Any:
     """Return the `vllm.SamplingParams` of a request.
 
     `Capture` draws tokens, so vLLM samples greedily and without a seed; vLLM's own seeds fail
     on the CPU when a prompt is computed in chunks.
 
     Args:
-        request: The request.
+        query: The query.
+        number: Key under which the workers store what they compute.
         rows: Knows how reductions reach the workers.
-        fork: What it begins with, if a worker may copy that.
+        reads_cache: Whether vLLM's prefix cache may serve its beginning.
+        fork: The request whose KV blocks a worker may copy.
     """
     import vllm
 
     from genlm_vllm.capture import ARGUMENT, DrawToken
 
-    query, sampling = request.query, request.query.sampling
+    sampling = query.sampling
     length, stops = 1, []
     arguments: dict[str, Any]
     if sampling is not None:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64
         temperature = float(sampling.temperature)
-        arguments = {ARGUMENT: DrawToken(request.number, seed, temperature, len(query))}
+        arguments = {ARGUMENT: DrawToken(number, seed, temperature, len(query))}
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
     elif query.targets:
         first = len(query) - len(query.targets)
         [output] = rows.sent(query.outputs)
-        arguments = {SCORES: ScoreTargets(request.number, first, query.targets, output)}
+        arguments = {SCORES: ScoreTargets(number, first, query.targets, output)}
     else:
-        arguments = capture_row(request.number, query, rows)
+        arguments = capture_row(number, query, rows)
     return vllm.SamplingParams(
         max_tokens=length,
         temperature=0.0,
@@ -129,7 +92,7 @@ def params_of(request: Request, rows: LocalRows, fork: Fork | None = None) -> An
         ignore_eos=True,
         detokenize=False,
         skip_clone=True,  # used by this request only
-        skip_reading_prefix_cache=not request.reads_cache,
+        skip_reading_prefix_cache=not reads_cache,
         extra_args=arguments if fork is None else {**arguments, FORK: fork},
     )
 
@@ -164,7 +127,7 @@ class LocalRows:
         )
 
     def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[Reduction | bytes | None]:
-        """Return what is asked of a row as it is sent to the workers."""
+        """Return the requested outputs of a row in the form that workers receive."""
         return outputs
 
     def abandon(self, key: int) -> None:
@@ -187,10 +150,10 @@ class LocalRows:
 
     def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:
         results: dict[int, Result]
-        results, scores, self.tokens_copied = call_workers(
-            self._engine, "genlm_take", keys, abandoned
-        )[0]
-        return results | {key: _scores(packed) for key, packed in scores.items()}
+        results, self.tokens_copied = call_workers(self._engine, "genlm_take", keys, abandoned)[
+            0
+        ]
+        return results
 
     def close(self) -> None:
         """Drop all rows."""
@@ -210,7 +173,7 @@ class RemoteRows(LocalRows):
         call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
 
     def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[bytes | None]:
-        """Return what is asked of a row as bytes."""
+        """Return the requested outputs of a row as bytes."""
         return pack_outputs(outputs)
 
     def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:
@@ -219,32 +182,21 @@ class RemoteRows(LocalRows):
         for begin in range(0, max(1, len(keys)), count):
             part = keys[begin : begin + count]
             replies = call_workers(self._engine, "genlm_take_bytes", part, abandoned)
-            for found, data, packed, scores, copied in replies:
-                if found or packed or scores:  # the worker that stores results
+            for found, data, packed, copied in replies:
+                if found or packed:  # the worker that stores results
                     self.tokens_copied = copied
                 if found:
                     values = np.frombuffer(data, np.float32).reshape(len(found), -1)
                     results |= {key: torch.tensor(row) for key, row in zip(found, values)}
-                results |= {key: unpack_result(each) for key, each in packed}
-                results |= {key: _scores(each) for key, each in scores}
+                results |= {key: _unpacked(each) for key, each in packed}
         return results
 
     def close(self) -> None:
         """Do nothing: the workers' processes end."""
 
 
-def _scores(packed: Scores | TextResult) -> Result:
-    if isinstance(packed, (Reduced, TokenScores, Exception)):
-        return packed
-    if isinstance(packed, str):
-        return EvaluationError(f"vLLM did not compute the scores: {packed}")
-    logprobs, is_top = packed
-    found = np.frombuffer(logprobs, np.float32)
-    nans = int(np.isnan(found).sum())
-    if nans:
-        return EvaluationError(
-            f"the engine computed NaN for {nans} of {len(found)} targets: try dtype='float32' "
-            f"or another engine"
-        )
-    tops = np.frombuffer(is_top, np.bool_)
-    return TokenScores(torch.tensor(found), torch.tensor(tops))
+def _unpacked(packed: list[bytes] | bytes) -> Result:
+    """Return what `RowWorker.genlm_take_bytes` packed."""
+    result = unpack_result(packed)
+    values = result.values if isinstance(result, Reduced) else ()
+    return next((value for value in values if isinstance(value, TokenScores)), result)

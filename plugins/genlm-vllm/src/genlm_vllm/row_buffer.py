@@ -1,11 +1,12 @@
-"""`RowBuffer`: rows of finished and unfinished requests, until the engine fetches them."""
+"""`RowBuffer`: rows and scores of requests, until the engine fetches them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from genlm.plugin import (
@@ -16,6 +17,7 @@ from genlm.plugin import (
     reduce_rows,
     rows_from_logits,
 )
+from genlm.prefix import PieceScores, TextResult
 
 if TYPE_CHECKING:
     from genlm.plugin import Vocabulary
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["ROW_BUFFER", "RowBuffer", "VocabularyIds", "device_index", "without_frames"]
 
 _MOST_FLAGS = 64
-"""After so many tokens of a continuation what was noted for each becomes one tensor."""
+"""Number of tokens of a continuation after which their flags are combined into one."""
 
 Outputs = tuple[Reduction | None, ...]
-"""What is asked of a row, see `genlm.plugin.Query`."""
+"""Requested outputs of a row, see `genlm.plugin.Query`."""
 
 _ROW: Outputs = (None,)
 
@@ -49,9 +51,9 @@ class _BufferedRow:
     """Row `index` of a step's rows on a GPU, whose computation may not have finished.
 
     Attributes:
-        rows: All of them.
-        index: Which one.
-        outputs: What is asked of the row.
+        rows: All rows of the step.
+        index: Index of the row.
+        outputs: The requested outputs of the row.
     """
 
     rows: torch.Tensor
@@ -59,8 +61,13 @@ class _BufferedRow:
     outputs: Outputs
 
 
+_Stored = _BufferedRow | PieceScores | torch.Tensor | Reduced | Exception
+
+
 class RowBuffer:
-    """Rows by the key of their request.
+    """Rows and scores by the key of their request.
+
+    A request may be computed in several steps and, after it was preempted, begin again.
 
     Attributes:
         ids: The ids of the rows.
@@ -75,7 +82,7 @@ class RowBuffer:
         self.active = False
         self.alone = True
         self.tokens_copied = 0
-        self._results: dict[int, _BufferedRow | torch.Tensor | Reduced | Exception] = {}
+        self._results: dict[int, _Stored] = {}
         self._invalid: dict[int, list[torch.Tensor]] = {}  # whether each draw was
         self._computed: Any = None  # torch.cuda.Event, after all that is stored
 
@@ -91,15 +98,15 @@ class RowBuffer:
     def put(
         self, keys: list[int], logits: torch.Tensor, outputs: Sequence[Outputs | None]
     ) -> None:
-        """Store rows, or what is asked of them, replacing what the same keys had.
+        """Store rows, or their requested outputs, in place of earlier ones of the same keys.
 
         On a CPU nothing but results is stored. On a GPU the rows are, and are reduced when they
         are fetched: to do so here would wait for the device.
 
         Args:
             keys: Key of each row.
-            logits: Of these rows, shape `(len(keys), width)`.
-            outputs: What is asked of each row; None for the row itself.
+            logits: Logits of these rows, shape `(len(keys), width)`.
+            outputs: Requested outputs of each row; None for the row itself.
         """
         wanted = [_ROW if each is None else each for each in outputs]
         vocabulary = cast("Vocabulary", self.ids)
@@ -113,6 +120,30 @@ class RowBuffer:
         else:
             results = _unwrapped(reduce_logits(logits, vocabulary, wanted), wanted)
         self._results.update(zip(keys, results, strict=True))
+
+    def add_scores(
+        self,
+        key: int,
+        begin: Callable[[], PieceScores],
+        wanted: range,
+        logits: torch.Tensor,
+    ) -> None:
+        """Score some targets of a text, or reduce the rows that predict them.
+
+        Args:
+            key: Key of the text's request.
+            begin: Returns what scores the text, or raises `EvaluationError`.
+            wanted: Numbers of the targets.
+            logits: Logits that predict them, shape `(len(wanted), width)`.
+        """
+        if key not in self._results:
+            try:
+                self._results[key] = begin()
+            except EvaluationError as error:
+                self.fail([key], error)
+        scores = self._results[key]
+        if isinstance(scores, PieceScores):
+            scores.add(np.arange(wanted.start, wanted.stop), logits)
 
     def put_draws(self, keys: list[int], invalid: torch.Tensor) -> None:
         """Note for a token of each continuation whether its row was no distribution, `(n,)`."""
@@ -142,8 +173,8 @@ class RowBuffer:
 
     def take(
         self, keys: list[int], abandoned: list[int]
-    ) -> dict[int, torch.Tensor | Reduced | Exception]:
-        """Remove the stored rows of `keys` and return what is asked of them.
+    ) -> dict[int, torch.Tensor | Reduced | TextResult | Exception]:
+        """Remove what is stored for `keys` and return it.
 
         On a GPU everything is computed on the current stream, which waits for the rows.
 
@@ -153,7 +184,9 @@ class RowBuffer:
 
         Returns:
             For each stored key the row, or a `Reduced`, or the error of a row that is not a
-            distribution and of which something else is asked, or of a continuation with one.
+            distribution and has other requested outputs, or of a continuation with one;
+            or the scores of a text if all are known: what vLLM's prefix cache served was not
+            computed.
         """
         taken = {key: self._results.pop(key) for key in keys if key in self._results}
         invalid = [self._invalid.pop(key, []) for key in keys]
@@ -163,7 +196,11 @@ class RowBuffer:
         steps: dict[int, dict[int, _BufferedRow]] = {}
         found: dict[int, Any] = dict(taken)
         for key, each in taken.items():
-            if isinstance(each, _BufferedRow):
+            if isinstance(each, PieceScores):
+                del found[key]
+                if each.is_complete:
+                    [found[key]] = each.results()
+            elif isinstance(each, _BufferedRow):
                 steps.setdefault(id(each.rows), {})[key] = each
         for members in steps.values():
             self._wait_on_current_stream(next(iter(members.values())).rows)
@@ -180,7 +217,7 @@ class RowBuffer:
 
 
 def _computed(members: Sequence[_BufferedRow]) -> Sequence[torch.Tensor | Reduced | Exception]:
-    """Return what is asked of rows of one step."""
+    """Return the requested outputs of rows of one step."""
     rows, outputs = members[0].rows, [each.outputs for each in members]
     indices = [each.index for each in members]
     try:
@@ -209,7 +246,7 @@ def _copies(rows: torch.Tensor) -> Sequence[torch.Tensor]:
 def _unwrapped(
     results: Sequence[Reduced | Exception], outputs: Sequence[Outputs]
 ) -> list[torch.Tensor | Reduced | Exception]:
-    """Return a row itself where nothing else is asked of it."""
+    """Return the row itself where only the row is requested."""
     return [
         result.values[0] if isinstance(result, Reduced) and each == _ROW else result
         for result, each in zip(results, outputs, strict=True)

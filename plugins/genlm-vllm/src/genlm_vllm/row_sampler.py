@@ -84,7 +84,7 @@ class RowSampler(abc.ABC):
         """Write a token for each request where the runner keeps those that it sampled."""
 
     def computed_ids(self, name: str, count: int) -> npt.NDArray[np.int32] | None:
-        """Return the first tokens of a request as an array, None if there is none.
+        """Return the first tokens of a request as an array, or None.
 
         The runner copies an array faster than a list.
         """
@@ -124,7 +124,7 @@ class FirstRunnerSampler(RowSampler):
         input_batch.num_tokens_no_spec[at] = ends + 1
 
     def computed_ids(self, name: str, count: int) -> npt.NDArray[np.int32] | None:
-        """Return the first tokens of a request as an array, None if there is none."""
+        """Return the first tokens of a request as an array, or None."""
         input_batch = self._runner.input_batch
         row = input_batch.req_id_to_index.get(name)
         return None if row is None else input_batch.token_ids_cpu[row, :count]

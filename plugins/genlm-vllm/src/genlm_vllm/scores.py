@@ -9,21 +9,20 @@ on all tensor-parallel ranks, which compute logits together; one of them keeps t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
 import torch
 
-from genlm.plugin import EvaluationError, PositionReduction, TokenSequence, rows_from_logits
-from genlm.prefix import PieceScores, ScoredText, TextResult
+from genlm.plugin import EvaluationError, PositionReduction, TokenSequence
+from genlm.prefix import PieceScores, ScoredText
 from genlm_vllm.row_buffer import ROW_BUFFER, device_index
 from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
     from genlm.plugin import Reduction, Vocabulary
 
-__all__ = ["SCORES", "SCORE_BUFFER", "ScoreBuffer", "ScoreTargets", "Span", "start_scores"]
+__all__ = ["SCORES", "ScoreTargets", "Span", "start_scores"]
 
 SCORES = "genlm_scores"
 """Key in `SamplingParams.extra_args`."""
@@ -36,12 +35,6 @@ _LEAST_POSITIONS = 128
 """Positions that are computed at once although they have more logits than that, because each
 piece reads the whole output embedding."""
 
-_VALUES_IN_CACHE = 2**18
-"""Most logits that are normalised at once on a CPU, so that they stay in its caches."""
-
-Scores = tuple[bytes, bytes] | str
-"""Log-probabilities as float32, and whether each is the largest as bool; or an error."""
-
 
 class ScoreTargets(NamedTuple):
     """Score given tokens of the request's prompt and the one after it.
@@ -50,8 +43,8 @@ class ScoreTargets(NamedTuple):
         key: Key of the scores.
         first: Position of the prompt after which the first one comes.
         targets: Their ids; target i comes after position `first + i`.
-        output: What is computed of the rows before them, in another process as `pack_outputs`
-            made it; None for the scores.
+        output: The reduction of the rows that predict them, packed by `pack_outputs` in
+            another process; None for the scores.
     """
 
     key: int
@@ -61,14 +54,14 @@ class ScoreTargets(NamedTuple):
 
     @classmethod
     def of(cls, sampling_params: Any) -> ScoreTargets | None:
-        """Return what a request of vLLM carries; None if it carries none."""
+        """Return the targets that a request of vLLM carries, or None."""
         arguments = None if sampling_params is None else sampling_params.extra_args
         found = (arguments or {}).get(SCORES)
         # In another process a named tuple arrives as a list.
         return None if found is None else cls(*found)
 
     def pieces(self) -> PieceScores:
-        """Return what reduces the rows before the targets.
+        """Return what scores the targets, or reduces the rows that predict them.
 
         Raises:
             EvaluationError: The reduction cannot be loaded in this process.
@@ -76,9 +69,12 @@ class ScoreTargets(NamedTuple):
         output = self.output
         if isinstance(output, bytes):
             [output] = unpack_outputs([output])
-        if not isinstance(output, PositionReduction):
-            raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
-        text = ScoredText(TokenSequence(b""), tuple(self.targets), output.reduction)
+        reduction = None
+        if output is not None:
+            if not isinstance(output, PositionReduction):
+                raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
+            reduction = output.reduction
+        text = ScoredText(TokenSequence(b""), tuple(self.targets), reduction)
         return PieceScores([text], cast("Vocabulary", ROW_BUFFER.ids))
 
 
@@ -86,7 +82,7 @@ class Span(NamedTuple):
     """The tokens that a step computes of a request that scores.
 
     Attributes:
-        request: What the request carries.
+        request: The targets that the request carries.
         row: Index of the first of them in the step's hidden states.
         begin: Its position in the request.
         length: How many there are.
@@ -104,86 +100,11 @@ class Span(NamedTuple):
         begin = max(0, self.begin - first)
         return range(begin, max(begin, min(count, self.begin + self.length - first)))
 
-
-class _Scores:
-    """Scores of one request, some of them unknown yet."""
-
-    def __init__(self, count: int) -> None:
-        self.logprobs = np.zeros(count, np.float32)
-        self.is_top = np.zeros(count, np.bool_)
-        self.known = np.zeros(count, np.bool_)
-
-
-class ScoreBuffer:
-    """Scores by the key of their request, until the engine fetches them.
-
-    A request may be computed in several steps and, after it was preempted, begin again.
-    """
-
-    def __init__(self) -> None:
-        self._scores: dict[int, _Scores | PieceScores | Exception] = {}
-
-    def reset(self) -> None:
-        """Drop all scores."""
-        self._scores.clear()
-
-    def put(
-        self, request: ScoreTargets, wanted: range, logprobs: torch.Tensor, is_top: torch.Tensor
-    ) -> None:
-        """Store the scores of some targets of a request, on the CPU."""
-        scores = self._scores.setdefault(request.key, _Scores(len(request.targets)))
-        if not isinstance(scores, _Scores):
-            return
-        places = slice(wanted.start, wanted.stop)
-        scores.logprobs[places] = logprobs.numpy()
-        scores.is_top[places] = is_top.numpy()
-        scores.known[places] = True
-
-    def reduce(self, request: ScoreTargets, wanted: range, logits: torch.Tensor) -> None:
-        """Reduce the rows before some targets of a request."""
-        if request.key not in self._scores:
-            try:
-                self._scores[request.key] = request.pieces()
-            except EvaluationError as error:
-                self.fail(request, error)
-        scores = self._scores[request.key]
-        if isinstance(scores, PieceScores):
-            scores.add(np.arange(wanted.start, wanted.stop), logits)
-
-    def fail(self, request: ScoreTargets, error: Exception) -> None:
-        """Store an error, such as out of memory: if it were raised, vLLM would end."""
-        self._scores[request.key] = error.with_traceback(None)
-
-    def take(
-        self, keys: Iterable[int], abandoned: Iterable[int]
-    ) -> dict[int, Scores | TextResult]:
-        """Remove and return the scores of requests; drop the `abandoned` ones.
-
-        Returns:
-            Those of which all targets are known: what vLLM's prefix cache served was not
-            computed. An error's message in place of scores that could not be computed. What
-            was reduced as `PieceScores.results` has it.
-        """
-        taken = {key: self._scores.pop(key) for key in keys if key in self._scores}
-        for key in abandoned:
-            self._scores.pop(key, None)
-        packed: dict[int, Scores | TextResult] = {}
-        for key, scores in taken.items():
-            if isinstance(scores, Exception):
-                packed[key] = f"{type(scores).__name__}: {scores}"
-            elif isinstance(scores, PieceScores):
-                if scores.is_complete:
-                    [packed[key]] = scores.results()
-            elif scores.known.all():
-                packed[key] = (scores.logprobs.tobytes(), scores.is_top.tobytes())
-        return packed
-
-    def __len__(self) -> int:
-        return len(self._scores)
-
-
-SCORE_BUFFER = ScoreBuffer()
-"""The buffer of this process, as `ROW_BUFFER`."""
+    @property
+    def rows(self) -> range:
+        """Indices of the hidden states that predict the wanted targets."""
+        wanted, offset = self.wanted, self.row + self.request.first - self.begin
+        return range(wanted.start + offset, wanted.stop + offset)
 
 
 def start_scores(runner: Any) -> bool:
@@ -267,87 +188,47 @@ def _score(
     mapping: _AdapterMapping,
 ) -> None:
     """Compute the scores of a step in pieces and store them, or the error that this raises."""
-    wanted = [(span.request, span.wanted, span.row + span.request.first - span.begin)
-              for span in spans if span.wanted]  # fmt: skip
-    if not wanted:
+    spans = [span for span in spans if span.wanted]
+    if not spans:
         return
     try:
-        _store(compute_logits, hidden_states, wanted, mapping)
+        _store(compute_logits, hidden_states, spans, mapping)
     except Exception as error:
         if not ROW_BUFFER.alone:  # other ranks compute logits together with this one
             raise
-        for request, _, _ in wanted:
-            SCORE_BUFFER.fail(request, error)
+        message = f"vLLM did not compute the scores: {type(error).__name__}: {error}"
+        ROW_BUFFER.fail([span.request.key for span in spans], EvaluationError(message))
 
 
 def _store(
     compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
     hidden_states: torch.Tensor,
-    wanted: Sequence[tuple[ScoreTargets, range, int]],
+    spans: Sequence[Span],
     mapping: _AdapterMapping,
 ) -> None:
-    for request, places, row in wanted:
-        if request.output is not None:
-            _reduce(compute_logits, hidden_states, request, places, row, mapping)
-    wanted = [each for each in wanted if each[0].output is None]
-    if not wanted:
-        return
-    device = hidden_states.device
-    rows = device_index([row + i for _, places, row in wanted for i in places], device)
-    targets = device_index(
-        [request.targets[i] for request, places, _ in wanted for i in places], device
-    )
+    rows = device_index([row for span in spans for row in span.rows], hidden_states.device)
     size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
-    parts = []
-    pieces = zip(torch.split(rows, size), torch.split(targets, size), strict=True)
-    for part, ids in pieces:
+    for begin in range(0, len(rows), size):
+        part = rows[begin : begin + size]
         with mapping.of(part):
             logits = compute_logits(hidden_states[part])
         if logits is not None and ROW_BUFFER.active:
-            parts.append(_picked(logits, ids))
-    if not parts:
-        return
-    logprobs, is_top = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
-    begin = 0
-    for request, places, _ in wanted:
-        end = begin + len(places)
-        SCORE_BUFFER.put(request, places, logprobs[begin:end], is_top[begin:end])
-        begin = end
+            # vLLM computes in inference mode, whose tensors cannot be changed outside.
+            with torch.inference_mode(False), torch.no_grad():
+                _add(logits, begin, spans)
 
 
-def _reduce(  # noqa: PLR0917
-    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
-    hidden_states: torch.Tensor,
-    request: ScoreTargets,
-    places: range,
-    row: int,
-    mapping: _AdapterMapping,
-) -> None:
-    """Reduce the rows before some targets of a request, which follow from token `row` on."""
-    size = max(_LEAST_POSITIONS, _VALUES // ROW_BUFFER.ids.size)
-    for begin in range(places.start, places.stop, size):
-        part = range(begin, min(begin + size, places.stop))
-        rows = torch.arange(row + part.start, row + part.stop, device=hidden_states.device)
-        with mapping.of(rows):
-            logits = compute_logits(hidden_states[rows])
-        if logits is not None and ROW_BUFFER.active:
-            SCORE_BUFFER.reduce(request, part, logits)
-
-
-def _picked(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of an id of each row, and whether none is larger."""
-    vocabulary = cast("Vocabulary", ROW_BUFFER.ids)
-    size = len(ids)
-    if logits.device.type == "cpu":
-        size = max(1, _VALUES_IN_CACHE // vocabulary.size)
-    logprobs, is_top = [], []
-    pieces = zip(torch.split(logits, size), torch.split(ids, size), strict=True)
-    for part, targets in pieces:
-        rows = rows_from_logits(part, vocabulary)
-        picked = rows.gather(1, targets[:, None])[:, 0]
-        logprobs.append(picked)
-        is_top.append(picked >= rows.amax(-1))
-    return torch.cat(logprobs), torch.cat(is_top)
+def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span]) -> None:
+    """Add logits of consecutive wanted positions, counted through all spans, from `begin`."""
+    first = 0
+    for span in spans:
+        low = max(first, begin)
+        high = min(first + len(span.wanted), begin + len(logits))
+        if low < high:
+            request, wanted = span.request, span.wanted[low - first : high - first]
+            part = logits[low - begin : high - begin]
+            ROW_BUFFER.add_scores(request.key, request.pieces, wanted, part)
+        first += len(span.wanted)
 
 
 class _AdapterMapping:

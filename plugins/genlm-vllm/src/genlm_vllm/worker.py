@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import EvaluationError, Reduced
+from genlm.plugin import EvaluationError, Reduced, TokenScores
 from genlm_vllm.fallback_attention import check_fallback_attention
 from genlm_vllm.processes import record_failures, start_parent_watchdog
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
-from genlm_vllm.scores import SCORE_BUFFER, start_scores
+from genlm_vllm.scores import start_scores
 from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
@@ -92,7 +92,6 @@ class RowWorker:
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
         alone = get_tensor_model_parallel_world_size() == 1
         ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first, alone=alone)
-        SCORE_BUFFER.reset()
 
     @_replying
     def genlm_start_scores(self) -> bool:
@@ -106,15 +105,25 @@ class RowWorker:
 
         Returns:
             `model`, the class that implements it; `attention`, the names of the backends;
-            `windows`, the sliding window of each layer that has one, by the layer's name.
+            `windows`, the sliding window of each layer that has one, by the layer's name;
+            `rounded`, the dtypes of parameters that are less precise than the model's dtype,
+            by name, unless the model is quantised.
         """
         from vllm.model_executor.layers.attention import Attention
 
         worker: Any = self  # vLLM's own worker, once this class is mixed in
         context = worker.vllm_config.compilation_config.static_forward_context
         layers = {k: layer for k, layer in context.items() if isinstance(layer, Attention)}
+        model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
+        expected = 0.0 if config.quantization else torch.finfo(config.dtype).eps
         return {
-            "model": type(worker.model_runner.model).__name__,
+            "model": type(model).__name__,
+            "rounded": {
+                name: str(each.dtype).removeprefix("torch.")
+                for name, each in model.named_parameters()
+                if expected and each.is_floating_point()
+                if torch.finfo(each.dtype).eps > expected
+            },
             "attention": sorted({x.get_attn_backend().get_name() for x in layers.values()}),
             "windows": {
                 name: int(layer.sliding_window)
@@ -135,29 +144,26 @@ class RowWorker:
         return start is not None and bool(start())
 
     @_replying
-    def genlm_take(
-        self, keys: list[int], abandoned: list[int]
-    ) -> tuple[dict[int, Any], dict[int, Any], int]:
+    def genlm_take(self, keys: list[int], abandoned: list[int]) -> tuple[dict[int, Any], int]:
         """Return results within this process, on the device's default stream.
 
         Returns:
-            What is asked of rows, see `RowBuffer.take`; scores, see `ScoreBuffer.take`;
-            `tokens_copied`.
+            As `RowBuffer.take`; `tokens_copied`.
         """
         worker: Any = self
         with _default_stream(worker.device):
             results = ROW_BUFFER.take(keys, abandoned)
-        return results, SCORE_BUFFER.take(keys, abandoned), ROW_BUFFER.tokens_copied
+        return results, ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_take_bytes(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[list[int], bytes, list[tuple[int, Any]], list[tuple[int, Any]], int]:
+    ) -> tuple[list[int], bytes, list[tuple[int, Any]], int]:
         """Return results to another process.
 
         Returns:
             The keys of rows and their float32 values; keys and what `pack_result` made of
-            other results; keys and scores; `tokens_copied`.
+            other results, scores among them; `tokens_copied`.
         """
         results = ROW_BUFFER.take(keys, abandoned)
         rows = {key: each for key, each in results.items() if isinstance(each, torch.Tensor)}
@@ -169,28 +175,21 @@ class RowWorker:
             results |= dict.fromkeys(rows, error)
             rows.clear()
         packed = [
-            (key, pack_result(each))
+            (key, pack_result(Reduced((each,)) if isinstance(each, TokenScores) else each))
             for key, each in results.items()
             if not isinstance(each, torch.Tensor)
         ]
-        scores = []
-        for key, each in SCORE_BUFFER.take(keys, abandoned).items():
-            if isinstance(each, (Reduced, Exception)):
-                packed.append((key, pack_result(each)))
-            else:
-                scores.append((key, each))
-        return list(rows), data, packed, scores, ROW_BUFFER.tokens_copied
+        return list(rows), data, packed, ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_count_rows(self) -> int:
         """Return the number of stored rows and scores."""
-        return len(ROW_BUFFER) + len(SCORE_BUFFER)
+        return len(ROW_BUFFER)
 
     @_replying
     def genlm_stop_capture(self) -> None:
         """Drop all rows and scores, before the engine closes."""
         ROW_BUFFER.reset(VocabularyIds(0), active=False)
-        SCORE_BUFFER.reset()
 
     @_replying
     def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:

@@ -6,7 +6,6 @@ and stores what the engine returned, `delivery` passes it to the event loops and
 wait, and `observation` logs and traces the steps.
 """
 
-from genlm.core.scheduler.results import ResultHandler
 from genlm.core.scheduler.scheduler import Scheduler
 
-__all__ = ["ResultHandler", "Scheduler"]
+__all__ = ["Scheduler"]

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from genlm.core.cache import copied
 from genlm.core.errors import EvaluationError, GenlmError, described
 from genlm.core.scheduler.request_table import Evaluation, Request
 
@@ -20,13 +21,11 @@ Outcome = Sequence[Any] | Exception
 """Results of an evaluation by the place of the output, exceptions among them; or its error."""
 
 
-def distribute(
-    evaluation: Evaluation, outcome: Outcome, copy_result: Callable[[Any], Any]
-) -> None:
-    """Write what each request wants of an evaluation into it.
+def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
+    """Write the results of an evaluation into its requests.
 
     The first consumer of a result gets the result itself, every other one a copy; each gets an
-    exception object of its own. An exception of `copy_result` is the result of this consumer.
+    separate exception object. An exception raised by copying is the result of this consumer.
     """
     given: set[int] = set()
     for request, place, output in evaluation.consumers:
@@ -37,7 +36,7 @@ def distribute(
             if isinstance(value, Exception):
                 value = _copy_error(value)
             elif output in given:
-                value = copy_result(value)
+                value = copied(value)
             given.add(output)
         except Exception as error:  # noqa: BLE001 - out of memory
             value = _copy_error(error)

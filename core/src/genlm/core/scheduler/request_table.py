@@ -1,4 +1,4 @@
-"""The request table: where each unfinished evaluation is, and who waits for it.
+"""The request table: the queue of each unfinished evaluation, and the requests that wait.
 
 Bookkeeping only: no threads, no event loops, no engine. The worker guards it with its lock.
 Every operation on one evaluation but `has_query` and `clear` is O(1) in the number of them.
@@ -59,7 +59,7 @@ class Evaluation:
     Attributes:
         query: The query for the engine.
         key: Requests with equal keys share an evaluation; None is never shared.
-        consumers: Requests, the place in each, and the place in `outputs` of what it wants.
+        consumers: Requests, the place in each, and the place of its output in `outputs`.
         waiting: Number of consumers whose caller has not left; 0 once the evaluation has ended.
         outputs: Requested outputs and their places; None is the whole result.
         arrived_s: `time.perf_counter()` at arrival.
@@ -76,7 +76,7 @@ class Evaluation:
         self.arrived_s = arrived_s
 
     def add(self, request: Request, place: int, output: Hashable) -> None:
-        """Add a consumer and, if it is new, what it wants."""
+        """Add a consumer and, if it is new, its output."""
         if output not in self.outputs:
             if self.outputs is _ROW_ONLY:
                 self.outputs = _ROW_ONLY.copy()
@@ -87,7 +87,7 @@ class Evaluation:
         request.values[place] = self
 
     def drop_unwanted(self) -> None:
-        """Remove the outputs that only callers who left wanted."""
+        """Remove the outputs of callers who have left."""
         if len(self.outputs) == 1:
             return
         consumers = [each for each in self.consumers if not each[0].is_abandoned]
@@ -105,12 +105,8 @@ class Evaluation:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole result is all that is wanted."""
+        """Whether the whole result is the only requested output."""
         return len(self.outputs) == 1 and None in self.outputs
-
-    def output_key(self, output: Hashable) -> Hashable:
-        """Return the key under which an output is stored; None if it is not."""
-        return self.key if output is None or self.key is None else (self.key, output)
 
 
 class RequestTable:
@@ -148,8 +144,8 @@ class RequestTable:
     ) -> None:
         """Add a query, or let the request join the unfinished evaluation with the same key.
 
-        What the engine was asked for is fixed: of an evaluation that it works on, a request
-        can only share an output that another one wants.
+        The outputs of a query are fixed once the engine has it: a request that joins later can
+        only share one of them.
 
         Raises:
             ValueError: An unfinished query has the same id.

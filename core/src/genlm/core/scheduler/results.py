@@ -1,125 +1,87 @@
-"""`ResultHandler`: post-processing of results between an engine's step and their delivery."""
+"""Post-processing of results between an engine's step and their delivery.
+
+Results are checked against their queries, rows are reduced where the engine has not done it,
+and what later requests may ask for is stored in the output cache. Called on the engine's
+thread; what fails concerns single evaluations, and the engine goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from genlm.core.cache import OutputCache
 from genlm.core.errors import EvaluationError
-from genlm.core.query import Completion, Reduced
+from genlm.core.query import ROW_ONLY, Completion, Query, Reduced, Reduction, TokenScores
+from genlm.core.reductions import reduce_rows
+from genlm.core.rows import invalid_rows
 from genlm.core.scheduler.delivery import Outcome
 from genlm.core.scheduler.request_table import Evaluation
 
-__all__ = ["ResultHandler"]
+__all__ = ["outcomes_of", "stored"]
+
+Finished = Sequence[tuple[Evaluation, Completion]]
 
 
-class ResultHandler:
-    """Checks, reduces, stores and copies results; this one returns them unchanged.
+def outcomes_of(engine: Any, finished: Finished) -> list[tuple[Evaluation, Outcome]]:
+    """Check what a step returned and reduce rows that the engine left whole; never raises."""
+    outcomes: dict[Evaluation, Outcome] = {}
+    try:
+        _add_outcomes(engine, finished, outcomes)
+    except Exception as error:  # noqa: BLE001 - it fails those without an outcome so far
+        for evaluation, _ in finished:
+            outcomes.setdefault(evaluation, error)
+    return list(outcomes.items())
 
-    Subclasses override the public methods. They are called on the engine's thread. What they
-    raise fails the evaluations concerned, and the engine goes on.
-    """
 
-    def find_invalid(
-        self, engine: Any, queries: Sequence[Any], results: Sequence[Any]
-    ) -> Mapping[int, Exception]:
-        """Return an error for each invalid result of a step, by its position.
+def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Outcome]) -> None:
+    rows: list[tuple[Evaluation, torch.Tensor]] = []
+    for evaluation, completion in finished:
+        result = completion.result
+        problem = _problem(evaluation, completion)
+        if problem is not None:
+            outcomes[evaluation] = problem
+        elif isinstance(result, Reduced):
+            outcomes[evaluation] = result.values
+        elif isinstance(result, torch.Tensor) and type(evaluation.query) is Query:
+            rows.append((evaluation, result))
+        else:
+            outcomes[evaluation] = (result,)
+    if not rows:
+        return
+    invalid = invalid_rows([row for _, row in rows], engine.vocabulary.size)
+    outcomes |= {rows[position][0]: error for position, error in invalid.items()}
+    valid = [pair for position, pair in enumerate(rows) if position not in invalid]
+    outcomes |= {evaluation: (row,) for evaluation, row in valid if evaluation.is_whole}
+    reduced = [pair for pair in valid if not pair[0].is_whole]
+    if reduced:
+        wanted: list[Any] = [tuple(evaluation.outputs) for evaluation, _ in reduced]
+        answers = reduce_rows(torch.stack([row for _, row in reduced]), wanted)
+        for (evaluation, _), answer in zip(reduced, answers, strict=True):
+            outcomes[evaluation] = answer if isinstance(answer, Exception) else answer.values
 
-        Args:
-            engine: The engine.
-            queries: As the engine got them.
-            results: The result of each query; a `Reduced` has been checked for its length.
-        """
-        del engine, queries, results
-        return {}
 
-    def reduce(
-        self, results: Sequence[Any], outputs: Sequence[tuple[Any, ...]]
-    ) -> Sequence[Reduced | Exception]:
-        """Compute what is wanted of results that the engine has not reduced itself.
-
-        Args:
-            results: Whole results.
-            outputs: Requested outputs of each result; None stands for the whole result.
-        """
-        del results, outputs
-        raise NotImplementedError(f"{type(self).__name__} does not implement reduce")
-
-    def store(self, key: Any, result: Any) -> None:
-        """Store a result before the callers are woken.
-
-        Args:
-            key: Key of the request, or `(key, output)` for one of its outputs.
-            result: As callers get it; must not be changed.
-        """
-
-    def copy(self, result: Any) -> Any:
-        """Copy a result for the second and later callers that share it."""
-        return result
-
-    def release(self, engine: Any, items: list[Any]) -> None:
-        """Release items that were given to `Scheduler.release`. What it raises is logged."""
-
-    def outcomes(
-        self, engine: Any, finished: Sequence[tuple[Evaluation, Completion]]
-    ) -> list[tuple[Evaluation, Outcome]]:
-        """Check what a step returned and reduce what the engine left whole; never raises."""
-        outcomes: dict[Evaluation, Outcome] = {}
-        try:
-            self._add_outcomes(engine, finished, outcomes)
-        except Exception as error:  # noqa: BLE001 - it fails those without an outcome so far
-            for evaluation, _ in finished:
-                outcomes.setdefault(evaluation, error)
-        return list(outcomes.items())
-
-    def _add_outcomes(
-        self,
-        engine: Any,
-        finished: Sequence[tuple[Evaluation, Completion]],
-        outcomes: dict[Evaluation, Outcome],
-    ) -> None:
-        results: dict[Evaluation, Any] = {}
-        for evaluation, (_, result, error) in finished:
-            problem = _problem(evaluation, result, error)
-            if problem is None:
-                results[evaluation] = result
-            else:
-                outcomes[evaluation] = problem
-        queries = [evaluation.query for evaluation in results]
-        invalid = self.find_invalid(engine, queries, list(results.values()))
-        whole: dict[Evaluation, Any] = {}
-        for position, (evaluation, result) in enumerate(results.items()):
-            if position in invalid:
-                outcomes[evaluation] = invalid[position]
-            elif isinstance(result, Reduced):
-                outcomes[evaluation] = result.values
-            elif evaluation.is_whole:
-                outcomes[evaluation] = (result,)
-            else:
-                whole[evaluation] = result
-        if whole:
-            wanted = [tuple(evaluation.outputs) for evaluation in whole]
-            reduced = self.reduce(list(whole.values()), wanted)
-            for evaluation, answer in zip(whole, reduced, strict=True):
-                outcomes[evaluation] = (
-                    answer if isinstance(answer, Exception) else answer.values
-                )
-
-    def stored(self, evaluation: Evaluation, outcome: Outcome) -> Outcome:
-        """Store the results of an evaluation, and return them, or the error of storing them."""
-        if isinstance(outcome, Exception) or evaluation.key is None:
-            return outcome
-        try:
-            for output, value in zip(evaluation.outputs, outcome, strict=True):
-                if not isinstance(value, Exception):
-                    self.store(evaluation.output_key(output), value)
-        except Exception as error:  # noqa: BLE001 - it fails this evaluation alone
-            return error
+def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outcome:
+    """Store the results of an evaluation, and return them, or the error of storing them."""
+    if isinstance(outcome, Exception) or evaluation.key is None:
         return outcome
+    try:
+        for output, value in zip(evaluation.outputs, outcome, strict=True):
+            is_stored = not isinstance(output, Reduction) or output.is_cacheable
+            if is_stored and not isinstance(value, Exception):
+                key = evaluation.key if output is None else (evaluation.key, output)
+                cache.put(key, value)
+    except Exception as error:  # noqa: BLE001 - it fails this evaluation alone
+        return error
+    return outcome
 
 
-def _problem(evaluation: Evaluation, result: Any, error: Any) -> Exception | None:
-    """Return the error of a completion, or what is wrong with its form."""
+def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None:
+    """Return the error of a completion, or an error that describes its wrong form."""
+    result: Any = completion.result
+    error: Any = completion.error
     if error is not None:
         if isinstance(error, Exception):
             return error
@@ -131,4 +93,19 @@ def _problem(evaluation: Evaluation, result: Any, error: Any) -> Exception | Non
             f"the engine returned {len(result.values)} values for a query with "
             f"{len(evaluation.outputs)} outputs"
         )
-    return None
+    kinds = _expected(evaluation.query)
+    if isinstance(result, kinds):
+        return None
+    names = " or ".join(kind.__name__ for kind in kinds)
+    return EvaluationError(
+        f"the engine returned an object of type {type(result).__name__} for a query that asks "
+        f"for {names}"
+    )
+
+
+def _expected(query: Any) -> tuple[type, ...]:
+    if type(query) is not Query:
+        return (object,)
+    if query.targets:
+        return (TokenScores,) if query.outputs == ROW_ONLY else (Reduced,)
+    return (list,) if query.sampling is not None else (torch.Tensor, Reduced)

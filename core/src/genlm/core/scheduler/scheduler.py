@@ -14,10 +14,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from genlm.core.blocking import is_blocking
+from genlm.core.cache import OutputCache
 from genlm.core.errors import EngineClosedError, QueryResetError
 from genlm.core.scheduler.background import run_in_background, start_background_thread
 from genlm.core.scheduler.request_table import Identified, Request
-from genlm.core.scheduler.results import ResultHandler
 from genlm.core.scheduler.worker import Submission, Worker
 from genlm.core.statistics import SchedulerStatistics
 from genlm.core.validation import checked_builder, checked_integer
@@ -32,7 +32,7 @@ EXIT_TIMEOUT_S = 10.0
 
 
 class Scheduler(Generic[EngineT]):
-    """Answers requests through an engine on a thread of its own, batching without timers.
+    """Answers requests through an engine on a dedicated thread, batching without timers.
 
     When the engine is idle, a batch is dispatched as soon as the caller's event loop has run
     the callbacks that were ready; while the engine steps, requests collect for its next step.
@@ -45,8 +45,9 @@ class Scheduler(Generic[EngineT]):
         build_engine: Makes the engine; called on the engine's thread. The engine has
             `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
             query with a `query_id`.
-        results: Checks, reduces, stores and copies what the engine returns; by default
-            callers get it as it is.
+        cache: Stores the results of queries with a key; by default none is stored.
+        release: Called with the engine and items that were given to `Scheduler.release`; what
+            it raises is logged.
         max_batch_size: Maximum number of queries in the engine, None for no limit.
         max_pending: Maximum number of accepted queries; further requests wait,
             first come, first served. None for no limit.
@@ -62,14 +63,16 @@ class Scheduler(Generic[EngineT]):
         self,
         build_engine: Callable[[], EngineT],
         *,
-        results: ResultHandler | None = None,
+        cache: OutputCache | None = None,
+        release: Callable[[Any, list[Any]], object] | None = None,
         max_batch_size: int | None = None,
         max_pending: int | None = None,
         name: str = "genlm-engine",
     ) -> None:
         self._worker = Worker(
             checked_builder(build_engine),
-            results=results or ResultHandler(),
+            cache=OutputCache(0) if cache is None else cache,
+            release=release or (lambda _engine, _items: None),
             max_batch_size=_checked_limit("max_batch_size", max_batch_size),
             max_pending=_checked_limit("max_pending", max_pending),
             name=name,
@@ -102,7 +105,7 @@ class Scheduler(Generic[EngineT]):
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's own figures; after its end, those that it had then."""
+        """Return the engine's statistics; after it was closed, the last ones."""
         return self._worker.engine_statistics()
 
     async def answer(
@@ -117,11 +120,11 @@ class Scheduler(Generic[EngineT]):
                 result. Equal outputs of one evaluation are computed once.
 
         Returns:
-            The engine's result, which belongs to the caller (`ResultHandler.copy`).
+            The engine's result, which belongs to the caller.
 
         Raises:
-            EvaluationError: The engine raised for this query; errors of genlm's own
-                that it raised come as they are.
+            EvaluationError: The engine raised for this query; a `GenlmError` that it raised
+                is raised unchanged.
             EngineClosedError: Closed before the answer.
             EngineDiedError: The engine's thread ended before the answer.
             QueryResetError: `reset` came before the answer.
@@ -180,7 +183,7 @@ class Scheduler(Generic[EngineT]):
         return values
 
     def abandon(self, request: Request) -> None:
-        """Drop a request, whose results nobody waits for; does nothing if it has ended."""
+        """Drop a request whose caller has left; does nothing if it has ended."""
         self._worker.leave(request)
         future = request.future
         if future.done() and not future.cancelled():
@@ -193,7 +196,7 @@ class Scheduler(Generic[EngineT]):
 
         Raises:
             EngineClosedError: Closed before it ran.
-            RuntimeError: Called on the engine's own thread.
+            RuntimeError: Called on the engine's thread.
             Exception: Whatever the function raised.
         """
         self.refuse_own_thread()
@@ -216,7 +219,7 @@ class Scheduler(Generic[EngineT]):
 
     @property
     def release(self) -> Callable[[Any], None]:
-        """Pass an item to `ResultHandler.release`, soon and together with others.
+        """Have an item released on the engine's thread, soon and together with others.
 
         A function that may be called in finalizers, and that does not refer to the scheduler.
         """
@@ -244,7 +247,7 @@ class Scheduler(Generic[EngineT]):
         return self._worker.statistics()
 
     def refuse_own_thread(self) -> None:
-        """Raise `RuntimeError` on the engine's own thread, which would wait for itself."""
+        """Raise `RuntimeError` on the engine's thread, which would wait for itself."""
         if self._worker.runs_here:
             raise RuntimeError(
                 "called from the engine's own thread, which would wait for itself; "

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from genlm.core.cache import OutputCache
 from genlm.core.errors import (
     EngineClosedError,
     EngineDiedError,
@@ -34,7 +35,7 @@ from genlm.core.scheduler.batching import BatchingPolicy, IdleFlush
 from genlm.core.scheduler.delivery import Delivery, distribute
 from genlm.core.scheduler.observation import Finished, StepObserver
 from genlm.core.scheduler.request_table import Evaluation, Identified, Request, RequestTable
-from genlm.core.scheduler.results import ResultHandler
+from genlm.core.scheduler.results import outcomes_of, stored
 from genlm.core.statistics import SchedulerStatistics
 
 __all__ = ["Submission", "Worker"]
@@ -42,7 +43,7 @@ __all__ = ["Submission", "Worker"]
 logger = logging.getLogger("genlm")
 
 Submission = tuple[Identified, Hashable, Hashable]
-"""A query, its key, and what is wanted of it."""
+"""A query, its key, and the requested output."""
 
 RELEASE_DELAY_S = 0.01
 """How long an idle engine waits for more items to release before it is woken for them."""
@@ -85,12 +86,14 @@ class Worker:
         self,
         build_engine: Callable[[], Any],
         *,
-        results: ResultHandler,
+        cache: OutputCache,
+        release: Callable[[Any, list[Any]], object],
         max_batch_size: int | None,
         max_pending: int | None,
         name: str,
     ) -> None:
-        self._results = results
+        self._cache = cache
+        self._release_items = release
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._table = RequestTable(max_pending)
@@ -119,7 +122,7 @@ class Worker:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is the engine's own."""
+        """Whether the calling thread is the engine's."""
         return threading.current_thread() is self._thread
 
     @property
@@ -143,7 +146,7 @@ class Worker:
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's own figures; after its end, those that it had then."""
+        """Return the engine's statistics; after it was closed, the last ones."""
         engine = self._engine
         return self._final_statistics if engine is None else engine.statistics()
 
@@ -193,7 +196,7 @@ class Worker:
         return call.future
 
     def release(self, item: Any) -> None:
-        """Pass an item to `ResultHandler.release` between two steps; safe in finalizers.
+        """Have an item released between two steps; safe in finalizers.
 
         An idle engine is woken once for all items of a short time.
         """
@@ -339,7 +342,7 @@ class Worker:
 
         def step(engine: Any) -> Finished:
             completed = self._step(engine)
-            finished.extend(self._results.outcomes(engine, completed))
+            finished.extend(outcomes_of(engine, completed))
             return finished
 
         step_s = 0.0
@@ -353,7 +356,7 @@ class Worker:
         self._release_scheduled = self._release_due = False
         items = [self._released.popleft() for _ in range(len(self._released))]
         try:
-            self._results.release(engine, items)
+            self._release_items(engine, items)
         except Exception:
             logger.exception("releasing what %s keeps raised", type(engine).__name__)
 
@@ -452,13 +455,13 @@ class Worker:
         try:
             # Stored before the evaluations end: a repeated request in between would find
             # neither the row nor the evaluation, and be evaluated again.
-            finished = [(each, self._results.stored(each, end)) for each, end in finished]
+            finished = [(each, stored(self._cache, each, end)) for each, end in finished]
             with self._lock:
                 for evaluation, _ in finished:
                     self._table.close_to_joiners(evaluation)
                     requests += [request for request, _, _ in evaluation.consumers]
             for evaluation, outcome in finished:
-                distribute(evaluation, outcome, self._results.copy)
+                distribute(evaluation, outcome)
             delivery = Delivery()
             with self._lock:
                 self._finish(finished, delivery, is_step=is_step)

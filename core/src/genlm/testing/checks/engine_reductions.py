@@ -296,7 +296,7 @@ def scores_equal_the_loop_over_rows(fixture: EngineFixture) -> None:
 
     def holds(texts: list[TokenTuple], data: Any) -> None:
         starts = [data.draw(st.integers(1, len(text))) for text in texts]
-        found = fixture.run(lm.batch_score(texts, starts, with_top=True))
+        found = fixture.run(lm.batch_token_scores(texts, starts))
         fixture.saw("in a batch", len(texts) > 1)
         for text, start, scores in zip(texts, starts, found, strict=True):
             _check_scores(fixture, text, start, scores)
@@ -425,7 +425,7 @@ def reductions_use_the_adapter(fixture: EngineFixture) -> None:
 
         async def ask(text: TokenTuple = text) -> list[Any]:
             masses = [lm.log_mass(text, [0, 1, 2], lora_name=name) for name in names]
-            scores = [lm.score(text, with_top=True, lora_name=name) for name in names]
+            scores = [lm.score(text, lora_name=name) for name in names]
             return list(await asyncio.gather(*masses, *scores))
 
         found = fixture.run(ask())
@@ -433,7 +433,7 @@ def reductions_use_the_adapter(fixture: EngineFixture) -> None:
             expected = float(fixture.expected(text, name)[:3].logsumexp(-1))
             expect(_close(fixture, mass, expected), f"{expected:.6g}", mass, adapter=name)
         for name, scores in zip(names, found[len(names) :], strict=True):
-            for place, score in enumerate(scores.logprobs.tolist(), 1):
+            for place, score in enumerate(scores.tolist(), 1):
                 own = float(fixture.expected(text[:place], name)[text[place]])
                 expect(
                     _close(fixture, score, own), f"{own:.6g}", score, adapter=name, text=text

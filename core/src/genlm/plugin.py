@@ -13,7 +13,7 @@
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
   `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
-  `read_lora_config`
+  `read_lora_config`, `AdapterTable`
 - loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
@@ -94,6 +94,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.vocab import decode_vocab as decode_vocab
     from genlm.engines.adapter_files import read_adapter_config as read_adapter_config
     from genlm.engines.adapter_files import read_lora_config as read_lora_config
+    from genlm.engines.adapter_table import AdapterTable as AdapterTable
     from genlm.engines.dtypes import dtype_name as dtype_name
     from genlm.engines.memory import cache_budget_bytes as cache_budget_bytes
     from genlm.engines.memory import free_memory_bytes as free_memory_bytes

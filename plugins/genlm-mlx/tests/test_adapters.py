@@ -145,6 +145,10 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     weights = mx.load(str(wide / "adapters.safetensors"))
     weights = {path: mx.concatenate([array, array]) for path, array in weights.items()}
     mx.save_safetensors(str(wide / "adapters.safetensors"), weights)
+    deeper = write("deeper")
+    weights = mx.load(str(deeper / "adapters.safetensors"))
+    weights = {path.replace("layers.1", "layers.7"): each for path, each in weights.items()}
+    mx.save_safetensors(str(deeper / "adapters.safetensors"), weights)
     full, broken = write("full"), write("broken")
     change_settings(full, fine_tune_type="full")
     (broken / "adapter_config.json").write_text("{")
@@ -160,6 +164,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(
     mx.save_safetensors(str(elsewhere / "adapter_model.safetensors"), moved)
     for folder, message in (
         (wide, "does not fit the model"),
+        (deeper, "no such adapter layer"),
         (full, "fine_tune_type 'full'"),
         (broken, "cannot be read"),
         (dora, "use_dora=True"),

@@ -17,6 +17,7 @@ import torch
 
 from genlm.plugin import (
     AdapterError,
+    AdapterTable,
     ModelLoadError,
     UnknownAdapterError,
     read_lora_config,
@@ -29,7 +30,7 @@ __all__ = ["Adapters"]
 _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 
 
-class Adapters:
+class Adapters(AdapterTable[str]):
     """The adapters of one model: those that it came with, and those loaded later.
 
     Outside of `activate` the model is in its original state: the adapters that were active
@@ -46,33 +47,19 @@ class Adapters:
     """
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         given = dict(getattr(model, "peft_config", None) or {})
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         _refuse_unservable(given, base)
         self.model = getattr(base, "_orig_mod", base)  # what torch.compile wrapped
-        self._inner_names = {name: name for name in given}
+        self.loaded |= {name: name for name in given}  # peft's names of them
         self._numbers = itertools.count()
         self._peft_model: Any = None  # peft's wrapper for loaded adapters
         self._original = _Snapshot(self.model) if given else None
         self._states: dict[str | None, AdapterState] = {}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the adapters: the model's own first, then in the order of loading."""
-        return tuple(self._inner_names)
-
-    def load(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path` under a name.
-
-        Raises:
-            AdapterError: The name is taken, the folder holds no LoRA adapter, or
-                the adapter does not fit the model. The model is unchanged.
-        """
-        if name in self._inner_names:
-            raise AdapterError(
-                f"an adapter named {name!r} is loaded already; take another name"
-            )
-        folder = str(Path(path).expanduser())
+    def _load(self, name: str, path: Path) -> str:
+        folder = str(path)
         config = _read_config(name, folder)
         # peft forbids some names (dots, for one), so adapters have other names in it.
         inner = f"genlm_{next(self._numbers)}"
@@ -92,25 +79,21 @@ class Adapters:
             before.restore()
             base, cause = type(self.model).__name__, " ".join(str(error).split())
             raise AdapterError(
-                f"adapter {name!r} in {path!r} does not fit this {base}: {cause}"
+                f"adapter {name!r} in {folder!r} does not fit this {base}: {cause}"
             ) from error
         self._original = self._original or before
         self._peft_model = peft_model
-        self._inner_names[name] = inner
         self._original.switch_back()
         self._original.make_trainable_again()
         self._states.clear()
+        return inner
 
-    def remove(self, name: str) -> None:
-        """Delete the weights of an adapter that `load` added.
-
-        Raises:
-            UnknownAdapterError: The model came with it.
-        """
-        own = {name for name, inner in self._inner_names.items() if name == inner}
-        if name in own:
-            raise UnknownAdapterError(name, set(self._inner_names) - own)
-        self._delete(self._inner_names.pop(name))
+    def _unload(self, name: str, adapter: str) -> None:
+        """Delete the weights of an adapter, unless the model came with it."""
+        if name == adapter:
+            loaded = (each for each, inner in self.loaded.items() if each != inner)
+            raise UnknownAdapterError(name, loaded)
+        self._delete(adapter)
         self._states.clear()
         if self._original is not None:
             self._original.switch_back()
@@ -136,7 +119,7 @@ class Adapters:
         if self._original is not None:
             self._original.restore()
         self._peft_model = self._original = None
-        self._inner_names.clear()
+        self.loaded.clear()
         self._states.clear()
 
     def _switch(self, name: str | None) -> None:
@@ -154,7 +137,7 @@ class Adapters:
         assert name is not None  # noqa: S101 - our own mistake
         for layer in adapter_layers(self.model):
             layer.enable_adapters(True)
-        set_adapter(self.model, self._inner_names[name], inference_mode=True)
+        set_adapter(self.model, self.loaded[name], inference_mode=True)
         return adapter_state(self.model)
 
     def _inject(self, inner: str, config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One `llama_decode`, or several, over the tokens that sequences lack.
+"""Batches of uncached tokens for `llama_decode`.
 
 Tokens that several sequences lack are in the batch once and belong to all of them, if their
 cache is unified. The arrays of the batch are filled by numpy.

@@ -47,7 +47,7 @@ class CacheFullError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions:
-    """What the engine asks of llama.cpp; see `LlamaCppEngine`."""
+    """Parameters of the model and the context; see `LlamaCppEngine`."""
 
     n_ctx: int | None
     n_batch: int
@@ -72,14 +72,14 @@ class LlamaContext:
 
     Args:
         file: A GGUF file, or the first of a split one.
-        options: What to ask for; what llama.cpp made of it is compared.
+        options: Parameters; they are compared with those of the created context.
 
     Attributes:
         can_cut: Whether the end of a sequence can be removed.
         is_unified: Whether sequences share the cells of one cache.
         parts: Among how many sequences `divide` has divided the cells, 0 for none.
-        max_context: Most tokens of a sequence.
-        n_batch: Most tokens of one call.
+        max_context: Maximum length of a sequence.
+        n_batch: Maximum number of tokens in one call.
         n_cells: Number of cells of the cache.
         n_logits: Width of a row of logits.
 
@@ -89,8 +89,7 @@ class LlamaContext:
 
     def __init__(self, file: Path, options: ContextOptions) -> None:
         self._llama = llama()
-        self._adapters: dict[str, int] = {}
-        self._active: str | None = None
+        self._active: int | None = None
         self._context = None
         self._model = self._loaded(file, options)
         try:
@@ -118,7 +117,7 @@ class LlamaContext:
             self._llama.llama_memory_seq_rm(self._memory, target, length, -1)
 
     def can_continue(self, sequence: int, length: int, held: int) -> bool:
-        """Whether all that the tokens after the first `length` of `held` need is there."""
+        """Whether the cache has everything that tokens after the first `length` attend to."""
         if not self.can_cut and length != held:
             return False
         if not self._window or length == held:
@@ -225,13 +224,8 @@ class LlamaContext:
 
     # -- adapters ---------------------------------------------------------------------
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
-        return tuple(self._adapters)
-
-    def load_adapter(self, name: str, file: Path) -> None:
-        """Load a LoRA adapter in GGUF.
+    def load_adapter(self, name: str, file: Path) -> int:
+        """Load a LoRA adapter in GGUF; return llama.cpp's pointer to it.
 
         Raises:
             AdapterError: It does not fit the model, or is not LoRA alone.
@@ -249,24 +243,24 @@ class LlamaContext:
                 f"adapter {name!r} in {str(file)!r} is active only after invocation tokens "
                 f"(aLoRA), which genlm-llamacpp does not support"
             )
-        self._adapters[name] = adapter
+        return int(adapter)
 
-    def remove_adapter(self, name: str) -> None:
+    def free_adapter(self, adapter: int) -> None:
         """Free an adapter."""
         self.activate(None)
-        self._llama.llama_adapter_lora_free(self._adapters.pop(name))
+        self._llama.llama_adapter_lora_free(adapter)
 
-    def activate(self, name: str | None) -> None:
+    def activate(self, adapter: int | None) -> None:
         """Compute with an adapter from now on, None for none."""
-        if name == self._active:
+        if adapter == self._active:
             return
-        count = 0 if name is None else 1
-        adapters = (ctypes.c_void_p * 1)(None if name is None else self._adapters[name])
+        count = 0 if adapter is None else 1
+        adapters = (ctypes.c_void_p * 1)(adapter)
         scales = (ctypes.c_float * 1)(1.0)
         code = self._llama.llama_set_adapters_lora(self._context, adapters, count, scales)
         if code:
-            raise EvaluationError(f"llama_set_adapters_lora returned {code} for {name!r}")
-        self._active = name
+            raise EvaluationError(f"llama_set_adapters_lora returned {code}")
+        self._active = adapter
 
     def close(self) -> None:
         """Free the context and the weights, adapters included."""
@@ -355,7 +349,7 @@ class LlamaContext:
         return context
 
     def _check_context(self, file: Path, options: ContextOptions) -> None:
-        """Compare what was asked with what the context has: structs are passed unchecked."""
+        """Compare the context with the parameters: ctypes does not check structs."""
         library, context = self._llama, self._context
         self.n_cells = int(library.llama_n_ctx(context))
         longest = int(library.llama_n_ctx_seq(context))

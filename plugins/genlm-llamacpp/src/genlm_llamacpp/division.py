@@ -1,4 +1,4 @@
-"""Whether sequences share the cells of a cache, or each has a part of its own.
+"""Chooses whether sequences share the cells of the cache or each has a part of them.
 
 In a shared cache the attention of every token goes over the cells of all sequences; in a
 divided one over those of its own, but tokens that sequences share are stored and read for each.
@@ -30,7 +30,7 @@ def parts_for(population: Sequence[Sequence[int]], cells: int, most: int) -> int
     Args:
         population: Token ids of what is computed together.
         cells: Cells of the cache.
-        most: Most sequences.
+        most: Maximum number of sequences.
     """
     unique = sorted(set(map(tuple, population)))
     count = len(unique)

@@ -1,8 +1,4 @@
-"""`LlamaCppEngine`: GGUF files, computed by llama.cpp, as a genlm engine.
-
-Longer than other modules because the options of llama.cpp and the engine's protocol are in one
-place, a third of it docstrings.
-"""
+"""`LlamaCppEngine`: GGUF files on llama.cpp as a genlm engine."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from genlm.plugin import (
-    AdapterError,
     BatchEngine,
     Capability,
     EvaluationError,
@@ -26,17 +21,18 @@ from genlm.plugin import (
     ModelLoadError,
     Query,
     TokenSequence,
-    UnknownAdapterError,
     UnsupportedCapabilityError,
     check_query,
     model_source,
+    rows_from_logits,
 )
 from genlm.prefix import ScoredText, TextResult
+from genlm_llamacpp.adapters import Adapters
 from genlm_llamacpp.batch import TokenBatch, build_batch, row_batch
 from genlm_llamacpp.context import CACHE_TYPES, CacheFullError, ContextOptions, LlamaContext
 from genlm_llamacpp.division import parts_for
 from genlm_llamacpp.populations import HeldRows, held_rows
-from genlm_llamacpp.receivers import GroupLogits, Receiver, Rows, Scores
+from genlm_llamacpp.receivers import Logits, Receiver, Scores
 from genlm_llamacpp.sequences import Integers, Sequences
 from genlm_llamacpp.vocabulary import GgufTokenizer, read_vocabulary
 
@@ -47,10 +43,11 @@ _DEMO = Path(__file__).parent / "demo.gguf"
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 _MOST_OUTPUT_BYTES = 128 * 2**20
-"""Of the logits in one call: 256 rows of 128,000."""
+"""Maximum size of the logits of one call: 256 rows of 128,000."""
 
 _MOST_NEW_TOKENS = 32
-"""Rows of a population with more are computed as requests, which share what begins alike."""
+"""Maximum number of new tokens of a row of a population. Rows with more are computed as single
+requests, which share the computation of common prefixes."""
 
 
 class LlamaCppEngine(BatchEngine):
@@ -64,9 +61,9 @@ class LlamaCppEngine(BatchEngine):
         n_ctx: Cells of the cache of keys and values, one for each token, shared by all
             sequences, or divided among them with `kv_unified=False`; by default 16,384, or as
             many as fit into a quarter of the free memory.
-        n_batch: Most tokens in one call of llama.cpp.
-        n_ubatch: Most tokens that it computes at once.
-        n_seq_max: Most sequences that are kept, at most 256.
+        n_batch: Maximum number of tokens in one call of llama.cpp.
+        n_ubatch: Maximum number of tokens that it computes at once.
+        n_seq_max: Maximum number of cached sequences, at most 256.
         kv_unified: Whether sequences share cells: less work for those that begin alike, more
             for those that share little. By default they do, except that while nothing else is
             held, four or more that share little each get a part of the cells.
@@ -84,10 +81,11 @@ class LlamaCppEngine(BatchEngine):
         main_gpu: The GPU with `split_mode="none"`.
         tensor_split: Share of each GPU.
         check_tensors: Whether to check the weights for invalid values when the model is loaded.
-        max_context: Most tokens of a context, if fewer than the model takes.
+        max_context: Maximum length of a context, if shorter than the model's.
 
     Raises:
-        ModelLoadError: llama.cpp cannot load the file, or the context is not as asked.
+        ModelLoadError: llama.cpp cannot load the file, or created another context than
+            requested.
         VocabularyError: The file's tokens do not have exact bytes.
         ValueError: An option out of its range.
     """
@@ -142,6 +140,7 @@ class LlamaCppEngine(BatchEngine):
         file = model_file(model)
         self.vocabulary = read_vocabulary(GgufTokenizer(file))
         self._context = LlamaContext(file, options)
+        self._adapters = Adapters(self._context)
         self.max_context = self._context.max_context
         if max_context is not None:
             self.max_context = min(max_context, self.max_context)
@@ -153,7 +152,6 @@ class LlamaCppEngine(BatchEngine):
         self._considered: Sequence[Query] = ()
         self._evicted_before = 0
         self._tokens_evaluated = self._tokens_computed = self._forwards = 0
-        self._adapters_loaded = 0
 
     # -- queries ----------------------------------------------------------------------
 
@@ -166,7 +164,7 @@ class LlamaCppEngine(BatchEngine):
         """
         if query.sampling is not None:
             raise UnsupportedCapabilityError(Capability.SAMPLE, self.backend)
-        check_query(query, adapters=self._context.adapters)
+        check_query(query, adapters=self._adapters.names)
         super().submit(query)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
@@ -198,9 +196,10 @@ class LlamaCppEngine(BatchEngine):
         self._sequences.collect()
         self._arrange(queries)
         requests = [(query.sequence, len(query) - 1) for query in queries]
-        rows = Rows(self.vocabulary, len(requests))
-        self._compute(queries[0].adapter, requests, rows)
-        return rows.result()
+        logits = np.empty((len(requests), self._context.n_logits), np.float32)
+        receiver = Logits(logits, np.arange(len(requests)), is_marked=True)
+        self._compute(queries[0].adapter, requests, receiver)
+        return rows_from_logits(torch.from_numpy(logits), self.vocabulary)
 
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
         """Score the targets of each query; all have the same adapter."""
@@ -228,7 +227,7 @@ class LlamaCppEngine(BatchEngine):
         for place in group.wanted[:1].tolist():
             sequence = group.generation.lineage.sequence(place)
             check_query(
-                Query(group.query_id, sequence, group.adapter), adapters=self._context.adapters
+                Query(group.query_id, sequence, group.adapter), adapters=self._adapters.names
             )
         super().submit_group(group)
 
@@ -263,7 +262,7 @@ class LlamaCppEngine(BatchEngine):
             found = found[:0]
         others = np.delete(np.arange(len(wanted)), found)
         if len(others):
-            receiver = GroupLogits(logits, others)
+            receiver = Logits(logits, others, is_marked=False)
             requests = [
                 (lineage.sequence(int(wanted[each])), int(lengths[each]) - 1) for each in others
             ]
@@ -283,7 +282,7 @@ class LlamaCppEngine(BatchEngine):
 
         Args:
             group: The population.
-            rows: What is held of each of its sequences.
+            rows: The sequences of llama.cpp that hold its members.
             wanted: Sequences of the population.
             found: Which of these.
             logits: Takes their logits, shape `(len(wanted), n_logits)`.
@@ -298,13 +297,13 @@ class LlamaCppEngine(BatchEngine):
         if claims is None:
             return False
         try:
-            self._context.activate(adapter)
+            self._adapters.activate(adapter)
             tokens = lineage.last_tokens(own, lengths - starts)
             # A divided cache computes sequences at once whose numbers follow each other.
             shared = self._context.shares_tokens
             order = np.arange(len(own)) if shared else np.argsort(claims.numbers)
             batch = row_batch(claims.numbers, starts, tokens, order)
-            self._decode(batch, GroupLogits(logits, found), 0)
+            self._decode(batch, Logits(logits, found, is_marked=False), 0)
         except BaseException as error:
             self._sequences.roll_back_rows(adapter, claims)
             if isinstance(error, CacheFullError):
@@ -329,7 +328,7 @@ class LlamaCppEngine(BatchEngine):
             UnknownAdapterError: The adapter was not loaded.
         """
         query = Query(0, tuple(token_ids), adapter)
-        check_query(query, adapters=self._context.adapters)
+        check_query(query, adapters=self._adapters.names)
         if self._context.parts:  # what continues a prefix shares it
             self._divide(0)
         self.evaluate([query])
@@ -354,18 +353,10 @@ class LlamaCppEngine(BatchEngine):
         """Load a LoRA adapter: a GGUF file, or a folder with one.
 
         Raises:
-            AdapterError: There is none, or it does not fit the model.
+            AdapterError: The name is taken, there is no such file, or it does not fit the
+                model.
         """
-        if name in self._context.adapters:
-            raise AdapterError(f"adapter {name!r} is loaded already; choose another name")
-        file = Path(path)
-        found = sorted(file.glob("*.gguf")) if file.is_dir() else [file]
-        if len(found) != 1 or not found[0].is_file():
-            raise AdapterError(
-                f"adapter {name!r}: {path!r} is not a GGUF file, nor a folder with one; "
-                f"llama.cpp's convert_lora_to_gguf.py makes one of an adapter of peft"
-            )
-        self._context.load_adapter(name, found[0])
+        self._adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
         """Free an adapter and what was computed with it.
@@ -373,10 +364,9 @@ class LlamaCppEngine(BatchEngine):
         Raises:
             UnknownAdapterError: None of that name is loaded.
         """
-        if name not in self._context.adapters:
-            raise UnknownAdapterError(name, self._context.adapters)
+        self._adapters.check_loaded(name)
         self._sequences.clear(name)
-        self._context.remove_adapter(name)
+        self._adapters.remove(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
         """Return counts of work, of sequences, and facts about the model.
@@ -402,7 +392,7 @@ class LlamaCppEngine(BatchEngine):
         A divided one is shared again when they are more than its parts, or longer.
 
         Args:
-            queries: What is evaluated now; what else waits for its adapter is considered too.
+            queries: Queries of this step; pending ones of the same adapter are considered too.
         """
         if not self._may_divide:
             return
@@ -467,7 +457,7 @@ class LlamaCppEngine(BatchEngine):
         receiver: Receiver,
         first: int,
     ) -> None:
-        self._context.activate(adapter)
+        self._adapters.activate(adapter)
         claims = self._sequences.claim(adapter, requests)
         try:
             wanted = [position for _, position in requests]

@@ -1,4 +1,4 @@
-"""Which sequence of llama.cpp holds each sequence of a generation, as columns."""
+"""Maps each sequence of a generation to the sequence of llama.cpp that holds it, as columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HeldRows:
         owner: Has the sequences.
         numbers: The sequence that begins with each row, -1 for none, shape `(n,)`.
         versions: The version of each then, shape `(n,)`.
-        lengths: How many tokens of each row it holds, shape `(n,)`.
+        lengths: Number of tokens of each row that it holds, shape `(n,)`.
     """
 
     __slots__ = ("_versions", "lengths", "numbers", "owner")

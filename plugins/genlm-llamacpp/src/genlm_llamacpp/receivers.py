@@ -1,21 +1,20 @@
-"""What becomes of the logits of a batch: rows, scores, or logits of a population."""
+"""Consumers of the logits of a batch: they are copied, or reduced to scores."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm.plugin import Vocabulary, rows_from_logits
+from genlm.plugin import Vocabulary
 from genlm.prefix import PieceScores, ScoredText, TextResult
 from genlm_llamacpp.batch import TokenBatch
 from genlm_llamacpp.sequences import Integers
 
-__all__ = ["GroupLogits", "Receiver", "Rows", "Scores"]
+__all__ = ["Logits", "Receiver", "Scores"]
 
 
 class Receiver(abc.ABC):
@@ -25,7 +24,7 @@ class Receiver(abc.ABC):
         is_marked: Whether the sequences of the requests are found by their keys later.
     """
 
-    is_marked: ClassVar[bool] = True
+    is_marked = True
 
     @abc.abstractmethod
     def begin(self, batch: TokenBatch, first: int) -> None:
@@ -39,21 +38,23 @@ class Receiver(abc.ABC):
         """Note which sequences, in which versions, hold the requests from `first` on."""
 
 
-class GroupLogits(Receiver):
-    """Copies logits to rows of an array, and notes which sequences hold them.
+class Logits(Receiver):
+    """Copies the logits after the last token of each request to a row of an array.
 
     Args:
-        logits: The array.
+        logits: The array, shape `(n, width)`.
         places: The row of each request.
+        is_marked: Whether the sequences of the requests are found by their keys later.
 
     Attributes:
         numbers: The sequence that held each request after its pass, shape `(len(places),)`.
-        versions: Its version then, which is another one if it was evicted since.
+        versions: Its version at that time; it changes when the sequence is evicted.
     """
 
-    is_marked = False
-
-    def __init__(self, logits: NDArray[np.float32], places: Integers) -> None:
+    def __init__(
+        self, logits: NDArray[np.float32], places: Integers, *, is_marked: bool
+    ) -> None:
+        self.is_marked = is_marked
         self._logits, self._places = logits, places
         self.numbers = np.full(len(places), -1)
         self.versions = np.zeros(len(places), np.int64)
@@ -74,48 +75,12 @@ class GroupLogits(Receiver):
         self.numbers[part], self.versions[part] = numbers, versions
 
 
-class Rows(Receiver):
-    """Collects a row for each request.
-
-    Args:
-        vocabulary: Of the rows.
-        count: Number of requests.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, count: int) -> None:
-        self._vocabulary = vocabulary
-        self._count = count
-        self._rows: torch.Tensor | None = None
-
-    def begin(self, batch: TokenBatch, first: int) -> None:
-        """Note where the logits of requests will be, from request `first` on."""
-        self._request_of = {
-            int(entries[0]): first + index for index, entries in enumerate(batch.entries)
-        }
-
-    def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
-        """Normalise the logits of entries; they are not referred to afterwards."""
-        rows = rows_from_logits(logits, self._vocabulary)
-        indices = [self._request_of[entry] for entry in entries]
-        if self._rows is None and indices == list(range(self._count)):
-            self._rows = rows
-            return
-        if self._rows is None:
-            self._rows = rows.new_empty((self._count, rows.shape[1]))
-        self._rows[indices] = rows
-
-    def result(self) -> torch.Tensor:
-        """Return all rows, in the order of the requests."""
-        assert self._rows is not None  # noqa: S101 - there is at least one request
-        return self._rows
-
-
 class Scores(Receiver):
-    """Collects what is computed of the rows of texts, and keeps no rows.
+    """Reduces the logits at the positions of texts as they arrive, and keeps no rows.
 
     Args:
         texts: The texts of the requests.
-        vocabulary: Of the rows.
+        vocabulary: Vocabulary of the rows.
     """
 
     def __init__(self, texts: Sequence[ScoredText], vocabulary: Vocabulary) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens are in which sequence of llama.cpp's memory.
+"""Bookkeeping of the sequences in llama.cpp's memory: which tokens each of them holds.
 
 llama.cpp numbers its sequences; a sequence holds the keys and values, or the recurrent state,
 of one token sequence. A new sequence copies another up to where both are equal, which with
@@ -28,7 +28,7 @@ _MOST_MARKS = 64
 
 
 class Memory(Protocol):
-    """What changes the memory of a llama.cpp context."""
+    """Operations on the memory of a llama.cpp context."""
 
     can_cut: bool
     """Whether the end of a sequence can be removed; recurrent states cannot be taken back."""
@@ -40,7 +40,7 @@ class Memory(Protocol):
         ...
 
     def can_continue(self, sequence: int, length: int, held: int) -> bool:
-        """Whether all that the tokens after the first `length` of `held` need is there."""
+        """Whether the cache has everything that tokens after the first `length` attend to."""
         ...
 
     def cut(self, sequence: int, length: int) -> bool:
@@ -91,7 +91,7 @@ class Sequences:
     Args:
         memory: The memory of the context.
         count: Number of sequences.
-        max_length: Most tokens of a sequence.
+        max_length: Maximum length of a sequence.
 
     Attributes:
         evicted: Number of sequences that were removed to make room.
@@ -124,7 +124,7 @@ class Sequences:
 
     @property
     def most_requests(self) -> int:
-        """How many requests can be claimed for at once."""
+        """Maximum number of requests in one call of `claim`."""
         return self._count - len(self._pinned)
 
     @property
@@ -133,16 +133,16 @@ class Sequences:
         return len(self._pinned)
 
     def is_next(self, adapter: str | None, tokens: TokenSequence) -> bool:
-        """Whether all tokens but the last are known to be held. Fast."""
+        """Whether a sequence is known by key to hold all tokens but the last."""
         before = len(tokens) - 1
         return before > 0 and (adapter, tokens.prefix_key(before)) in self._places
 
     def claim(
         self, adapter: str | None, requests: Sequence[tuple[TokenSequence, int]]
     ) -> list[Claim]:
-        """Give each request a sequence of its own, which holds as many of its tokens as any.
+        """Assign each request a sequence that holds its longest cached prefix.
 
-        A sequence all of whose tokens are the request's is taken itself, others are copied.
+        A sequence all of whose tokens are the request's is continued, others are copied.
         End with `commit` or `roll_back`.
 
         Args:
@@ -229,7 +229,7 @@ class Sequences:
     def claim_rows(
         self, sources: Integers, starts: Integers, own: Integers
     ) -> RowClaims | None:
-        """Give each row a sequence of its own, which holds its first tokens.
+        """Assign each row a sequence that holds its first tokens.
 
         The first row that continues all tokens of a sequence takes it, the others are copied.
         End with `commit_rows` or `roll_back_rows`.
@@ -237,7 +237,8 @@ class Sequences:
         Args:
             sources: The sequence that holds the first tokens of each row.
             starts: How many of them.
-            own: How many of its tokens after `starts` are the row's own and computed again.
+            own: Number of the row's tokens after `starts` that the sequence holds as well; they
+                are computed again.
 
         Returns:
             None, and nothing has changed, if there are not as many sequences.

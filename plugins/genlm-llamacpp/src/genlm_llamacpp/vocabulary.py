@@ -21,7 +21,7 @@ _SENTENCEPIECE, _BYTE_LEVEL, _WORDPIECE, _UNIGRAM = 1, 2, 3, 4
 # llama_token_attr
 _UNKNOWN, _UNUSED, _NORMAL, _CONTROL, _BYTE = 1, 2, 4, 8, 32
 
-_LONG_TOKEN = 64  # bytes; longer ones are asked for twice
+_LONG_TOKEN = 64  # bytes; longer ones take a second call
 
 _PADDING = re.compile(rb"\[PAD\d+\]")
 """Names that llama.cpp's converter gives to ids that the tokenizer does not have."""

@@ -1,7 +1,8 @@
 """LoRA adapters, whose layers replace those of the model in the passes that need them.
 
-Each adapter has layers of its own around the model's, so adapters may differ in rank and in
-the layers that they change, and the base model is unchanged between passes.
+Each adapter wraps layers of the model in LoRA layers that no other adapter uses. So adapters
+may differ in rank and in the layers that they change, and the base model is unchanged between
+passes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from genlm.plugin import AdapterError, read_lora_config
+from genlm.plugin import AdapterError, AdapterTable, read_lora_config
 
 __all__ = ["Adapters"]
 
@@ -28,7 +29,7 @@ _Layers = dict[str, Module]
 """Layers by their paths in the model."""
 
 
-class Adapters:
+class Adapters(AdapterTable[_Layers]):
     """The adapters of one model.
 
     Args:
@@ -36,54 +37,44 @@ class Adapters:
     """
 
     def __init__(self, model: Module) -> None:
+        super().__init__()
         self._model = model
-        self._layers: dict[str, _Layers] = {}
-        self._own: dict[str, _Layers] = {}
+        self._base_layers: _Layers = dict(model.named_modules())
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names in the order in which they were loaded."""
-        return tuple(self._layers)
-
-    def load(self, name: str, folder: str) -> None:
-        """Load an adapter that mlx-lm or peft has saved.
-
-        Raises:
-            AdapterError: The name is taken, the folder holds no adapter, or it does not fit.
-        """
-        if name in self._layers:
-            raise AdapterError(f"adapter {name!r} is loaded already; choose another name")
-        if (Path(folder) / "adapters.safetensors").is_file():
-            layers = self._written_by_mlx(name, Path(folder))
-        else:
-            layers = self._written_by_peft(name, Path(folder))
-        own = dict(self._model.named_modules())
-        self._own[name] = {path: own[path] for path in layers}
-        self._layers[name] = layers
-
-    def remove(self, name: str) -> None:
-        """Drop the layers of an adapter."""
-        del self._layers[name], self._own[name]
+    def _load(self, name: str, path: Path) -> _Layers:
+        """Return the layers of an adapter that mlx-lm or peft has saved."""
+        if (path / "adapters.safetensors").is_file():
+            return self._written_by_mlx(name, path)
+        return self._written_by_peft(name, path)
 
     @contextmanager
     def activate(self, name: str) -> Iterator[None]:
         """Apply an adapter in forward passes within the context."""
-        self._put(self._layers[name])
+        layers = self.loaded[name]
+        self._put(layers)
         try:
             yield
         finally:
-            self._put(self._own[name])
+            self._put({path: self._base_layers[path] for path in layers})
 
     def _put(self, layers: _Layers) -> None:
         self._model.update_modules(tree_unflatten(list(layers.items())))
 
     def _written_by_mlx(self, name: str, folder: Path) -> _Layers:
         """Let mlx-lm insert the layers, and remove them again."""
-        _refuse_full(name, folder)
+        config = _lora_settings(name, folder)
         before = dict(self._model.named_modules())
         problem = None
         try:
-            load_adapters(self._model, str(folder))
+            linear_to_lora_layers(
+                self._model,
+                config["num_layers"],
+                config["lora_parameters"],
+                use_dora=config.get("fine_tune_type") == "dora",
+            )
+            weights: Any = mx.load(str(folder / "adapters.safetensors"))
+            _check_shapes(self._model, weights)
+            self._model.load_weights(list(weights.items()), strict=False)
         except Exception as error:  # noqa: BLE001 - mlx-lm's errors of bad adapters have any type
             problem = error
         after = dict(self._model.named_modules())
@@ -97,10 +88,9 @@ class Adapters:
 
     def _written_by_peft(self, name: str, folder: Path) -> _Layers:
         config = read_lora_config(name, folder, engine="genlm-mlx", supported={"use_rslora"})
-        own = dict(self._model.named_modules())
         layers: _Layers = {}
         for path, (down, up) in _factors(name, folder).items():
-            linear = own.get(path)
+            linear = self._base_layers.get(path)
             if not isinstance(linear, (Linear, QuantizedLinear)):
                 found = "no such layer" if linear is None else f"a {type(linear).__name__}"
                 raise AdapterError(
@@ -125,19 +115,31 @@ def _ready(layers: _Layers) -> _Layers:
     return layers
 
 
-def _refuse_full(name: str, folder: Path) -> None:
+def _check_shapes(model: Module, weights: Mapping[str, mx.array]) -> None:
+    """Refuse weights that the inserted layers do not have; mlx-lm 0.31 would ignore them."""
+    own = dict(tree_flatten(model.parameters()))
+    for path, array in weights.items():
+        if path not in own or path.rpartition(".")[2] not in {"lora_a", "lora_b", "m"}:
+            raise ValueError(f"it has weights {path!r}, the model has no such adapter layer")
+        if array.shape != own[path].shape:
+            raise ValueError(f"{path!r} has shape {array.shape} in place of {own[path].shape}")
+
+
+def _lora_settings(name: str, folder: Path) -> Mapping[str, Any]:
     file = folder / "adapter_config.json"
     try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("fine_tune_type", "lora")
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kind = config.get("fine_tune_type", "lora")
     except (OSError, ValueError, AttributeError) as error:
         raise AdapterError(
             f"adapter {name!r}: {str(file)!r} cannot be read: {error}"
         ) from error
     if kind not in {"lora", "dora"}:
         raise AdapterError(
-            f"adapter {name!r} has fine_tune_type {kind!r}; only 'lora' and 'dora' can be put "
-            f"beside a model. Load the fine-tuned model itself"
+            f"adapter {name!r} has fine_tune_type {kind!r}; only 'lora' and 'dora' can be "
+            f"loaded as adapters. Load the fine-tuned model itself"
         )
+    return config
 
 
 def _scale(config: Mapping[str, Any], down: mx.array) -> float:

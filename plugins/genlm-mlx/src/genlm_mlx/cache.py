@@ -79,7 +79,7 @@ class SlotCache:
 
 
 class _Batch:
-    """A batch's slots as arrays, made once for all layers."""
+    """Slots and masks of a batch as MLX arrays, shared by the caches of all layers."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class RecordingCache:
 
     Attributes:
         shape: Shape of the layer's keys and values; None until the layer has run.
-        problem: What a `SlotCache` could not give back; None if there is none.
+        problem: Why a `SlotCache` cannot replace this layer's cache; None if it can.
         offset: Number of cached tokens.
     """
 

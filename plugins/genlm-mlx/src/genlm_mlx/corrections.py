@@ -46,7 +46,7 @@ def correct(model: Any, config: Any, max_context: int | None) -> list[PublishedR
     Args:
         model: Changed in place.
         config: transformers' config of the model.
-        max_context: Most tokens of a context, None for no limit.
+        max_context: Maximum length of a context, None for no limit.
 
     Returns:
         Rotary embeddings that need the length of each context.

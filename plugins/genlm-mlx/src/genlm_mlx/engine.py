@@ -45,19 +45,19 @@ class MLXEngine(PrefixEngine):
         mlx_opts: Further arguments of `mlx_lm.load`, such as `tokenizer_config`,
             `model_config` or `revision`.
         trust_remote_code: Whether code that comes with a model may be run.
-        max_tokens_per_batch: Most new positions, padding included, in one forward pass.
+        max_tokens_per_batch: Maximum number of new positions, padding included, in one pass.
             Longer contexts take several.
-        kv_budget_bytes: Most memory for cached keys and values; by default a quarter of
+        kv_budget_bytes: Maximum size of cached keys and values; by default a quarter of
             the free memory. Memory is allocated as it is needed.
-        max_context: Most tokens of a context, if fewer than the model takes. Some models
+        max_context: Maximum length of a context, if shorter than the model's. Some models
             are served faster, or only, below a length that the error or
             `statistics()["execution_path_reason"]` states.
         execution_path: `"slot_cache"`, `"uncached"`, or None for the faster that gives the
             right rows.
         self_test: Whether to compare the path `slot_cache` with mlx-lm's own cache, on a few
             short sequences, when the model is loaded.
-        unverified: What happens to models of families that were not compared with
-            transformers: `"warn"` or `"refuse"`.
+        unverified: Whether to `"warn"` about or `"refuse"` models of families that were not
+            compared with transformers.
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.

@@ -43,13 +43,14 @@ __all__ = [
 ]
 
 LOGITS_PER_PASS = 2**26
-"""Most logits of a pass that returns those of each sequence; 256 MiB in float32."""
+"""Maximum number of logits that one pass returns; 256 MiB in float32."""
 
-# Most logits of a pass; 32 MiB in float16. If all tokens of a pass have more, the wanted ones
-# are computed in one more pass, of their tokens alone.
+# Maximum number of logits that one pass computes; 32 MiB in float16. If all tokens of a pass
+# have more, the requested ones are computed in one more pass, over their tokens alone.
 _LOGITS_AT_ONCE = 2**24
 
-# Most slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a slot.
+# Maximum number of slots that a pass over a block table gathers: 128 MiB a layer at 2 KiB a
+# slot.
 _GATHERED_AT_ONCE = 2**16
 
 
@@ -64,10 +65,10 @@ class SlotCacheForward:
         storage: Keeps keys and values.
         limits: Limits of one pass.
         width: Width of the model's output.
-        budget_bytes: Most memory of keys and values.
+        budget_bytes: Maximum size of keys and values.
 
     Attributes:
-        storage: As above.
+        storage: The argument.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ __all__ = [
 ]
 
 _OURS = {
-    "adapter_path": "call load_lora, and the base model can be asked as well",
+    "adapter_path": "call load_lora, which keeps the base model available",
     "lazy": "weights are read where they are used, on the engine's thread",
     "return_config": "the engine reads the config itself",
-    "trust_remote_code": "it is an option of its own",
+    "trust_remote_code": "it is a separate option",
 }
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -128,7 +128,7 @@ def as_dtype(name: str) -> mx.Dtype:
 
 
 def context_window(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a model takes by its config, None for no limit."""
+    """Return the maximum length of a context by a model's config, None for no limit."""
     config = config.get("text_config") or config
     window = next((config[name] for name in _WINDOW_NAMES if config.get(name)), None)
     if not isinstance(window, int):
@@ -144,9 +144,9 @@ def context_window(config: Mapping[str, Any]) -> int | None:
     return window
 
 
-def limited(window: int | None, asked: int | None) -> int | None:
+def limited(window: int | None, limit: int | None) -> int | None:
     """Return the smaller of two limits; None is no limit."""
-    return min((length for length in (window, asked) if length is not None), default=None)
+    return min((length for length in (window, limit) if length is not None), default=None)
 
 
 def embedding_rows(config: Mapping[str, Any], default: int) -> int:

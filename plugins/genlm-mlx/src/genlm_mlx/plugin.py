@@ -21,7 +21,7 @@ def genlm_backends() -> Iterator[BackendSpec]:
         conformance="genlm_mlx.conformance:targets",
         tested={
             "mlx": ("0.32.4",),
-            "mlx-lm": ("0.32.2",),
+            "mlx-lm": ("0.31.3", "0.32.2"),
             "transformers": ("5.19.0",),
             "torch": ("2.13.0",),
         },

@@ -1,8 +1,8 @@
-"""A model's config as transformers reads it, in the names that mlx-lm reads.
+"""Translates a config as transformers reads it to the names that mlx-lm reads.
 
-mlx-lm reads the names of older configs and falls back on defaults of its own. transformers 5
-writes others: `rope_parameters` in place of `rope_theta`, `rope_scaling` and others. mlx-lm
-ignores missing settings without a warning.
+mlx-lm reads the names of older configs, such as `rope_theta` and `rope_scaling`, for which
+transformers 5 writes `rope_parameters`. Where a setting is missing, mlx-lm uses its default
+without a warning.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from genlm.prefix import SCRATCH_SLOT, Segment, Slots
 
 __all__ = ["Extent", "ResidentBatch", "ResidentBatches"]
 
-# Columns that are added when a batch has no column left.
+# Number of columns added when a batch is full.
 _STEP = 64
 
 # Searching more batches rarely finds a past.
@@ -26,8 +26,7 @@ _MOST_BATCHES = 8
 # Padding columns before the longest past that are read rather than removed by a copy.
 _MOST_PADDING = 64
 
-
-# In place of the end of a sequence whose slot has another token by now.
+# Replaces the last slot of a sequence after another token was written to that slot.
 _FORGOTTEN = -1
 
 
@@ -38,9 +37,9 @@ class Extent:
     Attributes:
         pasts: The last slot of each past, `SCRATCH_SLOT` for none.
         ends: The last slot of each sequence.
-        longest_past: Most tokens of a past.
-        new: Most new tokens of a sequence.
-        is_even: Whether all have as many new tokens.
+        longest_past: Length of the longest past.
+        new: Maximum number of new tokens of a sequence.
+        is_even: Whether all have the same number of new tokens.
     """
 
     pasts: Slots

@@ -25,7 +25,6 @@ from genlm.plugin import (
     ModelLoadError,
     Query,
     SamplingParams,
-    UnknownAdapterError,
     Vocabulary,
     check_query,
     claim_process,
@@ -461,8 +460,7 @@ class SGLEngine:
             UnknownAdapterError: None of that name is loaded.
             EvaluationError: SGLang did not remove it.
         """
-        if name not in self._adapters.names:
-            raise UnknownAdapterError(name, self._adapters.names)
+        self._adapters.check_loaded(name)
         self._drain()
         self._end_residents()  # another adapter may get the name
         with quiet():

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import AdapterError, EvaluationError, read_lora_config
+from genlm.plugin import AdapterError, AdapterTable, EvaluationError, read_lora_config
 from genlm_vllm.worker import call_workers
 
 __all__ = ["Adapters", "check_config"]
@@ -31,49 +31,34 @@ _SUPPORTED_IF_READ = frozenset({"alpha_pattern", "rank_pattern"})
 """Settings that vLLM honours in the versions that read them."""
 
 
-class Adapters:
-    """The loaded adapters by name.
+class Adapters(AdapterTable[Any]):
+    """The loaded adapters and their `LoRARequest`.
 
     Args:
         engine: The `vllm.LLMEngine`.
-        capacity: The most adapters.
+        capacity: Maximum number of adapters.
     """
 
     def __init__(self, engine: Any, capacity: int) -> None:
+        super().__init__()
         self._engine = engine
         self._capacity = capacity
         self._numbers = itertools.count(1)
-        self._requests: dict[str, Any] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, oldest first."""
-        return tuple(self._requests)
 
     def request(self, name: str | None) -> Any:
         """Return the `LoRARequest` of a loaded adapter, None for None."""
-        return None if name is None else self._requests[name]
+        return None if name is None else self.loaded[name]
 
-    def load(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path` as `name`.
-
-        Raises:
-            AdapterError: The name is taken, there are too many, or the folder holds no
-                LoRA adapter that vLLM serves with this model. The loaded ones stay.
-        """
+    def _load(self, name: str, path: Path) -> Any:
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
-        if name in self._requests:
-            raise AdapterError(
-                f"an adapter named {name!r} is loaded already; take another name"
-            )
-        if len(self._requests) == self._capacity:
+        if len(self.loaded) == self._capacity:
             raise AdapterError(
                 f"asked for adapter {name!r} beside {self._capacity} others, for which the "
                 f"model was loaded; load it with a larger engine_opts['max_loras']"
             )
-        folder = os.path.realpath(Path(path).expanduser())
+        folder = os.path.realpath(path)
         read = {field.name for field in dataclasses.fields(PEFTHelper)}
         check_config(name, folder, read)
         problem = _misfit(self._engine.vllm_config.model_config.hf_config, folder)
@@ -84,14 +69,13 @@ class Adapters:
             problem = self._added(request)
         if problem is not None:
             raise AdapterError(
-                f"vLLM does not serve adapter {name!r} in {path!r} with this model: {problem}"
+                f"vLLM does not serve adapter {name!r} in {str(path)!r} with this model: "
+                f"{problem}"
             )
-        self._requests[name] = request
+        return request
 
-    def remove(self, name: str) -> None:
-        """Have every worker drop an adapter."""
-        request = self._requests.pop(name)
-        call_workers(self._engine, "genlm_remove_adapter", request.lora_int_id)
+    def _unload(self, name: str, adapter: Any) -> None:  # noqa: ARG002
+        call_workers(self._engine, "genlm_remove_adapter", adapter.lora_int_id)
 
     def _added(self, request: Any) -> str | None:
         """Load an adapter in every worker, or in none; return why not."""

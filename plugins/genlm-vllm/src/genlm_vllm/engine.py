@@ -21,7 +21,6 @@ from genlm.plugin import (
     GroupQuery,
     ModelFacts,
     Query,
-    UnknownAdapterError,
     UnsupportedCapabilityError,
     Vocabulary,
     check_query,
@@ -338,8 +337,7 @@ class VLLMEngine:
         Raises:
             UnknownAdapterError: None of that name is loaded.
         """
-        if name not in self._adapters.names:
-            raise UnknownAdapterError(name, self._adapters.names)
+        self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
             self._requests.end_idle(name)
             if self._populations is not None:

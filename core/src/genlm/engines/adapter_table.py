@@ -1,0 +1,75 @@
+"""Bookkeeping of the adapters that an engine has loaded."""
+
+from __future__ import annotations
+
+import abc
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from genlm.core.errors import AdapterError, UnknownAdapterError
+
+__all__ = ["AdapterTable"]
+
+T = TypeVar("T")
+
+
+class AdapterTable(abc.ABC, Generic[T]):
+    """The loaded adapters of an engine by name, with what the engine calls each of them.
+
+    A subclass implements `_load`, and `_unload` where something must be freed; names and their
+    errors are handled here.
+
+    Attributes:
+        loaded: What `_load` returned for each adapter, by name, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, T] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, oldest first."""
+        return tuple(self.loaded)
+
+    def check_loaded(self, name: str) -> None:
+        """Check that an adapter is loaded.
+
+        Raises:
+            UnknownAdapterError: It is not.
+        """
+        if name not in self.loaded:
+            raise UnknownAdapterError(name, self.loaded)
+
+    def load(self, name: str, path: str) -> None:
+        """Load the adapter in `path` under a name.
+
+        Args:
+            name: Name that queries use.
+            path: A folder or file; `~` is the user's home directory.
+
+        Raises:
+            AdapterError: The name is taken, or the adapter cannot be loaded. The adapters
+                loaded before are unchanged.
+        """
+        if name in self.loaded:
+            raise AdapterError(
+                f"an adapter named {name!r} is loaded already; choose another name"
+            )
+        self.loaded[name] = self._load(name, Path(path).expanduser())
+
+    def remove(self, name: str) -> None:
+        """Unload an adapter.
+
+        Raises:
+            UnknownAdapterError: It is not loaded.
+        """
+        self.check_loaded(name)
+        self._unload(name, self.loaded[name])
+        del self.loaded[name]
+
+    @abc.abstractmethod
+    def _load(self, name: str, path: Path) -> T:
+        """Load an adapter into the engine, or raise `AdapterError` and change nothing."""
+
+    def _unload(self, name: str, adapter: T) -> None:
+        """Free what `_load` returned. The adapter remains in the table if this raises."""

@@ -1,0 +1,38 @@
+"""LoRA adapters in GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from genlm.plugin import AdapterError, AdapterTable
+from genlm_llamacpp.context import LlamaContext
+
+__all__ = ["Adapters"]
+
+
+class Adapters(AdapterTable[int]):
+    """The loaded adapters and llama.cpp's pointers to them.
+
+    Args:
+        context: Loads and frees them.
+    """
+
+    def __init__(self, context: LlamaContext) -> None:
+        super().__init__()
+        self._context = context
+
+    def activate(self, name: str | None) -> None:
+        """Compute with a loaded adapter from now on, None for none."""
+        self._context.activate(None if name is None else self.loaded[name])
+
+    def _load(self, name: str, path: Path) -> int:
+        files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+        if len(files) != 1 or not files[0].is_file():
+            raise AdapterError(
+                f"adapter {name!r}: {str(path)!r} is not a GGUF file, nor a folder with one; "
+                f"llama.cpp's convert_lora_to_gguf.py makes one of an adapter of peft"
+            )
+        return self._context.load_adapter(name, files[0])
+
+    def _unload(self, name: str, adapter: int) -> None:  # noqa: ARG002
+        self._context.free_adapter(adapter)

@@ -88,3 +88,12 @@ def test_a_model_that_changes_its_weights_with_its_mode_is_served(
     assert model.training is mode
     found = [alone(model.eval(), ids) for ids in SEQUENCES]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_cannot_be_served_keeps_its_training_mode(
+    llama: Any, tokenizer: Any
+) -> None:
+    llama.train()
+    with pytest.raises(ValueError, match="no execution path"):
+        HFEngine.from_model(llama, tokenizer, execution_path="unknown")
+    assert all(module.training for module in llama.modules())

@@ -168,13 +168,19 @@ class HFEngine(PrefixEngine):
             self_test=self_test,
         )
         engine = cls.__new__(cls)
-        engine._serve(  # noqa: SLF001 - its own class
-            model,
-            tokenizer,
-            serving,
-            prepack=prepack,
-            cuda_graphs=cuda_graphs,
-        )
+        in_training = [module for module in model.modules() if module.training]
+        try:
+            engine._serve(  # noqa: SLF001 - its own class
+                model,
+                tokenizer,
+                serving,
+                prepack=prepack,
+                cuda_graphs=cuda_graphs,
+            )
+        except BaseException:
+            for module in in_training:
+                module.training = True
+            raise
         return engine
 
     def _serve(

@@ -223,7 +223,9 @@ def _check_index(index: torch.Tensor, count: int, masks: int) -> None:
     if tuple(index.shape) != (count,):
         raise ValueError(f"an index of shape {tuple(index.shape)} for {count} rows")
     if count and not 0 <= int(index.min()) <= int(index.max()) < masks:
+        wrong = ((index < 0) | (index >= masks)).nonzero()[:, 0].tolist()
+        shown = ", ".join(map(str, wrong[:5])) + (", ..." if len(wrong) > 5 else "")
         raise ValueError(
-            f"an index of masks from {int(index.min())} to {int(index.max())}; there are "
-            f"{masks}, from 0 to {masks - 1}"
+            f"indices of masks must be from 0 to {masks - 1}; {len(wrong)} of {count} are not, "
+            f"at places {shown}; the first is {int(index[wrong[0]])}"
         )

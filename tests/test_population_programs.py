@@ -263,7 +263,7 @@ def test_losses_of_a_student_are_those_in_float64(models, matrices):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_programs_are_short_and_run_by_the_name_of_an_engine(capsys, monkeypatch, name):
     path = EXAMPLES / f"{name}.py"
-    engines = "hf", "mlx", "llamacpp"  # genlm_vllm's and genlm_sgl's tests run them there
+    engines = "hf", "mlx", "llamacpp"  # one of them for each program, to save time
     engine = engines[sorted(PROGRAMS).index(name) % len(engines)]
     model = str(DEMO) if engine == "mlx" else "demo"
     for chosen in ((model, engine), ("demo", "reference")):

@@ -46,7 +46,7 @@ class GroupSampling:
     Attributes:
         places: The sequence of the query's generation that each member has, shape `(n,)`.
         finished: Members that draw nothing, shape `(n,)`.
-        max_tokens: The most tokens of a member, at least 1.
+        max_tokens: Maximum number of tokens of a member, at least 1.
         weights: The temperature of each member.
         top_k: Draw from the k most likely tokens; None for all.
         top_p: Draw from the fewest tokens that have this share of the probability.
@@ -102,7 +102,7 @@ class SamplingRun:
     Args:
         group: The query.
         vocabulary: Has the bytes of tokens.
-        max_context: The most tokens of a sequence, None for no limit.
+        max_context: Maximum number of tokens of a sequence, None for no limit.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def checked_token_ids(
     Args:
         token_ids: A flat sequence of integers: list, tuple, numpy or torch.
         vocab_size: Ids must be below it.
-        max_context: The most ids allowed, None for no limit.
+        max_context: Maximum number of ids, None for no limit.
 
     Raises:
         TokenTypeError: Not a flat sequence of integers.
@@ -104,7 +104,7 @@ def check_query(
     Args:
         query: The query.
         embedding_rows: Number of ids that the model embeds; None if those of the vocabulary.
-        max_context: The most tokens, None for no limit.
+        max_context: Maximum number of tokens, None for no limit.
         adapters: Names of the loaded adapters.
         vocab_size: Number of ids that can be targets; None if they are checked elsewhere.
 

@@ -60,12 +60,12 @@ def _registry() -> Registry:
 def refresh() -> None:
     """Scan the installed plugins again at the next call that needs them.
 
-    Needed after an installation in the running process. Modules that are already
-    imported stay as they are, and an editable installation is only seen by a new
-    process, because Python reads its path files when it starts.
+    This is needed after an installation in the running process. Imported modules are not
+    reloaded, and only a new process finds an editable installation, because Python reads path
+    files at startup.
     """
     importlib.invalidate_caches()
-    # Python 3.11 leaves this one out.
+    # Python 3.11 omits this one.
     importlib.metadata.MetadataPathFinder().invalidate_caches()
     _registry.cache_clear()
 

@@ -1,8 +1,8 @@
 """Continuations of the members of a population: draws and extensions on the engine's thread.
 
-Between two tokens of a continuation nothing passes through the scheduler or an event loop. An
-engine that has a loop of its own declares `samples_groups` and gets the query as it is; for
-others `SampledGroups` submits a query for each token. Both may use `SamplingRun`.
+Between two tokens of a continuation, the scheduler and event loops are not involved. An engine
+with its own sampling loop declares `samples_groups` and receives the query unchanged; for other
+engines `SampledGroups` submits one query per token. Both may use `SamplingRun`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GroupSampling:
 
 
 class SampledGroup(NamedTuple):
-    """The answer to a group query with `sampling`.
+    """The result of a group query with `sampling`.
 
     Attributes:
         token_ids: Shape `(n, k)`, int64, -1 after the end of a member; k is the number of
@@ -123,7 +123,7 @@ class SamplingRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no member draws another token."""
+        """Whether all continuations are complete."""
         full = len(self._columns) == self._sampling.max_tokens
         return full or not len(self._active)
 
@@ -195,10 +195,10 @@ class SamplingRun:
 
 
 class SampledGroups:
-    """Adds group queries with `sampling` to an engine, whose other attributes it has as well.
+    """Adds group queries with `sampling` to an engine; other attributes are the engine's.
 
     Args:
-        engine: Answers group queries.
+        engine: Engine for group queries.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -218,7 +218,7 @@ class SampledGroups:
         engine.submit_group(group)
 
     def step(self) -> Iterable[Completion]:
-        """Do a step of the engine, and submit the queries for next tokens."""
+        """Step the engine, and submit the queries for next tokens."""
         completions = self.engine.step()
         if not self._runs:
             return completions

@@ -83,7 +83,7 @@ class SampledGroup(NamedTuple):
         logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
         draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
             float32; 0 for -1.
-        generation: Has the sequence of each member with its tokens.
+        generation: Generation with the extended sequences of the members.
         places: The sequence of the generation that each member has, shape `(n,)`.
         finished: Members that are finished, shape `(n,)`.
     """
@@ -101,7 +101,7 @@ class SamplingRun:
 
     Args:
         group: The query.
-        vocabulary: Has the bytes of tokens.
+        vocabulary: Vocabulary with the bytes of tokens.
         max_context: Maximum number of tokens of a sequence, None for no limit.
     """
 

@@ -109,11 +109,11 @@ def check_query(
         vocab_size: Number of ids that can be targets; None if they are checked elsewhere.
 
     Raises:
-        UnknownAdapterError: Its adapter is not among `adapters`.
-        EmptySequenceError: It has no tokens.
-        ContextLengthError: It has more than `max_context` tokens.
-        TokenIdError: It has a token id below 0 or from `embedding_rows` on, or a target below
-            0 or from `vocab_size` on.
+        UnknownAdapterError: The adapter is not in `adapters`.
+        EmptySequenceError: The query has no tokens.
+        ContextLengthError: The query has more than `max_context` tokens.
+        TokenIdError: A token id is not in `0 ... embedding_rows - 1`, or a target not in
+            `0 ... vocab_size - 1`.
     """
     if query.adapter is not None and query.adapter not in adapters:
         raise UnknownAdapterError(query.adapter, adapters)

@@ -4,9 +4,9 @@
     row = await llm.next_token_logprobs(llm.encode("This method returns"))
     llm.decode([row.argmax()])  # ' the'
 
-What authors of plugins need is in `genlm.plugin`, whose names can be imported from here, too.
-Public names are imported on first use, so `import genlm` loads neither torch nor any plugin.
-This is the only `genlm/__init__.py` of any distribution; other distributions add subpackages
+The interface for authors of plugins is `genlm.plugin`, whose names can also be imported from
+here. Public names are imported on first use, so `import genlm` loads neither torch nor plugins.
+This is the only `genlm/__init__.py` of all distributions; other distributions add subpackages
 (`genlm.control`, ...) next to it.
 """
 

@@ -1,9 +1,8 @@
 """`ByteReader`: next-byte probabilities of a token model, summed over tokenizations.
 
-Many token sequences spell the same text, and a text may end within a token. A beam of
-hypotheses advances byte by byte; each has the context of its complete tokens, their row, and
-the token-trie node of the bytes of a partial token. The probabilities are exact until the beam
-is full.
+Many token sequences have the same text, and a text may end within a token. A beam of hypotheses
+advances byte by byte; a hypothesis consists of the context of its complete tokens, its row, and
+the token-trie node of a partial token. The probabilities are exact until the beam is full.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _APART = 257
 
 @dataclass(frozen=True, slots=True)
 class _Hypothesis:
-    """A tokenization of the bytes read: complete tokens and a part of the next one."""
+    """A tokenization of the bytes read: complete tokens and a partial token."""
 
     context: Context
     weight: float  # of the complete tokens, normalised over the beam
-    mass: float  # including the part of the next token
-    node: int  # trie node of this part
-    row: Any = None  # probabilities of the next token, once they are needed
+    mass: float  # including the partial token
+    node: int  # trie node of the partial token
+    row: Any = None  # next-token probabilities, computed on demand
 
 
 class ByteReader:
@@ -51,14 +50,14 @@ class ByteReader:
         await reader.read(b" the followi")
         reader.probabilities()[ord("n")]
 
-    Special tokens are not bytes: those that end a text are the outcome `STOP`, the others are
-    left out, as if the model did not have them. One method of a reader runs at a time; `copy`
-    gives readers that go on independently.
+    Special tokens are not bytes: those that end a text are the outcome `STOP`, and all others
+    are excluded, as if the model did not have them. One method of a reader runs at a time;
+    `copy` returns an independent reader.
 
     Args:
         llm: The model.
-        width: Size of the beam. The most likely hypotheses are kept, and each needs a row for
-            each token that it completes.
+        width: Size of the beam. The most likely hypotheses are kept; every token that one of
+            them completes requires a row.
         eos_token_ids: Ids that end a text; by default the tokenizer's `eos_token_id`, if it
             has one.
 
@@ -68,7 +67,7 @@ class ByteReader:
     Raises:
         TypeError: `width` is not an integer, or `eos_token_ids` are not integers.
         ValueError: `width` is below 1.
-        TokenIdError: One of `eos_token_ids` is outside the vocabulary.
+        TokenIdError: An id in `eos_token_ids` is outside the vocabulary.
     """
 
     STOP: Final = 256
@@ -83,7 +82,7 @@ class ByteReader:
             eos_token_ids = () if eos is None else (eos,)
         ends = checked_ids(eos_token_ids, llm.vocab_size, "eos_token_ids")
         symbols: list[Any] = list(llm.byte_vocab)
-        # A symbol instead of the bytes of their names; the id tells them apart.
+        # A symbol in place of the bytes of their names, distinct by id.
         for token_id in llm.vocabulary.special_ids:
             symbols[token_id] = (_APART, token_id)
         for token_id in ends:
@@ -94,7 +93,7 @@ class ByteReader:
         self._beam: tuple[_Hypothesis, ...] = ()
 
     async def start(self, token_ids: Sequence[int] | Context) -> None:
-        """Begin after these tokens, such as the beginning of a text or a prompt.
+        """Start after these tokens, such as a BOS token or a prompt.
 
         Raises:
             QueryError: The ids are not a sequence that the model can continue.
@@ -105,7 +104,7 @@ class ByteReader:
         await self._keep([_Hypothesis(token_ids, 1.0, 1.0, self._trie.root)])
 
     def copy(self) -> ByteReader:
-        """Return a reader that has read the same and shares rows and trie with this one."""
+        """Return an independent reader in the same state, with shared rows and trie."""
         return copy.copy(self)
 
     def probabilities(self) -> Floats:
@@ -132,7 +131,7 @@ class ByteReader:
         Raises:
             TypeError: `text` is not `bytes`.
             ValueError: No hypothesis can be continued with one of the bytes; the reader has
-                read those before it. A wider beam may have one.
+                read the bytes before it. A wider beam may contain a hypothesis.
             RuntimeError: `start` was not awaited.
         """
         if not isinstance(text, (bytes, bytearray)):
@@ -153,7 +152,7 @@ class ByteReader:
             self.logprob += float(np.log(probability))
 
     def _at(self, node: int, hypothesis: _Hypothesis) -> list[_Hypothesis]:
-        """Advance to a node: within the partial token, and by each token that ends there."""
+        """Advance to a node: within the partial token, and by the tokens that end there."""
         row: Floats = hypothesis.row
         begun = self._trie.partial_sum(row, self._trie.child_prefixes(node)).sum()
         beam = [replace(hypothesis, node=node, mass=hypothesis.weight * begun)]

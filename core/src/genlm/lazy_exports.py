@@ -1,4 +1,4 @@
-"""`lazy_exports`: public names of a package, each listed once and imported on first use."""
+"""`lazy_exports`: public names of a package, listed once and imported on first use."""
 
 import ast
 import sys
@@ -15,9 +15,9 @@ def lazy_exports(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a module that imports its names lazily.
 
-    The names are those that the module imports under `if TYPE_CHECKING:`, which its source is
-    read for: programs and type checkers see one list. `from other import *` there makes the
-    names of another such module accessible, but not part of `__all__`.
+    The names are read from the imports under `if TYPE_CHECKING:` in the module's source, so
+    programs and type checkers use one list. `from other import *` there makes the names of
+    another such module accessible, but does not add them to `__all__`.
 
     Args:
         spec: The module's `__spec__`.
@@ -48,7 +48,7 @@ def lazy_exports(
         for module in map(import_module, modules):
             if name in module.__all__:
                 value = getattr(module, name)
-                setattr(sys.modules[spec.name], name, value)  # found directly from now on
+                setattr(sys.modules[spec.name], name, value)  # bypasses `__getattr__` later
                 return value
         raise AttributeError(f"module {spec.name!r} has no attribute {name!r}")
 

@@ -9,15 +9,15 @@
   runs an engine on its thread
 - populations: `GroupQuery`, `GroupReduction`, `GroupValues`, `GroupResult`, `GroupWork`,
   `GroupSampling`, `SampledGroup`, `SamplingRun`, `Generation`, `Lineage`, `with_groups`
-- vocabularies: `Vocabulary`, `Token`, `decode_vocab`; what genlm uses of a `Tokenizer`
+- vocabularies: `Vocabulary`, `Token`, `decode_vocab`; the interface `Tokenizer`
 - tries: `TokenCharacterTrie`, `TrieLayout`
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
   `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
   `read_lora_config`, `AdapterTable`
-- loading: `loading_stage`, which tells users who asked for progress what takes time
+- loading: `loading_stage`, which reports the progress of loading
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
-- the errors that engines and plugins raise
+- errors of engines and plugins
 
 Names are imported on first use, as in `genlm`, so that a module with a hook loads quickly.
 """

@@ -4,16 +4,16 @@ r"""Constraints that follow a population: regular languages, grammars and functi
     for particles in genlm.smc.steer_sync(llm, prompt, 100, max_tokens=20, constraint=date):
         ...
 
-A `Language` is a set of texts; its method `start` returns the `Constraint` of a population,
-which programs with a loop of their own use:
+A `Language` is a set of texts; its method `start` returns the `Constraint` of a population, for
+programs that implement the loop:
 
     constraint = date.start(llm, len(population))
     drawn = await constraint.draw(population)
     population = population.extend(drawn.token_ids)[ancestors]
     constraint = constraint.advance(drawn.token_ids)[ancestors]
 
-Texts are bytes. A text ends with the model's end of text, or with tokens of one's own, where it
-is complete. Special tokens, and tokens without bytes, are not part of any text.
+Texts are bytes. A complete text is ended by the model's end-of-text token or by given stop
+tokens. Special tokens, and tokens without bytes, are not part of any text.
 """
 
 from genlm.constraints.automaton import Automaton

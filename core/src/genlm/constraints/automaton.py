@@ -1,4 +1,4 @@
-"""`Automaton`: regular languages over bytes, and the constraint that follows their states."""
+"""`Automaton`: regular languages over bytes, and their constraints on populations."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ States: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 class Automaton(Language):
     r"""A regular language over bytes.
 
-    Languages are combined with `&`, `|` and `~`; the complement of a language is the valid
-    UTF-8 that is not in it.
+    Languages are combined with `&`, `|` and `~`; the complement of a language contains the
+    valid UTF-8 texts that are not in it.
 
         date = Automaton.regex(r"\d{4}-\d\d-\d\d") & ~Automaton.regex(r".*-00.*")
 
-    The automaton is translated to the tokens of a vocabulary once, when it is first started
-    for a model: a table of the state after each state and token, and the packed mask of each
-    state. Tokens after which no text of the language can be completed are not allowed.
+    The automaton is compiled for the tokens of a vocabulary once, at the first `start` with a
+    model: a table of the successors of all states and tokens, and the packed masks of the
+    states. Tokens after which no text of the language can be completed are not allowed.
 
     Args:
-        successors: The state after each state and byte, -1 for none, shape `(states, 256)`;
+        successors: Successors of all states and bytes, -1 for none, shape `(states, 256)`;
             state 0 is the start.
-        accepting: States in which a text is complete, shape `(states,)`.
+        accepting: Whether a text is complete in each state, shape `(states,)`.
 
     Raises:
-        ValueError: Another shape, or a state out of range.
+        ValueError: A shape is another one, or a state is out of range.
     """
 
     def __init__(self, successors: npt.ArrayLike, accepting: npt.ArrayLike) -> None:
@@ -78,16 +78,16 @@ class Automaton(Language):
 
     @classmethod
     def regex(cls, pattern: str) -> Automaton:
-        r"""Return the language of the texts that a regular expression matches as a whole.
+        r"""Return the language of the texts that fully match a regular expression.
 
         Args:
-            pattern: In the syntax of Rust's `regex`: as Python's `re` without look-around and
-                backreferences. Classes such as `\w` and `\d` are those of Unicode, `.` is
-                any character but a newline.
+            pattern: Expression in the syntax of Rust's `regex`: Python's `re` without
+                look-around and backreferences. Classes such as `\w` and `\d` are those of
+                Unicode; `.` is any character except a newline.
 
         Raises:
-            ValueError: It is not of this syntax.
-            MissingRequirementError: outlines-core, which compiles it, is not installed.
+            ValueError: The syntax of the pattern is invalid.
+            MissingRequirementError: The compiler, outlines-core, is not installed.
         """
         return cls(*regex_table(pattern))
 
@@ -114,17 +114,7 @@ class Automaton(Language):
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
-        """Return the constraint of members that have none of a text yet, or its beginning.
-
-        Args:
-            llm: As `Language.start`.
-            size: As `Language.start`.
-            text: As `Language.start`.
-            stop: As `Language.start`.
-
-        Raises:
-            ValueError: As `Language.start`.
-        """
+        """Return the constraint of `size` members; see `Language.start`."""
         state = self._after(text)
         if state == DEAD:
             raise ValueError(f"no text of {self!r} begins with {text!r}")
@@ -147,17 +137,18 @@ class Automaton(Language):
 
 
 class _TokenTable:
-    """An automaton over the tokens of a vocabulary; its last states are dead and finished.
+    """An automaton over the tokens of a vocabulary, with a dead and a finished last state.
 
     Attributes:
-        successors: The state after each state and token, `(states + 2, vocab_size)`, of the
-            smallest unsigned type. A stop token leads from a complete text to the finished
-            state; without stop tokens, so does a token after which nothing can follow.
-        masks: The tokens that are allowed in each state, packed bits.
-        log_potentials: 0, and `-inf` for the dead state.
-        finished: The number of the finished state.
-        starts: The state of members that begin in a state of the automaton over bytes: itself,
-            or the dead or the finished one.
+        successors: Successors of all states and tokens, `(states + 2, vocab_size)`, in the
+            smallest unsigned dtype. A stop token leads from a complete text to the finished
+            state; without stop tokens, so does a token that completes a text without
+            continuations.
+        masks: Allowed tokens of each state, packed bits.
+        log_potentials: 0 for each state, `-inf` for the dead state.
+        finished: Number of the finished state.
+        starts: Initial state of members for each state of the automaton over bytes: the same
+            state, the dead state or the finished state.
     """
 
     def __init__(self, table: ByteTable, tokens: TextTokens) -> None:
@@ -181,14 +172,15 @@ class _TokenTable:
 
 
 def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
-    """Return the state after each state and token, by one pass over the trie of the tokens.
+    """Return the successors of states and tokens, by one pass over the trie of the tokens.
 
     Args:
         successors: The automaton over bytes, `(states, 256)`.
-        texts: Bytes of each token; a token without bytes leads nowhere.
+        texts: Bytes of each token; a token without bytes has no successor.
 
     Returns:
-        Shape `(states + 2, len(texts))`; both states more are dead, and called `states`.
+        Shape `(states + 2, len(texts))`; both additional states are dead and have the number
+        `states`.
     """
     dead = len(successors)
     kind = np.min_scalar_type(dead + 1)
@@ -213,7 +205,7 @@ def _token_successors(successors: Integers64, texts: list[bytes]) -> States:
 
 
 class _Followed(Constraint):
-    """The state of each member in a table that all share."""
+    """The states of members in a shared table."""
 
     def __init__(self, table: _TokenTable, states: States) -> None:
         self._table = table
@@ -222,12 +214,12 @@ class _Followed(Constraint):
         self.log_potential = table.log_potentials[states]
 
     def masks(self) -> tuple[torch.Tensor, Integers64]:
-        """Return the masks of the states that members have."""
+        """Return the masks of the members' states."""
         states, index = np.unique(self._states, return_inverse=True)
         return self._table.masks[torch.from_numpy(states.astype(np.int64))], index
 
     def advance(self, token_ids: IntegersLike) -> _Followed:
-        """Look the states up in the table."""
+        """Look up the next states in the table."""
         ids = token_column(token_ids, len(self))
         after = self._table.successors[self._states, ids]
         return _Followed(self._table, np.where(ids < 0, self._states, after))

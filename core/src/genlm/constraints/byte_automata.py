@@ -1,7 +1,7 @@
-"""Deterministic automata over bytes as arrays: what `Automaton` computes with.
+"""Deterministic automata over bytes as arrays, for `Automaton`.
 
-A `ByteTable` has a row of 256 successors for each state; -1 stands for no state. State 0 is
-the start. All functions are array operations on whole tables.
+A `ByteTable` has a row of 256 successors per state; -1 stands for no state. State 0 is the
+start. All functions are array operations on whole tables.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ByteTable(NamedTuple):
     """A deterministic automaton.
 
     Attributes:
-        successors: The state after each state and byte, -1 for none, `(states, 256)`, int64.
-        accepting: States in which a text is complete, `(states,)`, bool.
+        successors: Successors of all states and bytes, -1 for none, `(states, 256)`, int64.
+        accepting: Whether a text is complete in each state, `(states,)`, bool.
     """
 
     successors: States
@@ -52,14 +52,14 @@ class ByteTable(NamedTuple):
 
 
 def regex_table(pattern: str) -> ByteTable:
-    """Return the automaton of the texts that a regular expression matches as a whole.
+    """Return the automaton of the texts that fully match a regular expression.
 
-    outlines-core compiles it with the crate regex-automata of Rust. Its vocabulary is here the
-    256 bytes, so that its index is the automaton itself.
+    outlines-core compiles it with the Rust crate regex-automata. The vocabulary passed to it
+    consists of the 256 bytes, so that its index is the automaton.
 
     Raises:
         MissingRequirementError: outlines-core is not installed.
-        ValueError: The expression is not one of Rust's syntax.
+        ValueError: The syntax of the pattern is invalid.
     """
     try:
         from outlines_core import Index, Vocabulary
@@ -74,9 +74,9 @@ def regex_table(pattern: str) -> ByteTable:
         )
     letters = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
-        Index(pattern, letters)  # what is wrong with it is said of the pattern as it is
-        # A match of the whole text: without \z, "a|ab" would end at its first alternative.
-        # The byte before it is needed by expressions that match the empty text.
+        Index(pattern, letters)  # errors then refer to the unchanged pattern
+        # \z makes the whole text match: else "a|ab" would end at its first alternative.
+        # Expressions that match the empty text need the byte before it.
         index = Index(rf"\x00(?:{pattern})\z", letters)
     except Exception as error:
         raise ValueError(
@@ -97,7 +97,7 @@ def regex_table(pattern: str) -> ByteTable:
 
 @cache
 def utf8_table() -> ByteTable:
-    """Return the automaton of valid UTF-8: RFC 3629, section 4."""
+    """Return the automaton of valid UTF-8 (RFC 3629, section 4)."""
     ranges = [
         (0, 0x00, 0x7F, 0),
         (0, 0xC2, 0xDF, 1),
@@ -123,7 +123,7 @@ def utf8_table() -> ByteTable:
 
 
 def complement(table: ByteTable) -> ByteTable:
-    """Return the automaton of the valid UTF-8 that another does not accept."""
+    """Return the automaton of the valid UTF-8 texts that `table` does not accept."""
     states = len(table.accepting)
     successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
     successors[successors == DEAD] = states
@@ -134,11 +134,11 @@ def complement(table: ByteTable) -> ByteTable:
 def product(
     first: ByteTable, second: ByteTable, accepts: Callable[[Flags, Flags], Flags]
 ) -> ByteTable:
-    """Return the automaton that runs two at once, and accepts by a function of both.
+    """Return the product automaton, which accepts by a function of both automata.
 
-    The pairs of states that the start leads to are found layer by layer.
+    Reachable pairs of states are enumerated layer by layer.
     """
-    width = len(second.accepting) + 1  # the last state of each is the dead one
+    width = len(second.accepting) + 1  # the last state of both is dead
     tables = [np.vstack([each.successors, np.full((1, 256), DEAD)]) for each in (first, second)]
     flags = [np.append(each.accepting, [False]) for each in (first, second)]
     for table in tables:
@@ -162,9 +162,9 @@ def product(
 
 
 def reduced(table: ByteTable) -> ByteTable:
-    """Return the smallest automaton of the same language: Moore's algorithm.
+    """Return the smallest automaton of the same language, by Moore's algorithm.
 
-    States that no accepting one can be reached from become -1; a state 0 always remains.
+    States from which no accepting state can be reached become -1; state 0 always remains.
     """
     dead = len(table.accepting)
     successors = np.vstack([table.successors, np.full((1, 256), DEAD)])
@@ -172,7 +172,7 @@ def reduced(table: ByteTable) -> ByteTable:
     successors[~live_states(successors, np.append(table.accepting, [False]))] = dead
     columns = {
         column.tobytes(): column for column in successors.T.copy()
-    }  # bytes of one effect
+    }  # bytes with equal successors
     classes = np.append(table.accepting, [False]).astype(np.int64)
     count = 0
     while classes.max() + 1 > count:
@@ -186,7 +186,7 @@ def reduced(table: ByteTable) -> ByteTable:
 
 
 def _renumbered(successors: States, accepting: Flags, classes: States) -> ByteTable:
-    """Return the automaton of classes of states, those that the start leads to."""
+    """Return the automaton of the classes of states that are reachable from the start."""
     dead = classes[-1]
     _, members = np.unique(classes, return_index=True)
     table, flags = classes[successors[members]], accepting[members]
@@ -205,11 +205,12 @@ def _renumbered(successors: States, accepting: Flags, classes: States) -> ByteTa
 
 
 def live_states(successors: npt.NDArray[np.integer[Any]], accepting: Flags) -> Flags:
-    """Return the states from which an accepting one can be reached, `(states,)`.
+    """Return whether an accepting state can be reached from each state, `(states,)`.
 
     Args:
-        successors: Shape `(states, symbols)`, from 0 to `states - 1`.
-        accepting: Shape `(states,)`.
+        successors: Successors of all states and symbols, shape `(states, symbols)`, from 0 to
+            `states - 1`.
+        accepting: Whether each state accepts, shape `(states,)`.
     """
     states = len(accepting)
     leads_to = np.zeros((states, states), np.bool_)

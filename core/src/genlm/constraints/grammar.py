@@ -1,4 +1,4 @@
-"""`Grammar`: context-free languages, followed by matchers of xgrammar or llguidance."""
+"""`Grammar`: context-free languages, with matchers of xgrammar or llguidance."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["Grammar"]
 
 
 class Grammar(Language):
-    """A context-free language: make it with `json_schema`, `ebnf` or `lark`.
+    """A context-free language, created with `json_schema`, `ebnf` or `lark`.
 
-    The members of a population have a matcher of the library for each of their distinct
-    histories. After each step matchers are forked and accept their tokens, and the masks of
-    all of them are filled by one call of the library, on another thread.
+    A population has one matcher of the library for each distinct history of its members. After
+    each step, matchers are forked and accept their tokens, and one call of the library, on
+    another thread, fills all masks.
     """
 
     def __init__(
@@ -56,33 +56,33 @@ class Grammar(Language):
     def json_schema(
         cls, schema: str | Mapping[str, Any], *, library: str = "xgrammar", **options: Any
     ) -> Grammar:
-        """Return the JSON documents that fit a schema.
+        """Return the language of the JSON documents that are valid under a schema.
 
         Args:
             schema: The schema as text or as a mapping.
             library: `"xgrammar"` or `"llguidance"`.
-            **options: Passed to the library's compiler: by default xgrammar allows any white
-                space, and `any_whitespace=False` none but single spaces; for llguidance that is
-                `whitespace_flexible=False`.
+            **options: Options of the library's compiler. White space is unrestricted by
+                default, and limited to single spaces with `any_whitespace=False` for xgrammar,
+                `whitespace_flexible=False` for llguidance.
 
         Raises:
-            ValueError: Another library.
+            ValueError: `library` has another value.
         """
         return cls(library, "json_schema", schema, options)
 
     @classmethod
     def ebnf(cls, grammar: str, *, root: str = "root") -> Grammar:
-        """Return the language of a grammar in xgrammar's form of EBNF, that of GBNF.
+        """Return the language of a grammar in xgrammar's EBNF, which is GBNF.
 
         Args:
             grammar: Rules such as `root ::= "yes" | "no"`.
-            root: Name of the rule that a text follows.
+            root: Name of the start rule.
         """
         return cls("xgrammar", "ebnf", grammar, {"root_rule_name": root})
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """Return the language of a grammar in llguidance's form of Lark.
+        """Return the language of a grammar in llguidance's variant of Lark.
 
         Args:
             grammar: Rules such as `start: "yes" | "no"`.
@@ -92,16 +92,16 @@ class Grammar(Language):
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
-        """Return the constraint of members that have none of a text yet, or its beginning.
+        """Return the constraint of `size` members; see `Language.start`.
 
         Args:
             llm: As `Language.start`.
             size: As `Language.start`.
-            text: As `Language.start`; for llguidance, valid UTF-8.
+            text: As `Language.start`; valid UTF-8 for llguidance.
             stop: As `Language.start`.
 
         Raises:
-            ValueError: As `Language.start`, or the library does not accept the grammar.
+            ValueError: As `Language.start`, or the library rejects the grammar.
             MissingRequirementError: The library is not installed.
         """
         compiled = self._compiled.get(llm.vocabulary, stop)
@@ -115,7 +115,7 @@ class Grammar(Language):
 
 
 class _Compiled(NamedTuple):
-    """A grammar for the tokens of a vocabulary."""
+    """A grammar compiled for the tokens of a vocabulary."""
 
     library: MatcherLibrary
     tokens: TextTokens
@@ -131,13 +131,14 @@ def _compiled(
 
 
 class _Matchers(NamedTuple):
-    """The distinct states of a population after a step; none of them is changed any more.
+    """The distinct states of a population after a step; they are not changed afterwards.
 
     Attributes:
-        matchers: A matcher for each state.
-        masks: The tokens that are allowed in each state, packed bits, one row more than
-            states: an empty mask for members that need no state.
-        is_over: States that end a text without a stop token: complete, and nothing follows.
+        matchers: One matcher per state.
+        masks: Allowed tokens of each state, packed bits, and an empty mask as the last row for
+            members without a state.
+        is_over: Whether a state ends a text without a stop token: it is complete and has no
+            continuation.
     """
 
     matchers: list[Any]
@@ -162,7 +163,7 @@ def _filled(compiled: _Compiled, matchers: list[Any]) -> _Matchers:
 
 
 def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
-    """Return the bit of one token in each of some rows."""
+    """Return the bits of tokens in rows."""
     found: Flags = (words[rows, token_ids >> 5] >> (token_ids & 31).astype(np.int32) & 1) > 0
     return found
 
@@ -170,7 +171,7 @@ def _bits(words: Words, rows: Integers64, token_ids: Integers64) -> Flags:
 def _advanced(
     compiled: _Compiled, before: Future[_Matchers], parents: list[int], token_ids: list[int]
 ) -> _Matchers:
-    """Fork matchers for the tokens that they accept; -1 keeps a matcher as it is."""
+    """Fork matchers and let them accept tokens; -1 leaves a matcher unchanged."""
     known, library = before.result().matchers, compiled.library
     matchers = [
         known[parent] if token_id < 0 else library.accepted(known[parent], token_id)
@@ -180,7 +181,7 @@ def _advanced(
 
 
 class _PendingMasks(NamedTuple):
-    """The masks of states that the thread of the constraint computes."""
+    """Masks of states that the constraint's thread computes."""
 
     states: Future[_Matchers]
 
@@ -189,11 +190,11 @@ class _PendingMasks(NamedTuple):
 
 
 class _Matched(Constraint):
-    """The matcher of each member among those of the population's distinct histories."""
+    """The matchers of members, shared by members with equal histories."""
 
     def __init__(self, compiled: _Compiled, matcher: Any, size: int) -> None:
         self.compiled = compiled
-        # One thread, so that a step is computed after the one before.
+        # One thread, so that steps are computed in order.
         self.thread = ThreadPoolExecutor(1, "genlm-grammar")
         self.state = self.thread.submit(_filled, compiled, [matcher])
         self.index = np.zeros(size, np.int64)
@@ -208,13 +209,7 @@ class _Matched(Constraint):
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw as `Constraint.draw`; the masks are filled while the model runs.
-
-        Args:
-            population: As `Constraint.draw`.
-            temperature: As `Constraint.draw`.
-            seed: As `Constraint.draw`.
-        """
+        """Draw as `Constraint.draw`; the masks are filled while the model runs."""
         dead = np.isneginf(self.log_potential) & ~population.finished.numpy() & ~self.finished
         drawn = await population.finish(self.finished | dead).draw(
             _PendingMasks(self.state),
@@ -228,7 +223,7 @@ class _Matched(Constraint):
         return drawn
 
     def advance(self, token_ids: IntegersLike) -> Self:
-        """Find the distinct new states, and let another thread compute them."""
+        """Determine the distinct new states, which another thread computes."""
         ids = token_column(token_ids, len(self))
         size = len(self.compiled.tokens.texts)
         is_given = (ids >= 0) & ~self.finished
@@ -251,7 +246,7 @@ class _Matched(Constraint):
         return found
 
     def finish_without_stop(self) -> None:
-        """Finish members whose text is over, for models without an end of text."""
+        """Finish members whose text has no continuation, for models without stop tokens."""
         if not self.compiled.tokens.stop.size:
             self.finished = self.finished | self.state.result().is_over[self.index]
 

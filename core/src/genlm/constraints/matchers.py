@@ -1,7 +1,7 @@
 """Matchers of xgrammar and llguidance behind one interface: fork, accept, fill masks.
 
-Both libraries get one id more than the vocabulary has, which ends a text. The bit of this id in
-a mask says whether the text is complete, whatever tokens end a text of the model.
+The vocabulary passed to the libraries has one additional id, which ends a text. The bit of this
+id in a mask shows whether the text is complete, independently of the model's stop tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Words: TypeAlias = npt.NDArray[np.int32]
 
 
 class MatcherLibrary(ABC):
-    """A library with a grammar that is compiled for the tokens of a vocabulary."""
+    """A grammar that a library has compiled for the tokens of a vocabulary."""
 
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
-    """The forms in which it reads grammars: `"json_schema"`, `"ebnf"` or `"lark"`."""
+    """Supported forms of grammars: `"json_schema"`, `"ebnf"` or `"lark"`."""
 
     @abstractmethod
     def __init__(self, form: str, source: Any, options: Mapping[str, Any], texts: list[bytes]):
@@ -37,15 +37,15 @@ class MatcherLibrary(ABC):
             form: One of `formats`.
             source: The grammar.
             options: Keyword arguments of the library's compiler.
-            texts: Bytes of each token; empty for tokens that stand for no text.
+            texts: Bytes of each token; empty for tokens without text.
 
         Raises:
-            ValueError: The library does not accept the grammar.
+            ValueError: The library rejects the grammar.
         """
 
     @abstractmethod
     def first(self, text: bytes) -> Any:
-        """Return a matcher that has accepted a text; None if no text begins so."""
+        """Return a matcher that has accepted a text; None if no text begins with it."""
 
     @abstractmethod
     def accepted(self, matcher: Any, token_id: int) -> Any:
@@ -53,14 +53,14 @@ class MatcherLibrary(ABC):
 
     @abstractmethod
     def fill(self, matchers: Sequence[Any], words: Words) -> None:
-        """Write the mask of each matcher: packed bits of the vocabulary and the end."""
+        """Write the masks of matchers: packed bits of the vocabulary and the end id."""
 
 
 def imported(name: str) -> Any:
-    """Import a library of grammars.
+    """Import a grammar library.
 
     Raises:
-        MissingRequirementError: It is not installed.
+        MissingRequirementError: The library is not installed.
     """
     try:
         return import_module(name)
@@ -120,7 +120,7 @@ class LLGuidance(MatcherLibrary):
             if options:
                 schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}}
             source = f"start: %json {json.dumps(schema)}"
-        # Else only one way to write a text that is certain would be in the masks.
+        # Else the masks would contain only one tokenization of a text that is certain.
         grammar = f'%llguidance {{"no_forcing": true}}\n{source}'
         self._first = library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._first.is_error():
@@ -151,7 +151,7 @@ class LLGuidance(MatcherLibrary):
 
 
 class _ByteTokenizer:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface of llguidance."""
 
     bos_token_id = None
 

@@ -1,4 +1,4 @@
-"""`Python`: texts that a function accepts, asked only for the tokens that are drawn."""
+"""`Python`: texts that a function accepts, which is called only for drawn tokens."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["Python"]
 
 _FIRST_DRAWS = 8
-"""Number of tokens that are drawn first; each further round draws four times as many."""
+"""Number of tokens drawn in the first round; each further round draws four times as many."""
 _MAX_ROUNDS = 32
-"""More than are needed for any vocabulary."""
+"""Maximum number of rounds; no vocabulary requires more."""
 
 
 class Python(Language):
@@ -46,24 +46,24 @@ class Python(Language):
 
         no_repeats = Python(lambda text: len(set(text.split())) == len(text.split()))
 
-    Tokens are drawn from the model without replacement until one is accepted, so that the
-    functions are called for a few tokens of each member and not for the whole vocabulary. The
-    mass of all accepted tokens, by which the weight of a particle is multiplied, is estimated
-    without bias from a few draws more: adaptive weighted rejection sampling, arXiv 2504.05410.
+    Tokens are drawn from the model without replacement until one is accepted, so the functions
+    are called for a few tokens of each member and not for the whole vocabulary. The mass of all
+    accepted tokens, by which the weight of a particle is multiplied, is estimated without bias
+    from a few additional draws: adaptive weighted rejection sampling, arXiv 2504.05410.
 
     Args:
-        prefix: Called with the bytes of a text; whether it may be continued to one that is
-            accepted. If it is too generous, particles die later. The last character of a text
-            may be incomplete.
-        complete: Called with the bytes of a text that would end; whether it may. By default
-            any that is `prefix`.
-        within: A language that the texts have, too; tokens are drawn from its masks. By default
-            that of valid UTF-8.
-        extra_draws: Number of tokens that are drawn after the accepted one to estimate the
-            mass. More of them reduce the variance of the weights.
+        prefix: Function of the bytes of a text that returns whether the text can be continued
+            to an accepted one. If it is too permissive, particles die later. The last character
+            of the text may be incomplete.
+        complete: Function of the bytes of a text that returns whether the text may end there;
+            by default `prefix`.
+        within: Language that also contains the texts; tokens are drawn from its masks. By
+            default the language of valid UTF-8.
+        extra_draws: Number of tokens drawn after the accepted one to estimate the mass. A
+            larger number reduces the variance of the weights.
 
     Raises:
-        TypeError: A function is none.
+        TypeError: `prefix` or `complete` is not callable.
         ValueError: `extra_draws` is below 1.
     """
 
@@ -82,22 +82,12 @@ class Python(Language):
                 raise TypeError(f"expected a function of bytes; found {function!r}")
         self._within = Automaton(*utf8_table()) if within is None else within
         self.extra_draws = checked_integer("extra_draws", extra_draws, 1)
-        """Number of tokens that are drawn after the accepted one."""
+        """Number of tokens drawn after the accepted one."""
 
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
-        """Return the constraint of members that have none of a text yet, or its beginning.
-
-        Args:
-            llm: As `Language.start`.
-            size: As `Language.start`.
-            text: As `Language.start`.
-            stop: As `Language.start`.
-
-        Raises:
-            ValueError: As `Language.start`.
-        """
+        """Return the constraint of `size` members; see `Language.start`."""
         within = self._within.start(llm, size, text=text, stop=stop)
         return _Tested(self, TextTokens.of(llm.vocabulary, stop), within, [text] * size)
 
@@ -115,7 +105,7 @@ class Python(Language):
 
 
 class _Tested(Constraint):
-    """The bytes of each member's text, and the constraint whose masks it is drawn from."""
+    """The texts of members, and the constraint from whose masks tokens are drawn."""
 
     def __init__(
         self,
@@ -135,11 +125,11 @@ class _Tested(Constraint):
         self.log_potential = np.zeros(len(texts))
 
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
-        """Return what tokens are drawn from before the function is called."""
+        """Return the masks from which tokens are drawn before the function is called."""
         return self.within.masks()
 
     def advance(self, token_ids: IntegersLike) -> Self:
-        """Append tokens to the texts. Tokens that were drawn are not tested again."""
+        """Append tokens to the texts. Drawn tokens are not tested again."""
         ids = token_column(token_ids, len(self))
         found = copy.copy(self)
         found.accepted = {}
@@ -159,7 +149,7 @@ class _Tested(Constraint):
         return found
 
     def end_with(self, members: Flags) -> None:
-        """Finish members whose other constraint is over, or let them die."""
+        """Finish members whose other constraint is finished, or mark them as dead."""
         for member in np.flatnonzero(members & (self.log_potential > -np.inf)).tolist():
             self.finished[member] = self.language.may_end(self.texts[member])
             if not self.finished[member]:
@@ -175,7 +165,7 @@ class _Tested(Constraint):
         return found
 
     def accepts(self, member: int, token_id: int) -> bool:
-        """Whether a token of the masks may continue or end a text; each text is tested once."""
+        """Whether a token of the masks may continue or end a text; a text is tested once."""
         text, is_stop = self.texts[member], token_id in self.stops
         key = (text if is_stop else text + self.tokens.texts[token_id]), is_stop
         if key not in self.accepted:
@@ -188,13 +178,8 @@ class _Tested(Constraint):
     ) -> DrawnTokens:
         """Draw tokens without replacement until the function accepts one for each member.
 
-        Args:
-            population: As `Constraint.draw`.
-            temperature: As `Constraint.draw`.
-            seed: As `Constraint.draw`.
-
         Returns:
-            As `Constraint.draw`; `log_mass` is the log of an estimate without bias.
+            As `Constraint.draw`; `log_mass` is the log of an unbiased estimate.
         """
         is_over = population.finished.numpy() | self.finished
         search = _Search(self, ~is_over)
@@ -261,7 +246,7 @@ class _Search:
     def masks_left(
         self, members: Integers64, masks: MasksLike, index: Integers64 | None
     ) -> tuple[torch.Tensor, Integers64]:
-        """Return the masks without the tokens that members have drawn."""
+        """Return the masks without the drawn tokens."""
         tokens = self._constraint.tokens
         size = len(tokens.texts)
         rows = RowMasks(masks, self._size, size, index).of(members)
@@ -274,7 +259,7 @@ class _Search:
         return tokens.pack(allowed), places
 
     def drawn(self) -> DrawnTokens:
-        """Return the accepted token of each member, with its weight."""
+        """Return the accepted tokens of the members, with their weights."""
         log_weights, logprobs = np.zeros(self._size), self._logprobs.copy()
         for member, rejection in self._rejections.items():
             if rejection.place is None:

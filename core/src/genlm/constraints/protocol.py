@@ -1,9 +1,8 @@
-"""`Constraint` and `Language`: what a population may be continued by.
+"""`Constraint` and `Language`: the allowed continuations of a population.
 
 A `Language` is a set of texts. Its method `start` returns a `Constraint`, which follows the
-members of one population. The rules that all constraints share are here: a text ends with a
-stop token where it is complete, members that broke the constraint are dead, special tokens
-stand for no text.
+members of one population. This module defines the rules of all constraints: a stop token ends a
+complete text, members that violated the constraint are dead, and special tokens have no text.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ IntegersLike: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | torch.
 
 
 class Language(ABC):
-    """A set of texts that the members of a population are to have."""
+    """A set of texts to which the members of a population are constrained."""
 
     @abstractmethod
     def start(
         self, llm: AsyncLM, size: int, *, text: bytes = b"", stop: Integers | None = None
     ) -> Constraint:
-        """Return the constraint of members that have none of a text yet, or its beginning.
+        """Return the constraint of `size` members whose texts are empty or begin with `text`.
 
         Args:
-            llm: The model, whose vocabulary is used.
+            llm: Model, of which the vocabulary is used.
             size: Number of members.
-            text: The beginning of the text that the members have already, such as the part
-                of a prompt that belongs to it.
+            text: Beginning of the text that all members already have, such as the part of the
+                prompt that belongs to the text.
             stop: Token ids that end a text; by default the tokenizer's end of text, if it
-                has one. Without any, a text ends where it is complete and nothing can follow.
+                has one. Without stop ids, a complete text without continuation is finished.
 
         Raises:
             ValueError: No text of the language begins with `text`.
@@ -65,16 +64,15 @@ class Language(ABC):
 
 
 class Constraint(ABC):
-    """What each of N members may be continued by; immutable, with an entry for each member.
+    """The allowed continuations of N members; immutable.
 
-    A constraint of one's own derives from this class and implements `masks`, `advance` and
-    indexing, and sets the attributes.
+    Subclasses implement `masks`, `advance` and indexing, and set the attributes.
 
     Attributes:
-        finished: Members whose text is complete and over, shape `(n,)`, bool.
-        log_potential: Log of what the model's probability of each member is multiplied by,
-            shape `(n,)`, float64: 0 for members that kept to the constraint, `-inf` for dead
-            ones, which broke it. Soft constraints have other numbers.
+        finished: Whether the text of each member has ended, shape `(n,)`, bool.
+        log_potential: Log of a factor of each member's probability, shape `(n,)`, float64: 0
+            for members that satisfy the constraint, `-inf` for dead ones, which violated it.
+            Soft constraints have other values.
     """
 
     finished: Flags
@@ -82,11 +80,11 @@ class Constraint(ABC):
 
     @abstractmethod
     def masks(self) -> tuple[MasksLike, Integers64 | None]:
-        """Return the tokens that each member may have next.
+        """Return the allowed next tokens of each member.
 
         Returns:
-            The arguments `masks` and `mask_index` of `Population.draw`. The mask of a dead
-            member, and of one that nothing can follow, is empty. Finished members have any.
+            The arguments `masks` and `mask_index` of `Population.draw`. The mask is empty for
+            dead members and for those without continuation, and arbitrary for finished ones.
         """
 
     @abstractmethod
@@ -94,15 +92,16 @@ class Constraint(ABC):
         """Return the constraint after each member was extended by a token.
 
         Args:
-            token_ids: Shape `(n,)`; -1 for none. Finished and dead members stay as they are.
+            token_ids: Token ids, shape `(n,)`; -1 for none. Finished and dead members do not
+                change.
 
         Raises:
-            ValueError: Another shape.
+            ValueError: The shape is another one.
         """
 
     @abstractmethod
     def __getitem__(self, ancestors: Any) -> Self:
-        """Return the constraint of chosen members, which may be repeated."""
+        """Return the constraint of selected members, possibly with repetitions."""
 
     def __len__(self) -> int:
         return len(self.finished)
@@ -110,16 +109,16 @@ class Constraint(ABC):
     async def draw(
         self, population: Population, *, temperature: float = 1.0, seed: int | None = None
     ) -> DrawnTokens:
-        """Draw the next token of each member from what the constraint allows.
+        """Draw the next token of each member among the allowed tokens.
 
         Args:
-            population: Of as many members. Those that are finished get token -1.
+            population: Population of the same size. Its finished members get token -1.
             temperature: As `Population.draw`.
             seed: As `Population.draw`.
 
         Returns:
-            As `Population.draw`. `log_mass` is an estimate without bias where the constraint
-            does not know the mass; `logprobs - draw_logprob` is the log-weight of each draw.
+            As `Population.draw`. `log_mass` is the log of an unbiased estimate if the mass is
+            not known; `logprobs - draw_logprob` is the log-weight of each draw.
 
         Raises:
             GenlmError: As `Population.draw`.
@@ -138,11 +137,11 @@ class Constraint(ABC):
 
 
 class TextTokens(NamedTuple):
-    """The part of a vocabulary that a constraint needs.
+    """The bytes and the stop tokens of a vocabulary.
 
     Attributes:
-        texts: Bytes of each token id; empty for special tokens and ids without a token, which
-            are no part of any text, as are tokens without bytes.
+        texts: Bytes of each token id; empty for special tokens, ids without a token and tokens
+            without bytes, which are not part of any text.
         stop: Token ids that end a text, ascending, int64.
     """
 
@@ -151,7 +150,7 @@ class TextTokens(NamedTuple):
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, stop: Integers | None) -> TextTokens:
-        """Read a vocabulary.
+        """Return the texts and stop tokens of a vocabulary.
 
         Raises:
             ValueError: An id of `stop` is outside the vocabulary.
@@ -177,10 +176,10 @@ class TextTokens(NamedTuple):
 
 
 class PerVocabulary(Generic[T]):
-    """What a language computes once for a vocabulary and its stop tokens.
+    """A value that a language computes once per vocabulary and stop tokens.
 
     Args:
-        build: Called when it is first needed.
+        build: Function that computes the value on first use.
     """
 
     def __init__(self, build: Callable[[TextTokens], T]) -> None:
@@ -188,11 +187,7 @@ class PerVocabulary(Generic[T]):
         self._found: WeakKeyDictionary[Vocabulary, dict[bytes, T]] = WeakKeyDictionary()
 
     def get(self, vocabulary: Vocabulary, stop: Integers | None) -> T:
-        """Return it.
-
-        Raises:
-            ValueError: An id of `stop` is outside the vocabulary.
-        """
+        """Return the value for a vocabulary; raises as `TextTokens.of`."""
         tokens = TextTokens.of(vocabulary, stop)
         found = self._found.setdefault(vocabulary, {})
         key = tokens.stop.tobytes()
@@ -205,7 +200,7 @@ def token_column(token_ids: IntegersLike, count: int) -> Integers64:
     """Return the tokens of `count` members as an array.
 
     Raises:
-        ValueError: Another shape.
+        ValueError: The shape is not `(count,)`.
     """
     given = token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else token_ids
     found = np.asarray(given, np.int64)
@@ -215,7 +210,7 @@ def token_column(token_ids: IntegersLike, count: int) -> Integers64:
 
 
 def chosen_members(ancestors: Any) -> Any:
-    """Return an index of members as numpy takes it: a slice, or an array."""
+    """Return an index of members in a form that numpy accepts: a slice or an array."""
     if isinstance(ancestors, torch.Tensor):
         return ancestors.cpu().numpy()
     return ancestors if isinstance(ancestors, slice) else np.asarray(ancestors)

@@ -1,10 +1,9 @@
-"""Draws from tokens that only a test knows: rejection without replacement.
+"""Rejection sampling without replacement, for constraints that test single tokens.
 
 Adaptive weighted rejection sampling (Lipkin et al., 2025, arXiv 2504.05410) draws tokens
 without replacement until one is accepted, which then has the distribution of the accepted
-ones. The mass of the accepted tokens is estimated from draws that follow, by the ordered
-estimates of Des Raj ("Some estimators in sampling with varying probabilities without
-replacement", 1956).
+tokens. Their mass is estimated from subsequent draws, by the ordered estimates of Des Raj
+("Some estimators in sampling with varying probabilities without replacement", 1956).
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ Integers64: TypeAlias = npt.NDArray[np.int64]
 
 
 class Rejection:
-    r"""The draws of one member, in order, until a token is accepted and its mass is estimated.
+    r"""The draws of one member, until a token is accepted and the mass is estimated.
 
-    Let `q` be the distribution that is drawn from, `A` the accepted tokens, and `x` the first
-    of the draws `y_1, y_2, ...` that is in `A`, at place `n`. For each later place `i`,
+    Let `q` be the distribution of the draws, `A` the set of accepted tokens, and `x` the first
+    of the draws `y_1, y_2, ...` in `A`, at place `n`. For each later place `i`,
 
         t_i = sum(q(y_j) for j < i if y_j in A) + (y_i in A) * (1 - sum(q(y_j) for j < i))
 
-    has the expectation `q(A)` given the draws before: the mass that was found, and that of
-    what is left times whether a draw from it is accepted. The estimate is the mean of `t_i`
-    over a number of places that is known at place `n`. It is above 0, and its expectation is
-    `q(A)` whatever `x` is, so that `x` and its weight are an importance sample of `A`.
+    has the expectation `q(A)` given the draws before: the accepted mass so far, plus the
+    remaining mass if a draw from it is accepted. The estimate is the mean of `t_i` over a
+    number of places that is fixed at place `n`. It is positive, and its expectation given `x`
+    is `q(A)`, so that `x` and its weight are an importance sample of `A`.
 
     Args:
         extra: Number of draws after `x` that the estimate uses, at least 1.
@@ -40,11 +39,11 @@ class Rejection:
 
     def __init__(self, extra: int) -> None:
         self._extra = extra
-        self._left = 0.0  # log of what the tokens so far leave of q
+        self._left = 0.0  # log of the remaining mass of q
         self._accepted = 0.0  # q of the accepted tokens so far
         self._estimates: list[float] = []
         self.place: int | None = None
-        """The place of `x` among the draws; None until it is found."""
+        """Place of `x` among the draws; None before `x` is drawn."""
         self.is_over = False
         """Whether no further draw is needed."""
         self.log_probability = 0.0
@@ -58,12 +57,12 @@ class Rejection:
         return float(np.log(np.mean(self._estimates))) if self._estimates else -np.inf
 
     def add(self, draw_logprob: float, at_hand: int, *, is_accepted: bool) -> None:
-        """Take the next draw into account.
+        """Record the next draw.
 
         Args:
-            draw_logprob: The log-probability of the token among those that were left.
-            at_hand: Number of later draws that cost nothing. If there are any, the estimate
-                uses no others.
+            draw_logprob: Log-probability of the token among the remaining tokens.
+            at_hand: Number of further draws that are already available. If there are any, the
+                estimate uses only these.
             is_accepted: Whether the token is in `A`.
         """
         logprob, left = draw_logprob + self._left, float(np.exp(self._left))
@@ -79,7 +78,7 @@ class Rejection:
         self.is_over = len(self._estimates) >= self._extra
 
     def end(self) -> None:
-        """Say that no token is left: what was accepted is all there is."""
+        """Record that no token remains: the accepted tokens are the whole of `A`."""
         if self.place is not None and not self.is_over:
             self._estimates += [self._accepted] * (self._extra - len(self._estimates))
         self.is_over = True

@@ -1,4 +1,4 @@
 """The core: protocols, scheduler, caches, vocabularies and plugin discovery.
 
-Import the public names from `genlm`; nothing below this package is a promise.
+Import the public names from `genlm`; the modules of this package are not a stable interface.
 """

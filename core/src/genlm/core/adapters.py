@@ -1,7 +1,7 @@
-"""`Adapters`: the LoRA adapters of a model, by the names that users give them.
+"""`Adapters`: the LoRA adapters of a model, by user-defined names.
 
-The engine knows an adapter by a name of its own, which no other adapter of the engine ever had:
-cached rows and prefixes of a removed adapter are then never taken for those of its successor.
+In the engine, an adapter has a name that is never reused: cached rows and prefixes of a removed
+adapter are then never mistaken for those of its successor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODEL_ITSELF = "the model itself"
 
 
 class _Adapter(NamedTuple):
-    """A loaded adapter: what the engine calls it, and its folder."""
+    """A loaded adapter: its name in the engine and its folder."""
 
     engine_name: str
     folder: str
@@ -34,10 +34,10 @@ class Adapters:
     """The loaded adapters; every method may be called from any thread.
 
     Args:
-        scheduler: Runs the engine, which loads and removes them on its thread.
-        own: Names of the adapters that the model came with.
-        backend: The engine's name, for messages.
-        forget_rows: Drops the cached rows of an adapter, which it gets by the engine's name.
+        scheduler: Scheduler of the engine, which loads and removes adapters on its thread.
+        own: Names of preloaded adapters.
+        backend: Engine name for messages.
+        forget_rows: Function that drops the cached rows of an adapter, given its engine name.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Users' names of the loaded adapters, in the order in which they were loaded."""
+        """User-defined names of the loaded adapters, in the order of loading."""
         return tuple(self._by_name)
 
     def engine_name(self, name: str) -> str:
-        """Return the engine's name of a loaded adapter."""
+        """Return the engine name of a loaded adapter."""
         return self._loaded(name).engine_name
 
     def load(self, path: str | os.PathLike[str], name: str, *, replace: bool) -> None:
@@ -118,12 +118,12 @@ class Adapters:
         require_capability(self._scheduler.engine, Capability.LORA, self._backend)
 
     def _unused_engine_name(self, name: str) -> str:
-        """Choose a name that no adapter of this engine ever had."""
+        """Choose a name that no adapter of this engine has had."""
         others = (f"{name}@{number}" for number in itertools.count(2))
         return next(n for n in itertools.chain([name], others) if n not in self._engine_names)
 
     def _free(self, adapter: _Adapter) -> None:
-        """Free an adapter that has lost its name once the requests that use it have ended."""
+        """Free a removed adapter once the requests that use it have ended."""
         if adapter.folder == _MODEL_ITSELF:
             return
 

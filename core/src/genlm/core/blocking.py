@@ -1,9 +1,9 @@
 """Blocking twins of coroutine methods, all derived in the same way.
 
-`blocking` runs the coroutine itself on the caller's thread. What a coroutine of genlm awaits is
-either a request, whose future blocks the thread while a twin runs, or `off_loop`. So the
-coroutine never suspends, and neither an event loop nor another thread is needed: twins work in
-and outside a running event loop, and Ctrl-C ends the wait as a cancellation does.
+`blocking` runs the coroutine on the caller's thread. Coroutines of genlm await only requests,
+whose futures block the thread while a twin runs, and `off_loop`. The coroutine therefore never
+suspends, and neither an event loop nor another thread is needed: twins work inside and outside
+a running event loop, and Ctrl-C ends the wait like a cancellation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Thread(threading.local):
-    """Whether the coroutine that a thread runs is that of a blocking twin."""
+    """Whether the thread runs the coroutine of a blocking twin."""
 
     is_blocking = False
 
@@ -36,10 +36,10 @@ def blocking(
 ) -> Callable[Concatenate[S, P], T]:
     """Return the blocking twin of a coroutine method, with its signature and docstring.
 
-    Its name is that of the method and `_sync`.
+    The name of the twin is that of the method with the suffix `_sync`.
 
     Args:
-        method: Awaits only requests, `off_loop`, and other such methods.
+        method: Coroutine method that awaits only requests, `off_loop`, and other such methods.
     """
 
     @functools.wraps(method)
@@ -60,7 +60,7 @@ def blocking(
 def blocking_as(
     name: str, method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 ) -> Callable[Concatenate[S, P], T]:
-    """Return the blocking twin of a coroutine method under another name than `..._sync`."""
+    """Return the blocking twin of a coroutine method with another name than `..._sync`."""
     twin = blocking(method)
     twin.__qualname__ = twin.__qualname__.removesuffix(twin.__name__) + name
     twin.__name__ = name
@@ -71,7 +71,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine of genlm to its end on the calling thread.
 
     Raises:
-        RuntimeError: The coroutine awaits something that only an event loop can answer.
+        RuntimeError: The coroutine awaits an object that requires an event loop.
     """
     before, _thread.is_blocking = _thread.is_blocking, True
     try:
@@ -86,7 +86,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_blocking() -> bool:
-    """Whether the coroutine that runs on this thread is that of a blocking twin."""
+    """Whether this thread runs the coroutine of a blocking twin."""
     return _thread.is_blocking
 
 

@@ -1,4 +1,4 @@
-"""`OutputCache`: recently used rows and results of reductions, bounded by number and bytes."""
+"""`OutputCache`: an LRU cache of rows and results of reductions."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ if TYPE_CHECKING:
 __all__ = ["OutputCache", "copied"]
 
 _OTHER_BYTES = 64
-"""Counted for a number or another object that does not know its size."""
+"""Bytes counted for a number or another object without a known size."""
 
 
 class OutputCache:
-    """Keeps the most recently used rows, bounded by entries and by bytes.
+    """LRU cache of rows and results of reductions, limited by entries and by bytes.
 
-    The bytes of the rows count, and those of the token ids in their keys, 4 for each id.
-    Results of reductions are kept as rows are; the `nbytes` of a reduction counts as well.
+    The bytes of an entry are those of the row and of the token ids in its key, 4 per id, and
+    for a result of a reduction also the `nbytes` of the reduction.
 
-    Rows go in and come out as copies, so what a caller does to a row never reaches
-    the cache. Safe to use from several threads.
+    Rows are copied on insertion and on retrieval, so changes of a caller never affect the
+    cache. The cache may be used from several threads.
 
     Args:
         max_entries: Maximum number of rows; 0 disables the cache.
-        max_bytes: Maximum memory, None for no bound. A row that alone takes more is
-            not kept.
-        move_to_cpu: Keep the rows in main memory; they return to the device on which
-            they were put.
+        max_bytes: Maximum memory, None for no limit. A row that exceeds it alone is not stored.
+        move_to_cpu: Whether to store rows in main memory; they are returned on the device on
+            which they were inserted.
 
     Raises:
-        TypeError: A bound that is not an integer.
-        ValueError: A negative bound.
+        TypeError: A limit is not an integer.
+        ValueError: A limit is negative.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class OutputCache:
         renew_in_forks(self)
 
     def get(self, key: Hashable) -> Any:
-        """Return a copy of a stored result, rows on the device they came from, or None."""
+        """Return a copy of a stored result, or None; rows are on their original device."""
         if self.max_entries == 0:
             return None
         with self._lock:
@@ -66,15 +65,12 @@ class OutputCache:
         return copied(row) if device is None or row.device == device else row.to(device)
 
     def size_of(self, key: Hashable) -> int | None:
-        """Return the bytes that an entry and its key take, None if there is none."""
+        """Return the bytes of an entry and its key, None if there is no entry."""
         with self._lock:
             return int(self._entries[key][2]) if key in self._entries else None
 
     def kept(self, key: Hashable) -> Any:
-        """Return a stored result itself, rows on the device they came from, or None.
-
-        The result must not be changed.
-        """
+        """Return a stored result without a copy, or None; it must not be changed."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -82,10 +78,10 @@ class OutputCache:
         return row if device is None or row.device == device else row.to(device)
 
     def put(self, key: Hashable, row: Any) -> None:
-        """Keep a copy of a row, evicting the least recently used ones it displaces.
+        """Store a copy of a row; evict the least recently used rows if necessary.
 
-        Overwriting a row with one of its size evicts no other row. A row that takes more
-        than `max_bytes` is not kept, and the row under its key is removed.
+        Replacing a row by a row of the same size evicts no other row. A row of more than
+        `max_bytes` is not stored, and the previous row of its key is removed.
         """
         if self.max_entries == 0:
             return
@@ -106,7 +102,7 @@ class OutputCache:
                 self._entries.popitem()
 
     def clear(self, which: Callable[[Hashable], bool] = lambda _key: True) -> None:
-        """Drop the rows with keys for which `which` is true; by default all."""
+        """Drop the rows whose keys satisfy `which`; by default all rows."""
         with self._lock:
             for key in [key for key in self._entries if which(key)]:
                 del self._entries[key]
@@ -126,11 +122,11 @@ class OutputCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the rows kept and of the token ids in their keys."""
+        """Memory of the stored rows and of the token ids in their keys."""
         return int(self._entries.currsize)
 
     def _after_fork(self) -> None:
-        """Start afresh in a forked process if another thread was changing the entries."""
+        """Empty the cache in a forked process if another thread was changing the entries."""
         if self._lock.locked():
             self._entries = self._no_entries()
 
@@ -140,13 +136,13 @@ class OutputCache:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a result that shares no memory with it that could be changed."""
+    """Return a copy of a result that shares no mutable memory with it."""
     clone = getattr(value, "clone", None)  # of a tensor
     return copy.deepcopy(value) if clone is None else clone()
 
 
 def _nbytes(value: Any) -> int:
-    """Memory of a result's tensors, and a little for what holds them."""
+    """Memory of a result's tensors and of their containers."""
     if isinstance(value, tuple):
         return sum(map(_nbytes, value))
     nbytes = getattr(value, "nbytes", None)

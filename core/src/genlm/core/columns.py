@@ -1,4 +1,4 @@
-"""`Columns`: the results of a `GroupReduction`, put together from parts of its members."""
+"""`Columns`: the results of a `GroupReduction`, assembled from parts of its members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Columns:
     """The columns of a reduction, whose members are computed in parts and in any order.
 
     Args:
-        reduction: Computes the columns.
+        reduction: Reduction that computes the columns.
         count: Number of members.
     """
 
@@ -32,8 +32,8 @@ class Columns:
         """Add the results of some members.
 
         Raises:
-            TypeError: Not a tuple.
-            ValueError: Other numbers of columns or of entries.
+            TypeError: `columns` is not a tuple.
+            ValueError: The number of columns or of entries is wrong.
         """
         found: object = columns
         if not isinstance(found, tuple):

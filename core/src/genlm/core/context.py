@@ -1,4 +1,4 @@
-"""`Context`: a handle of a token sequence of one model, extended in constant time."""
+"""`Context`: a handle to a token sequence of one model, extended in constant time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["Context"]
 
 
 class Context:
-    """A sequence of token ids of one model and adapter; make it with `AsyncLM.context`.
+    """A sequence of token ids of one model and adapter, created with `AsyncLM.context`.
 
-    Immutable and hashable: contexts of the same ids, model and adapter are equal, however they
-    were made. `extend` and requests cost the same for long contexts as for short ones. What the
-    engine keeps for a context, such as its keys and values, may be freed once neither the
-    context nor an extension that has not been requested yet is referred to.
+    Contexts are immutable and hashable: those of the same ids, model and adapter are equal. The
+    cost of `extend` and of requests does not depend on the length. The engine's state of a
+    context, such as keys and values, may be freed when no reference remains to the context or
+    to an extension of it that has not been requested yet.
     """
 
     __slots__ = ("__weakref__", "_adapter", "_lease", "_lm", "lora_name", "sequence")
@@ -54,13 +54,13 @@ class Context:
         self.lora_name = lora_name
 
     def extend(self, token_ids: SupportsIndex | Integers) -> Context:
-        """Return the context that continues this one by a token id, or by several.
+        """Return the context that continues this one by one or several token ids.
 
-        Any number of extensions of one context may exist. Nothing is computed.
+        Any number of extensions of one context may exist. No row is computed.
 
         Raises:
-            TokenIdError: An id outside the vocabulary.
-            TokenTypeError: Neither an integer nor a flat sequence of integers.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is neither an integer nor a flat sequence of integers.
         """
         if type(token_ids) is int:
             packed = self._packed(token_ids)
@@ -86,16 +86,16 @@ class Context:
         return checked_token_ids(ids, vocab_size=size, max_context=None)[1] if ids else b""
 
     def next_token_logprobs(self) -> Coroutine[Any, Any, torch.Tensor]:
-        """Score every possible next token; see `AsyncLM.next_token_logprobs`.
+        """Return the next-token log-probabilities; see `AsyncLM.next_token_logprobs`.
 
         Returns:
             A coroutine that returns natural-log probabilities, shape `(vocab_size,)`,
             float32, on the engine's device. The tensor is the caller's.
         """
-        return self._lm.next_token_logprobs(self)  # without a frame of its own
+        return self._lm.next_token_logprobs(self)  # without another frame
 
     def next_token_logprobs_sync(self) -> torch.Tensor:
-        """Score every possible next token and wait; see `AsyncLM.next_token_logprobs_sync`."""
+        """Wait for the next-token log-probabilities; see `next_token_logprobs`."""
         return self._lm.next_token_logprobs_sync(self)
 
     def sample(
@@ -118,7 +118,7 @@ class Context:
         return self._lm.top_tokens(self, k)
 
     def log_mass(self, mask: MaskLike) -> Coroutine[Any, Any, float]:
-        """Return the log-probability of a set of tokens; see `AsyncLM.log_mass`."""
+        """Return the log-probability of a set of next tokens; see `AsyncLM.log_mass`."""
         return self._lm.log_mass(self, mask)
 
     def draw(
@@ -141,20 +141,20 @@ class Context:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All ids, oldest first, put together in time proportional to their number."""
+        """All token ids, oldest first, assembled in time proportional to their number."""
         return self.sequence.token_ids
 
     def _is_of(self, model: object) -> bool:
-        """Whether it belongs to the model that `AsyncLM` identifies by `model`."""
+        """Whether the context belongs to the model that `AsyncLM` identifies by `model`."""
         return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
 
     def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
-        """Lease the engine's state of this context, in place of the one that it extends.
+        """Lease the engine's state of this context, in place of that of its parent.
 
         Args:
             leases: Lease table of the model.
-            is_computed: Whether the engine has just computed the state; else it is leased only
-                if another context has a lease of it.
+            is_computed: Whether the engine has just computed the state; otherwise the context
+                only joins an existing lease.
         """
         key = (self._adapter, self.sequence.key)
         if self._lease is None or self._lease.keys != (key,):

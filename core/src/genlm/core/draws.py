@@ -77,12 +77,13 @@ def batch_draw(
     Args:
         rows: Log-probabilities, shape `(n, vocab_size)`, float32, or logits of any floating
             dtype; on any device; not changed.
-        uniforms: A number in [0, 1) for each draw, shape `(n,)`, or that of `row_of`, float64.
-        weights: Masks, temperatures and biases; None for the probabilities themselves.
-        top_k: Draw from the k tokens with the largest weights; of equals the lowest count
-            first. A number or one for each row, None for all tokens.
-        top_p: Draw from the fewest tokens with the largest weights that have this share of the
-            sum, in (0, 1], after top-k. A number or one for each row.
+        uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
+            float64.
+        weights: Masks, temperatures and biases; None for the unchanged probabilities.
+        top_k: Number of tokens with the largest weights to which draws are limited; ties in
+            ascending order of ids. One number for all rows or one per row, None for no limit.
+        top_p: Share of the sum after top-k, in (0, 1], to which the tokens with the largest
+            weights are limited. One number for all rows or one per row.
         row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
             from several times or not at all; by default draw i is from row i.
         normalised: Whether `rows` are log-probabilities. Logits are normalised a part at a
@@ -198,7 +199,7 @@ def _numbers(values: Numbers, count: int, ndim: int) -> torch.Tensor:
 
 
 class _Weighted(NamedTuple):
-    """What tokens are drawn in proportion to."""
+    """Unnormalised probabilities of tokens."""
 
     scores: torch.Tensor
     """Log-probabilities plus bias."""

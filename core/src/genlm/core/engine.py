@@ -1,8 +1,8 @@
-"""The engine protocol: what the scheduler drives and a plugin implements.
+"""The engine protocol: the interface between the scheduler and a plugin.
 
-An engine is built, called and closed on one thread. asyncio, output caching and the number of
-callers do not concern it. Plugins that drive the loop of a server (continuous batching)
-implement `Engine`; others derive from `BatchEngine` and write `evaluate`.
+An engine is built, called and closed on one thread, and is independent of asyncio, output
+caching and the number of callers. Plugins that drive the loop of a server (continuous batching)
+implement `Engine`; others derive from `BatchEngine` and implement `evaluate`.
 """
 
 from __future__ import annotations
@@ -48,41 +48,41 @@ _GROUP_VALUES = 2**26
 
 
 class Capability(enum.StrEnum):
-    """Abilities beyond next-token rows that an engine may declare."""
+    """Optional abilities of an engine beyond next-token rows."""
 
     LORA = "lora"
-    """Serves LoRA adapters per request; the engine is a `LoraEngine`."""
+    """LoRA adapters per request; the engine is a `LoraEngine`."""
 
     SAMPLE = "sample"
-    """Answers queries with `sampling` itself."""
+    """Computes queries with `sampling`."""
 
     PREFIX_CACHE = "prefix_cache"
-    """Keeps computed prefixes; the engine is a `PrefixCacheEngine`."""
+    """Caches computed prefixes; the engine is a `PrefixCacheEngine`."""
 
     SCORE = "score"
-    """Answers queries with `targets` itself, all positions of a sequence at once."""
+    """Computes queries with `targets`, all positions of a sequence at once."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Answers queries, several at a time, in any order.
+    """Computes queries, several at a time, in any order.
 
-    An engine may also have `capability_hints`, a mapping from a capability that this model
-    was loaded without to what to do about it: `"load the model with enable_lora=True"`.
+    An engine may also have `capability_hints`, a mapping from missing capabilities to
+    instructions such as `"load the model with enable_lora=True"`.
 
-    An engine whose `step` waits for other processes may also have a method `wake()`. It is
-    called from any thread when there are queries, aborts or calls for the engine; `step` then
-    returns soon, with what has finished if anything has.
+    An engine whose `step` waits for other processes may also have a method `wake()`, which is
+    called from any thread when the engine has new queries, aborts or calls. `step` then returns
+    soon, with the completions that are ready, if any.
 
     An engine with a method `submit_group(group)` accepts the query of a population as one
-    `GroupQuery`, which it answers with a `GroupResult`. Other engines, and those where this
-    attribute is None, get a query for each distinct sequence. With a true attribute
-    `samples_groups` an engine also accepts group queries with `sampling`; for others the core
-    submits a group query for each token.
+    `GroupQuery`, whose result is a `GroupResult`. Engines without this method, or with None in
+    its place, receive one query per distinct sequence. With a true attribute `samples_groups`
+    an engine also accepts group queries with `sampling`; otherwise the core submits one group
+    query per token.
 
     Attributes:
-        vocabulary: Defines the ids that queries use and rows are indexed by.
-        max_context: The most tokens a query may have, None for no limit.
+        vocabulary: Tokens whose ids are those of queries and the indices of rows.
+        max_context: Maximum number of tokens of a query, None for no limit.
         capabilities: Abilities beyond next-token rows.
     """
 
@@ -91,30 +91,30 @@ class Engine(Protocol):
     capabilities: frozenset[Capability]
 
     def submit(self, query: Query) -> None:
-        """Accept a query; raising refuses this one alone."""
+        """Accept a query, or raise to reject it."""
         ...
 
     def step(self) -> Iterable[Completion]:
-        """Make progress on what was submitted and return what finished.
+        """Make progress on submitted queries and return the completed ones.
 
-        Called only while queries are unanswered. A failing query is reported as a
-        `Completion` with an error. Raising means that the engine itself failed:
-        all unanswered queries are then aborted and fail.
+        `step` is called only while queries are in flight. A failed query is returned as a
+        `Completion` with an error. An exception means that the engine failed: all in-flight
+        queries are then aborted and fail.
         """
         ...
 
     def abort(self, query_id: int) -> None:
-        """Drop a query; its completion, if one comes, is ignored."""
+        """Drop a query; a later completion of it is ignored."""
         ...
 
     def close(self) -> None:
-        """Free everything. Called once; only `statistics` may be called afterwards."""
+        """Free all resources. Called once; only `statistics` may be called afterwards."""
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counters and sizes, `tokens_computed` among them if the engine counts tokens.
+        """Return counters and sizes, including `tokens_computed` if the engine counts tokens.
 
-        The only method that is called from any thread, also while `step` runs and after
+        This is the only method that is called from any thread, also while `step` runs and after
         `close`.
         """
         ...
@@ -130,7 +130,7 @@ def checked_engine(engine: Engine) -> Engine:
     """Return `engine` unchanged.
 
     Raises:
-        TypeError: It lacks a member of `Engine`.
+        TypeError: The object lacks a member of `Engine`.
     """
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
@@ -142,10 +142,10 @@ def checked_engine(engine: Engine) -> Engine:
 
 
 def require_capability(engine: Engine, capability: Capability, backend: str) -> None:
-    """Raise an error with the engine's hint if it does not declare a capability.
+    """Check that an engine declares a capability.
 
     Raises:
-        UnsupportedCapabilityError: The engine of the backend does not declare it.
+        UnsupportedCapabilityError: It does not; the error contains the engine's hint.
     """
     if capability not in engine.capabilities:
         hints = getattr(engine, "capability_hints", {})
@@ -154,47 +154,48 @@ def require_capability(engine: Engine, capability: Capability, backend: str) -> 
 
 @runtime_checkable
 class LoraEngine(Engine, Protocol):
-    """What an engine with `Capability.LORA` also has.
+    """Additional methods of an engine with `Capability.LORA`.
 
-    It may also have `adapters`, the names of those that its model came with, and a method
-    `remove_adapter(name)` that frees one which `add_adapter` loaded. `AsyncLM` calls it when
-    no unfinished query names the adapter, and never gives the name to another adapter.
+    The engine may also have `adapters`, the names of preloaded adapters, and a method
+    `remove_adapter(name)` that frees an adapter loaded by `add_adapter`. `AsyncLM` calls it
+    when no in-flight query uses the adapter, and never reuses the name.
     """
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in folder `path`, which queries then name `name`.
+        """Load the adapter in folder `path` under the name `name`.
 
         Raises:
-            AdapterError: It cannot be loaded; the engine stays as it was.
+            AdapterError: The adapter cannot be loaded; the engine is unchanged.
         """
         ...
 
 
 @runtime_checkable
 class PrefixCacheEngine(Engine, Protocol):
-    """What an engine with `Capability.PREFIX_CACHE` also has."""
+    """Additional methods of an engine with `Capability.PREFIX_CACHE`."""
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
         """Compute a prefix and keep it until `clear_prefix_cache`."""
         ...
 
     def clear_prefix_cache(self) -> None:
-        """Free all kept prefixes. Answers do not change."""
+        """Free all cached prefixes. Results do not change."""
         ...
 
 
 class BatchEngine(abc.ABC):
-    """An engine that evaluates batches: derive, set the attributes, write `evaluate`.
+    """Base class of engines that evaluate batches; subclasses implement `evaluate`.
 
-    `step` evaluates in one call the queries that `choose` returns, by default all pending
-    ones, and reduces the rows of those that ask for something else. When `evaluate` raises,
-    the batch is halved until each query that makes it raise is alone; only those fail. When
-    the device has failed, or every part of the batch raises the same, all of them fail.
-    Populations are computed in parts, between which steps evaluate other queries.
+    Subclasses also set the attributes below. `step` evaluates the queries that `choose`
+    returns, by default all pending ones, in one call, and computes requested reductions of
+    their rows. When `evaluate` raises, the batch is halved until the queries at fault are
+    isolated; only those fail. When the device has failed, or all parts of the batch raise the
+    same error, all of its queries fail. Populations are computed in parts, between which steps
+    evaluate other queries.
 
     Attributes:
-        vocabulary: Defines the ids that queries use and rows are indexed by.
-        max_context: The most tokens a query may have, None for no limit.
+        vocabulary: Tokens whose ids are those of queries and the indices of rows.
+        max_context: Maximum number of tokens of a query, None for no limit.
         capabilities: Abilities beyond next-token rows.
     """
 
@@ -207,7 +208,7 @@ class BatchEngine(abc.ABC):
     _group_is_next = False
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """Start with nothing pending, so that subclasses need not call `__init__`."""
+        """Initialise the pending queries, so that subclasses need not call `__init__`."""
         engine = super().__new__(cls)
         engine._pending = {}
         engine._groups = {}
@@ -218,37 +219,38 @@ class BatchEngine(abc.ABC):
         """Compute the next-token row of each query.
 
         Args:
-            queries: At least one; distinct in (adapter, token ids), never empty.
+            queries: At least one query, distinct in (adapter, token ids), with at least one
+                token id each.
 
         Returns:
             Natural-log probabilities, shape `(len(queries), vocabulary.size)`,
-            float32, normalised, row i for query i (`genlm.rows_from_logits` makes
+            float32, normalised, row i for query i (`genlm.rows_from_logits` computes
             them from logits). The engine must not reuse the memory.
         """
 
     def score(self, queries: Sequence[Query]) -> Sequence[TokenScores]:  # noqa: ARG002
-        """Score the `targets` of each query; engines with `Capability.SCORE` write this.
+        """Score the `targets` of queries; engines with `Capability.SCORE` implement this.
 
         Args:
-            queries: At least one, each with targets and no other output.
+            queries: At least one query, all with targets and no other output.
 
         Returns:
-            For each query how likely each of its n targets is, target i after the first
+            Scores of the n targets of each query: target i is scored after the first
             `len(query) - n + 1 + i` ids of the query.
         """
         raise UnsupportedCapabilityError(Capability.SCORE, type(self).__name__)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Reduced | Exception]:
-        """Reduce the rows before the targets of each query; by default a few rows at a time.
+        """Reduce the rows that predict the targets of queries; by default a few rows at a time.
 
-        Engines that compute all positions of a text in one pass override this, and give their
-        logits to a `genlm.prefix.PieceScores`.
+        Engines that compute all positions of a text in one pass override this method, and add
+        their logits to a `genlm.prefix.PieceScores`.
 
         Args:
-            queries: At least one, each with targets and a `PositionReduction`.
+            queries: At least one query, all with targets and a `PositionReduction`.
 
         Returns:
-            For each query the columns of its reduction, or its error.
+            The columns of the reduction, or the error, of each query.
         """
         import numpy as np
 
@@ -271,19 +273,20 @@ class BatchEngine(abc.ABC):
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Choose the queries that the next step evaluates; all by default.
 
-        The others stay pending and can be cancelled. Choose no more than the engine computes
-        at once, and the oldest query among them, so that every query is evaluated.
+        The remaining queries stay pending and can be cancelled. The choice must not exceed what
+        the engine computes at once, and must include the oldest query, so that every query is
+        evaluated.
 
         Args:
-            pending: At least one, oldest first.
+            pending: At least one query, oldest first.
 
         Returns:
-            At least one of them, each once.
+            At least one of the pending queries, without repetition.
         """
         return pending
 
     def group_limit(self, group: GroupQuery) -> int:  # noqa: ARG002
-        """Return how many sequences of a group `evaluate_group` should compute at once."""
+        """Return the number of sequences that `evaluate_group` should compute at once."""
         return max(1, _GROUP_VALUES // self.vocabulary.size)
 
     def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
@@ -292,11 +295,11 @@ class BatchEngine(abc.ABC):
         Engines that compute populations on arrays override this.
 
         Args:
-            group: Its `generation` may keep the engine's state.
+            group: Query of the population; its `generation` may hold the engine's state.
             places: Consecutive places in `group.wanted`, at least one.
 
         Returns:
-            Logits or rows, one for each place.
+            Logits or rows, one per place.
         """
         lineage = group.generation.lineage
         queries = [
@@ -310,16 +313,16 @@ class BatchEngine(abc.ABC):
         self._pending[query.query_id] = query
 
     def submit_group(self, group: GroupQuery) -> None:
-        """Accept the query of a population, which one or several steps answer."""
+        """Accept the query of a population, which one or several steps compute."""
         from genlm.core.groups import GroupWork  # loads torch
 
         self._groups[group.query_id] = GroupWork(group, self.vocabulary)
 
     def step(self) -> list[Completion]:
-        """Evaluate what `choose` returns; halve the batch around queries that raise.
+        """Evaluate the queries that `choose` returns; halve the batch to isolate errors.
 
         Raises:
-            EvaluationError: `choose` returned nothing, or a query that is not pending.
+            EvaluationError: `choose` returned no query, or a query that is not pending.
         """
         self._group_is_next = bool(self._groups) and not (self._group_is_next and self._pending)
         if self._group_is_next:
@@ -349,7 +352,7 @@ class BatchEngine(abc.ABC):
         return {}
 
     def _group_step(self) -> list[Completion]:
-        """Compute a part of the group that waits longest for one."""
+        """Compute a part of one group; the groups take turns."""
         query_id, work = next(iter(self._groups.items()))
         del self._groups[query_id]
         part = work.next_part(self.group_limit(work.query))
@@ -400,9 +403,9 @@ class BatchEngine(abc.ABC):
         return [results[query.query_id] for query in queries]
 
     def _evaluate_batch(self, queries: list[Query]) -> Sequence[Any]:
-        """Evaluate and return rows, or the outputs of queries for reductions."""
-        # Several queries of one sequence can be in one batch: those of requests that ask for
-        # different things, or that came when the first one could no longer be joined.
+        """Evaluate queries and return their rows, or their requested outputs."""
+        # A batch can contain several queries of one sequence: for different outputs, or
+        # submitted when the first one could no longer be joined.
         known: dict[tuple[str | None, bytes], int] = {}
         places = [
             known.setdefault((query.adapter, query.sequence.key), len(known))
@@ -435,7 +438,7 @@ class BatchEngine(abc.ABC):
     def _evaluated(self, queries: list[Query]) -> torch.Tensor:
         import torch
 
-        rows = self.evaluate(queries).detach()  # a graph would live as long as its row
+        rows = self.evaluate(queries).detach()  # else rows keep the autograd graph alive
         expected = (len(queries), self.vocabulary.size)
         if tuple(rows.shape) != expected or rows.dtype != torch.float32:
             raise EvaluationError(
@@ -447,10 +450,10 @@ class BatchEngine(abc.ABC):
 
     @staticmethod
     def _own_rows(rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return rows that share no memory and can be changed in place."""
+        """Return rows that share no memory, for changes in place."""
         from genlm.core.rows import copied_rows  # loads torch
 
-        # A slice of something larger would pin all of it; an expanded row aliases itself.
+        # A slice would keep the whole tensor alive; an expanded row aliases itself.
         owns_memory = rows.untyped_storage().nbytes() == rows.nbytes
         if len(rows) == 1 and owns_memory and not rows.is_inference():
             return [rows[0]]
@@ -458,14 +461,14 @@ class BatchEngine(abc.ABC):
 
 
 class _Halving(Generic[Batch]):
-    """Evaluates a batch; when that raises, halves of it, down to the items at fault.
+    """Evaluates a batch; if that raises, its halves, recursively, down to the items at fault.
 
-    Stops where halving finds nothing: when the device has failed, and when both halves of a
-    batch fail alike, so do their first and last items alone, and no item of the batch has
-    been evaluated yet. All items that are left then fail.
+    Halving stops when it cannot isolate items: when the device has failed, or when both halves
+    of a batch raise the same error, their first and last items raise it alone, and no item of
+    the batch has been evaluated yet. All remaining items then fail.
 
     Args:
-        evaluate: Returns a result for each item of a batch, which can be sliced.
+        evaluate: Function that returns one result per item of a batch, which can be sliced.
     """
 
     def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:
@@ -474,7 +477,7 @@ class _Halving(Generic[Batch]):
         self._device_error: Exception | None = None
 
     def results(self, batch: Batch) -> Sequence[Any]:
-        """Return the result of each item, or its error."""
+        """Return the results or errors of the items."""
         outcome = self._attempt(batch)
         return self._divided(batch, outcome) if isinstance(outcome, Exception) else outcome
 
@@ -509,7 +512,7 @@ class _Halving(Generic[Batch]):
     def _all_fail_alike(
         self, halves: list[Batch], outcomes: list[Sequence[Any] | Exception]
     ) -> bool:
-        """Whether halves raised the same, and the items at their ends do so alone."""
+        """Whether both halves and the items at their ends raise the same error."""
         if self._has_succeeded:
             return False
         expected = _kind_of(outcomes[0])
@@ -533,7 +536,7 @@ def _completions(queries: Sequence[Query], results: Sequence[Any]) -> list[Compl
 
 
 def _is_of_device(error: Exception) -> bool:
-    """Whether an accelerator has failed, after which no computation on it succeeds."""
+    """Whether the accelerator has failed, so that no later computation on it succeeds."""
     import torch
 
     accelerator_errors = getattr(torch, "AcceleratorError", ())  # torch 2.8
@@ -545,7 +548,7 @@ def _is_of_device(error: Exception) -> bool:
 
 
 def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str:
-    """Describe the first wrong answer to a query with targets; `""` if all are right."""
+    """Describe the first invalid result of queries with targets; `""` if all are valid."""
     found = f"{_shown(scores)} for {len(queries)} queries"
     if isinstance(scores, Sequence) and not isinstance(scores, TokenScores):
         found = f"{len(scores)} results for {len(queries)} queries"
@@ -582,7 +585,7 @@ def _shown(value: object) -> str:
 
 
 def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:
-    """Return what belongs to one of the queries that share a row."""
+    """Return the outputs of one of the queries that share a row."""
     if isinstance(reduced, Exception):
         return reduced
     values = reduced.values[part]

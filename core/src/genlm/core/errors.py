@@ -1,7 +1,7 @@
-"""Every error that genlm raises on purpose: one module, so that all can be read together.
+"""The exception classes of genlm.
 
     GenlmError
-    ├── QueryError (ValueError)             this one request is wrong
+    ├── QueryError (ValueError)             the request is invalid
     │   ├── EmptySequenceError              no token ids
     │   ├── ContextLengthError              longer than the engine's window
     │   ├── TokenIdError                    an id outside the vocabulary
@@ -10,15 +10,15 @@
     │   └── PopulationError                 members of a population that failed
     ├── AdapterError (ValueError)           an adapter that could not be loaded
     ├── UnsupportedCapabilityError (NotImplementedError)
-    ├── EngineError (RuntimeError)          the engine could not answer
+    ├── EngineError (RuntimeError)          the engine returned no result
     │   ├── EvaluationError                 it raised for this request; see __cause__
-    │   ├── EngineClosedError               it was closed before it answered
+    │   ├── EngineClosedError               it was closed before the result
     │   ├── EngineDiedError                 its thread ended; see __cause__
     │   └── QueryResetError                 `cancel_all` dropped the request
     ├── ModelLoadError (ValueError)         a model that cannot be served
     ├── VocabularyError (ValueError)        a tokenizer that cannot be decoded, or
     │                                       items that make no token trie
-    ├── TokenizerError (TypeError)          a tokenizer that lacks what a call needs
+    ├── TokenizerError (TypeError)          a tokenizer without a required method
     ├── WeightsError (ValueError)           not one weight for each token of a trie
     └── PluginError (RuntimeError)          see below
         ├── UnknownBackendError (LookupError)
@@ -27,9 +27,8 @@
         ├── BrokenPluginError
         └── PluginApiError
 
-Each class also inherits the nearest builtin, so `except ValueError` works, and
-keeps what it reports as attributes. All can be copied and pickled. They are in one module,
-long as that makes it, so that this tree is whole.
+Every class also inherits from the nearest builtin class, so `except ValueError` works, and has
+the data of its message as attributes. All exceptions can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -73,22 +72,22 @@ _SHOWN_PLACES = 20
 
 
 _MEMBERS_SHOWN = 8
-"""Members of a population that a message lists."""
+"""Maximum number of members of a population in a message."""
 
 
 class GenlmError(Exception):
-    """Base of every error that genlm raises on purpose.
+    """Base class of the exceptions of genlm.
 
     Attributes:
-        places: Raised by a method with `batch` in its name: the places of the sequences in the
-            batch that failed. The error is that of the first of them.
+        places: Indices of the sequences that failed, if a method with `batch` in its name
+            raised the error, which is that of the first of them. Otherwise empty.
     """
 
     places: tuple[int, ...] = ()
 
 
 class QueryError(GenlmError, ValueError):
-    """One request is wrong; no other request is affected."""
+    """A request is invalid; no other request is affected."""
 
 
 class EmptySequenceError(QueryError):
@@ -105,8 +104,8 @@ class ContextLengthError(QueryError):
     """A request longer than the engine's context window.
 
     Attributes:
-        length: Tokens in the request.
-        max_context: The most that the engine takes.
+        length: Number of tokens in the request.
+        max_context: Maximum number of tokens for this engine.
     """
 
     def __init__(self, length: int, max_context: int) -> None:
@@ -128,7 +127,7 @@ class TokenIdError(QueryError):
         token_id: The id.
         position: Index of the id in the sequence.
         vocab_size: Number of ids; valid ones are `0 ... vocab_size - 1`.
-        argument: Name of the argument that has the id, `""` for a prompt.
+        argument: Name of the argument that contains the id, `""` for a prompt.
     """
 
     def __init__(
@@ -173,11 +172,11 @@ class TokenTypeError(QueryError, TypeError):
 
 
 class UnknownAdapterError(QueryError, LookupError):
-    """A request for an adapter that is not loaded, or a context of one that was replaced.
+    """A request for an adapter that is not loaded, or a context of a replaced adapter.
 
     Attributes:
-        name: The requested adapter.
-        loaded: The adapters that are loaded.
+        name: Name of the requested adapter.
+        loaded: Names of the loaded adapters.
     """
 
     def __init__(self, name: str, loaded: Iterable[str] = ()) -> None:
@@ -199,12 +198,12 @@ class UnknownAdapterError(QueryError, LookupError):
 
 
 class PopulationError(QueryError):
-    """Members of a population that failed; the request can be repeated.
+    """Members of a population failed; the request can be repeated.
 
     Attributes:
-        members: Their indices in the population, ascending.
+        members: Indices of the failed members, ascending.
         size: Number of members of the population.
-        error: The error of the first of them, also its `__cause__`.
+        error: The error of the first failed member, also the `__cause__`.
     """
 
     def __init__(self, members: Sequence[int], size: int, error: Exception) -> None:
@@ -224,16 +223,16 @@ class PopulationError(QueryError):
 
 
 class AdapterError(GenlmError, ValueError):
-    """An adapter could not be loaded or conflicts with one that is."""
+    """An adapter could not be loaded or conflicts with a loaded adapter."""
 
 
 class UnsupportedCapabilityError(GenlmError, NotImplementedError):
-    """The engine does not have the ability that a call needs.
+    """The engine does not declare a capability that a call requires.
 
     Attributes:
-        capability: The missing ability, a `Capability` value.
-        engine: The engine's name.
-        hint: How to enable it on this engine; `""` if that is impossible.
+        capability: The missing capability, a `Capability` value.
+        engine: Engine name.
+        hint: Instruction to enable the capability on this engine; `""` if it is impossible.
     """
 
     def __init__(self, capability: str, engine: str, hint: str = "") -> None:
@@ -248,23 +247,23 @@ class UnsupportedCapabilityError(GenlmError, NotImplementedError):
 
 
 class EngineError(GenlmError, RuntimeError):
-    """The engine could not answer a valid request."""
+    """The engine returned no result for a valid request."""
 
 
 class EvaluationError(EngineError):
-    """The engine raised while it evaluated this request; `__cause__` says what."""
+    """The engine raised while it evaluated this request; the error is `__cause__`."""
 
 
 class EngineClosedError(EngineError):
-    """The engine was closed before it answered, or before the request."""
+    """The engine was closed before the result or before the request."""
 
 
 class EngineDiedError(EngineError):
-    """The engine's thread ended unexpectedly; `__cause__` says why."""
+    """The engine's thread ended unexpectedly; the reason is `__cause__`."""
 
 
 class QueryResetError(EngineError):
-    """`cancel_all` dropped the request before it was answered."""
+    """`cancel_all` dropped the request before its result."""
 
 
 class ModelLoadError(GenlmError, ValueError):
@@ -276,7 +275,7 @@ class VocabularyError(GenlmError, ValueError):
 
 
 class TokenizerError(GenlmError, TypeError):
-    """The engine's tokenizer lacks what a call needs, or does not return ids of its tokens."""
+    """The engine's tokenizer lacks a required method, or returns invalid token ids."""
 
 
 class WeightsError(GenlmError, ValueError):
@@ -307,10 +306,10 @@ class UnknownBackendError(PluginError, LookupError):
     """No plugin provides the requested name, or none could be chosen.
 
     Attributes:
-        name: The requested name; None when none was given and several could be meant.
+        name: The requested name; None if no name was given and there are several candidates.
         kind: `"engine"` or `"trie"`.
-        installed: The names of that kind that are installed.
-        hint: Advice for the user, one sentence or two.
+        installed: Installed names of this kind.
+        hint: Advice for the user.
         source: Environment variable that gave the name, None for an argument.
     """
 
@@ -344,7 +343,7 @@ class AmbiguousBackendError(PluginError, LookupError):
     Attributes:
         name: The requested name.
         kind: `"engine"` or `"trie"`.
-        providers: The full names, `"distribution:name"`, of those that do.
+        providers: Full names of the candidates, `"distribution:name"`.
     """
 
     def __init__(self, name: str, kind: str, providers: Iterable[str]) -> None:
@@ -361,12 +360,12 @@ class AmbiguousBackendError(PluginError, LookupError):
 
 
 class MissingRequirementError(PluginError, ImportError):
-    """A plugin is installed, but not the library that it drives.
+    """A plugin is installed without a library that it requires.
 
     Attributes:
         plugin: The plugin, `"distribution:name"`.
-        missing: The modules that were not found.
-        install: The command that installs them.
+        missing: Names of the missing modules.
+        install: Command that installs them.
     """
 
     def __init__(self, plugin: str, missing: Iterable[str], install: str) -> None:
@@ -382,11 +381,11 @@ class MissingRequirementError(PluginError, ImportError):
 
 
 class BrokenPluginError(PluginError):
-    """A plugin raised when it was imported or its hook was called, or its hook gave no specs.
+    """A plugin or its hook raised an exception, or its hook returned no specs.
 
     Attributes:
         plugin: The plugin, `"distribution:name"`.
-        reason: Why; `__cause__` is the exception that it raised, if it did.
+        reason: Description of the defect; an exception of the plugin is `__cause__`.
     """
 
     def __init__(self, plugin: str, reason: str) -> None:
@@ -403,8 +402,8 @@ class PluginApiError(PluginError):
 
     Attributes:
         plugin: The plugin, `"distribution:name"`.
-        found: The version that it was written for.
-        expected: The version that this core speaks.
+        found: Interface version of the plugin.
+        expected: Interface version of this core.
     """
 
     def __init__(self, plugin: str, found: int, expected: int) -> None:
@@ -434,7 +433,7 @@ def described(error: BaseException) -> str:
 
 
 def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
-    """Return an error after noting the places in a batch of the sequences that failed."""
+    """Add the places of failed sequences in a batch to an error, and return it."""
     if len(places) == 1:
         note = f"Sequence {places[0]} of the batch failed."
     else:
@@ -451,11 +450,7 @@ def with_places(error: ErrorT, places: Sequence[int]) -> ErrorT:
 def each_in_batch(
     function: Callable[[ItemT], ResultT], items: Iterable[ItemT]
 ) -> list[ResultT]:
-    """Apply a check to every item of a batch; its error names the place of the item.
-
-    Raises:
-        Exception: The first one that the check raised.
-    """
+    """Apply a check to every item of a batch; the first error names the item's place."""
     results: list[ResultT] = []
     try:
         for item in items:

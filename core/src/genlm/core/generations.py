@@ -1,4 +1,4 @@
-"""The sequences of a population as columns, and what an engine keeps for them.
+"""The sequences of a population as columns, and the engine's state of them.
 
 The members of a population refer to its distinct sequences by index. Copying members copies
 integers, equal members share a sequence, and an extension adds two columns, whatever the
@@ -179,15 +179,15 @@ class Lineage:
 
 
 class Generation:
-    """A lineage and what the engine keeps for it while populations refer to it.
+    """A lineage and the engine's state of it, kept while populations refer to it.
 
     Attributes:
         lineage: The sequences.
         base: The generation whose state is used until this one has a state;
             the engine sets it to None with `state`.
-        state: Whatever the engine keeps for the sequences; only the engine's thread reads and
-            sets it. It is dropped on any thread, when the last population that refers to this
-            generation, and the last one without a state that extends it, is dropped.
+        state: The engine's state of the sequences; only the engine's thread reads and sets it.
+            It is dropped on any thread, after the last population of this generation and the
+            last generation without a state that extends it.
     """
 
     __slots__ = ("base", "lineage", "state")
@@ -240,7 +240,7 @@ def distinct_sequences(
         lineage: The sequences.
         places: The sequence of each member of a population, shape `(n,)`.
         members: Some of the members, ascending, at least one; None for all.
-        max_context: The most tokens of a sequence, None for no limit.
+        max_context: Maximum number of tokens of a sequence, None for no limit.
 
     Raises:
         PopulationError: Members whose contexts are full.

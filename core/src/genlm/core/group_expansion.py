@@ -1,7 +1,7 @@
-"""Populations on engines that answer single sequences: a query for each distinct sequence.
+"""Populations on engines without group queries: one query per distinct sequence.
 
-The reduction of a group is computed where the engine computes other reductions: each query asks
-for an entry of the group's columns for each member that has the sequence.
+The reduction of a group is computed like other reductions: every query requests the entries of
+the group's columns for the members that have its sequence.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["ExpandedGroups", "MemberColumns", "with_groups"]
 
 _FIRST_QUERY_ID = 2**40
-"""Ids of the queries of groups, which are apart from those of the scheduler's queries."""
+"""Ids of the queries of groups, which are distinct from those of the scheduler's queries."""
 
 
 class MemberColumns(Reduction):
     """The entries of a group's columns for the members that share one row.
 
     Args:
-        reduction: The group's.
+        reduction: Reduction of the group.
         members: Members that the row belongs to, shape `(m,)`.
     """
 
@@ -53,7 +53,7 @@ class MemberColumns(Reduction):
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[MemberColumns]) -> Sequence[Any]:
-        """Reduce the rows of each group at once."""
+        """Reduce all rows of a group at once."""
         results: list[Any] = [None] * len(requests)
         groups: dict[int, list[int]] = {}
         for place, request in enumerate(requests):
@@ -119,7 +119,7 @@ class _Expansion:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all sequences are answered."""
+        """Whether all sequences have a result."""
         return not self._unanswered
 
     def result(self) -> GroupResult:
@@ -128,10 +128,10 @@ class _Expansion:
 
 
 class ExpandedGroups:
-    """Adds `submit_group` to an engine, whose other attributes it has as well.
+    """Adds `submit_group` to an engine; other attributes are those of the engine.
 
     Args:
-        engine: Answers queries for single sequences.
+        engine: Engine for queries of single sequences.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -155,7 +155,7 @@ class ExpandedGroups:
                 self._refused.append(Completion(each.query_id, error=error))
 
     def step(self) -> Iterable[Completion]:
-        """Do a step of the engine; a group is complete with its last sequence."""
+        """Step the engine; a group is complete with its last sequence."""
         found: Iterable[Completion] = self._refused
         if found:
             self._refused = []

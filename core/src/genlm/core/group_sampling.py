@@ -1,8 +1,8 @@
 """Continuations of the members of a population: draws and extensions on the engine's thread.
 
-Between two tokens of a continuation nothing passes through the scheduler or an event loop. An
-engine that has a loop of its own declares `samples_groups` and gets the query as it is; for
-others `SampledGroups` submits a query for each token. Both may use `SamplingRun`.
+Between two tokens of a continuation, the scheduler and event loops are not involved. An engine
+with its own sampling loop declares `samples_groups` and receives the query unchanged; for other
+engines `SampledGroups` submits one query per token. Both may use `SamplingRun`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GroupSampling:
     Attributes:
         places: The sequence of the query's generation that each member has, shape `(n,)`.
         finished: Members that draw nothing, shape `(n,)`.
-        max_tokens: The most tokens of a member, at least 1.
+        max_tokens: Maximum number of tokens of a member, at least 1.
         weights: The temperature of each member.
         top_k: Draw from the k most likely tokens; None for all.
         top_p: Draw from the fewest tokens that have this share of the probability.
@@ -75,7 +75,7 @@ class GroupSampling:
 
 
 class SampledGroup(NamedTuple):
-    """The answer to a group query with `sampling`.
+    """The result of a group query with `sampling`.
 
     Attributes:
         token_ids: Shape `(n, k)`, int64, -1 after the end of a member; k is the number of
@@ -83,7 +83,7 @@ class SampledGroup(NamedTuple):
         logprobs: The model's log-probability of each token, shape `(n, k)`, float32; 0 for -1.
         draw_logprob: The log-probability with which each token was drawn, shape `(n, k)`,
             float32; 0 for -1.
-        generation: Has the sequence of each member with its tokens.
+        generation: Generation with the extended sequences of the members.
         places: The sequence of the generation that each member has, shape `(n,)`.
         finished: Members that are finished, shape `(n,)`.
     """
@@ -101,8 +101,8 @@ class SamplingRun:
 
     Args:
         group: The query.
-        vocabulary: Has the bytes of tokens.
-        max_context: The most tokens of a sequence, None for no limit.
+        vocabulary: Vocabulary with the bytes of tokens.
+        max_context: Maximum number of tokens of a sequence, None for no limit.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SamplingRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no member draws another token."""
+        """Whether all continuations are complete."""
         full = len(self._columns) == self._sampling.max_tokens
         return full or not len(self._active)
 
@@ -195,10 +195,10 @@ class SamplingRun:
 
 
 class SampledGroups:
-    """Adds group queries with `sampling` to an engine, whose other attributes it has as well.
+    """Adds group queries with `sampling` to an engine; other attributes are the engine's.
 
     Args:
-        engine: Answers group queries.
+        engine: Engine for group queries.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -218,7 +218,7 @@ class SampledGroups:
         engine.submit_group(group)
 
     def step(self) -> Iterable[Completion]:
-        """Do a step of the engine, and submit the queries for next tokens."""
+        """Step the engine, and submit the queries for next tokens."""
         completions = self.engine.step()
         if not self._runs:
             return completions

@@ -1,4 +1,4 @@
-"""`GroupWork`: answers a `GroupQuery` part by part.
+"""`GroupWork`: the computation of a `GroupQuery` in parts.
 
 The rows of a part are reduced to columns before the next part is computed, so memory does not
 grow with the number of members.
@@ -18,7 +18,7 @@ __all__ = ["GroupWork", "members_by_row"]
 
 
 class GroupWork:
-    """A group query that is answered part by part.
+    """A group query that is computed part by part.
 
     Args:
         query: The query.
@@ -45,17 +45,17 @@ class GroupWork:
         return self._done == len(self.query.wanted)
 
     def next_part(self, limit: int) -> Integers64:
-        """Return the places of the next sequences to compute, which then count as done."""
+        """Return the places of the next sequences to compute, and mark them as done."""
         begin = self._done
         self._done = min(begin + max(1, limit), len(self.query.wanted))
         return np.arange(begin, self._done)
 
     def reduce(self, part: Integers64, computed: GroupValues) -> None:
-        """Reduce what was computed for a part, a few rows at a time on a CPU.
+        """Reduce the values of a part, a few rows at a time on a CPU.
 
         Args:
             part: Places in `query.wanted`, in any order.
-            computed: Their values, in this order.
+            computed: Rows or logits of these places, in the same order.
         """
         values = computed.values
         for begin, end in row_parts(len(part), values.shape[1], values.device):

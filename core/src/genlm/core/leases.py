@@ -12,11 +12,11 @@ from genlm.core.forking import renew_in_forks
 __all__ = ["ContextKey", "ContextLease", "LeaseTable"]
 
 ContextKey = tuple[str | None, bytes]
-"""The engine's name of the adapter, and the key of the token sequence."""
+"""The engine name of the adapter, and the key of the token sequence."""
 
 
 class ContextLease:
-    """Keeps the engine's state of contexts alive until it is garbage."""
+    """Keeps the engine's state of contexts alive until the lease is garbage-collected."""
 
     __slots__ = ("_on_drop", "keys")
 
@@ -36,8 +36,9 @@ class LeaseTable:
     """Counts the leases of each context of one model.
 
     Attributes:
-        on_drop: Called once for each lease, with its keys, when the lease is garbage; on any
-            thread, also during garbage collection. It must have `release` called with them.
+        on_drop: Function that is called once per lease with its keys, when the lease is
+            dropped; on any thread, also during garbage collection. It must schedule `release`
+            with the keys.
     """
 
     def __init__(self) -> None:
@@ -47,14 +48,14 @@ class LeaseTable:
         renew_in_forks(self)
 
     def lease(self, keys: Sequence[ContextKey]) -> ContextLease:
-        """Return a lease of several contexts, whose state the engine has."""
+        """Return a lease of several contexts with state in the engine."""
         with self._lock:
             for key in keys:
                 self._counts[key] = self._counts.get(key, 0) + 1
         return ContextLease(tuple(keys), self.on_drop)
 
     def find(self, key: ContextKey) -> ContextLease | None:
-        """Return a further lease of a context if it has one."""
+        """Return another lease of a context that has a lease, else None."""
         with self._lock:
             if key not in self._counts:
                 return None
@@ -62,11 +63,11 @@ class LeaseTable:
         return ContextLease((key,), self.on_drop)
 
     def release(self, engine: Any, dropped: list[tuple[ContextKey, ...]]) -> None:
-        """Have the engine release the contexts that are left without a lease.
+        """Release the contexts without remaining leases, on the engine's thread.
 
         Args:
-            engine: Its `release_context` is called; on the engine's thread.
-            dropped: The keys of leases, as they were passed to `on_drop`.
+            engine: Engine whose `release_context` is called.
+            dropped: Keys of dropped leases, as passed to `on_drop`.
         """
         free = []
         with self._lock:

@@ -1,9 +1,9 @@
-"""`AsyncLM`: the language model that users hold, the same class for every engine.
+"""`AsyncLM`: the public language model, the same class for every engine.
 
-`Requests` checks arguments, reads the output cache and asks the scheduler, which runs the
-engine. `reduction_methods`, `score_methods` and `sample_methods` have the public methods for
-results other than rows. Each method that waits is a coroutine method with a blocking twin,
-derived by `blocking`: `..._sync`, or the name without `a`.
+`Requests` checks arguments, reads the output cache and submits queries to the scheduler, which
+runs the engine. `reduction_methods`, `score_methods` and `sample_methods` contain the public
+methods for results other than rows. Every method that waits is a coroutine method with a
+blocking twin, derived by `blocking`: `..._sync`, or the name without `a`.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ DEFAULT_CACHE_ENTRIES = 65_536
 class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     """A language model: next-token log-probabilities of any number of sequences at once.
 
-    Concurrent calls may share one forward pass; how they are grouped never changes which
-    sequence an answer belongs to. Every method may be called from any thread and from
-    any number of event loops. Use it as a context manager, or call `close`.
+    Concurrent calls may share one forward pass; batching never changes which sequence a
+    result belongs to. Every method may be called from any thread and from any number of
+    event loops. Use the model as a context manager, or call `close`.
 
     Rows are natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
     device, `logsumexp` 0 within 1e-4. They belong to the caller: changing one changes
     neither the cache nor another caller's row.
 
     Args:
-        build_engine: Makes the engine; called on a thread that the engine then owns.
+        build_engine: Function that returns the engine; called on the engine's thread.
         name: Engine name for messages.
-        output_cache: Rows to keep; by default up to 65,536 rows and 256 MiB.
-            `OutputCache(0)` keeps none.
+        output_cache: Cache of results; by default up to 65,536 rows and 256 MiB.
+            `OutputCache(0)` stores nothing.
         max_batch_size: Maximum number of concurrent queries, None for no limit.
         max_pending: Maximum number of accepted queries; further requests wait.
 
     Raises:
-        TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not make an
+        TypeError: `output_cache` is not an `OutputCache`, `build_engine` does not return an
             engine, or a limit is not a number.
-        ValueError: A limit below 1.
-        Exception: Whatever `build_engine` raised.
+        ValueError: A limit is below 1.
+        Exception: The error that `build_engine` raised.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         )
         engine = self._scheduler.engine
         self.name = name
-        self.model_name: str | None = None  # what `load_model` was asked for
+        self.model_name: str | None = None  # the argument of `load_model`
         self.vocabulary: Vocabulary = engine.vocabulary
         self.max_context: int | None = engine.max_context
         self.capabilities: frozenset[Capability] = engine.capabilities
         self._adapters = Adapters(
             self._scheduler,
-            getattr(engine, "adapters", ()),  # those that the model came with
+            getattr(engine, "adapters", ()),  # preloaded adapters
             backend=name,
             forget_rows=functools.partial(drop_results, output_cache, self._model),
         )
@@ -150,19 +150,20 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     ) -> Self:
         """Load a model with one of the installed engines; `genlm.load_model` is this method.
 
-        The engine computes one row before this returns, so that a model whose kernels fail
-        is refused here. Blocks while the model loads; in a coroutine use `asyncio.to_thread`.
+        The engine computes one row before this method returns, so that a model whose kernels
+        fail is rejected here. The call blocks while the model loads; in a coroutine use
+        `asyncio.to_thread`.
 
         Args:
-            model: Model id or path: a hub id, a folder, `"demo"`. Or a model object of the
+            model: Model id or path: a hub id, a folder or `"demo"`; or a model object of the
                 engine's library, with `tokenizer=`.
-            backend: Name of an engine, see `genlm plugins`; by default the one chosen with
-                `use_backend` or `GENLM_BACKEND`, or the only one installed.
-            output_cache: Rows to keep; see `AsyncLM`.
+            backend: Engine name, see `genlm plugins`; by default the engine chosen with
+                `use_backend` or `GENLM_BACKEND`, or the only installed engine.
+            output_cache: Cache of results; see `AsyncLM`.
             max_batch_size: Maximum number of concurrent queries, None for no limit.
             max_pending: Maximum number of accepted queries; further requests wait.
-            progress: Whether to show on standard error what happens while the model loads:
-                reading weights, decoding the vocabulary, the first row.
+            progress: Whether to show the stages of loading on standard error: reading
+                weights, decoding the vocabulary, computing the first row.
             **engine_options: Passed to the engine's constructor; `genlm plugins NAME` lists
                 them with their defaults.
 
@@ -172,8 +173,8 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         Raises:
             PluginError: The backend is unknown, ambiguous, broken or lacks a library.
             ModelLoadError: The engine cannot serve this model, or its first row fails.
-            TypeError: The engine takes no such option, or no model objects.
-            ValueError: A limit below 1.
+            TypeError: The engine does not accept an option, or does not accept model objects.
+            ValueError: A limit is below 1.
         """
         common = ("output_cache", "max_batch_size", "max_pending", "progress")
         with stages_shown(shown=progress) as stages:
@@ -208,30 +209,31 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     @property
     def byte_vocab(self) -> list[Token]:
-        """One token with its exact bytes per id."""
+        """The tokens, with their exact bytes, indexed by id."""
         return self.vocabulary.byte_vocab
 
     @property
     def str_vocab(self) -> list[str]:
-        """One readable string per id, for display only."""
+        """Readable strings of the tokens, indexed by id, for display only."""
         return self.vocabulary.str_vocab
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, the length of every row."""
+        """Number of token ids, the length of every row."""
         return self.vocabulary.size
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Encode a text with the model's BOS convention.
 
-        A tokenizer that adds special tokens decides what begins a text; an end that it adds is
-        left out. Where it adds nothing, `bos_token_id` begins the text if it is also
-        `eos_token_id`, which separated the texts that such models were trained on (GPT-2,
-        GPT-NeoX), unless the tokenizer was made with `add_bos_token=False`.
+        Special tokens that the tokenizer adds are kept, except an EOS token at the end. If it
+        adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the separator of the
+        training texts of such models (GPT-2, GPT-NeoX), unless the tokenizer was created with
+        `add_bos_token=False`.
 
         Args:
-            text: Names of special tokens in it are read as the tokenizer reads them.
-            begin: False for a text that continues another: nothing is put before it.
+            text: Text to encode. The tokenizer decides whether names of special tokens in the
+                text are encoded as these tokens.
+            begin: Whether the text begins a sequence; False adds no special tokens.
 
         Raises:
             TokenizerError: The engine's tokenizer has no `encode`.
@@ -240,18 +242,18 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         return encode(self.vocabulary, text, begin=begin)
 
     def decode(self, token_ids: TokenIds, *, special_tokens: bool = False) -> str:
-        """Decode ids by the exact bytes of their tokens.
+        """Decode token ids from the exact bytes of their tokens.
 
-        A continuation keeps its leading space. Bytes that are not UTF-8, as those of a
-        character that is not complete yet, become U+FFFD.
+        A continuation keeps its leading space. Bytes that are not valid UTF-8, such as those of
+        an incomplete character, become U+FFFD.
 
         Args:
-            token_ids: As `next_token_logprobs` takes them, or none.
-            special_tokens: Whether to write special tokens, by their names.
+            token_ids: Token ids as for `next_token_logprobs`; may be empty.
+            special_tokens: Whether the text includes the names of special tokens.
 
         Raises:
-            TokenTypeError: Not a flat sequence of integers.
-            TokenIdError: An id outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            TokenIdError: An id is outside the vocabulary.
         """
         ids = token_ids.token_ids if isinstance(token_ids, Context) else token_ids
         return decode(self.vocabulary, ids, special_tokens=special_tokens)
@@ -259,12 +261,12 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_options: Any
     ) -> list[int]:
-        """Encode messages by the tokenizer's chat template, up to where the answer begins.
+        """Encode messages with the tokenizer's chat template and its generation prompt.
 
         Args:
-            messages: Such as `[{"role": "user", "content": "Hello"}]`.
-            **template_options: Passed to the tokenizer's `apply_chat_template`: `tools`,
-                `chat_template`, `add_generation_prompt=False` ...
+            messages: Messages such as `[{"role": "user", "content": "Hello"}]`.
+            **template_options: Passed to the tokenizer's `apply_chat_template`, for example
+                `tools`, `chat_template` or `add_generation_prompt=False`.
 
         Raises:
             TokenizerError: The tokenizer lacks a chat template, or the template fails.
@@ -277,14 +279,14 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     async def next_token_logprobs(
         self, token_ids: TokenIds, *, lora_name: str | None = None, use_cache: bool = True
     ) -> torch.Tensor:
-        """Score every possible next token after `token_ids`.
+        """Return the log-probabilities of every possible next token after `token_ids`.
 
         Args:
             token_ids: Prompt and continuation, oldest first: a list, tuple, numpy or
                 torch array of at least one integer.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
             use_cache: Whether the row may come from the output cache. A computed row is stored
-                there in any case.
+                in the cache in both cases.
 
         Returns:
             Natural-log probabilities, shape `(vocab_size,)`, float32, on the engine's
@@ -292,16 +294,16 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
         Raises:
             EmptySequenceError: `token_ids` is empty.
-            ContextLengthError: Longer than `max_context`.
-            TokenIdError: An id outside the vocabulary.
-            TokenTypeError: Not a flat sequence of integers.
-            UnknownAdapterError: `lora_name` was not loaded.
-            UnsupportedCapabilityError: An adapter is named, and the engine serves none.
+            ContextLengthError: `token_ids` is longer than `max_context`.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: An adapter is named, but the engine serves no adapters.
             EvaluationError: The engine raised for this sequence, or computed a row that is
                 not a distribution.
-            EngineClosedError: Closed before the answer.
-            EngineDiedError: The engine's thread ended before the answer.
-            QueryResetError: `cancel_all` came before the answer.
+            EngineClosedError: The model was closed before the result.
+            EngineDiedError: The engine's thread ended before the result.
+            QueryResetError: `cancel_all` was called before the result.
         """
         row: torch.Tensor = await self._requests.row(token_ids, lora_name, use_cache=use_cache)
         return row
@@ -311,22 +313,22 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     async def batch_next_token_logprobs(
         self, token_ids_list: TokenBatch, *, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Score the next token after each of several sequences.
+        """Return the next-token log-probabilities of several sequences.
 
         All sequences are checked before any is evaluated.
 
         Args:
-            token_ids_list: A sequence of sequences as `next_token_logprobs` takes them, or,
-                if they are equally long, an array with a row for each.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            token_ids_list: Sequences as for `next_token_logprobs`, or one array of shape
+                `(n, length)` for sequences of equal length.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
             Row i for sequence i, shape `(len(token_ids_list), vocab_size)`, float32;
-            an empty list gives a tensor of shape `(0, vocab_size)`. The caller's.
+            shape `(0, vocab_size)` for an empty list. The tensor is the caller's.
 
         Raises:
             GenlmError: As `next_token_logprobs`, for the first sequence that fails; its
-                `places` are those of all that fail.
+                `places` are the indices of all sequences that fail.
         """
         rows = await self._requests.rows(token_ids_list, lora_name)
         if not rows:
@@ -340,7 +342,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     def cached_logprobs(
         self, token_ids: TokenIds, *, lora_name: str | None = None
     ) -> torch.Tensor | None:
-        """Return a copy of the row if the output cache has it, else None."""
+        """Return a copy of the row if the output cache contains it, else None."""
         _, key = self._requests.build_query(token_ids, lora_name)
         row: torch.Tensor | None = self._cache.get(key)
         return row
@@ -350,20 +352,20 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     def context(self, token_ids: Integers, *, lora_name: str | None = None) -> Context:
         """Return a context: a token sequence that is extended and requested in constant time.
 
-        Computes nothing. Every method that takes token ids takes contexts of this model, which
-        then also name the adapter.
+        No row is computed. Every method that accepts token ids also accepts contexts of this
+        model; a context determines the adapter, too.
 
         Args:
-            token_ids: As `next_token_logprobs` takes them.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            token_ids: Token ids as for `next_token_logprobs`.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Raises:
             EmptySequenceError: `token_ids` is empty.
-            ContextLengthError: Longer than `max_context`.
-            TokenIdError: An id outside the vocabulary.
-            TokenTypeError: Not a flat sequence of integers.
-            UnknownAdapterError: `lora_name` was not loaded.
-            UnsupportedCapabilityError: An adapter is named, and the engine serves none.
+            ContextLengthError: `token_ids` is longer than `max_context`.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `token_ids` is not a flat sequence of integers.
+            UnknownAdapterError: `lora_name` is not loaded.
+            UnsupportedCapabilityError: An adapter is named, but the engine serves no adapters.
         """
         return Context(self, *self._requests.context_parts(token_ids, lora_name))
 
@@ -382,20 +384,20 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         *,
         lora_name: str | None = None,
     ) -> Population:
-        """Return a population: sequences that are extended, drawn from and copied as arrays.
+        """Return a population: sequences that are extended, sampled and copied as arrays.
 
-        Computes nothing.
+        No row is computed.
 
         Args:
-            prompts: With `size` one sequence, token ids or a `Context`; without it one sequence
-                for each member.
-            size: Number of members that begin with the only prompt.
-            lora_name: A loaded adapter; by default that of `with_lora`, or that of the
-                contexts.
+            prompts: With `size`, one sequence for all members: token ids or a `Context`;
+                without `size`, one sequence for each member.
+            size: Number of members.
+            lora_name: Name of a loaded adapter; by default the adapter of the contexts or of
+                `with_lora`.
 
         Raises:
             TypeError: `size` is not an integer.
-            ValueError: It is negative, or contexts have different adapters.
+            ValueError: `size` is negative, or contexts have different adapters.
             GenlmError: As `context`.
         """
         listed: list[Any] = (
@@ -423,55 +425,55 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         *,
         replace: bool = False,
     ) -> None:
-        """Load a LoRA adapter. Loading the same folder under its name again does nothing.
+        """Load a LoRA adapter. Loading the same folder under the same name has no effect.
 
         Args:
-            lora_path: Folder of the adapter.
-            lora_name: The name that requests give.
-            replace: Whether a name that is in use changes to the new adapter, as if
-                `unload_lora` had been called for the one before.
+            lora_path: Adapter folder.
+            lora_name: Adapter name for requests.
+            replace: Whether the new adapter replaces a loaded adapter of this name, as if
+                `unload_lora` had been called for the loaded one.
 
         Raises:
             UnsupportedCapabilityError: The engine serves no adapters.
-            AdapterError: It cannot be loaded, or the name is that of another folder.
-            TypeError: The name is not a string, or the folder not a path.
+            AdapterError: The adapter cannot be loaded, or its name belongs to another folder.
+            TypeError: The name is not a string, or the folder is not a path.
         """
         await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
 
     load_lora = blocking_as("load_lora", aload_lora)
 
     def unload_lora(self, lora_name: str) -> None:
-        """Unload an adapter; its name can then be given again. Does not wait.
+        """Unload an adapter without waiting; its name can be reused at once.
 
-        In-flight requests complete with the adapter; its rows leave the output cache and
-        its weights are freed once the last of them has ended. A continuation that is drawn
-        row by row ends with `UnknownAdapterError`. Of an adapter that the model came with
-        only the name is taken away.
+        In-flight requests complete with the adapter. After the last of them, the adapter's
+        rows are dropped from the output cache and its weights are freed; for a preloaded
+        adapter, only the name is removed. A continuation that is drawn row by row fails with
+        `UnknownAdapterError`.
 
         Raises:
             UnknownAdapterError: `lora_name` is not loaded.
-            UnsupportedCapabilityError: The engine serves no adapters, or cannot remove one.
+            UnsupportedCapabilityError: The engine serves no adapters, or cannot remove them.
         """
         self._adapters.remove(lora_name)
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, those that the model came with first."""
+        """Names of the loaded adapters; preloaded adapters come first."""
         return self._adapters.names
 
     @property
     def lora_name(self) -> str | None:
-        """The adapter of requests that name none, None for the base model."""
+        """Default adapter of requests, None for the base model."""
         return self._requests.default_lora
 
     def with_lora(self, lora_name: str | None) -> Self:
         """Return this model with another default adapter, None for the base model.
 
-        Both share the engine, the caches and the counters, and their requests can be in
-        one batch. Closing either closes both.
+        Both models share the engine, the caches and the counters, and their requests can share
+        a batch. Closing one of them closes both.
 
         Raises:
-            UnknownAdapterError: `lora_name` was not loaded.
+            UnknownAdapterError: `lora_name` is not loaded.
             UnsupportedCapabilityError: The engine serves no adapters.
         """
         if lora_name is not None:
@@ -486,7 +488,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     @property
     def engine(self) -> Engine:
-        """The engine. Only its thread calls it; others may read attributes and `statistics`.
+        """The engine, for reading its attributes and `statistics`; only its thread calls it.
 
         Raises:
             EngineClosedError: The model was closed, which frees the engine.
@@ -498,16 +500,16 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
 
     @property
     def output_cache(self) -> OutputCache:
-        """The rows that are kept."""
+        """The cache of rows and reductions."""
         return self._cache
 
-    # -- caches, statistics, end ------------------------------------------------------
+    # -- caches, statistics, closing --------------------------------------------------
 
     async def apin_prefix(self, prompt: TokenIds, *, lora_name: str | None = None) -> None:
-        """Compute a prefix and keep it in the engine until `clear_kv_cache`.
+        """Compute a prefix and pin it in the engine's cache until `clear_kv_cache`.
 
         Raises:
-            UnsupportedCapabilityError: The engine does not keep prefixes.
+            UnsupportedCapabilityError: The engine has no prefix cache.
             GenlmError: As `next_token_logprobs`.
         """
         self._require(Capability.PREFIX_CACHE)
@@ -522,10 +524,10 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     pin_prefix = blocking_as("pin_prefix", apin_prefix)
 
     async def aclear_kv_cache(self) -> None:
-        """Free the prefixes that the engine keeps. Answers do not change.
+        """Free all prefixes in the engine's cache. Results do not change.
 
         Raises:
-            UnsupportedCapabilityError: The engine does not keep prefixes.
+            UnsupportedCapabilityError: The engine has no prefix cache.
         """
         self._require(Capability.PREFIX_CACHE)
         await off_loop(
@@ -536,15 +538,15 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
     clear_kv_cache = blocking_as("clear_kv_cache", aclear_kv_cache)
 
     def clear_output_cache(self) -> None:
-        """Drop this model's rows from the output cache. Answers do not change."""
+        """Drop this model's entries from the output cache. Results do not change."""
         drop_results(self._cache, self._model)
 
     def cancel_all(self) -> None:
-        """End all unanswered requests with `QueryResetError`; the model stays usable."""
+        """Fail all in-flight requests with `QueryResetError`; the model stays usable."""
         self._scheduler.reset()
 
     def statistics(self) -> Statistics:
-        """Return counters of requests and answers since the model was loaded."""
+        """Return counters of requests and results since the model was loaded."""
         engine = self._scheduler.engine_statistics()
         return Statistics(
             **asdict(self._scheduler.statistics()),
@@ -555,10 +557,10 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         )
 
     async def aclose(self) -> None:
-        """End all unanswered requests with `EngineClosedError` and free the engine.
+        """Fail all in-flight requests with `EngineClosedError` and free the engine.
 
-        Waits for the engine's current step. Closing twice is allowed; any later request
-        raises `EngineClosedError`. Nothing here refers to the engine afterwards.
+        The call waits for the engine's current step. Closing twice is allowed; later requests
+        raise `EngineClosedError`. The model drops its reference to the engine.
         """
         await off_loop(self._scheduler.close)
         drop_results(self._cache, self._model)
@@ -595,4 +597,4 @@ for _methods in (ReductionMethods, ScoreMethods, SampleMethods):
 load_model = AsyncLM.from_name
 
 load_model_by_name = load_model
-"""The name under which genlm-backend published it."""
+"""Name of `load_model` in genlm-backend."""

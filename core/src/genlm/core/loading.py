@@ -1,4 +1,4 @@
-"""From a backend's name to a function that builds its engine and tests it with one row."""
+"""Construction of an engine from a backend name, with a test of one row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST_ROW_ID = -1
 _FIRST_ROW_TOKENS = 3
 
 _MAX_STEPS = 10_000
-"""Far more steps than any engine takes for a short prompt."""
+"""Maximum number of steps of the first row; no engine needs as many for a short prompt."""
 
 
 def engine_builder(
@@ -127,7 +127,7 @@ def _token_ids(vocabulary: Vocabulary) -> Iterator[int]:
 def _of_objects(
     build: Callable[..., Any], backend: str, model: object, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return what builds an engine from a model object, with the option `tokenizer`."""
+    """Return the function that builds an engine from a model object and a tokenizer."""
     kind = type(model).__name__
     from_model: Callable[..., Any] | None = getattr(build, "from_model", None)
     if from_model is None:
@@ -152,7 +152,7 @@ def _of_objects(
 def _check_options(
     build: Callable[..., Any], backend: str, options: Mapping[str, Any], common: Sequence[str]
 ) -> None:
-    """Refuse unknown options before anything is loaded."""
+    """Reject unknown options before loading."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -28,31 +28,31 @@ _FORMS = (
 
 
 class Mask:
-    """A set of token ids of a vocabulary: immutable, hashable, one bit for each id.
+    """A set of token ids of a vocabulary: immutable, hashable, one bit per id.
 
-    Methods that take a mask take what this takes. To use one mask in many requests make it
-    once: comparing and hashing it then costs nothing. `a | b`, `a & b`, `a - b` and `a ^ b`
-    are the operations of sets, `~a` has all ids that `a` has not.
+    Methods with a mask argument accept the forms of `allowed`. A mask for many requests should
+    be created once, so that it is compared and hashed quickly. `a | b`, `a & b`, `a - b` and
+    `a ^ b` are set operations, and `~a` contains all ids that are not in `a`.
 
-    A mask includes the token that ends a text only if its id is among those given: with
-    `llm.vocabulary.mask(...) | Mask([llm.tokenizer.eos_token_id], llm.vocab_size)` a text may
-    end. `~a` has it, and all other special tokens, unless `a` does.
+    A mask contains the EOS id only if it is given explicitly:
+    `llm.vocabulary.mask(...) | Mask([llm.tokenizer.eos_token_id], llm.vocab_size)` allows the
+    end of a text. `~a` contains EOS and all other special tokens unless they are in `a`.
 
     Args:
         allowed: One of
-            - booleans, one for each id of the vocabulary: a list, numpy or torch;
-            - ids: a list, tuple or set of integers, or an array of any integer type but 32
+            - booleans, one per id of the vocabulary: a list, numpy or torch;
+            - ids: a list, tuple or set of integers, or an array of any integer dtype except 32
               bits;
-            - packed bits: an int32 array of shape `(1, ceil(vocab_size / 32))`, as
-              `from_packed` takes them;
+            - packed bits: an int32 array of shape `(1, ceil(vocab_size / 32))`, as for
+              `from_packed`;
             - a `Mask`.
         vocab_size: Number of ids in the vocabulary.
 
     Raises:
-        ValueError: Booleans, words or a mask for another number of ids, or an int32 array of
-            one dimension, which may be ids or packed bits.
-        TokenIdError: An id outside the vocabulary.
-        TokenTypeError: None of these forms.
+        ValueError: Booleans, words or a mask are for another number of ids, or an int32 array
+            has one dimension and may be ids or packed bits.
+        TokenIdError: An id is outside the vocabulary.
+        TokenTypeError: `allowed` has none of these forms.
     """
 
     __slots__ = ("_bytes", "_hash", "vocab_size")
@@ -64,16 +64,16 @@ class Mask:
 
     @classmethod
     def from_packed(cls, words: np.ndarray[Any, Any] | torch.Tensor, vocab_size: int) -> Mask:
-        """Make a mask of packed bits, such as a row of xgrammar's or llguidance's bitmasks.
+        """Create a mask from packed bits, such as a row of a bitmask of xgrammar or llguidance.
 
         Args:
             words: int32, shape `(ceil(vocab_size / 32),)`, id i in bit `i % 32` of word
                 `i // 32`; numpy or torch. Bits beyond the vocabulary are ignored. Grammar
-                libraries set the bit of the end-of-text token where a text may end.
+                libraries set the bit of the EOS token if the text may end.
             vocab_size: Number of ids in the vocabulary.
 
         Raises:
-            ValueError: Words of another shape or dtype.
+            ValueError: `words` has another shape or dtype.
         """
         array = words.cpu().numpy() if isinstance(words, torch.Tensor) else np.asarray(words)
         shape = (-(-vocab_size // 32),)
@@ -86,7 +86,7 @@ class Mask:
 
     @property
     def packed(self) -> _Words:
-        """The bits, eight ids in a byte, the lowest id in the lowest bit; read-only."""
+        """The bits, eight ids per byte, the lowest id in the lowest bit; read-only."""
         return np.frombuffer(self._bytes, np.uint8)
 
     @property

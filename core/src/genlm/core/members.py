@@ -1,4 +1,4 @@
-"""`Members`: the token sequences of a population, and the populations that are made of them."""
+"""`Members`: the token sequences of a population, and operations that return populations."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Members:
 
     @property
     def finished(self) -> torch.Tensor:
-        """Which members were marked as finished, shape `(n,)`, bool."""
+        """Flags of the finished members, shape `(n,)`, bool."""
         return torch.from_numpy(self._finished.copy())
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The token ids of each member, shape `(n, longest)`, int64, then -1."""
+        """The token ids of each member, padded with -1, shape `(n, longest)`, int64."""
         lineage = self._lineage
         beginnings, after = lineage.suffixes(self._places)
         first = lineage.first
@@ -89,11 +89,11 @@ class Members:
         """Return a member as a `Context`, or members as a population.
 
         Args:
-            index: An integer; or a slice, an index array, repeated or not, or a boolean for
-                each member, as numpy or torch indexes.
+            index: An integer; or a slice, an index array, possibly with repetitions, or an
+                array of n booleans, as in numpy and torch.
 
         Raises:
-            IndexError: An index that is out of range, or not of these forms.
+            IndexError: The index is out of range or of another form.
         """
         if isinstance(index, torch.Tensor):
             index = index.cpu().numpy()
@@ -118,10 +118,10 @@ class Members:
 
     @staticmethod
     def cat(populations: Sequence[MembersT]) -> MembersT:
-        """Return a population of the members of several, in order.
+        """Return the concatenation of several populations.
 
         Raises:
-            ValueError: There are none, or they have different models or adapters.
+            ValueError: There are no populations, or their models or adapters differ.
         """
         if not populations:
             raise ValueError("no populations; pass at least one")
@@ -152,12 +152,12 @@ class Members:
         """Return the population whose members continue these; nothing is computed.
 
         Args:
-            token_ids: A token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
-                adds nothing. Integers of numpy, torch or lists.
+            token_ids: One token for each member, shape `(n,)`, or several, shape `(n, k)`; -1
+                adds no token. A list or a numpy or torch array of integers.
 
         Raises:
-            ValueError: Another shape.
-            PopulationError: Ids outside the vocabulary.
+            ValueError: The shape is not one of these.
+            PopulationError: Ids are outside the vocabulary.
         """
         new = self._checked_tokens(token_ids)
         columns = new[:, None] if new.ndim == 1 else new
@@ -166,13 +166,13 @@ class Members:
         return self._with(generation, places, self._finished, step)
 
     def finish(self, members: ArrayLike) -> Self:
-        """Return the population in which more members are finished: not drawn from again.
+        """Return the population with more finished members, for which no token is drawn.
 
         Args:
-            members: Which members, shape `(n,)`, bool.
+            members: Flags of these members, shape `(n,)`, bool.
 
         Raises:
-            ValueError: Not a boolean for each member.
+            ValueError: `members` is not one boolean for each member.
         """
         finished = self._finished | _flags(members, len(self))
         return self._with(self._generation, self._places, finished, self._step)
@@ -217,7 +217,7 @@ class Members:
         return Context(self._lm, sequence, self.lora_name, self._adapter)
 
     def _is_of(self, model: object) -> bool:
-        """Whether it belongs to the model that `AsyncLM` identifies by `model`."""
+        """Whether the population belongs to the model that `AsyncLM` identifies by `model`."""
         return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
 
     def __repr__(self) -> str:
@@ -234,7 +234,7 @@ class Members:
 
 
 def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, Integers64]:
-    """Return a generation of the distinct ones of several sequences, and the place of each."""
+    """Return a generation of the distinct sequences, and the place of each sequence in it."""
     places: dict[bytes, int] = {}
     distinct: list[TokenSequence] = []
     for sequence in sequences:
@@ -249,7 +249,7 @@ def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
     """Return an array of 64-bit integers.
 
     Raises:
-        TokenTypeError: Something else than integers.
+        TokenTypeError: The values are not integers.
     """
     array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
     if array.dtype.kind not in "iu" and array.size:

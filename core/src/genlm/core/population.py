@@ -49,8 +49,8 @@ class DrawnTokens(NamedTuple):
         token_ids: Shape `(n,)`, int64; -1 for members that have no token to draw.
         logprobs: The model's log-probability of each token, shape `(n,)`, float32.
         log_mass: Log of the total probability of the allowed tokens, after `bias`, shape
-            `(n,)`, float32: what a particle's log-weight gains. `-inf` for a member without
-            an allowed token, 0 for a finished one.
+            `(n,)`, float32: the increment of a particle's log-weight. `-inf` for a member
+            without an allowed token, 0 for a finished member.
         draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
             float32.
     """
@@ -80,11 +80,11 @@ class SampledTokens(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What the members of a population are drawn with.
+    """Arguments of a draw from the members of a population.
 
     Attributes:
-        active: Members that are drawn from, ascending.
-        log_mass: Log-mass of the other members, shape `(n,)`: 0 if finished, else `-inf`.
+        active: Members for which a token is drawn, ascending.
+        log_mass: Log-mass of the inactive members, shape `(n,)`: 0 if finished, else `-inf`.
         weights: Masks, temperature and bias of the active members.
     """
 
@@ -94,11 +94,11 @@ class _Settings(NamedTuple):
 
 
 class Population(Members):
-    """N token sequences of one model and adapter: make it with `AsyncLM.population`.
+    """N token sequences of one model and adapter, created with `AsyncLM.population`.
 
-    Immutable: `extend` and indexing return new populations, in time that does not depend on
-    the lengths of the sequences. Equal members are computed once. What the engine keeps for a
-    population, such as keys and values, is freed when no population refers to it.
+    A population is immutable: `extend` and indexing return new populations, in time that does
+    not depend on the lengths of the sequences. Equal members are computed once. The engine's
+    state of a population, such as keys and values, is freed when no population refers to it.
 
         pop = llm.population(prompt, 1000)
         for _ in range(steps):
@@ -107,8 +107,8 @@ class Population(Members):
             pop = pop.extend(drawn.token_ids)
             pop = pop[genlm.smc.systematic_resampling(log_weights, rng.random())]
 
-    Each method that computes is one request for all members, and has a blocking twin,
-    `draw_sync` for `draw`. When some members fail, it raises one `PopulationError` that lists
+    Every coroutine method is one request for all members, and has a blocking twin, such as
+    `draw_sync` for `draw`. If members fail, the method raises one `PopulationError` that lists
     them; the population is unchanged and the request can be repeated. Cancellation ends the
     request for all members.
     """
@@ -125,7 +125,7 @@ class Population(Members):
             device. The tensor is the caller's.
 
         Raises:
-            PopulationError: Members whose contexts are full, or whose rows are not
+            PopulationError: The contexts of members are full, or their rows are not
                 distributions.
             GenlmError: As `AsyncLM.next_token_logprobs`.
         """
@@ -139,14 +139,14 @@ class Population(Members):
         """Return the log-probabilities of given next tokens.
 
         Args:
-            token_ids: Shape `(n,)` or `(n, k)`; -1 stands for no token.
+            token_ids: Token ids, shape `(n,)` or `(n, k)`; -1 stands for no token.
 
         Returns:
-            The same shape, float32, in main memory; 0 for -1.
+            Natural-log probabilities, the same shape, float32, in main memory; 0 for -1.
 
         Raises:
-            ValueError: Another shape.
-            PopulationError: Ids outside the vocabulary, or as `next_token_logprobs`.
+            ValueError: The shape is not one of these.
+            PopulationError: Ids are outside the vocabulary, or as `next_token_logprobs`.
         """
         ids = self._checked_tokens(token_ids)
         if not ids.size:
@@ -161,8 +161,8 @@ class Population(Members):
         """Return the `k` most likely next tokens of each member.
 
         Returns:
-            Log-probabilities and ids, both of shape `(n, k)`, in main memory, the most likely
-            first; of equals the lowest id first.
+            Log-probabilities and ids, both of shape `(n, k)`, in main memory, in descending
+            order of probability; ties in ascending order of ids.
         """
         count = checked_top_k(checked_integer("k", k, 1), self._lm.vocabulary.size, "k")
         assert count is not None  # noqa: S101 - it is only for None
@@ -184,8 +184,8 @@ class Population(Members):
             tensors.
 
         Raises:
-            TypeError: An object of another class.
-            PopulationError: As `next_token_logprobs`, or its `compute` raised.
+            TypeError: `reduction` is of another class.
+            PopulationError: As `next_token_logprobs`, or `compute` of the reduction raised.
         """
         reduction = checked_reduction(reduction)
         if len(self):
@@ -202,7 +202,7 @@ class Population(Members):
     async def log_mass(
         self, masks: MasksLike, *, mask_index: ArrayLike | None = None, bias: ArrayLike = 0.0
     ) -> torch.Tensor:
-        """Return the log of the probability that each member's next token is in a set.
+        """Return the log-probability that each member's next token is in a set.
 
         Args:
             masks: As `draw`.
@@ -210,8 +210,8 @@ class Population(Members):
             bias: As `draw`.
 
         Returns:
-            Shape `(n,)`, float32, in main memory; `-inf` for a member with an empty mask, 0
-            for a finished one.
+            Log masses, shape `(n,)`, float32, in main memory; `-inf` for a member with an
+            empty mask, 0 for a finished member.
         """
         settings = self._settings(masks, mask_index, 1.0, bias)
         found = settings.log_mass
@@ -236,38 +236,40 @@ class Population(Members):
     ) -> DrawnTokens:
         """Draw the next token of each member.
 
-        A token is drawn in proportion to `exp((logprob + bias) / temperature)` among the
-        allowed ones. The random number of a member depends on the seed, on the index of the
-        member, and on how many tokens the population was extended by; it is the same on every
-        engine and device. So one seed serves all steps, and copies of a member differ.
+        The probability of an allowed token is proportional to
+        `exp((logprob + bias) / temperature)`. The random number of a member depends on the
+        seed, on the index of the member, and on the number of tokens that the population was
+        extended by; it is the same on every engine and device. One seed therefore suffices for
+        all steps, and copies of a member draw independently.
 
         Args:
-            masks: The allowed tokens; None for all. One mask for all members, in any form that
-                `Mask` takes; a list of such masks, with None for all tokens; booleans of shape
-                `(m, vocab_size)`; or packed bits, int32 of shape `(m, ceil(vocab_size / 32))`,
-                as the bitmasks of xgrammar and llguidance. Arrays are numpy's or torch's, on
-                any device, and must not change before the result. A future of such an array,
-                with `mask_index`, is waited for when the model has computed the rows.
-            mask_index: Which of m masks each member has, shape `(n,)`; by default member i has
-                mask i.
-            temperature: A number, or one for each member, shape `(n,)`; 0 takes the most
-                likely token.
-            bias: Is added to the log-probabilities: a number, or shape `(n,)`,
-                `(vocab_size,)` or `(n, vocab_size)`.
-            top_k: Draw from the k most likely of the allowed tokens.
-            top_p: Draw from the fewest most likely of these that have this share of their
-                probability, in (0, 1].
-            seed: Makes the draws reproducible; None takes fresh randomness.
+            masks: Allowed tokens; None for all. One mask for all members, in any form that
+                `Mask` accepts; a list of such masks, with None for all tokens; booleans of
+                shape `(m, vocab_size)`; or packed bits, int32 of shape
+                `(m, ceil(vocab_size / 32))`, as the bitmasks of xgrammar and llguidance.
+                Arrays are numpy or torch arrays, on any device, and must not change before the
+                result. A future of such an array, with `mask_index`, is awaited after the model
+                has computed the rows.
+            mask_index: Index of each member's mask among the m masks, shape `(n,)`; by default
+                member i has mask i.
+            temperature: One number for all members, or shape `(n,)`; 0 selects the most likely
+                token.
+            bias: Addend of the log-probabilities: a number, or shape `(n,)`, `(vocab_size,)`
+                or `(n, vocab_size)`.
+            top_k: Number of most likely allowed tokens to which the draw is limited.
+            top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
+                the fewest most likely tokens that reach it.
+            seed: Random seed; None for fresh randomness.
 
         Returns:
             Tokens and their log-probabilities. A member without an allowed token gets token
-            -1 and a log-mass of `-inf`, a finished one gets -1 and 0. Neither is computed.
+            -1 and log-mass `-inf`, a finished member -1 and 0; neither is computed.
 
         Raises:
-            ValueError: A shape that does not fit the members or the vocabulary, or a number
-                out of range.
-            TypeError: A temperature or bias that is not of numbers.
-            PopulationError: As `next_token_logprobs`, or a bias that is NaN or inf.
+            ValueError: A shape does not fit the members or the vocabulary, or a number is out
+                of range.
+            TypeError: A temperature or bias is not numeric.
+            PopulationError: As `next_token_logprobs`, or a bias is NaN or infinite.
         """
         settings = self._settings(masks, mask_index, temperature, bias)
         k, share = checked_top_k(top_k, self._lm.vocabulary.size), checked_share(top_p)
@@ -289,13 +291,12 @@ class Population(Members):
     ) -> DrawnTokens:
         """Draw `k` different next tokens of each member, one after the other.
 
-        Each is drawn as by `draw` from the tokens that are left, and the first is the token
-        that `draw` returns for the same seed. Kool, van Hoof, Welling: "Stochastic beams and
-        where to find them", 2019, draws them by the Gumbel-top-k trick, from the same
-        distribution.
+        Every token is drawn as by `draw` from the remaining tokens; the first is the token that
+        `draw` returns for the same seed. The Gumbel-top-k trick of Kool, van Hoof, Welling:
+        "Stochastic beams and where to find them", 2019, has the same distribution.
 
         Args:
-            k: Number of tokens, from 1 on.
+            k: Number of tokens, at least 1.
             masks: As `draw`.
             mask_index: As `draw`.
             temperature: As `draw`, above 0.
@@ -303,8 +304,8 @@ class Population(Members):
             seed: As `draw`.
 
         Returns:
-            Tensors of shape `(n, k)`, and `log_mass` of shape `(n,)`; token -1 where fewer
-            than `k` tokens are possible. The sum of `draw_logprob` is the log-probability of
+            Tensors of shape `(n, k)`, and `log_mass` of shape `(n,)`; token -1 if fewer than
+            `k` tokens are possible. The sum of `draw_logprob` is the log-probability of
             drawing these tokens in this order.
         """
         count = checked_integer("k", k, 1)
@@ -332,12 +333,12 @@ class Population(Members):
     ) -> SampledTokens:
         """Draw up to `max_tokens` tokens for each member that is not finished.
 
-        Draws what as many calls of `draw` and `extend` draw with the same seed.
+        The tokens are those that repeated calls of `draw` and `extend` with the same seed give.
 
         Args:
-            max_tokens: The most tokens to draw for a member.
-            stop: Token ids, or texts, `str` or `bytes`, one or several. A member is finished
-                with a token of these ids, or with the token that completes one of the texts
+            max_tokens: Maximum number of tokens for each member.
+            stop: One or several token ids or texts, `str` or `bytes`. A member is finished by a
+                token with one of these ids, or by the token that completes one of the texts
                 among the tokens that this call draws.
             temperature: As `draw`.
             top_k: As `draw`.
@@ -345,8 +346,8 @@ class Population(Members):
             seed: As `draw`.
 
         Returns:
-            The tokens, and the population that is extended by them. The token that finishes a
-            member is the last of its tokens.
+            The tokens, and the population extended by them. The token that finishes a member is
+            the last of its tokens.
         """
         texts, ids = checked_stop(stop, self._lm.vocabulary.size)
         count, size = len(self), self._lm.vocabulary.size
@@ -382,12 +383,12 @@ class Population(Members):
             continuations: Token ids, shape `(n, k)`; -1 after the end of shorter ones.
 
         Returns:
-            Shape `(n, k)`, float32, in main memory; 0 for -1.
+            Natural-log probabilities, shape `(n, k)`, float32, in main memory; 0 for -1.
 
         Raises:
-            ValueError: Another shape, or a token after -1.
-            PopulationError: Ids outside the vocabulary, texts that are longer than the context
-                and one token, or as `next_token_logprobs`.
+            ValueError: The shape is another one, or a token follows -1.
+            PopulationError: Ids are outside the vocabulary, texts exceed the context by more
+                than one token, or as `next_token_logprobs`.
         """
         ids = self._checked_tokens(continuations)
         if ids.ndim != 2:
@@ -419,12 +420,12 @@ class Population(Members):
 
     score_sync = blocking(score)
 
-    # -- parts ------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------
 
     async def _drawn(
         self, reduction: GroupReduction, settings: _Settings, shape: tuple[int, ...]
     ) -> DrawnTokens:
-        """Draw for the active members, and return the draws of all."""
+        """Draw for the active members, and return the draws of all members."""
         active, log_mass = settings.active, settings.log_mass
         columns = await self._reduced(reduction, active) if len(active) else ()
         if columns:
@@ -441,8 +442,8 @@ class Population(Members):
     def _refuse_masses(self, log_mass: torch.Tensor, members: Integers64) -> None:
         """Raise an error that lists the members whose log-mass is NaN or infinite.
 
-        Rows are distributions, so the bias is the cause. Reading all of it before would take
-        another pass over `(n, vocab_size)` numbers.
+        Rows are distributions, so the bias is the cause. Checking the bias beforehand would
+        take another pass over `(n, vocab_size)` numbers.
         """
         wrong = ~(log_mass < math.inf)
         if wrong.any():
@@ -467,7 +468,7 @@ class Population(Members):
         members: Integers64 | None,
         sampling: GroupSampling | None = None,
     ) -> Any:
-        """Return the answer to the query of some members, without errors."""
+        """Return the result of a query of some members."""
         requests = self._lm._requests  # noqa: SLF001 - both make requests of one model
         requests.adapter_of(self, None)
         wanted, row_of = distinct_sequences(
@@ -487,7 +488,7 @@ class Population(Members):
         temperature: ArrayLike,
         bias: ArrayLike,
     ) -> _Settings:
-        """Check what members are drawn with, and find those that are drawn from."""
+        """Check the arguments of a draw, and select the active members."""
         count, size = len(self), self._lm.vocabulary.size
         index = None if mask_index is None else checked_array(mask_index, "mask_index")
         if masks is None and index is not None:

@@ -1,4 +1,4 @@
-"""What a model is doing while it loads: engines say it, `load_model` shows it if asked."""
+"""Stages of loading a model: engines report them, and `load_model` shows them on request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _current: ContextVar[Stages | None] = ContextVar("genlm_loading_stages", default
 
 
 def loading_stage(text: str) -> bool:
-    """Say what an engine does from now on while it is built; it replaces the stage before.
+    """Report a new stage of building an engine, which ends the previous stage.
 
     Args:
-        text: A few words, such as `"weights"`.
+        text: Short description, such as `"weights"`.
 
     Returns:
-        Whether it is shown. The bars of an engine's library may then be shown, too.
+        Whether stages are shown. The bars of an engine's library may then be shown, too.
     """
     stages = _current.get()
     if stages is None:

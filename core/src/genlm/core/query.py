@@ -1,7 +1,7 @@
-"""What the scheduler and an engine exchange: queries, requested outputs, and completions.
+"""Values that the scheduler and an engine exchange: queries, requested outputs, completions.
 
-Plain values. `Query` and `Completion` are made for every request, so neither is a frozen
-dataclass, which takes twice the time to make.
+`Query` and `Completion` are created for every request, so neither is a frozen dataclass, whose
+construction takes twice the time.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 ROW_ONLY: tuple[None] = (None,)
-"""The outputs of a query that asks for its row and nothing else."""
+"""The outputs of a query for a row only."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to continue a sequence.
+    """Parameters of a continuation.
 
     Attributes:
-        max_tokens: The most tokens to draw, at least 1.
-        temperature: Divides the log-probabilities; 0 takes the most likely token.
-        stop_token_ids: Drawing one of these ends the continuation, which leaves it out.
-        seed: Makes the continuation reproducible; None draws a fresh seed.
+        max_tokens: Maximum number of tokens, at least 1.
+        temperature: Divisor of the log-probabilities; 0 selects the most likely token.
+        stop_token_ids: Ids that end the continuation, which does not include them.
+        seed: Random seed; None for a fresh seed.
     """
 
     max_tokens: int
@@ -57,26 +57,25 @@ class SamplingParams:
 class Query:
     """One request to an engine, validated against its vocabulary and context.
 
-    Two queries are equal if all their attributes are. Attributes are not changed after a query
-    was made; `replace` makes another one.
+    Two queries are equal if all their attributes are equal. Attributes must not be changed;
+    `replace` returns a new query.
 
     Attributes:
-        query_id: Unique among the scheduler's queries; names the answer.
+        query_id: Id of the query and of its completion, unique within the scheduler.
         adapter: Name of a loaded LoRA adapter, None for the base model.
-        sampling: None asks for the next-token row; otherwise for a continuation
-            (only engines with `Capability.SAMPLE` receive such queries).
+        sampling: Parameters of a continuation, which only engines with `Capability.SAMPLE`
+            compute; None for the next-token row.
         outputs: Requested outputs: the row itself (None) and reductions. An engine may
             ignore them and return the row, which the core then reduces.
-        targets: If not empty, the query asks for `TokenScores` in place of a row: how likely
-            each of these ids is at the end of the sequence, where all but the last of them
-            are its last ids (only engines with `Capability.SCORE` receive such queries). Its
-            output may be a `PositionReduction`, which is then computed of the rows before the
-            targets.
-        is_checked: Whether it was made of a `TokenSequence`, whose ids `AsyncLM` has checked.
+        targets: If not empty, the query requests `TokenScores` in place of a row: the scores
+            of the last tokens of the sequence, where all targets but the last one are the last
+            ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
+            output may be a `PositionReduction` of the rows that predict the targets.
+        is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
 
     Args:
         query_id: As above.
-        token_ids: The sequence, oldest first, never empty.
+        token_ids: The sequence, oldest first, at least one id.
         adapter: As above.
         sampling: As above.
         outputs: As above.
@@ -113,7 +112,7 @@ class Query:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The token ids, put together when first read."""
+        """The token ids, assembled on first access."""
         if self._token_ids is None:
             assert self._sequence is not None  # noqa: S101 - one of the two is there
             self._token_ids = self._sequence.token_ids
@@ -121,7 +120,7 @@ class Query:
 
     @property
     def sequence(self) -> TokenSequence:
-        """The token ids as a sequence, whose keys and last ids cost no more for long ones."""
+        """The token ids as a `TokenSequence`, with key and last ids in constant time."""
         if self._sequence is None:
             assert self._token_ids is not None  # noqa: S101 - one of the two is there
             self._sequence = TokenSequence.of(self._token_ids)
@@ -132,7 +131,7 @@ class Query:
         return len(self.sequence if self._token_ids is None else self._token_ids)
 
     def replace(self, **changes: Any) -> Query:
-        """Return a copy with other attributes, by the names of the arguments."""
+        """Return a copy with changed arguments."""
         tokens = self._token_ids if self._sequence is None else self._sequence
         arguments: dict[str, Any] = {
             "query_id": self.query_id,
@@ -166,22 +165,22 @@ class Query:
 
 
 class Reduced(NamedTuple):
-    """The answer to a query for reductions, or for a row and reductions.
+    """The result of a query for reductions, or for a row and reductions.
 
     Attributes:
-        values: A result for each of the query's `outputs`, in order: a row, the result of a
-            reduction, or an exception that this output alone fails with.
+        values: Results of the query's `outputs`, in order: a row, the result of a reduction,
+            or the exception of a failed output.
     """
 
     values: tuple[Any, ...]
 
 
 class TokenScores(NamedTuple):
-    """Scores of given tokens, each after the tokens before it.
+    """Scores of given tokens, conditioned on the tokens before them.
 
     Attributes:
-        logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory; `-inf` for a
-            target that is impossible.
+        logprobs: Natural-log probabilities, shape `(n,)`, float32, in main memory; `-inf` for
+            an impossible token.
         is_top: Whether no other token was more likely, shape `(n,)`, bool, in main memory.
     """
 
@@ -192,8 +191,8 @@ class TokenScores(NamedTuple):
 class Reduction(abc.ABC):
     """A function of a row, requested in place of the row; equal instances share one result.
 
-    Subclasses are immutable and hashable, such as frozen dataclasses. An engine that computes
-    in other processes must be able to import them there.
+    Subclasses are immutable and hashable, such as frozen dataclasses. If the engine runs in
+    other processes, these must be able to import the subclass.
     """
 
     is_cacheable: bool = True
@@ -205,30 +204,30 @@ class Reduction(abc.ABC):
     def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[Any]:
         """Reduce one row for each request.
 
-        When this raises, the requests are computed one by one, so that only those that cause
-        it fail.
+        If `compute` raises, the requests are computed one by one, and only the requests that
+        cause the error fail.
 
         Args:
             rows: Natural-log probabilities, shape `(len(requests), vocab_size)`, float32, on
-                the engine's device. Must not be changed: other reductions read them.
-            requests: Row i is that of request i.
+                the engine's device. They must not be changed: other reductions read them.
+            requests: Requested instances; row i is the row of request i.
 
         Returns:
-            A result for each request, in main memory; an exception fails this request alone.
-            Tensors and arrays that are views of the rows or of other memory, also those in
-            tuples, lists and dictionaries, are copied for their callers.
+            One result per request, in main memory; an exception as result fails only its
+            request. Tensors and arrays that are views of the rows or of other memory, also
+            those in tuples, lists and dictionaries, are copied for their callers.
         """
 
 
 class GroupReduction(abc.ABC):
     """A function of the rows of a group; its results are columns with an entry for each member.
 
-    The attributes of a subclass are columns as well, or numbers that all members share. An
-    engine that computes in other processes must be able to import it there.
+    The attributes of a subclass are also columns, or numbers that all members share. If the
+    engine runs in other processes, these must be able to import the subclass.
     """
 
     stays_on_device: ClassVar[bool] = False
-    """Whether callers get the columns on the engine's device, and not in main memory."""
+    """Whether the columns are returned on the engine's device, not in main memory."""
 
     @abc.abstractmethod
     def compute(
@@ -238,14 +237,14 @@ class GroupReduction(abc.ABC):
 
         Args:
             rows: Natural-log probabilities of distinct sequences, shape `(d, vocab_size)`,
-                float32, on the engine's device. Must not be changed.
-            row_of: The row of each member, shape `(m,)`, int64, in main memory.
-            members: Which entries of this object's columns belong to these members, shape
-                `(m,)`, int64, in main memory.
+                float32, on the engine's device. They must not be changed.
+            row_of: Index of each member's row, shape `(m,)`, int64, in main memory.
+            members: Indices of these members in the columns of this object, shape `(m,)`,
+                int64, in main memory.
 
         Returns:
-            Tensors whose first dimension is `m`; the same number of them, of equal dtypes and
-            further dimensions, for all calls.
+            Tensors whose first dimension is `m`. Their number, dtypes and further dimensions
+            are the same in all calls.
         """
 
 
@@ -254,18 +253,20 @@ class GroupQuery:
     """A request for reductions of the rows of many sequences.
 
     Attributes:
-        query_id: Unique among the scheduler's queries; names the answer.
+        query_id: Id of the query and of its completion, unique within the scheduler.
         generation: The sequences.
-        wanted: Sequences of the generation whose rows are needed, each once, shape `(d,)`.
-        row_of: The place in `wanted` of each member's sequence, shape `(n,)`.
-        reduction: Computes the columns of the answer.
+        wanted: Indices of the sequences of the generation whose rows are needed, without
+            repetition, shape `(d,)`.
+        row_of: Place of each member's sequence in `wanted`, shape `(n,)`.
+        reduction: Reduction that computes the columns of the result.
         adapter: Name of a loaded LoRA adapter, None for the base model.
-        lease: Keeps the engine's state of contexts, given as pairs of adapter and sequence key,
-            alive until the object that it returns is dropped; None if the engine keeps nothing
-            for contexts. An engine that keeps the generation by other means need not call it.
-        sampling: Asks for continuations instead of `reduction`: `wanted` and `row_of` are those
-            of the members that draw a first token, and the answer is a `SampledGroup`. Only an
-            engine whose attribute `samples_groups` is true gets such a query. None otherwise.
+        lease: Function that keeps the engine's state of contexts, given as pairs of adapter
+            and sequence key, alive until its result is dropped; None if the engine has no state
+            of contexts. An engine that keeps the generation by other means need not call it.
+        sampling: Parameters of continuations that are computed instead of `reduction`, else
+            None: `wanted` and `row_of` then belong to the members that draw a first token, and
+            the result is a `SampledGroup`. Only engines whose attribute `samples_groups` is
+            true receive such queries.
     """
 
     query_id: int
@@ -278,7 +279,7 @@ class GroupQuery:
     sampling: GroupSampling | None = None
 
     def keep_contexts(self) -> None:
-        """Have the generation keep what the engine has for its sequences, by their keys."""
+        """Lease the engine's state of the sequences for the generation."""
         if self.generation.state is not None:
             return
         kept: object = ()
@@ -293,12 +294,12 @@ class GroupQuery:
 
 
 class GroupResult(NamedTuple):
-    """The answer to a `GroupQuery`.
+    """The result of a `GroupQuery`.
 
     Attributes:
-        columns: Results of the reduction, one entry per member; those of members that
-            failed mean nothing. Empty if all failed.
-        errors: Errors of sequences that failed, by their place in `wanted`.
+        columns: Results of the reduction, one entry per member; entries of failed members are
+            undefined. Empty if all members failed.
+        errors: Errors of failed sequences, by their place in `wanted`.
     """
 
     columns: tuple[torch.Tensor, ...]
@@ -306,11 +307,11 @@ class GroupResult(NamedTuple):
 
 
 class GroupValues(NamedTuple):
-    """What an engine computed for a part of a group.
+    """Rows or logits of a part of a group.
 
     Attributes:
         values: Shape `(d, width)`, on the engine's device.
-        are_logits: Whether they are logits, as `rows_from_logits` takes them, and not rows.
+        are_logits: Whether the values are logits for `rows_from_logits`, not rows.
     """
 
     values: torch.Tensor
@@ -318,14 +319,14 @@ class GroupValues(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The answer to one query: a result or an error, never both.
+    """The result or the error of one query, never both.
 
     Attributes:
-        query_id: The query that this answers.
+        query_id: Id of the query.
         result: The row of log-probabilities, shape `(vocab_size,)`, or a `Reduced`; for a
-            query with `sampling` the list of drawn token ids, for one with `targets` and no
-            other output its `TokenScores`; for a `GroupQuery` a `GroupResult`, or a
-            `SampledGroup`. A row shares its memory with no other tensor; it belongs to the
+            query with `sampling` the list of drawn token ids, for a query with `targets` and
+            no other output its `TokenScores`; for a `GroupQuery` a `GroupResult` or a
+            `SampledGroup`. A row shares its memory with no other tensor and belongs to the
             receiver.
         error: The error, if the query failed.
     """

@@ -1,8 +1,8 @@
 """Reduction and draw methods of `AsyncLM`.
 
-Each method checks its arguments and builds a `Reduction`, which `reduce` or `batch_reduce`
-computes. All exist in four forms: for one context and for several (`batch_...`), as coroutine
-methods and as their blocking twins (`..._sync`).
+The methods check their arguments and build a `Reduction`, which `reduce` or `batch_reduce`
+computes. Every method has four forms: for one context and for several (`batch_...`), as a
+coroutine method and as its blocking twin (`..._sync`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ T = TypeVar("T")
 class ReductionMethods:
     """Reduction and draw methods of `AsyncLM`.
 
-    Contexts are token ids as `next_token_logprobs` takes them, or `Context` objects, and every
-    method raises what `next_token_logprobs` raises. Several requests for one context share its
+    Contexts are token ids as for `next_token_logprobs`, or `Context` objects, and every method
+    raises the errors of `next_token_logprobs`. Concurrent requests for one context share its
     evaluation, and only the results leave the device of the rows.
     """
 
@@ -68,16 +68,16 @@ class ReductionMethods:
 
         Args:
             context: Token ids or a `Context`.
-            reduction: Object of a subclass of `Reduction`.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            reduction: Instance of a subclass of `Reduction`.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            What its `compute` returned for this request; the caller's. A result None is not
-            cached.
+            The result of `compute` for this request, which belongs to the caller. A result
+            None is not cached.
 
         Raises:
             TypeError: `reduction` is not a `Reduction`.
-            EvaluationError: Its `compute` raised.
+            EvaluationError: `compute` of the reduction raised.
             GenlmError: As `next_token_logprobs`.
         """
         return await self._requests.reduction(context, reduction, lora_name)
@@ -95,17 +95,17 @@ class ReductionMethods:
 
         Args:
             contexts: Several sequences of token ids, or `Context` objects.
-            reductions: One for each context; they may be of different classes.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            reductions: One reduction per context; they may be of different classes.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            The result of reduction i of the row of context i.
+            The results, in order.
 
         Raises:
-            TypeError: One of them is not a `Reduction`.
-            ValueError: Another number of reductions than of contexts.
-            GenlmError: As `reduce`, for the first context that fails; its `places` are those
-                of all that fail.
+            TypeError: An element of `reductions` is not a `Reduction`.
+            ValueError: The numbers of reductions and contexts differ.
+            GenlmError: As `reduce`, for the first context that fails; its `places` are the
+                indices of all contexts that fail.
         """
         return await self._requests.reductions(contexts, reductions, lora_name)
 
@@ -120,14 +120,14 @@ class ReductionMethods:
 
         Args:
             context: Token ids or a `Context`.
-            token_ids: The next tokens, possibly none.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            token_ids: Ids of next tokens; may be empty.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
             Natural-log probabilities, shape `(len(token_ids),)`, float32, on the CPU.
 
         Raises:
-            TokenIdError: One of them is outside the vocabulary.
+            TokenIdError: An id is outside the vocabulary.
             TokenTypeError: `token_ids` is not a flat sequence of integers.
             GenlmError: As `next_token_logprobs`.
         """
@@ -144,7 +144,7 @@ class ReductionMethods:
         *,
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
-        """Return the log-probabilities of given next tokens, those of context i in place i."""
+        """Return the log-probabilities of given next tokens of each context."""
         wanted = each_in_batch(self._token_logprobs, token_ids)
         return await self.batch_reduce(contexts, wanted, lora_name=lora_name)
 
@@ -162,15 +162,16 @@ class ReductionMethods:
 
         Args:
             context: Token ids or a `Context`.
-            k: From 1 to the size of the vocabulary.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            k: Number of tokens, from 1 to the size of the vocabulary.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            Log-probabilities and ids, the most likely first; of equals the lowest id first.
+            Log-probabilities and ids, in descending order of probability; ties in ascending
+            order of ids.
 
         Raises:
             TypeError: `k` is not an integer.
-            ValueError: It is below 1 or beyond the vocabulary.
+            ValueError: `k` is below 1 or above the size of the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
         found: TopTokens = await self.reduce(context, self._top_k(k), lora_name=lora_name)
@@ -198,20 +199,20 @@ class ReductionMethods:
     async def log_mass(
         self, context: TokenIds, mask: MaskLike, *, lora_name: str | None = None
     ) -> float:
-        """Return the log of the probability that the next token is in a set.
+        """Return the log-probability that the next token is in a set.
 
         Args:
             context: Token ids or a `Context`.
-            mask: The set, in any form that `Mask` takes.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            mask: The set, in any form that `Mask` accepts.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
             `logsumexp` of the row over the mask; `-inf` for an empty mask.
 
         Raises:
-            ValueError: A mask of another length than the vocabulary.
-            TokenIdError: An id outside the vocabulary.
-            TokenTypeError: Not a mask.
+            ValueError: The length of the mask is not the size of the vocabulary.
+            TokenIdError: An id is outside the vocabulary.
+            TokenTypeError: `mask` is not a mask.
             GenlmError: As `next_token_logprobs`.
         """
         wanted = LogMass(self._mask(mask))
@@ -254,32 +255,32 @@ class ReductionMethods:
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> DrawnToken:
-        """Draw the next token, among those of a mask if one is given.
+        """Draw the next token, optionally among the tokens of a mask.
 
-        The token depends on the context, the seed and the other arguments alone, on every
-        engine with equal rows. The randomness is the number at position `len(context)` of the
-        seed's stream, so one seed serves all steps of one sequence. Equal contexts with equal
-        seeds draw equal tokens, and different contexts of one length share the random number.
-        Give each particle another seed, and a new one after resampling, or call
-        `batch_draw(contexts, seed=...)` with a new number at each step.
+        The token depends only on the arguments and the row, not on the engine. The random
+        number is the one at position `len(context)` of the seed's stream, so one seed suffices
+        for all steps of one sequence. Equal contexts with equal seeds draw equal tokens, and
+        different contexts of one length share the random number. Use a different seed for
+        every particle, and a new one after resampling, or call
+        `batch_draw(contexts, seed=...)` with a new number at every step.
 
         Args:
             context: Token ids or a `Context`.
-            mask: The tokens that may be drawn, in any form that `Mask` takes; None for all.
-            temperature: Divides the log-probabilities; 0 takes the most likely token.
-            top_k: Draw from the k most likely of these tokens.
-            top_p: Draw from the fewest most likely of these that have this share of their
-                probability, in (0, 1].
-            seed: Makes the draw reproducible; None takes fresh randomness.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            mask: Allowed tokens, in any form that `Mask` accepts; None for all.
+            temperature: Divisor of the log-probabilities; 0 selects the most likely token.
+            top_k: Number of most likely allowed tokens to which the draw is limited.
+            top_p: Share of the probability of these tokens, in (0, 1]; the draw is limited to
+                the fewest most likely tokens that reach it.
+            seed: Random seed; None for fresh randomness.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            The id, its log-probability in the row, the log mass of the mask (0 without one),
-            and the log-probability with which it was drawn.
+            The id, its log-probability in the row, the log mass of the mask (0 without a mask),
+            and the log-probability with which the token was drawn.
 
         Raises:
-            ValueError: A mask of another length, or another argument that is
-                out of range.
+            ValueError: The length of the mask is not the size of the vocabulary, or another
+                argument is out of range.
             GenlmError: As `next_token_logprobs`.
         """
         masks, seeds = None if mask is None else [mask], None if seed is None else [seed]
@@ -303,13 +304,13 @@ class ReductionMethods:
         """Draw the next token of each context; see `draw`.
 
         Args:
-            contexts: Several contexts.
-            masks: One for each context, None for all tokens.
+            contexts: Contexts as for `draw`.
+            masks: One mask per context; None for all tokens.
             temperature: As `draw`.
             top_k: As `draw`.
             top_p: As `draw`.
-            seed: One for each context, or one number from which as many are derived; equal
-                contexts then draw independently. Pass a new number at each step.
+            seed: One seed per context, or one number from which the seeds are derived; equal
+                contexts then draw independently. Pass a new number at every step.
             lora_name: As `draw`.
         """
         contexts = list(checked_batch(contexts))
@@ -344,7 +345,7 @@ class ReductionMethods:
         return None if mask is None else self._mask(mask)
 
     def _listed(self, masks: Sequence[T], count: int) -> list[T]:
-        """Check that there is a mask for each context."""
+        """Return the masks; check that there is one per context."""
         ndim = getattr(masks, "ndim", 2)
         if isinstance(cast("object", masks), Mask) or ndim == 1:
             raise ValueError(f"one mask for {count} contexts; pass [mask] * {count}")
@@ -365,7 +366,7 @@ def _uniforms(
         _check_count("seeds", seeds, len(contexts))
     else:
         seeds = stream_seeds(checked_integer("seed", seed, 0), len(contexts))
-    # An object without a length is refused later, by the check of the request.
+    # The check of the request rejects an object without a length.
     lengths = [len(context) if is_several(context) else 0 for context in contexts]
     found: list[float] = stream_uniforms(seeds, lengths).tolist()
     return found

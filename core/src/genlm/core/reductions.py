@@ -1,4 +1,4 @@
-"""Reductions: functions of rows that requests name in place of rows.
+"""Reductions: functions of rows, requested in place of rows.
 
 A reduction is computed for all requests of its class in a batch at once, on the device of the
 rows, before rows are copied for their callers; only its results leave the device. User-defined
@@ -76,11 +76,11 @@ class TokenLogprobs(Reduction):
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens, the most likely first; of equals the lowest id first.
+    """The most likely tokens in descending order; ties in ascending order of ids.
 
     Attributes:
         logprobs: Natural-log probabilities, shape `(k,)`, float32, on the CPU.
-        token_ids: Their ids, shape `(k,)`, int64, on the CPU.
+        token_ids: Ids of the tokens, shape `(k,)`, int64, on the CPU.
     """
 
     logprobs: torch.Tensor
@@ -95,7 +95,7 @@ class TopK(Reduction):
 
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[TopK]) -> Sequence[TopTokens]:
-        """Select for the largest k, which begins with those of smaller ones."""
+        """Select for the largest k; results for smaller k are prefixes."""
         logprobs, ids = (each.cpu() for each in batch_top_k(rows, max(r.k for r in requests)))
         return [
             TopTokens(logprobs[place, : request.k].clone(), ids[place, : request.k].clone())
@@ -105,7 +105,7 @@ class TopK(Reduction):
 
 @dataclass(frozen=True)
 class LogMass(Reduction):
-    """The log of the probability of a set of tokens: a float, `-inf` for the empty set."""
+    """The log-probability of a set of tokens: a float, `-inf` for the empty set."""
 
     mask: Mask
 
@@ -123,17 +123,17 @@ class LogMass(Reduction):
 
 
 class DrawnToken(NamedTuple):
-    """A token that was drawn.
+    """A drawn token.
 
-    Where no token of the mask is possible (an empty mask, or one whose tokens all have
-    probability 0) no token is drawn: `token_id` is -1, and all others are `-inf`. The weight of
-    a particle, to which `log_mass` is added, is then 0.
+    If no token of the mask is possible (the mask is empty, or all its tokens have probability
+    0), no token is drawn: `token_id` is -1, and the other attributes are `-inf`. A particle to
+    whose log-weight `log_mass` is added then has weight 0.
 
     Attributes:
         token_id: Id of the token.
-        logprob: Its log-probability in the row: the model's.
-        log_mass: Log of the probability of the mask in the row; 0 without a mask.
-        draw_logprob: The log-probability with which it was drawn: under the mask, the
+        logprob: The model's log-probability of the token.
+        log_mass: Log-probability of the mask in the row; 0 without a mask.
+        draw_logprob: The log-probability with which the token was drawn: under the mask, the
             temperature, top-k and top-p. Without the last three `logprob - log_mass`.
     """
 
@@ -148,12 +148,12 @@ class Draw(Reduction):
     """A token drawn from the row, or the most likely one at temperature 0: `DrawnToken`.
 
     Attributes:
-        uniform: The randomness: a number in [0, 1).
-        temperature: Divides the log-probabilities.
-        mask: The tokens that may be drawn; None for all.
-        top_k: Draws from the k most likely of these; None for all.
-        top_p: Draws from the fewest most likely of these that have this share of their
-            probability at the temperature; 1 for all.
+        uniform: Random number in [0, 1).
+        temperature: Divisor of the log-probabilities.
+        mask: Allowed tokens; None for all.
+        top_k: Number of most likely allowed tokens; None for no limit.
+        top_p: Share of their probability at the temperature that the fewest most likely tokens
+            have; 1 for no limit.
     """
 
     uniform: float
@@ -184,7 +184,7 @@ class Draw(Reduction):
             top_k=[request.top_k for request in requests],
             top_p=[request.top_p for request in requests],
         )
-        # One transfer, as each waits for the device; float32 has every id below 2**24.
+        # One transfer, as each waits for the device; float32 represents ids below 2**24.
         found = torch.stack([drawn.token_ids.float(), *drawn[1:]]).cpu()
         return [DrawnToken(int(token_id), *rest) for token_id, *rest in found.T.tolist()]
 
@@ -216,10 +216,10 @@ class TargetScore(Reduction):
 class PositionReduction(Reduction):
     """A reduction of the rows of all targets of a text: the columns of a `GroupReduction`.
 
-    It is among the outputs of queries with targets only. Equal to itself alone.
+    It is an output of queries with targets only. Equality is identity.
 
     Args:
-        reduction: Its columns have an entry for each target.
+        reduction: Reduction whose columns have an entry for each target.
     """
 
     is_cacheable = False
@@ -251,12 +251,11 @@ def reduce_rows(
         rows: Natural-log probabilities, shape `(len(outputs), vocab_size)`, float32; not
             changed.
         outputs: Requested outputs of each row: `Query.outputs`.
-        normalised: Whether `rows` is what `rows_from_logits` returned, whose sums need no
-            check.
+        normalised: Whether `rows` are a result of `rows_from_logits`, whose sums need no check.
 
     Returns:
-        For each row its `Reduced`, or the error of a row that is not a distribution. Rows
-        among the values are copies.
+        The `Reduced` of each row, or the error of a row that is not a distribution. Rows among
+        the values are copies.
     """
     invalid = invalid_rows(rows, rows.shape[1], normalised=normalised)
     results: list[list[Any]] = [[None] * len(each) for each in outputs]
@@ -289,12 +288,12 @@ def reduce_logits(
 ) -> list[Reduced | Exception]:
     """Compute the outputs of queries from logits, as `reduce_rows` of `rows_from_logits`.
 
-    On a CPU a few rows at a time, which are then still in its caches.
+    On a CPU, a few rows are computed at a time, so that they stay in its caches.
 
     Args:
-        logits: As `rows_from_logits` takes them; not changed.
-        vocabulary: As there.
-        outputs: As `reduce_rows` takes them.
+        logits: Logits as for `rows_from_logits`; not changed.
+        vocabulary: As `rows_from_logits`.
+        outputs: As `reduce_rows`.
     """
     results: list[Reduced | Exception] = []
     for begin, end in row_parts(len(logits), logits.shape[1], logits.device):
@@ -304,7 +303,7 @@ def reduce_logits(
 
 
 def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return rows by index: a view if they follow each other, else a copy."""
+    """Return rows by index: a view of consecutive rows, else a copy."""
     first, count = indices[0], len(indices)
     if indices == list(range(first, first + count)):
         return rows[first : first + count]
@@ -312,7 +311,7 @@ def _selected(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
 
 
 def _owned(value: Any, rows: torch.Tensor) -> Any:
-    """Copy what shares memory with the rows, or is a part of a larger tensor or array."""
+    """Copy values that share memory with the rows or are views of larger tensors or arrays."""
     if type(value) in _NUMBERS:  # most frequent, as are tuples of them
         return value
     if isinstance(value, (tuple, list)) and not _NUMBERS.issuperset(map(type, value)):

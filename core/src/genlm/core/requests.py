@@ -1,7 +1,7 @@
-"""`Requests`: builds and answers the requests of a model.
+"""`Requests`: builds the requests of a model and returns their results.
 
-Everything that a caller passes is checked here, before any request reaches the scheduler. What
-the output cache has is read from it; nothing that touches rows runs on the caller's event loop.
+All arguments of callers are checked here, before a request reaches the scheduler. Results are
+read from the output cache if possible; operations on rows do not run on the event loop.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ if TYPE_CHECKING:
 __all__ = ["COPIED_ON_LOOP", "Item", "Requests", "RowKey", "drop_results"]
 
 RowKey = tuple[object, str | None, bytes]
-"""Identifies a row: model, adapter, and the key of the token sequence."""
+"""Key of a row: model, adapter, and the key of the token sequence."""
 
 Item = tuple[Query, Any, Reduction | None]
 """A query, its key, and the requested reduction of its row; None for the whole result."""
 
 COPIED_ON_LOOP = 2**16
-"""Bytes of cached rows that are copied on the event loop: in the time of a thread switch."""
+"""Maximum number of bytes copied on the event loop: a copy takes as long as a thread switch."""
 
 _REDUCED_AT_ONCE = 2**24
-"""Values of the cached rows that are stacked to be reduced: 64 MiB in float32."""
+"""Maximum number of values of cached rows reduced at once: 64 MiB in float32."""
 
 
 class Requests:
     """The requests of one model; every method may be called from any thread.
 
     Args:
-        scheduler: Runs the engine, whose vocabulary, context and capabilities count.
-        model: Stands for the model in keys: models may share one cache.
-        cache: Rows and reductions that are known.
-        adapters: Their names.
-        counters: Count the requests.
-        leases: Keep the engine's state of contexts; None if it keeps none.
+        scheduler: Scheduler of the engine.
+        model: Identity of the model in keys: models may share one cache.
+        cache: Cache of rows and reductions.
+        adapters: Loaded adapters.
+        counters: Counters of requests.
+        leases: Leases of the engine's state of contexts; None if the engine has no such state.
 
     Attributes:
-        default_lora: The adapter of requests that name none, None for the base model.
+        default_lora: Default adapter of requests, None for the base model.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Requests:
     # -- one sequence -----------------------------------------------------------------
 
     def build_query(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
-        """Check a sequence and the name of an adapter, and build the query and its key."""
+        """Check a sequence and an adapter name, and build the query and its key."""
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             return self.sequence_query(token_ids.sequence, adapter)
@@ -112,7 +112,7 @@ class Requests:
     def sequence_query(
         self, sequence: TokenSequence, adapter: str | None
     ) -> tuple[Query, RowKey]:
-        """Build the query of a checked sequence; `adapter` is the engine's name."""
+        """Build the query of a checked sequence; `adapter` is the engine's adapter name."""
         if self.max_context is not None and len(sequence) > self.max_context:
             raise ContextLengthError(len(sequence), self.max_context)
         query = Query(next(self._query_ids), sequence, adapter)
@@ -128,11 +128,7 @@ class Requests:
         *,
         sampling: GroupSampling | None = None,
     ) -> Any:
-        """Answer the request of a population, whose parts were checked.
-
-        Returns:
-            A `GroupResult`; with `sampling` a `SampledGroup`.
-        """
+        """Return the `GroupResult` or `SampledGroup` of a checked request of a population."""
         lease = None if self._leases is None else self._leases.lease
         query = GroupQuery(
             *(next(self._query_ids), generation, wanted, row_of),
@@ -144,7 +140,7 @@ class Requests:
     def context_parts(
         self, token_ids: TokenIds, lora_name: str | None
     ) -> tuple[TokenSequence, str | None, str | None]:
-        """Return what a `Context` consists of: sequence, adapter, the engine's name of it."""
+        """Return the parts of a `Context`: sequence, adapter, and the engine's adapter name."""
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             return token_ids.sequence, token_ids.lora_name, adapter
@@ -176,7 +172,7 @@ class Requests:
         return sequence
 
     def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
-        """Return the engine's name of a context's adapter, if this model can answer it."""
+        """Return the engine's name of a context's adapter; check that this model serves it."""
         if not context._is_of(self._model):  # noqa: SLF001 - a part of AsyncLM, as this
             raise ValueError(
                 f"{context!r} belongs to a different model; make it with this model's method "
@@ -194,12 +190,12 @@ class Requests:
             raise UnknownAdapterError(context.lora_name, self._adapters.names)
         return adapter
 
-    # -- answers ----------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------
 
     async def row(
         self, token_ids: TokenIds, lora_name: str | None, *, use_cache: bool = True
     ) -> Any:
-        """Return the row of a sequence; the caller's."""
+        """Return the row of a sequence, which belongs to the caller."""
         query, key = self.build_query(token_ids, lora_name)
         row = None
         if use_cache and key in self._cache:
@@ -249,15 +245,16 @@ class Requests:
         sequences: Sequence[TokenIds] = (),
         places: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Answer requests from the output cache and by the engine; all end together.
+        """Return the results of requests, from the output cache or the engine.
 
         Args:
             items: Results of `build_query`, with the requested reductions.
-            sequences: The caller's argument for each item, if it may be a context.
-            places: The place in the caller's batch of each, for errors; None for one request.
+            sequences: The caller's arguments, if they may be contexts.
+            places: Places of the items in the caller's batch, for errors; None for one request.
 
         Raises:
-            GenlmError: The error of the first that failed; it names the places of all.
+            GenlmError: The error of the first failed item; it names the places of all failed
+                items.
         """
         sizes = [self._cached_size(key, wanted) for _, key, wanted in items]
         read = [i for i, size in enumerate(sizes) if size is not None]
@@ -303,7 +300,7 @@ class Requests:
         return self.scheduler.submit([items[i] for i in places])
 
     def _cached_size(self, key: Any, wanted: Reduction | None) -> int | None:
-        """Return how many bytes must be read to answer from the cache; None if it cannot."""
+        """Return the number of bytes to read for a cached result; None if it is not cached."""
         if wanted is None:
             return self._cache.size_of(key)
         size = self._cache.size_of((key, wanted)) if wanted.is_cacheable else None
@@ -312,7 +309,7 @@ class Requests:
         return size
 
     def _read(self, items: Sequence[Item]) -> list[Any]:
-        """Read results from the output cache; None for those that were evicted meanwhile."""
+        """Read results from the output cache; None for evicted ones."""
         values: list[Any] = []
         reduced: dict[Any, list[int]] = {}
         for place, (_, key, wanted) in enumerate(items):
@@ -340,7 +337,7 @@ class Requests:
         return values
 
     def _keep(self, token_ids: object, *, is_computed: bool) -> None:
-        """Keep the engine's state of a context while the context is referred to."""
+        """Lease the engine's state of a context while references to the context exist."""
         if self._leases is not None and isinstance(token_ids, Context):
             token_ids._keep(self._leases, is_computed=is_computed)  # noqa: SLF001
 
@@ -350,7 +347,7 @@ class Requests:
         """Check a text, and build the requests that score it from a position on.
 
         Returns:
-            One request for `TokenScores`, or one for the `ScoredToken` of each position.
+            One request for `TokenScores`, or one request per position for a `ScoredToken`.
         """
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if Capability.SCORE not in self.capabilities or start == len(ids):
@@ -368,11 +365,7 @@ class Requests:
         start: int,
         lora_name: str | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the columns of a reduction of the rows that predict the tokens of a text.
-
-        Raises:
-            GenlmError: As `scores`.
-        """
+        """Return the columns of a reduction of the rows that predict the tokens of a text."""
         ids, packed, start, adapter = self._text(token_ids, start, lora_name)
         if start == len(ids):
             rows, nothing = torch.empty(0, self.vocab_size), torch.empty(0, dtype=torch.long)
@@ -394,7 +387,7 @@ class Requests:
     def _text(
         self, token_ids: TokenIds, start: int, lora_name: str | None
     ) -> tuple[tuple[int, ...], bytes, int, str | None]:
-        """Check a text; return its ids, these packed, `start`, and the engine's adapter."""
+        """Check a text; return its ids, packed ids, `start`, and the engine's adapter name."""
         if isinstance(token_ids, Context):
             adapter = self.adapter_of(token_ids, lora_name)
             token_ids = token_ids.token_ids
@@ -418,7 +411,7 @@ class Requests:
     async def _reduced_by_position(
         self, packed: bytes, start: int, reduction: GroupReduction, adapter: str | None
     ) -> tuple[torch.Tensor, ...]:
-        """Reduce the rows of a text's beginnings as those of a population."""
+        """Reduce the rows of a text's prefixes as those of a population."""
         lineage = Lineage.of_sequences(list(_beginnings(packed, start)))
         places = np.arange(len(lineage))
         answer: GroupResult
@@ -432,7 +425,7 @@ class Requests:
 
 
 def _beginnings(packed: bytes, start: int) -> Iterator[TokenSequence]:
-    """Yield the beginnings of a packed text, from `start` tokens on, without the whole text."""
+    """Yield the proper prefixes of a packed text of at least `start` tokens."""
     sequence = TokenSequence(packed[: 4 * start])
     yield sequence
     for place in range(4 * start, len(packed) - 4, 4):
@@ -441,7 +434,7 @@ def _beginnings(packed: bytes, start: int) -> Iterator[TokenSequence]:
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
-    """Drop the results of a model from an output cache, or those of one of its adapters."""
+    """Drop the results of a model, or of one of its adapters, from an output cache."""
 
     def is_dropped(key: Any) -> bool:
         of_row = key[0] if isinstance(key, tuple) and len(key) == 2 else key
@@ -460,7 +453,7 @@ def _checked_reduction(reduction: Reduction) -> Reduction:
 
 
 def _raise_first(values: Sequence[Any], places: Sequence[int] | None) -> None:
-    """Raise the first exception among values, with the places of all."""
+    """Raise the first exception among values, with the places of all exceptions."""
     failed = [i for i, value in enumerate(values) if isinstance(value, Exception)]
     if failed:
         error: Exception = values[failed[0]]

@@ -1,4 +1,4 @@
-"""Rows of log-probabilities: making them from logits, and checking that they are distributions.
+"""Rows of log-probabilities: computation from logits, and checks that they are distributions.
 
 A row is natural-log probabilities over the vocabulary, float32, normalised.
 Models often have more logits than the tokenizer has ids (embeddings padded to a
@@ -47,19 +47,19 @@ _missing = WeakKeyDictionary()
 def rows_from_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Normalise logits over exactly the ids that the vocabulary has.
 
-    Logits beyond the vocabulary, and those of ids that no token has, are cut
-    before normalising; ids without logits get `-inf`.
+    Logits beyond the vocabulary and those of ids without tokens are removed before the
+    normalisation; ids without logits get `-inf`.
 
     Args:
         logits: Shape `(n, width)`, any floating dtype, any device.
-        vocabulary: Decides the width of the result.
+        vocabulary: Vocabulary of the rows.
 
     Returns:
-        Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the
-        device of `logits`, each row's `logsumexp` 0. Never aliases `logits`.
+        Natural-log probabilities, shape `(n, vocabulary.size)`, float32, on the device of
+        `logits`, with `logsumexp` 0 in every row. The result never aliases `logits`.
 
     Raises:
-        ValueError: `logits` are not rows of numbers.
+        ValueError: `logits` is not a matrix of numbers.
     """
     if logits.ndim != 2:
         raise ValueError(

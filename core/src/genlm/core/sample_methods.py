@@ -1,8 +1,8 @@
-"""Continuations: `sample`, its form for several prompts, their blocking twins, and `stream`.
+"""Continuations: `sample`, `batch_sample`, their blocking twins, and `stream`.
 
-Engines with `Capability.SAMPLE` continue sequences themselves; for others, and for what such
-engines are not asked (stop texts, top-k, top-p), each token is a `Draw`, requested for all
-continuations of a batch at once.
+Engines with `Capability.SAMPLE` draw continuations themselves. For other engines, and with stop
+texts, top-k or top-p, every token is a `Draw`, requested for all continuations of a batch at
+once.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ logger = logging.getLogger("genlm")
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """How to continue one prompt.
+    """Parameters of the continuation of one prompt.
 
     Attributes:
-        params: Parameters for engines that sample themselves.
+        params: Parameters that are also passed to engines with `Capability.SAMPLE`.
         stop: Texts that end the continuation.
-        top_k: Draws from the k most likely tokens; None for all.
-        top_p: Draws from the fewest most likely tokens that have this share; 1 for all.
+        top_k: Number of most likely tokens, None for no limit.
+        top_p: Share of the probability that the most likely tokens have, 1 for no limit.
     """
 
     params: SamplingParams
@@ -79,13 +79,13 @@ class Continuation:
     Args:
         query: The prompt.
         plan: Sampling parameters.
-        vocabulary: Gives the bytes in which stop texts are searched.
-        max_context: The most tokens that the model takes, None for no limit.
+        vocabulary: Vocabulary with the bytes in which stop texts are searched.
+        max_context: Maximum number of tokens of the model's context, None for no limit.
 
     Attributes:
-        sequence: The prompt and what was drawn so far.
-        drawn: Ids of the drawn tokens, without the one that ended the continuation.
-        is_ended: Whether nothing is to be drawn any more.
+        sequence: The prompt and the drawn tokens.
+        drawn: Ids of the drawn tokens, without the token that ended the continuation.
+        is_ended: Whether the continuation is complete.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Continuation:
         return self.plan.draw(len(self.drawn))
 
     def add(self, token: DrawnToken) -> bool:
-        """Add a drawn token; False if it ends the continuation and does not belong to it."""
+        """Add a drawn token; return False if it only ends the continuation."""
         params = self.plan.params
         if token.token_id in params.stop_token_ids:
             self.is_ended = True
@@ -151,35 +151,34 @@ class SampleMethods:
         top_p: float | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw a continuation of `prompt`; `stream` gives log-probabilities as well.
+        """Draw a continuation of `prompt`; `stream` also returns log-probabilities.
 
         Args:
             prompt: At least one token id.
-            max_tokens: The most ids to draw.
-            eos_token_ids: Drawing one of these ends the continuation. By default nothing
-                does: pass `[llm.tokenizer.eos_token_id]`, and for chat models also the token
-                that ends a turn.
-            temperature: Divides the log-probabilities; 0 takes the most likely token.
-            seed: Makes the continuation reproducible, also on another engine as far as its
-                rows are the same.
-            stop: Texts, `str` or `bytes`, one or several: the continuation ends with the token
-                that completes one of them. It may begin before that token and end within it.
-                Token ids among them are further `eos_token_ids`.
-            top_k: Draw from the k most likely tokens.
-            top_p: Draw from the fewest most likely tokens that have this share of the
-                probability at the temperature, in (0, 1], after top-k.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            max_tokens: Maximum number of drawn ids.
+            eos_token_ids: Ids that end the continuation; none by default. Pass
+                `[llm.tokenizer.eos_token_id]`, and for chat models also the token that ends a
+                turn.
+            temperature: Divisor of the log-probabilities; 0 selects the most likely token.
+            seed: Random seed, valid on every engine with equal rows; None for fresh randomness.
+            stop: One or several stop texts, `str` or `bytes`: the continuation ends with the
+                token that completes one of them. A stop text may begin before that token and
+                end within it. Token ids in `stop` are further `eos_token_ids`.
+            top_k: Number of most likely tokens to which draws are limited.
+            top_p: Share of the probability at the temperature, after top-k, in (0, 1]; draws
+                are limited to the fewest most likely tokens that reach it.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            The drawn ids, without the prompt and without the end-of-sequence id; at
-            most `max_tokens`, fewer when the context is full, which is logged as a warning.
+            The drawn ids, without the prompt and without the end-of-sequence id; at most
+            `max_tokens`, and fewer if the context is full, which is logged as a warning.
 
         Raises:
-            ValueError: A temperature that is negative or not finite, a negative number of
-                tokens or seed, an empty stop text, or a top-k or top-p that is out of range.
-            TypeError: One that is not a number, or a stop that is neither text nor a token id.
+            ValueError: The temperature is negative or not finite, `max_tokens` or the seed is
+                negative, a stop text is empty, or `top_k` or `top_p` is out of range.
+            TypeError: One of these is not a number, or `stop` contains neither texts nor ids.
             TokenTypeError: `eos_token_ids` is not a flat sequence of integers.
-            TokenIdError: One of them, or an id in `stop`, is outside the vocabulary.
+            TokenIdError: An id in `eos_token_ids` or `stop` is outside the vocabulary.
             GenlmError: As `next_token_logprobs`.
         """
         limits = (stop, top_k, top_p)
@@ -203,10 +202,10 @@ class SampleMethods:
         top_p: float | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """Draw a continuation of each prompt, concurrently; see `sample`.
+        """Draw the continuations of several prompts concurrently; see `sample`.
 
-        Every continuation has a separate stream of randomness: equal prompts give different
-        draws, and draw i does not depend on how many prompts there are.
+        Every continuation has a separate random stream: continuations of equal prompts are
+        independent, and continuation i does not depend on the number of prompts.
         """
         listed = list(checked_batch(prompts))
         limits = (stop, top_k, top_p)
@@ -231,14 +230,14 @@ class SampleMethods:
         top_p: float | None = None,
         lora_name: str | None = None,
     ) -> AsyncIterator[DrawnToken]:
-        """Draw a continuation and yield each token as soon as it is drawn; see `sample`.
+        """Draw a continuation and yield every token as soon as it is drawn; see `sample`.
 
             async for token in llm.stream(ids, 50, [llm.tokenizer.eos_token_id], seed=1):
                 print(llm.decode([token.token_id]), end="", flush=True)
 
-        Draws what `sample` draws from this prompt with the same arguments. `token.logprob` is
-        the model's log-probability of the token, `token.draw_logprob` that with which it was
-        drawn.
+        The tokens are those of `sample` with the same arguments. `token.logprob` is the model's
+        log-probability of the token, and `token.draw_logprob` the log-probability with which it
+        was drawn.
         """
         limits = (stop, top_k, top_p)
         [plan] = self._plans(1, max_tokens, eos_token_ids, temperature, seed, limits)
@@ -281,7 +280,7 @@ class SampleMethods:
         plans: Sequence[SamplePlan],
         places: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """Draw the continuation of each query: by the engine, or token by token for all."""
+        """Draw the continuations of queries: in the engine, or token by token."""
         continuations = [
             Continuation(query, plan, self.vocabulary, self.max_context)
             for query, plan in zip(queries, plans, strict=True)
@@ -313,7 +312,7 @@ class SampleMethods:
         return query, key, continuation.next_draw()
 
     def _log_cut(self, continuations: Sequence[Continuation]) -> None:
-        """Log how many continuations the context ended before `max_tokens`."""
+        """Log the number of continuations that a full context ended before `max_tokens`."""
         cut = sum(each.is_cut for each in continuations)
         if cut:
             logger.warning(

@@ -78,7 +78,7 @@ def stream_uniforms(
 
     Args:
         seeds: Integers, taken modulo 2**64.
-        positions: As many, from 0.
+        positions: Positions from 0, one per seed.
 
     Returns:
         Shape `(n,)`, float64.
@@ -100,10 +100,10 @@ def uniforms(
 
     Args:
         seed: An integer, 0 or more, of any size.
-        members: Numbers of the members, from 0, shape `(n,)`.
-        steps: The step of each, from 0, shape `(n,)`, or one for all.
-        count: How many numbers for each, the first of which is the one without `count`; None
-            for one, without this dimension.
+        members: Indices of the members, shape `(n,)`.
+        steps: Step of each member, from 0, shape `(n,)`, or one step for all.
+        count: Number of random numbers per member, of which the first is that without `count`;
+            None for one number, without this dimension.
 
     Returns:
         Multiples of 2**-53, shape `(n,)` or `(n, count)`, float64.
@@ -173,16 +173,17 @@ def draw_tokens(
     Args:
         logprobs: Shape `(n, vocab_size)`, float32, not necessarily normalised, `-inf` for ids
             that must not be drawn; not changed.
-        temperatures: One per row, finite and not negative.
-        uniforms: One number in [0, 1) per row: for reproducible draws, `stream_uniform` of
-            the continuation's seed and the token's position in it.
-        top_k: Draw from the k most likely ids; None for all. Of equals the lowest count first.
-        top_p: Draw from the fewest most likely ids that have this share of the probability at
-            the temperature, in (0, 1], after top-k; 1 for all.
+        temperatures: One temperature per row, finite and not negative.
+        uniforms: One random number in [0, 1) per row: for reproducible draws, `stream_uniform`
+            of the continuation's seed and the token's position in it.
+        top_k: Number of most likely ids to which draws are limited; None for no limit. Ties
+            are in ascending order of ids.
+        top_p: Share of the probability at the temperature after top-k, in (0, 1], to which the
+            most likely ids are limited; 1 for no limit.
 
     Returns:
-        Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without an id that
-        may be drawn.
+        Ids, shape `(n,)`, int64, on the device of `logprobs`; -1 for a row without a possible
+        id.
     """
     weights = RowWeights(logprobs.shape, temperature=temperatures)
     return batch_draw(logprobs, uniforms, weights, top_k=top_k, top_p=top_p).token_ids

@@ -1,7 +1,7 @@
-"""Scores of texts: the log-probability of each of their tokens after those before it.
+"""Scores of texts: the log-probability of each token given the tokens before it.
 
 Engines with `Capability.SCORE` score all positions of a text at once (`Query.targets`), or
-reduce all of their rows; for others each position is a request for a reduction of its row.
+reduce all of its rows. For other engines, every position is a request for a reduction.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["ScoreMethods"]
 
 _REQUESTS_AT_ONCE = 256
-"""Requests after which a long list of texts is interrupted to show progress, and where each
-position is a separate request, to bound the rows in memory."""
+"""Maximum number of requests in a part of a long list of texts. The list is divided to show
+progress and, if every position is a request, to limit the rows in memory."""
 
 
 class ScoreMethods:
@@ -45,22 +45,21 @@ class ScoreMethods:
         *,
         lora_name: str | None = None,
     ) -> torch.Tensor:
-        """Return the log-probability of each token of a text after those before it.
+        """Return the log-probability of each token of a text given the tokens before it.
 
         Args:
-            token_ids: The text: token ids or a `Context`; one token more than `max_context`
-                is allowed.
-            start: The first position that is scored, from 1 to the number of tokens. What
-                comes before it is a prompt.
-            lora_name: A loaded adapter; by default that of `with_lora`.
+            token_ids: Text as token ids or a `Context`, at most `max_context` + 1 tokens.
+            start: First scored position, from 1 to the number of tokens. The tokens before it
+                are the prompt.
+            lora_name: Name of a loaded adapter; by default the adapter of `with_lora`.
 
         Returns:
-            `log p(token_ids[i] | token_ids[:i])` for i from `start` on, shape
+            `log p(token_ids[i] | token_ids[:i])` for all `i >= start`, shape
             `(len(token_ids) - start,)`, float32, on the CPU.
 
         Raises:
             TypeError: `start` is not an integer.
-            ValueError: It is below 1 or beyond the end.
+            ValueError: `start` is below 1 or above the number of tokens.
             GenlmError: As `next_token_logprobs`.
         """
         requested = self._requests.scores(token_ids, start, lora_name)
@@ -80,16 +79,16 @@ class ScoreMethods:
         progress: bool = False,
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
-        """Score several texts; see `score`. All are checked before any is computed.
+        """Score several texts; see `score`. All texts are checked before any is computed.
 
         Args:
-            texts: Several texts.
-            start: The first position that is scored, for all texts or one for each.
+            texts: Texts as for `score`.
+            start: First scored position: one number for all texts, or one per text.
             progress: Whether to show a progress bar on standard error.
             lora_name: As `score`.
 
         Returns:
-            The scores of text i in place i.
+            The scores of the texts, in order.
         """
         scores = await self.batch_token_scores(
             texts, start, progress=progress, lora_name=lora_name
@@ -106,7 +105,7 @@ class ScoreMethods:
         progress: bool = False,
         lora_name: str | None = None,
     ) -> list[TokenScores]:
-        """Score several texts; also return whether each token was the most likely one.
+        """Score several texts; also return whether each token was the most likely token.
 
         Args:
             texts: As `batch_score`.
@@ -115,7 +114,7 @@ class ScoreMethods:
             lora_name: As `score`.
 
         Returns:
-            The scores of text i in place i.
+            The scores of the texts, in order.
         """
         requested = self._score_requests(texts, start, lora_name)
         scores: list[TokenScores] = []
@@ -137,24 +136,24 @@ class ScoreMethods:
     ) -> Any:
         """Return a reduction of the rows that predict the tokens of a text.
 
-        The rows are those that `score` reads. They are computed and reduced in pieces where the
-        logits are, so memory for the rows of a whole text is never needed.
+        The rows are those of `score`. They are computed and reduced piece by piece on the
+        device of the logits, so the rows of a whole text are never in memory at once.
 
         Args:
             token_ids: As `score`.
             reduction: A `GroupReduction`, whose columns have an entry for each position, or a
                 `Reduction` that all positions share.
-            start: As `score`: the first token whose row is reduced.
+            start: First position whose row is reduced, as `score`.
             lora_name: As `score`.
 
         Returns:
-            The results of the `len(token_ids) - start` positions: a tensor whose first
-            dimension is their number, or a tuple of such tensors.
+            The results of the positions: a tensor whose first dimension is
+            `len(token_ids) - start`, or a tuple of such tensors.
 
         Raises:
-            TypeError: A reduction of another class, or `start` is not an integer.
-            ValueError: `start` is below 1 or beyond the end.
-            EvaluationError: Its `compute` raised.
+            TypeError: `reduction` is of another class, or `start` is not an integer.
+            ValueError: `start` is below 1 or above the number of tokens.
+            EvaluationError: `compute` of the reduction raised.
             GenlmError: As `next_token_logprobs`.
         """
         group = checked_reduction(reduction)
@@ -166,7 +165,7 @@ class ScoreMethods:
     def _score_requests(
         self, texts: TokenBatch, start: int | Integers, lora_name: str | None
     ) -> list[list[Any]]:
-        """Check all texts, and make the requests that score each of them."""
+        """Check all texts, and build the requests that score them."""
         listed = list(checked_batch(texts))
         starts: list[Any] = list(start) if is_several(start) else [start] * len(listed)  # type: ignore[arg-type]
         if len(starts) != len(listed):
@@ -178,7 +177,7 @@ class ScoreMethods:
 
 
 def _parts(requested: list[list[Any]], *, progress: bool) -> Iterator[list[list[Any]]]:
-    """Yield the parts of a list of texts, each to be answered before the next one."""
+    """Yield the parts of a list of texts, which are computed one after the other."""
     with tqdm(total=len(requested), desc="scoring", unit="text", disable=not progress) as bar:
         for part in _divided(requested, limited=progress):
             yield part
@@ -200,7 +199,7 @@ def _divided(requested: list[list[Any]], *, limited: bool) -> Iterator[list[list
 
 
 def _scores(part: list[list[Any]], values: list[Any]) -> Iterator[TokenScores]:
-    """Put the results of the texts of a part together."""
+    """Combine the results of a part into scores of its texts."""
     remaining = iter(values)
     for text in part:
         found = list(itertools.islice(remaining, len(text)))

@@ -1,4 +1,4 @@
-"""Counters of the scheduler and of `AsyncLM`, and the frozen snapshots that they report."""
+"""Counters of the scheduler and of `AsyncLM`, and their frozen snapshots."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from genlm.core.forking import renew_in_forks
 __all__ = ["RequestCounters", "SchedulerStatistics", "Statistics"]
 
 _NOW = {"pending", "waiting", "cache_entries", "cache_bytes", "engine", "batch_sizes"}
-"""Fields that do not add up over time: a difference of two snapshots keeps the later value."""
+"""Fields that are not cumulative: the difference of two snapshots has the later value."""
 
 _COUNTED_BY_ENGINES = {
     *("tokens_evaluated", "tokens_computed", "tokens_drawn", "tokens_evicted"),
     *("tokens_recomputed", "targets_scored", "forwards", "steps", "batches", "rows"),
     *("sequences_evicted", "contexts_continued", "contexts_ended", "contexts_without_cache"),
 }
-"""Names of engines' statistics that add up over time, also after a replica's name."""
+"""Names of cumulative statistics of engines, also with a replica's name as a prefix."""
 
 
 class RequestCounters:
@@ -34,7 +34,7 @@ class RequestCounters:
         renew_in_forks(self)
 
     def count(self, tokens: int, *, requests: int = 1, hits: int = 0) -> None:
-        """Count requests, the sum of their lengths, and how many the output cache answered."""
+        """Count requests, the sum of their lengths, and hits of the output cache."""
         with self._lock:
             self._requests += requests
             self._cache_hits += hits
@@ -56,18 +56,18 @@ class SchedulerStatistics:
     """Counters of the scheduler since it started.
 
     Attributes:
-        joined: Requests that shared the evaluation of an identical one in flight.
-        dispatched: Evaluations that the engine was given.
-        answered: Evaluations that gave a result.
-        failed: Evaluations that gave an error.
-        abandoned: Evaluations dropped because every caller was cancelled.
-        batches: Engine steps that finished something.
-        batch_sizes: Number of batches by number of evaluations, of which a population has one
-            for each distinct sequence.
-        queue_seconds: Time from arrival to the engine, summed over `dispatched`; its mean is
+        joined: Requests that shared the evaluation of an identical in-flight request.
+        dispatched: Evaluations submitted to the engine.
+        answered: Evaluations with a result.
+        failed: Evaluations with an error.
+        abandoned: Evaluations dropped because all callers were cancelled.
+        batches: Engine steps with at least one finished evaluation.
+        batch_sizes: Number of batches by number of evaluations; a population has one
+            evaluation per distinct sequence.
+        queue_seconds: Time from arrival to the engine, summed over `dispatched`; the mean is
             `mean_queue_s`.
-        pending: Evaluations accepted and unfinished now.
-        waiting: Requests held back by `max_pending` now.
+        pending: Accepted evaluations that are unfinished now.
+        waiting: Requests that wait because of `max_pending` now.
     """
 
     joined: int
@@ -94,7 +94,7 @@ class SchedulerStatistics:
 
     @property
     def mean_queue_s(self) -> float:
-        """Seconds from the arrival of an evaluation until the engine was given it."""
+        """Mean number of seconds from the arrival of an evaluation to its dispatch."""
         return _ratio(self.queue_seconds, self.dispatched)
 
 
@@ -102,19 +102,19 @@ class SchedulerStatistics:
 class Statistics(SchedulerStatistics):
     """Counters of a language model since it was loaded.
 
-    `print` shows them as a table, and so do notebooks. `after - before`, two snapshots of one
-    model, has the counts and the rates of the time between them.
+    `print` and notebooks show the counters as a table. The difference `after - before` of two
+    snapshots of one model has the counts and rates of the time between them.
 
     Attributes:
-        requests: Requests for rows and continuations, of which a population makes one for each
+        requests: Requests for rows and continuations; a population makes one request per
             distinct sequence.
-        cache_hits: Requests answered from the output cache.
-        tokens_asked: Sum of the lengths of the requested sequences, however they were answered.
-        cache_entries: Rows in the output cache now.
-        cache_bytes: Their memory and that of the token ids in their keys.
+        cache_hits: Requests with a result from the output cache.
+        tokens_asked: Sum of the lengths of the requested sequences, cached or not.
+        cache_entries: Current number of rows in the output cache.
+        cache_bytes: Memory of these rows and of the token ids in their keys.
         seconds: Time since the model was loaded; not compared by `==`.
-        engine: Counters and sizes of the engine. Of the tokens of the evaluated contexts,
-            `tokens_evaluated`, it computed `tokens_computed`; the others were in its caches.
+        engine: Counters and sizes of the engine. `tokens_evaluated` is the number of tokens of
+            the evaluated contexts, `tokens_computed` the number of those not in its caches.
     """
 
     requests: int
@@ -127,22 +127,22 @@ class Statistics(SchedulerStatistics):
 
     @property
     def cache_hit_ratio(self) -> float:
-        """Share of the requests that the output cache answered."""
+        """Share of the requests with a result from the output cache."""
         return _ratio(self.cache_hits, self.requests)
 
     @property
     def joined_ratio(self) -> float:
-        """Share of the requests that shared the evaluation of another one."""
+        """Share of the requests that shared the evaluation of another request."""
         return _ratio(self.joined, self.requests)
 
     @property
     def requests_per_s(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return _ratio(self.requests, self.seconds)
 
     @property
     def tokens_reused_ratio(self) -> float | None:
-        """Share of the evaluated tokens that the engine had cached; None if it counts none."""
+        """Share of the evaluated tokens in the engine's caches; None if it does not count."""
         evaluated = self.engine.get("tokens_evaluated", 0)
         computed = self.engine.get("tokens_computed")
         if isinstance(evaluated, str) or isinstance(computed, str) or computed is None:
@@ -150,10 +150,10 @@ class Statistics(SchedulerStatistics):
         return max(0.0, 1 - computed / evaluated) if evaluated else None
 
     def __sub__(self, before: Statistics) -> Statistics:
-        """Return what happened after an earlier snapshot of the same model.
+        """Return the counts since an earlier snapshot of the same model.
 
-        What is counted now (pending requests, entries of caches, the engine's sizes) is that
-        of the later snapshot.
+        Current values (pending requests, entries of caches, sizes of the engine) are those of
+        the later snapshot.
         """
         if not isinstance(before, Statistics):
             return NotImplemented
@@ -194,7 +194,7 @@ class Statistics(SchedulerStatistics):
         return f"<table>{cells}</table>"
 
     def _rows(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield a label, a value and a note for each figure; no note for the engine's own."""
+        """Yield label, value and note of each figure; figures of the engine have no note."""
         rate = f"{self.requests_per_s:,.1f} a second over {self.seconds:,.1f} s"
         yield "requests", f"{self.requests:,}", rate
         yield "  from the output cache", f"{self.cache_hits:,}", f"{self.cache_hit_ratio:.1%}"

@@ -1,6 +1,6 @@
-"""Text and token ids: what genlm uses of a tokenizer, and what works without one.
+"""Conversion between text and token ids, and the interface of tokenizers.
 
-Decoding needs no tokenizer, because a vocabulary has the exact bytes of its tokens.
+Decoding needs no tokenizer, because a vocabulary contains the exact bytes of its tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ __all__ = ["Tokenizer", "decode", "encode", "encode_chat"]
 
 
 class Tokenizer(Protocol):
-    """What `llm.encode` needs of the tokenizer of an engine's vocabulary.
+    """Interface of a vocabulary's tokenizer for `llm.encode`.
 
-    A vocabulary's tokenizer may be any object, or None: rows, samples, `llm.decode` and the
-    commands of genlm work without it. Of a tokenizer that has `encode`, these are used too,
-    where they are there:
+    The tokenizer may be any object, or None: rows, samples, `llm.decode` and the commands of
+    genlm work without it. If a tokenizer with `encode` has these members, they are used, too:
 
-    - `bos_token_id`, `eos_token_id`: the ids that begin and end a text, or None.
-    - `encode(text, add_special_tokens=False)`: the ids of the text alone, without those.
-    - `all_special_ids`: ids that are not text; by default, those that begin and end a text.
+    - `bos_token_id`, `eos_token_id`: BOS and EOS ids, or None.
+    - `encode(text, add_special_tokens=False)`: the ids of the text without special tokens.
+    - `all_special_ids`: ids that are not text; by default the BOS and EOS ids.
     - `apply_chat_template(messages, ...)`, as in transformers, for `llm.encode_chat`.
 
-    `genlm check` verifies those that an engine's tokenizer has.
+    `genlm check` verifies the members that an engine's tokenizer has.
     """
 
     def encode(self, text: str, /) -> Any:
@@ -55,11 +54,11 @@ def encode(vocabulary: Vocabulary, text: str, *, begin: bool = True) -> list[int
 
 
 def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]) -> list[int]:
-    """Return the ids of a text that begins, given those with and without special tokens.
+    """Return the ids of a text with BOS, given its ids with and without special tokens.
 
-    A tokenizer that adds special tokens decides itself; an end that it adds is left out, as the
-    text is to be continued. One that adds nothing gets `bos_token_id` if that is also
-    `eos_token_id`, which separated the texts of the training (GPT-2, GPT-NeoX).
+    Special tokens that the tokenizer adds are kept, except EOS at the end, because the text is
+    continued. If it adds none, `bos_token_id` is prepended if it equals `eos_token_id`, the
+    separator of the training texts (GPT-2, GPT-NeoX).
     """
     bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
     if ids != without_special:
@@ -72,7 +71,7 @@ def _with_bos(vocabulary: Vocabulary, ids: list[int], without_special: list[int]
 
 
 def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool = False) -> str:
-    """Decode ids by the exact bytes of their tokens; see `AsyncLM.decode`."""
+    """Decode token ids from the exact bytes of their tokens; see `AsyncLM.decode`."""
     ids = checked_ids(token_ids, vocabulary.size)
     omitted = frozenset() if special_tokens else vocabulary.special_ids
     data = b"".join(
@@ -84,7 +83,7 @@ def decode(vocabulary: Vocabulary, token_ids: Integers, *, special_tokens: bool 
 
 
 def _adds_a_space(vocabulary: Vocabulary) -> bool:
-    """Whether the tokenizer puts a space before every text, as many SentencePiece ones do."""
+    """Whether the tokenizer prepends a space to every text, as many SentencePiece ones do."""
     try:
         ids = encode(vocabulary, "a", begin=False)
     except GenlmError:
@@ -99,7 +98,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     **template_options: Any,
 ) -> list[int]:
-    """Encode messages by the tokenizer's chat template; see `AsyncLM.encode_chat`."""
+    """Encode messages with the tokenizer's chat template; see `AsyncLM.encode_chat`."""
     if isinstance(messages, Mapping) or not all(isinstance(one, Mapping) for one in messages):
         raise TypeError(
             'encode_chat takes messages, such as [{"role": "user", "content": "Hello"}]; '
@@ -150,7 +149,7 @@ def _takes(method: Callable[..., Any], argument: str) -> bool:
 
 
 def _ids(vocabulary: Vocabulary, found: Any, method: str) -> list[int]:
-    """Check what a method of a tokenizer returned."""
+    """Return the ids that a method of a tokenizer returned, after a check."""
     found = getattr(found, "ids", found)
     try:
         return list(checked_ids(found, vocabulary.size))

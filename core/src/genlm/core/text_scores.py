@@ -30,7 +30,7 @@ __all__ = ["PieceScores", "ScoredText", "TextResult"]
 _VALUES_AT_ONCE = 2**18
 
 TextResult = TokenScores | Reduced | EvaluationError
-"""What was computed for a text."""
+"""Result of a text: scores, columns or an error."""
 
 
 class ScoredText(NamedTuple):
@@ -39,7 +39,7 @@ class ScoredText(NamedTuple):
     Attributes:
         sequence: The text without its last token.
         targets: The last tokens, one of which the sequence lacks.
-        reduction: What is computed of the row before each target; None for its score.
+        reduction: Reduction of the rows that predict the targets; None for scores.
     """
 
     sequence: TokenSequence
@@ -62,13 +62,13 @@ class ScoredText(NamedTuple):
 class PieceScores:
     """Scores and reductions of texts, from logits that come in pieces and in any order.
 
-    Targets are numbered through all texts. The logits before a target are named by a key, by
-    default the target's number; an engine whose positions have other names, such as slots, says
-    by `expect` which targets follow them.
+    Targets are numbered through all texts. The logits that predict a target have a key, by
+    default the number of the target; an engine with other keys, such as slots, passes them to
+    `expect`.
 
     Args:
         texts: The texts.
-        vocabulary: Decides which logits count, as for rows.
+        vocabulary: Vocabulary of the rows.
 
     Attributes:
         targets: The targets of all texts, shape `(n,)`.
@@ -94,12 +94,11 @@ class PieceScores:
         self.expect(everything, everything)
 
     def expect(self, keys: Integers64, members: Integers64) -> None:
-        """Say which targets follow the positions of the next logits.
+        """Set the targets of the positions of the next logits.
 
         Args:
-            keys: For each target the key of the position that it follows. Several targets may
-                have the same.
-            members: The targets' numbers.
+            keys: Key of the position before each target; several targets may share a key.
+            members: Numbers of the targets.
         """
         order = np.argsort(keys, kind="stable")
         self._keys, self._members = keys[order], members[order]
@@ -139,7 +138,7 @@ class PieceScores:
         self._alone[index] = result
 
     def results(self) -> list[TextResult]:
-        """Return what was computed for each text, or its error.
+        """Return the result or the error of each text.
 
         `EvaluationError` for a text of which a row is not a distribution, whose reduction
         raised, or of which positions were not computed.

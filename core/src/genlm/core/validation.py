@@ -60,7 +60,7 @@ def checked_token_ids(
     Args:
         token_ids: A flat sequence of integers: list, tuple, numpy or torch.
         vocab_size: Ids must be below it.
-        max_context: The most ids allowed, None for no limit.
+        max_context: Maximum number of ids, None for no limit.
 
     Raises:
         TokenTypeError: Not a flat sequence of integers.
@@ -104,16 +104,16 @@ def check_query(
     Args:
         query: The query.
         embedding_rows: Number of ids that the model embeds; None if those of the vocabulary.
-        max_context: The most tokens, None for no limit.
+        max_context: Maximum number of tokens, None for no limit.
         adapters: Names of the loaded adapters.
         vocab_size: Number of ids that can be targets; None if they are checked elsewhere.
 
     Raises:
-        UnknownAdapterError: Its adapter is not among `adapters`.
-        EmptySequenceError: It has no tokens.
-        ContextLengthError: It has more than `max_context` tokens.
-        TokenIdError: It has a token id below 0 or from `embedding_rows` on, or a target below
-            0 or from `vocab_size` on.
+        UnknownAdapterError: The adapter is not in `adapters`.
+        EmptySequenceError: The query has no tokens.
+        ContextLengthError: The query has more than `max_context` tokens.
+        TokenIdError: A token id is not in `0 ... embedding_rows - 1`, or a target not in
+            `0 ... vocab_size - 1`.
     """
     if query.adapter is not None and query.adapter not in adapters:
         raise UnknownAdapterError(query.adapter, adapters)

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class AdapterTable(abc.ABC, Generic[T]):
-    """The loaded adapters of an engine by name, with what the engine calls each of them.
+    """The loaded adapters of an engine, by name.
 
-    A subclass implements `_load`, and `_unload` where something must be freed; names and their
-    errors are handled here.
+    Subclasses implement `_load`, and `_unload` if resources must be freed; this class handles
+    names and their errors.
 
     Attributes:
-        loaded: What `_load` returned for each adapter, by name, oldest first.
+        loaded: Results of `_load` by adapter name, oldest first.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class AdapterTable(abc.ABC, Generic[T]):
         """Check that an adapter is loaded.
 
         Raises:
-            UnknownAdapterError: It is not.
+            UnknownAdapterError: The adapter is not loaded.
         """
         if name not in self.loaded:
             raise UnknownAdapterError(name, self.loaded)
@@ -48,8 +48,8 @@ class AdapterTable(abc.ABC, Generic[T]):
             path: A folder or file; `~` is the user's home directory.
 
         Raises:
-            AdapterError: The name is taken, or the adapter cannot be loaded. The adapters
-                loaded before are unchanged.
+            AdapterError: The name is in use, or the adapter cannot be loaded. The loaded
+                adapters are unchanged.
         """
         if name in self.loaded:
             raise AdapterError(
@@ -61,7 +61,7 @@ class AdapterTable(abc.ABC, Generic[T]):
         """Unload an adapter.
 
         Raises:
-            UnknownAdapterError: It is not loaded.
+            UnknownAdapterError: The adapter is not loaded.
         """
         self.check_loaded(name)
         self._unload(name, self.loaded[name])
@@ -72,4 +72,4 @@ class AdapterTable(abc.ABC, Generic[T]):
         """Load an adapter into the engine, or raise `AdapterError` and change nothing."""
 
     def _unload(self, name: str, adapter: T) -> None:
-        """Free what `_load` returned. The adapter remains in the table if this raises."""
+        """Free the result of `_load`. The adapter remains in the table if this raises."""

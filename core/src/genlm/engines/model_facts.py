@@ -47,7 +47,7 @@ _STRUCTURES = (
 
 _ROPE_ALIASES = {"su": "longrope"}
 
-# Architectures without a setting that says so.
+# Architectures whose configs have no setting for the mechanism.
 _ALIBI_TYPES = {"bloom", "mpt"}
 _SINK_TYPES = {"gpt_oss"}
 _BIDIRECTIONAL_TYPES = {"xlnet"}
@@ -76,7 +76,7 @@ class ModelFacts:
         logit_softcap: Bound of logits.
         attention_sinks: Whether attention has a learned sink.
         recurrent: Whether a layer keeps a recurrent or convolutional state.
-        hybrid: Whether it has attention layers beside such ones.
+        hybrid: Whether it has attention layers and recurrent layers.
         latent_attention: Whether keys and values are compressed (MLA).
         sparse_attention: Whether each token attends to chosen tokens only.
         num_experts: Experts of a layer, 0 for a dense model.
@@ -86,8 +86,8 @@ class ModelFacts:
         max_positions: Positions that the config states; None for no limit.
         original_positions: Positions before rotary embeddings were scaled.
         structures: Settings that change what is computed, by name, and are on.
-        bidirectional: Why tokens attend to later ones, such as `"is_decoder=False"`; empty for
-            causal attention.
+        bidirectional: Reason why tokens attend to later ones, such as `"is_decoder=False"`;
+            empty for causal attention.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Running a library inside a user's process that is written to own its process.
+"""Isolation of libraries that change the state of the user's process.
 
 Importing and building such an engine sets environment variables, seeds the global random
 generators and replaces log handlers: `preserve_process_state` restores them. Two of its

@@ -52,8 +52,8 @@ def check_causal(facts: ModelFacts) -> None:
     """Refuse a model whose config makes its attention bidirectional.
 
     Raises:
-        ModelLoadError: Its prediction after a token depends on later tokens, so it has no
-            next-token distribution.
+        ModelLoadError: The prediction after a token depends on later tokens, so the model has
+            no next-token distribution.
     """
     if facts.bidirectional:
         raise ModelLoadError(

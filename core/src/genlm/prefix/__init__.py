@@ -1,12 +1,11 @@
-"""Prefixes computed once: a tree of tokens over slots of keys and values.
+"""Prefix cache of engines that run a model: a token tree over slots of keys and values.
 
-For engines that run a model themselves. `PrefixRows` computes the next-token rows of batches
-of sequences from a `PrefixTree` of bounded size, with eviction, pinning, adapters and
-roll-back; the engine provides a `ForwardFn`, which runs its model over uncached tokens, or a
-`ScoringForward`, with which texts are scored too. `prefill_stages`, `group_segments` and
-`SegmentBatch` lay tokens out as padded forward passes with gathered pasts. `PrefixEngine` is
-the base class of such engines; `choose_path` selects the fastest execution path that gives the
-right rows.
+`PrefixRows` computes the next-token rows of batches of sequences from a `PrefixTree` of limited
+size, with eviction, pinning, adapters and roll-back. The engine provides a `ForwardFn`, which
+runs its model over uncached tokens, or a `ScoringForward`, which also scores texts.
+`prefill_stages`, `group_segments` and `SegmentBatch` arrange tokens in padded forward passes
+with gathered pasts. `PrefixEngine` is the base class of such engines; `choose_path` selects the
+fastest execution path with correct rows.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""Block tables: the slots of many sequences as arrays, and how many refer to each slot.
+"""Block tables: the slots of many sequences as arrays, and reference counts of the slots.
 
 A row of a `BlockTable` has the slots of one sequence, in order. Slots form a tree by their
-parents, so `SlotReferences` counts the ends of rows and the children of a slot only: copying a
-row costs one operation, whatever its length is. This module does not depend on torch.
+parents, so `SlotReferences` counts only the ends of rows and the children of a slot: copying a
+row of any length costs one operation. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["BlockTable", "SlotReferences"]
 # References to the scratch slot, which stands for "no slot" and is never freed.
 _ALWAYS = 2**30
 
-# Of the dtype of the counts: numpy is 25 times slower with another.
+# In the dtype of the counts: numpy is 25 times slower with another dtype.
 _ONE = np.int32(1)
 
 
 class SlotReferences:
-    """Counts the rows that end in each slot and the slots that continue it.
+    """Reference counts of slots: rows that end in a slot, and slots that continue it.
 
     Args:
         capacity: The largest slot.
 
     Attributes:
-        counts: References to each slot.
-        parents: The slot of the token before each; `SCRATCH_SLOT` for none.
+        counts: Number of references to each slot.
+        parents: Slot of the previous token of each slot; `SCRATCH_SLOT` for none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -42,20 +42,20 @@ class SlotReferences:
         self.counts[SCRATCH_SLOT] = _ALWAYS
 
     def hold(self, slots: NDArray[np.integer]) -> None:
-        """Count a reference to each slot."""
+        """Add a reference to each slot."""
         np.add.at(self.counts, slots, _ONE)
         self.counts[SCRATCH_SLOT] = _ALWAYS
 
     def connect(self, slots: Slots, parents: NDArray[np.integer]) -> None:
-        """Set the parents of slots, which are referred to from now on."""
+        """Set the parents of new slots, and add references to the parents."""
         self.parents[slots] = parents
         self.hold(parents)
 
     def release(self, slots: NDArray[np.integer]) -> Slots:
-        """Count a reference less to each slot.
+        """Remove a reference to each slot.
 
         Returns:
-            The slots without references: some of these, and ancestors that only they continued.
+            The slots without references: some of these, and ancestors without other references.
         """
         freed = []
         while len(slots):
@@ -71,10 +71,10 @@ class BlockTable:
     """The slots of n sequences.
 
     Attributes:
-        trunk: Slots that all rows begin with, never all slots of a row.
-        slots: The slots after the trunk, shape `(n, longest)`, int32; what follows the end of
-            a row means nothing.
-        lengths: Slots of each row after the trunk, shape `(n,)`.
+        trunk: Common first slots of all rows, never all slots of a row.
+        slots: The slots after the trunk, shape `(n, longest)`, int32; entries after the end of
+            a row are undefined.
+        lengths: Number of slots of each row after the trunk, shape `(n,)`.
     """
 
     trunk: Slots
@@ -105,13 +105,13 @@ class BlockTable:
         return found
 
     def select(self, rows: Integers64) -> BlockTable:
-        """Return a table of some rows, repeated or not, with the longest trunk of these."""
+        """Return a table of selected rows, possibly repeated, with the longest trunk."""
         lengths = self.lengths[rows]
         longest = int(lengths.max(initial=0))
         return _with_trunk(BlockTable(self.trunk, self.slots[rows, :longest], lengths))
 
     def replaced(self, rows: Integers64, paths: Sequence[Slots]) -> BlockTable:
-        """Return the table with all slots of some rows replaced."""
+        """Return the table with all slots of the given rows replaced."""
         lengths, trunk = self.tokens, len(self.trunk)
         lengths[rows] = [len(path) for path in paths]
         width = trunk + self.slots.shape[1]
@@ -124,7 +124,7 @@ class BlockTable:
     def continued(
         self, rows: Integers64, slots: NDArray[np.int32], lengths: Integers64
     ) -> BlockTable:
-        """Return the table with longer rows in place of some; the slots after the trunk."""
+        """Return the table with some rows replaced by longer ones, given after the trunk."""
         if len(rows) == len(self):  # all of them, in order
             return BlockTable(self.trunk, slots, lengths)
         width = max(self.slots.shape[1], slots.shape[1])
@@ -135,7 +135,7 @@ class BlockTable:
 
 
 def _with_trunk(table: BlockTable) -> BlockTable:
-    """Move leading columns in which all rows are equal to the trunk."""
+    """Move the leading columns in which all rows are equal to the trunk."""
     slots, shared = table.slots, 0
     limit = int(table.lengths.min()) - 1 if len(table) else 0
     while shared < limit and (slots[:, shared] == slots[0, shared]).all():

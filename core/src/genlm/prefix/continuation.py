@@ -1,4 +1,4 @@
-"""Continuations: rows of a block table and the tokens that follow them, as one forward pass."""
+"""Continuations: rows of a block table and the tokens after them, as one forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from genlm.prefix.node import SCRATCH_SLOT, Slots
 
 __all__ = ["Continuation", "TableBatch", "continuation"]
 
-# New slots are numbered from here until they are allocated.
+# First provisional number of new slots, until they are allocated.
 _FIRST_NEW = 2**31
 
 
@@ -23,19 +23,19 @@ _FIRST_NEW = 2**31
 class TableBatch:
     """Tokens to compute that continue rows of a block table.
 
-    A token sees the trunk and the first slots of its row, up to its own position; the last of
-    them is its own slot.
+    A token attends to the trunk and to the slots of its row up to its position, of which the
+    last is the slot of the token.
 
     Attributes:
         tokens: Token ids, shape `(q,)`.
-        positions: The position of each in its sequence, shape `(q,)`.
-        writes: The slot that takes the keys and values of each: its own one, or the scratch
-            slot for a token that is computed again for its logits, shape `(q,)`.
-        trunk: Slots that all sequences begin with.
-        slots: The slots after them, shape `(d, longest)`, int32; what follows the end of a row
-            means nothing.
-        rows: The row of each token, shape `(q,)`.
-        results: For each row the token whose logits are wanted, shape `(d,)`.
+        positions: Positions of the tokens in their sequences, shape `(q,)`.
+        writes: Slots to which keys and values are written: that of the token, or the scratch
+            slot for a token that is recomputed for its logits, shape `(q,)`.
+        trunk: Common first slots of all sequences.
+        slots: The slots after the trunk, shape `(d, longest)`, int32; entries after the end of
+            a row are undefined.
+        rows: Row of each token, shape `(q,)`.
+        results: Token of each row whose logits are returned, shape `(d,)`.
     """
 
     tokens: Integers64
@@ -48,13 +48,13 @@ class TableBatch:
 
 
 class Continuation(NamedTuple):
-    """Rows of a table, continued.
+    """A plan for the continuation of rows of a table.
 
     Attributes:
-        batch: Computes the tokens.
-        new: The slots that were allocated.
-        parents: The slot before each of them.
-        lengths: Slots of each row after the trunk.
+        batch: Tokens to compute.
+        new: The allocated slots.
+        parents: Parents of the allocated slots.
+        lengths: Number of slots of each row after the trunk.
     """
 
     batch: TableBatch
@@ -70,16 +70,16 @@ def continuation(
     repeated: Integers64,
     allocate: Callable[[int], Slots],
 ) -> Continuation:
-    """Plan the tokens that follow rows of a table; equal ones after one slot become one.
+    """Plan the tokens after rows of a table; equal tokens after one slot become one.
 
     Args:
         table: The rows before these tokens.
-        rows: Which rows, shape `(d,)`, each once.
+        rows: Indices of rows without repetition, shape `(d,)`.
         tokens: Added tokens of each sequence, shape `(d, k)`; `NO_TOKEN` for columns that
             add no token.
-        repeated: The last token of rows that nothing follows, which is computed again, shape
+        repeated: Last token of each row, which is recomputed if no token is added, shape
             `(d,)`.
-        allocate: Called once; returns as many slots as it is asked for.
+        allocate: Function that returns a given number of slots; called once.
     """
     lengths, last = table.lengths[rows], table.last[rows]
     results = np.full(len(rows), -1)

@@ -31,19 +31,19 @@ class Adapters(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, in the order in which they were loaded."""
+        """Names of the loaded adapters, in the order of loading."""
         ...
 
     def load(self, name: str, path: str) -> None:
         """Load the adapter in folder `path` under a name.
 
         Raises:
-            AdapterError: It cannot be loaded; the model is unchanged.
+            AdapterError: The adapter cannot be loaded; the model is unchanged.
         """
         ...
 
     def remove(self, name: str) -> None:
-        """Free an adapter that `load` added."""
+        """Free an adapter that `load` has loaded."""
         ...
 
     def activate(self, name: str) -> AbstractContextManager[None]:
@@ -52,7 +52,7 @@ class Adapters(Protocol):
 
 
 class PrefixEngine(BatchEngine):
-    """Base class of engines that run a model themselves, through an execution path.
+    """Base class of engines that run a model through an execution path.
 
     A subclass loads its model and calls `serve` once. It may extend `activate`,
     `model_statistics`, `add_adapter`, `remove_adapter`, `clear_prefix_cache` and `close`.
@@ -79,12 +79,12 @@ class PrefixEngine(BatchEngine):
         embedding_rows: int,
         hints: Mapping[Capability, str] | None = None,
     ) -> None:
-        """Set what serves queries; `vocabulary` and `max_context` are set by the subclass.
+        """Set the attributes that serve queries except `vocabulary` and `max_context`.
 
         Args:
-            choice: Computes the rows.
-            adapters: Loads and activates adapters.
-            embedding_rows: The model can embed ids from 0 up to here.
+            choice: Execution path that computes the rows.
+            adapters: Adapters of the model.
+            embedding_rows: Number of ids that the model can embed.
             hints: Advice for each capability that the model lacks.
         """
         self._choice, self._adapters = choice, adapters
@@ -107,10 +107,9 @@ class PrefixEngine(BatchEngine):
         """Accept a query for the next step.
 
         Raises:
-            UnknownAdapterError: Its adapter was not loaded.
-            TokenIdError: The tokenizer has the id, but the model has no embedding
-                for it.
-            UnsupportedCapabilityError: It requests a continuation, or scores of a model
+            UnknownAdapterError: The adapter is not loaded.
+            TokenIdError: The tokenizer has an id for which the model has no embedding.
+            UnsupportedCapabilityError: The query requests a continuation, or scores of a model
                 whose path cannot score.
         """
         if query.sampling is not None:
@@ -124,27 +123,27 @@ class PrefixEngine(BatchEngine):
         """Accept the query of a population.
 
         Raises:
-            UnknownAdapterError: Its adapter was not loaded.
-            TokenIdError: The tokenizer has an id, but the model has no embedding for it.
+            UnknownAdapterError: The adapter is not loaded.
+            TokenIdError: The tokenizer has an id for which the model has no embedding.
         """
         lineage, wanted = group.generation.lineage, group.wanted
         some = wanted[:1]
         if self.vocabulary.size > self._embedding_rows:
             firsts, token_ids = lineage.suffixes(wanted)
             invalid = (token_ids >= self._embedding_rows).any(axis=1)
-            firsts[invalid] = -1 - np.arange(invalid.sum())  # each is checked
+            firsts[invalid] = -1 - np.arange(invalid.sum())  # all are checked
             some = wanted[np.unique(firsts, return_index=True)[1]]
         for place in some.tolist():
             self._check(Query(group.query_id, lineage.sequence(place), group.adapter))
         super().submit_group(group)
 
     def group_limit(self, group: GroupQuery) -> int:
-        """Return how many sequences of a population take about one pass."""
+        """Return the number of sequences of a population for about one pass."""
         populations = self._populations
         return super().group_limit(group) if populations is None else populations.limit(group)
 
     def evaluate_group(self, group: GroupQuery, places: Integers64) -> GroupValues:
-        """Compute sequences of a population from block tables, else as queries of their own."""
+        """Compute sequences of a population from block tables, else as separate queries."""
         path, populations = self._choice.path, self._populations
         if populations is None:
             return super().evaluate_group(group, places)
@@ -162,8 +161,8 @@ class PrefixEngine(BatchEngine):
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
         """Select about one forward pass: the oldest query and others of its adapter.
 
-        All of them ask for rows, or all for scores. A context longer than a pass, or of more
-        slots than are free, takes several passes.
+        The selected queries all request rows, or all scores. A context that is longer than a
+        pass, or exceeds the free slots, takes several passes.
         """
         adapter, path = pending[0].adapter, self._choice.path
         scored = bool(pending[0].targets)
@@ -180,22 +179,18 @@ class PrefixEngine(BatchEngine):
         return [candidates[i] for i in chosen]
 
     def evaluate(self, queries: Sequence[Query]) -> torch.Tensor:
-        """Compute the row of each query; all have the same adapter.
-
-        Returns:
-            Shape `(len(queries), vocabulary.size)`, float32.
-        """
+        """Compute the rows of queries with the same adapter; see `BatchEngine.evaluate`."""
         adapter = queries[0].adapter
         self._tokens_evaluated += sum(map(len, queries))
         with self.activate(adapter):
             return self._choice.path.rows(adapter, self._sequences(queries))
 
     def score(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Score the targets of each query; all have the same adapter."""
+        """Score the targets of queries with the same adapter."""
         return self._text_results(queries)
 
     def reduce_texts(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Reduce the rows before the targets of each query; all have the same adapter."""
+        """Reduce the rows that predict the targets of queries with the same adapter."""
         return self._text_results(queries)
 
     def _text_results(self, queries: Sequence[Query]) -> Sequence[TextResult]:
@@ -206,21 +201,21 @@ class PrefixEngine(BatchEngine):
             return path.scores(adapter, _texts(queries))
 
     def _sequences(self, queries: Sequence[Query]) -> Sequence[Any]:
-        """Return what the execution path takes: only a tree has a use for `TokenSequence`."""
+        """Return the sequences for the execution path; only a tree uses `TokenSequence`."""
         if isinstance(self._choice.path, PrefixRows):
             return [query.sequence for query in queries]
         return [query.token_ids for query in queries]
 
     def activate(self, adapter: str | None) -> AbstractContextManager[None]:
-        """Prepare the model for forward passes with an adapter, None for none."""
+        """Prepare the model for forward passes with an adapter, or with None."""
         return nullcontext() if adapter is None else self._adapters.activate(adapter)
 
     def cache_prefix(self, token_ids: Sequence[int], adapter: str | None) -> None:
-        """Compute a prefix and keep it until `clear_prefix_cache`.
+        """Compute a prefix and pin it until `clear_prefix_cache`.
 
         Raises:
             UnsupportedCapabilityError: The model is served without a cache.
-            EvaluationError: It does not fit beside the prefixes kept already.
+            EvaluationError: The prefix does not fit into the cache with the pinned prefixes.
             GenlmError: As `submit`.
         """
         cache = self._prefix_cache()
@@ -234,26 +229,26 @@ class PrefixEngine(BatchEngine):
             self._choice.path.release(adapter, key)
 
     def clear_prefix_cache(self) -> None:
-        """Free everything computed, kept prefixes included. Rows do not change."""
+        """Free all cached tokens, including pinned prefixes. Rows do not change."""
         self._prefix_cache().clear()
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Load the LoRA adapter in folder `path`, which queries use as `name`.
+        """Load the LoRA adapter in folder `path` under the name `name`.
 
         Raises:
             UnsupportedCapabilityError: The model cannot have adapters.
-            AdapterError: The name is taken, the folder holds no LoRA adapter, or
-                it does not fit the model; the engine is unchanged.
+            AdapterError: The name is in use, the folder contains no LoRA adapter, or the
+                adapter does not fit the model; the engine is unchanged.
         """
         if Capability.LORA not in self.capabilities:
             raise self._unsupported(Capability.LORA)
         self._adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter that `add_adapter` loaded, with all that was computed with it.
+        """Remove an adapter that `add_adapter` loaded, and all tokens computed with it.
 
         Raises:
-            UnknownAdapterError: None of that name is loaded.
+            UnknownAdapterError: No adapter of this name is loaded.
         """
         if name not in self._adapters.names:
             raise UnknownAdapterError(name, self._adapters.names)
@@ -262,12 +257,12 @@ class PrefixEngine(BatchEngine):
             self._choice.path.drop(name)
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of work, the execution path and facts about the model.
+        """Return counters, the execution path and facts about the model.
 
         `tokens_evaluated` counts the tokens of all contexts, `tokens_computed` those that
-        went through the model. `execution_path_reason` says why the path was chosen,
-        `self_test_error` is its largest error in the self-test. After `close`, the last
-        statistics.
+        passed through the model. `execution_path_reason` is the reason for the choice of the
+        path, `self_test_error` its largest error in the self-test. After `close`, the last
+        statistics are returned.
         """
         try:
             return {
@@ -277,7 +272,7 @@ class PrefixEngine(BatchEngine):
                 "adapters": len(self._adapters.names),
                 **self.model_statistics(),
             }
-        except AttributeError:  # closed, perhaps meanwhile by another thread
+        except AttributeError:  # closed, possibly by another thread
             if self._final_statistics is None:
                 raise
             return self._final_statistics

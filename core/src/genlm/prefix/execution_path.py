@@ -1,6 +1,6 @@
-"""Execution paths: the ways to run a model, and the choice of the fastest right one.
+"""Execution paths: the ways to run a model, and the choice of the fastest correct one.
 
-Which models a path serves correctly cannot be read from their configs. A faster path must
+The config of a model does not show whether a path serves it correctly. A faster path must
 therefore be built without an `UnsupportedModelError` and pass a `SelfTest` against a
 reference path.
 """
@@ -35,7 +35,7 @@ Path = TypeVar("Path", bound=PrefixRows)
 
 _LONGEST_TEXT = 24
 
-# The rounding error of a model grows with its size; that of batching shows how much.
+# The rounding error grows with the size of the model; that of batching is a measure of it.
 _ROUNDING_FACTOR = 4
 
 
@@ -47,11 +47,11 @@ class ExecutionPath(Protocol):
     """Computes next-token rows with one model; the caller activates the adapter."""
 
     def rows(self, adapter: str | None, sequences: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Compute the next-token row of each sequence.
+        """Compute the next-token rows of sequences.
 
         Args:
             adapter: Name of the active adapter.
-            sequences: At least one; ids that the model can embed, none empty.
+            sequences: At least one sequence of at least one id that the model can embed.
 
         Returns:
             Shape `(len(sequences), vocabulary.size)`, float32.
@@ -65,15 +65,15 @@ class ExecutionPath(Protocol):
 
         Args:
             adapter: Adapter of all sequences.
-            sequences: At least one, the most urgent first.
+            sequences: At least one sequence, the most urgent first.
 
         Returns:
-            Their indices, 0 among them.
+            Indices of the chosen sequences, including 0.
         """
         ...
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of work. Thread-safe."""
+        """Return counters. Thread-safe."""
         ...
 
 
@@ -83,23 +83,23 @@ class ScoringPath(ExecutionPath, Protocol):
 
     @property
     def can_score(self) -> bool:
-        """Whether it scores texts of this model."""
+        """Whether the path scores texts of this model."""
         ...
 
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
-        """Score or reduce the targets of each text; the caller activates the adapter."""
+        """Score texts or reduce their rows; the caller activates the adapter."""
         ...
 
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
     ) -> Sequence[int]:
-        """Choose texts whose scores take about one forward pass; as `next_pass`."""
+        """Choose texts whose scores take about one forward pass; see `next_pass`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Options that all engines of `PrefixEngine` have.
+    """Common options of the engines of `PrefixEngine`.
 
     Attributes:
         paths: Names of the engine's execution paths, fastest first; the last one has no
@@ -108,8 +108,8 @@ class ServeOptions:
             for the engine's default.
         kv_budget_bytes: Maximum memory for cached keys and values; None for the default.
         max_context: Maximum context length in tokens, if less than that of the model.
-        execution_path: One of `paths`, or None for the fastest that gives the right rows.
-        self_test: Whether to compare a faster path with the reference at loading.
+        execution_path: One of `paths`, or None for the fastest path with correct rows.
+        self_test: Whether to compare a faster path with the reference on loading.
 
     Raises:
         ValueError: An option has an invalid value.
@@ -144,8 +144,8 @@ class PathChoice:
 
     Attributes:
         name: One of the engine's `ServeOptions.paths`.
-        path: Computes the rows.
-        reason: Why no faster path was chosen, `"the fastest"` or `"asked for"`.
+        path: Execution path that computes the rows.
+        reason: Reason why no faster path was chosen, `"the fastest"` or `"asked for"`.
         error: Largest error in log-probability in the self-test; None without a test.
     """
 
@@ -161,20 +161,20 @@ class PathChoice:
 
 
 class SelfTest:
-    """Compares an execution path with a reference that runs each sequence alone.
+    """Compares an execution path with a reference that runs every sequence alone.
 
-    Three batches of mixed lengths, forks, repeats, and one and several new tokens show
-    state that leaks between sequences, forgotten biases, wrong positions and short
-    windows. What needs thousands of tokens (long windows, scaling of positions) must be
-    checked by other rules.
+    Three batches of mixed lengths, forks, repeats, and one and several new tokens detect
+    state that leaks between sequences, missing biases, wrong positions and short windows.
+    Errors that need thousands of tokens (long windows, scaling of positions) must be excluded
+    by other rules.
 
     Args:
-        text: Token ids; at least one. At most 24 are used.
-        reference: Gives the right rows.
-        tolerance: Largest error in log-probability that passes.
+        text: At least one token id, of which at most 24 are used.
+        reference: Execution path with correct rows.
+        tolerance: Largest accepted error in log-probability.
         max_context: Maximum length of a sequence in tokens; None for no limit.
-        scale_tolerance: Whether errors pass up to four times the difference that batching
-            makes in the reference.
+        scale_tolerance: Whether to accept errors up to four times the difference that batching
+            causes in the reference.
     """
 
     def __init__(
@@ -248,17 +248,17 @@ def choose_path(
     self_test: Callable[[Path], float],
     logger: logging.Logger,
 ) -> PathChoice:
-    """Return the fastest path that gives the right rows, or the requested one.
+    """Return the fastest path with correct rows, or the requested one.
 
     Args:
         model_name: Name of the model in messages.
-        faster: Builds each path but the last of `options.paths`, or raises
-            `UnsupportedModelError`; the fastest first.
+        faster: Functions that build the paths except the last of `options.paths`, fastest
+            first, or raise `UnsupportedModelError`.
         reference: The last of `options.paths`, which supports every model.
         options: Options of the engine.
-        self_test: Returns the largest error of a faster path, or raises
+        self_test: Function that returns the largest error of a faster path, or raises
             `UnsupportedModelError`; not called if `options.self_test` is False.
-        logger: Gets the choice, at the level INFO.
+        logger: Logger of the choice, at level INFO.
 
     Raises:
         ModelLoadError: The requested path does not support the model.

@@ -30,19 +30,19 @@ __all__ = [
 _Flags = NDArray[np.bool_]
 
 Receive = Callable[[Slots, "torch.Tensor"], None]
-"""Takes slots and the logits after their tokens, shape `(slots, width)`."""
+"""Function of slots and of the logits after their tokens, shape `(slots, width)`."""
 
 
 class TreeBatch:
     """Sequences in the current batch of a tree.
 
     Args:
-        tree: Holds all of them; its uncached tokens are to be computed.
-        adapter: Adapter under which they were inserted.
-        sequences: Sequences whose next tokens are wanted.
-        nodes: The node that `insert` returned for each.
-        first_positions: For each sequence the first position whose logits are wanted, and
-            those of all later ones with it; empty if only those of the last are.
+        tree: Tree that contains the sequences; its uncached tokens are computed.
+        adapter: Adapter of the sequences.
+        sequences: Sequences whose logits are requested.
+        nodes: Nodes that `insert` returned for the sequences.
+        first_positions: First position of each sequence whose logits are requested; those of
+            all later positions are requested, too. Empty for the last positions only.
 
     Attributes:
         tree, adapter, first_positions: As above.
@@ -73,7 +73,7 @@ class TreeBatch:
         return [int(node.slots[first - node.start]) for node, first, _ in self.ends]
 
     def wanted_slots(self) -> Sequence[int]:
-        """Return the slots of the tokens whose logits are wanted, each once."""
+        """Return the slots of the tokens whose logits are requested, without repetition."""
         if not self.first_positions:
             return self.last_slots
         parts = [node.slots[mask] for node, mask in self._wanted().items()]
@@ -81,7 +81,7 @@ class TreeBatch:
         return wanted
 
     def cached_runs(self) -> list[TokenRun]:
-        """Return the tokens that are computed already, but whose logits are wanted."""
+        """Return the cached tokens whose logits are requested."""
         if self.first_positions:
             return [
                 TokenRun(node, node.start + first, node.start + end)
@@ -92,7 +92,7 @@ class TreeBatch:
         return list(dict.fromkeys(cached))
 
     def _wanted(self) -> dict[Node, _Flags]:
-        """Return which tokens of each node have wanted logits."""
+        """Return the tokens of each node whose logits are requested."""
         found: dict[Node, _Flags] = {}
         for last, first in zip(self.ends, self.first_positions, strict=True):
             node: Node | None = last.node
@@ -110,9 +110,9 @@ class TokenRun(NamedTuple):
     """Consecutive tokens of a node.
 
     Attributes:
-        node: The node that holds them.
-        first: Position of the first in its sequences.
-        end: Position after the last.
+        node: The node that contains the tokens.
+        first: Position of the first token in its sequences.
+        end: Position after the last token.
     """
 
     node: Node
@@ -121,24 +121,24 @@ class TokenRun(NamedTuple):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Their ids."""
+        """Token ids."""
         start = self.node.start
         return self.node.tokens[self.first - start : self.end - start]
 
     @property
     def own_slots(self) -> Slots:
-        """Their slots."""
+        """Slots of the tokens."""
         start = self.node.start
         return self.node.slots[self.first - start : self.end - start]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Result of running a model over a batch.
+    """Logits and counts of the forward passes over a batch.
 
     Attributes:
         logits: Shape `(sequences, width of the model's output)`, in the model's dtype.
-        tokens: Number of tokens that went through the model, without padding.
+        tokens: Number of tokens that passed through the model, without padding.
         forwards: Number of forward passes.
     """
 
@@ -151,7 +151,7 @@ class ForwardFn(Protocol):
     """Runs a model over the uncached tokens of a tree."""
 
     def __call__(self, batch: TreeBatch) -> ForwardResult:
-        """Store keys and values of all uncached tokens; return the sequences' logits."""
+        """Store keys and values of all uncached tokens; return the logits of the sequences."""
         ...
 
 
@@ -159,7 +159,7 @@ class ForwardCounts(NamedTuple):
     """Counts of the forward passes over a batch.
 
     Attributes:
-        tokens: Number of tokens that went through the model, without padding.
+        tokens: Number of tokens that passed through the model, without padding.
         forwards: Number of forward passes.
     """
 
@@ -169,19 +169,19 @@ class ForwardCounts(NamedTuple):
 
 @runtime_checkable
 class ScoringForward(ForwardFn, Protocol):
-    """A `ForwardFn` that gives the logits of many positions of each sequence, in pieces."""
+    """A `ForwardFn` that also computes the logits of many positions, in pieces."""
 
     def scores_in_pieces(self) -> bool:
-        """Whether `score` never has the logits of a whole pass in memory."""
+        """Whether `score` never holds the logits of a whole pass in memory."""
         ...
 
     def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Store keys and values of all uncached tokens; pass on the wanted logits.
+        """Store keys and values of all uncached tokens; pass on the requested logits.
 
         Args:
-            batch: Its `wanted_slots` say which logits are wanted.
-            receive: Is called with some of these slots and their logits, as often as it
-                takes, with each slot once. The logits are read before it returns.
+            batch: Batch whose `wanted_slots` are the slots of the requested logits.
+            receive: Function that is called with parts of these slots and their logits, once
+                per slot. It reads the logits before it returns.
         """
         ...
 
@@ -196,6 +196,6 @@ class TableForward(ForwardFn, Protocol):
 
 
 def _runs(flags: _Flags) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and the end of each run of true entries."""
+    """Yield the start and the end of each run of true entries."""
     edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

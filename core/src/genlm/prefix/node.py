@@ -1,7 +1,7 @@
 """Nodes of the prefix tree and the slots of the KV storage that their tokens occupy.
 
-A slot is the place of one token's keys and values in every layer. This module handles
-numbers only; it does not depend on torch.
+A slot is the place of one token's keys and values in every layer. This module handles only
+numbers and does not depend on torch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ __all__ = ["SCRATCH_SLOT", "FreeSlots", "Node", "Slots", "slots_within"]
 Slots = NDArray[np.int64]
 
 SCRATCH_SLOT = 0
-"""Never allocated: tokens that are computed again write here, not over the old values."""
+"""Slot to which recomputed tokens write, so that cached values are not overwritten; never
+allocated."""
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 def slots_within(budget_bytes: int, bytes_per_token: int) -> int:
-    """Return how many slots fit into a budget, the scratch slot included."""
+    """Return the number of slots within a budget, including the scratch slot."""
     return budget_bytes // bytes_per_token
 
 
 class FreeSlots:
-    """The free slots among `1 ... capacity`; the last freed are allocated first.
+    """The free slots among `1 ... capacity`; the last freed slots are allocated first.
 
     Slots that were freed together are allocated together, so long prompts are mostly
     contiguous, and attention reads them without gathering.
@@ -60,15 +61,15 @@ class Node:
     """The edge from its parent: tokens `start ... end - 1` of every sequence through it.
 
     Attributes:
-        tokens: At least one, except in a root. Extended in place, in time that does not depend
-            on how many there are.
-        slots: One for each token; a token keeps its slot for as long as it is cached.
+        tokens: At least one token, except in a root. Extended in place, in time that does not
+            depend on their number.
+        slots: One slot per token; a token keeps its slot while it is cached.
         start: Position of the first token in its sequences.
         parent: None in a root and in nodes removed from the tree.
         children: Children by their first token.
         computed: Number of tokens that have keys and values; the others are uncached.
-        pinned: Number of users of the node, which is not evicted while there are any.
-        cuts: How often tokens were removed from its end, where others may have followed.
+        pinned: Number of users of the node; a node with users is not evicted.
+        cuts: Number of times that tokens were removed from its end.
     """
 
     __slots__ = (
@@ -93,9 +94,9 @@ class Node:
         return self.start + len(self.tokens)
 
     def split(self, length: int) -> Node:
-        """Put the first `length` tokens into a new node above this one; return it.
+        """Move the first `length` tokens into a new parent of this node; return the parent.
 
-        This node keeps its children and the rest; no token changes its slot.
+        This node keeps its children and the remaining tokens; no token changes its slot.
         """
         assert self.parent is not None  # noqa: S101 - our own mistake
         upper = Node(self.tokens[:length], self.slots[:length], self.start, self.parent)
@@ -110,7 +111,7 @@ class Node:
         return upper
 
     def cut(self, length: int) -> Slots:
-        """Remove all but the first `length` tokens and return the slots of the others.
+        """Remove all but the first `length` tokens and return the slots of the removed ones.
 
         A node without tokens is removed from the tree. The node must not have children.
         """
@@ -124,12 +125,12 @@ class Node:
             assert self.parent is not None  # noqa: S101 - our own mistake
             del self.parent.children[self.tokens[0]]
             self.parent = None
-            # Remembered places refer to removed nodes for a while.
+            # Remembered places may still refer to removed nodes.
             self.tokens, self.slots = [], _NO_SLOTS
         return freed
 
     def at(self, position: int) -> Node:
-        """Return the node that holds a token of the path to this node's end."""
+        """Return the node that contains a token of the path to this node's end."""
         node = self
         while node.start > position:
             assert node.parent is not None  # noqa: S101 - our own mistake
@@ -141,7 +142,7 @@ class Node:
         return np.concatenate((_NO_SLOTS, *self.path_parts(first, end)))
 
     def path_parts(self, first: int, end: int) -> list[Slots]:
-        """Return the slots of the tokens `first ... end - 1`, those of each node as a view."""
+        """Return the slots of the tokens `first ... end - 1`, one view per node."""
         parts = []
         node: Node | None = self
         while end > first:
@@ -156,7 +157,7 @@ class Node:
         return parts
 
     def below(self) -> Iterator[Node]:
-        """Yield every node under this one, parents before children."""
+        """Yield all descendants, parents before children."""
         waiting = list(self.children.values())
         while waiting:
             node = waiting.pop()

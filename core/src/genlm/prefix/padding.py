@@ -1,8 +1,8 @@
-"""Divides work into padded batches that waste little.
+"""Division of work into padded batches with little padding.
 
-`plan_batches` groups whole sequences. A segment is consecutive tokens of one sequence with
-their past: segments whose pasts are known run together, in a few padded passes, and those
-that depend on them run in the next prefill stage. This module handles numbers only.
+`plan_batches` groups whole sequences. A segment consists of consecutive tokens of one sequence
+and their past: segments whose pasts are computed run together, in a few padded passes, and
+segments that depend on them run in the next prefill stage. This module handles only numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 # Padding up to this many tokens costs less than another pass over the weights.
 _CHEAP_PADDING_TOKENS = 64
 
-# Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.
+# Maximum number of slots gathered at once: 128 MiB per layer at 2 KiB per slot.
 _GATHERED_AT_ONCE = 2**16
 
 # Gathering this many slots as padding costs less than another pass over the weights.
@@ -44,9 +44,9 @@ class BatchLimits:
     """Limits of one padded batch of sequences.
 
     Attributes:
-        max_tokens: Maximum number of positions with padding. A longer sequence is a batch of
-            its own.
-        max_rows: Maximum number of sequences, which bounds the logits of a batch.
+        max_tokens: Maximum number of positions with padding. A longer sequence is a separate
+            batch.
+        max_rows: Maximum number of sequences, which limits the logits of a batch.
         equal_lengths: Whether all sequences of a batch must have the same length.
     """
 
@@ -55,7 +55,7 @@ class BatchLimits:
     equal_lengths: bool = False
 
     def rows(self, longest: int) -> int:
-        """Return how many sequences of at most `longest` tokens a batch may have."""
+        """Return the maximum number of sequences of at most `longest` tokens in a batch."""
         return max(1, min(self.max_rows, self.max_tokens // max(1, longest)))
 
     def shortest(self, longest: int) -> int:
@@ -66,11 +66,11 @@ class BatchLimits:
 
 
 def plan_batches(lengths: Sequence[int] | Integers, limits: BatchLimits) -> Iterator[list[int]]:
-    """Group the indices of `lengths` into batches, each index in exactly one.
+    """Partition the indices of `lengths` into batches.
 
-    The longest come first, so that each batch is padded to its first member and a batch
-    that exceeds the memory fails at once. No sequence is padded beyond twice its length,
-    except by a few tokens.
+    The longest sequences come first, so that every batch is padded to its first member and a
+    batch that exceeds the memory fails at once. No sequence is padded to more than twice its
+    length plus a few tokens.
     """
     negative = -np.asarray(lengths, np.int64)
     order = np.argsort(negative, kind="stable")
@@ -91,7 +91,7 @@ class Segment:
     Attributes:
         tokens: Token ids, at least one.
         slots: Slots of the past and of these tokens.
-        writes: Slots that take the keys and values of these tokens: their own, or the
+        writes: Slots to which keys and values of these tokens are written: their slots, or the
             scratch slot if they are cached.
     """
 
@@ -110,8 +110,8 @@ class SegmentLimits:
     """Limits of one padded batch of segments.
 
     Attributes:
-        max_tokens: Maximum number of new positions with padding. A longer segment is a batch of
-            its own.
+        max_tokens: Maximum number of new positions with padding. A longer segment is a separate
+            batch.
         max_context: Maximum number of positions of past and new tokens, padding
             included; None for no limit.
     """
@@ -120,7 +120,7 @@ class SegmentLimits:
     max_context: int | None
 
     def admit(self, batch: Sequence[Segment], segment: Segment) -> bool:
-        """Whether a segment may join others, none of which has more new tokens."""
+        """Whether a segment may join others that have at most as many new tokens."""
         rows = len(batch) + 1
         longest = len(segment.tokens)
         past = max(segment.past, *(other.past for other in batch))
@@ -141,12 +141,12 @@ class SegmentBatch:
 
     Attributes:
         tokens: Token ids, shape (segments, longest); padding holds `pad_id`.
-        positions: Position of each in its own sequence; padding continues the count.
-        writes: The slot that takes each token's keys and values, same shape; padding
-            writes into the scratch slot.
-        reads: The slots of past and new tokens, shape (segments, longest past +
-            longest); padding reads what its segment has just written.
-        is_token: Which of `reads` are not padding.
+        positions: Position of each token in its sequence; padding continues the count.
+        writes: Slot to which each token's keys and values are written, same shape; the scratch
+            slot for padding.
+        reads: Slots of past and new tokens, shape (segments, longest past + longest); padding
+            reads slots that its segment has just written.
+        is_token: Whether each entry of `reads` is not padding.
         past: Number of columns of the pasts, at least the longest past.
     """
 
@@ -173,7 +173,7 @@ class SegmentBatch:
 def places_of(
     segments: Sequence[Segment], wanted: Collection[int]
 ) -> list[tuple[int, int, int]]:
-    """Return (slot, segment, place in the segment) of new tokens whose slots are wanted."""
+    """Return (slot, segment, place in the segment) of new tokens with requested logits."""
     return [
         (slot, row, place)
         for row, segment in enumerate(segments)
@@ -183,9 +183,9 @@ def places_of(
 
 
 def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
-    """Divide the work of a batch into stages, each of which depends on the earlier ones.
+    """Divide the work of a batch into stages, which depend on earlier stages.
 
-    The first stage includes cached tokens whose logits are wanted, which are run again.
+    The first stage includes cached tokens whose logits are requested; these are recomputed.
     """
     depths: dict[Node, int] = {}
     stages: list[list[Segment]] = [[]]
@@ -206,7 +206,7 @@ def prefill_stages(batch: TreeBatch) -> list[list[Segment]]:
 def group_segments(
     segments: Sequence[Segment], limits: SegmentLimits
 ) -> Iterator[list[Segment]]:
-    """Divide segments into batches that pad little, each segment into exactly one."""
+    """Partition segments into batches with little padding."""
     batch: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (len(s.tokens), s.past)):
         if batch and not limits.admit(batch, segment):

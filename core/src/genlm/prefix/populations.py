@@ -1,8 +1,8 @@
 """`Populations`: next-token logits of generations from block tables.
 
 The slots come from the pool of a prefix tree. The first sequences of a population are computed
-through the tree, which keeps them while rows refer to them; what extends them has slots here,
-and no object for a sequence. A table that is evicted is computed again through the tree.
+through the tree, which keeps them while rows refer to them; their extensions have slots here,
+without an object per sequence. An evicted table is recomputed through the tree.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["Populations"]
 
 RunTable = Callable[[TableBatch, str | None], "torch.Tensor"]
-"""Computes a pass of an adapter; returns logits, shape `(results, width)`."""
+"""Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
 
 # Sequences with more new tokens are computed through the tree, as prefill chunks.
 _MOST_TOKENS = 32
 
-# Sequences that are looked up to estimate how many tokens of a first generation are new.
+# Number of sequences used to estimate the number of new tokens of a first generation.
 _SAMPLED = 32
 
 
@@ -41,11 +41,11 @@ class Populations:
     """The block tables of generations, least recently used first.
 
     Tables are released when their generation is dropped, on any thread: the next call on the
-    engine's thread frees their slots. When the tree lacks slots it evicts its own nodes first,
+    engine's thread frees their slots. When the tree lacks slots, it evicts its nodes first,
     then tables.
 
     Args:
-        tree: Provides slots, and keeps the first sequences of populations.
+        tree: Tree that provides slots and contains the first sequences of populations.
         max_tokens: Maximum number of tokens of a pass.
         max_rows: Maximum number of results of a pass.
     """
@@ -57,7 +57,7 @@ class Populations:
         tree.evict_others = self._evict_oldest
 
     def clear(self) -> None:
-        """Forget all tables, before the tree is cleared."""
+        """Remove all tables, before the tree is cleared."""
         self._references = SlotReferences(self._tree.capacity)
         self._tables: OrderedDict[int, _Kept] = OrderedDict()
         self._leased: dict[int, tuple[str | None, TokenSequence]] = {}
@@ -77,7 +77,7 @@ class Populations:
                 self._free(kept.table)
 
     def limit(self, group: GroupQuery) -> int:
-        """Return how many sequences of a group take about one pass."""
+        """Return the number of sequences of a group for about one pass."""
         self.collect()
         lineage, wanted = group.generation.lineage, group.wanted
         table = self._table(group)
@@ -94,14 +94,14 @@ class Populations:
     def logits(
         self, group: GroupQuery, places: Integers64, run: RunTable
     ) -> torch.Tensor | None:
-        """Compute the next-token logits of some of the sequences of a group.
+        """Compute the next-token logits of some sequences of a group.
 
-        When this raises, everything is as it was before the pass that failed.
+        After an exception, the state is that before the failed pass.
 
         Args:
             group: The sequences and their adapter, which is active.
-            places: Which of `group.wanted`.
-            run: Computes a pass.
+            places: Places of the sequences in `group.wanted`.
+            run: Function that computes a pass.
 
         Returns:
             Shape `(len(places), width of the model's output)`. None if the generation has no
@@ -134,7 +134,7 @@ class Populations:
         return logits
 
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
-        """Keep sequences of a group that the tree has computed, if it still has them."""
+        """Add a table for sequences of a group that are computed and in the tree."""
         self.collect()
         lineage, tree, adapter = group.generation.lineage, self._tree, group.adapter
         table = self._table(group)
@@ -154,10 +154,10 @@ class Populations:
                 self._references.parents[last] = SCRATCH_SLOT
         self._keep(group, table.replaced(np.array(rows, np.int64), paths))
 
-    # -- parts ------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------
 
     def _passes(self, counts: Integers64) -> Iterator[slice]:
-        """Divide sequences of so many tokens each into passes."""
+        """Divide sequences of the given numbers of tokens into passes."""
         ends, first = np.cumsum(counts), 0
         while first < len(counts):
             before = int(ends[first] - counts[first])
@@ -174,10 +174,10 @@ class Populations:
         repeated: Integers64,
         run: RunTable,
     ) -> torch.Tensor:
-        """Compute what follows some rows, see `continuation`, and keep the longer table.
+        """Compute the continuation of rows, and store the longer table.
 
         Raises:
-            OutOfSlotsError: There are not enough slots; nothing has changed.
+            OutOfSlotsError: There are too few slots; the state is unchanged.
         """
         table = self._table(group)
         assert table is not None  # noqa: S101 - the current table is not evicted
@@ -196,7 +196,7 @@ class Populations:
         return logits
 
     def _table(self, group: GroupQuery) -> BlockTable | None:
-        """Return the table of a generation, by default of the one that it extends, if kept."""
+        """Return the table of a generation, else that of its base, else None."""
         generation, lineage = group.generation, group.generation.lineage
         base = generation.with_state()
         if base is None or not isinstance(base.state, _State):
@@ -213,7 +213,7 @@ class Populations:
         return table
 
     def _keep(self, group: GroupQuery, table: BlockTable) -> None:
-        """Keep a table for a generation, in place of the one that it has."""
+        """Store the table of a generation, in place of its current one."""
         self._references.hold(table.last)
         state = group.generation.state
         kept = self._tables.get(state.key) if isinstance(state, _State) else None
@@ -225,7 +225,7 @@ class Populations:
         self._tables[state.key] = _Kept(group.adapter, table)
 
     def _evict_oldest(self) -> bool:
-        """Release a table, but not that of the current pass; False if there is none."""
+        """Release a table except that of the current pass; return False if there is none."""
         self.collect()
         key = next((key for key in self._tables if key != self._current), None)
         if key is None:
@@ -234,7 +234,7 @@ class Populations:
         return True
 
     def _free(self, table: BlockTable) -> None:
-        """Release the slots of a table; those of first sequences go back to the tree."""
+        """Release the slots of a table; those of first sequences return to the tree."""
         freed = self._references.release(table.last)
         first = freed[self._references.parents[freed] == SCRATCH_SLOT].tolist()
         leased = [slot for slot in first if slot in self._leased]
@@ -249,9 +249,9 @@ class _Kept(NamedTuple):
 
 
 class _State:
-    """Refers to a table of a generation, which is released with it.
+    """A reference to the table of a generation, which is released with it.
 
-    It is dropped on any thread, and during garbage collections within other calls.
+    It may be dropped on any thread, and during garbage collections within other calls.
     """
 
     __slots__ = ("_dropped", "key")

@@ -1,7 +1,7 @@
 """Next-token rows of batches of sequences from a prefix tree.
 
 `PrefixRows` owns the tree, its budget and its roll-backs. A `ForwardFn` runs the model over
-the tokens that the tree does not have yet. Texts are scored by `TextScorer`.
+the uncached tokens. `TextScorer` scores texts.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 __all__ = ["PrefixRows"]
 
 _Batch = list[tuple[int, Node]]
-"""Index of a sequence and what the tree's `insert` returned for it."""
+"""Index of a sequence and its node from the tree's `insert`."""
 
-# `next_pass` looks at each pending sequence for microseconds; this bounds the total.
+# Limit of the time of `next_pass`, which takes microseconds per pending sequence.
 _MOST_PASSED_OVER = 256
 
 
 class PrefixRows:
-    """Answers batches of sequences from a prefix tree.
+    """Computes the rows of batches of sequences with a prefix tree.
 
-    A batch that needs more slots than can be freed is computed in several passes, and so
-    is a context of more tokens than one pass may have.
+    A batch that needs more slots than can be freed, or a context of more tokens than the
+    maximum of a pass, is computed in several passes.
 
     Args:
-        forward: Runs the model over the tokens that are not in the tree yet.
-        without_cache: Returns the row of a sequence too long for the whole budget, shape
-            `(1, vocabulary.size)`, float32.
-        score_without_cache: Scores a text too long for the whole budget; texts are scored only
-            if it is given, and `forward` is a `ScoringForward`.
+        forward: Function that runs the model over uncached tokens.
+        without_cache: Function that returns the row of a sequence too long for the whole
+            budget, shape `(1, vocabulary.size)`, float32.
+        score_without_cache: Function that scores a text too long for the whole budget; texts
+            are scored only if it is given and `forward` is a `ScoringForward`.
         vocabulary: The tokenizer's vocabulary.
-        budget_bytes: Upper bound of the memory of keys and values.
+        budget_bytes: Maximum memory of keys and values.
         bytes_per_token: Memory of the keys and values of one token.
-        max_tokens: Upper bound of the new tokens in one pass.
-        max_rows: Upper bound of the results of one pass, which bounds its logits.
+        max_tokens: Maximum number of new tokens in one pass.
+        max_rows: Maximum number of results of one pass, which limits its logits.
 
     Attributes:
         forward: As above.
@@ -83,17 +83,17 @@ class PrefixRows:
             self.populations = Populations(self._tree, max_tokens=max_tokens, max_rows=max_rows)
 
     def rows(self, adapter: str | None, sequences: Sequence[Tokens]) -> torch.Tensor:
-        """Compute the next-token row of each sequence, in one pass or in several.
+        """Compute the next-token rows of sequences, in one or several passes.
 
-        When this raises, the tree holds computed tokens only.
+        After an exception, the tree contains only computed tokens.
 
         Args:
             adapter: Name of the adapter that is active in the model.
-            sequences: At least one; ids that the model can embed, none empty. Those given as
-                `TokenSequence` are found without a look at their ids.
+            sequences: At least one sequence of at least one id that the model can embed. The
+                tree finds a `TokenSequence` without reading its ids.
 
         Returns:
-            Shape `(len(sequences), vocabulary.size)`, float32, where the logits are.
+            Shape `(len(sequences), vocabulary.size)`, float32, on the device of the logits.
         """
         self._collect()
         rows: torch.Tensor | None = None
@@ -115,24 +115,24 @@ class PrefixRows:
         return rows
 
     def next_pass(self, adapter: str | None, sequences: Sequence[Tokens]) -> Sequence[int]:
-        """Choose sequences whose rows take one pass: the first, then those that still fit.
+        """Choose sequences whose rows take one pass: the first, then others that fit.
 
-        The beginning of a first sequence longer than a pass takes passes of its own. Free
+        The beginning of a first sequence that is longer than a pass takes separate passes. Free
         slots are not considered.
 
         Args:
             adapter: Adapter of all sequences.
-            sequences: At least one, the most urgent first.
+            sequences: At least one sequence, the most urgent first.
 
         Returns:
-            Their indices, in order, 0 among them.
+            Indices of the chosen sequences, ascending, including 0.
         """
         total = sum(map(len, sequences))
         if len(sequences) <= self._max_rows and total + len(sequences) <= self._max_tokens:
             return range(len(sequences))
         chosen: list[int] = []
         passed_over, room = 0, self._max_tokens
-        ahead: PrefixTree | None = None  # what the pass will compute, each token once
+        ahead: PrefixTree | None = None  # tokens of the pass, without repetition
         for index, sequence in enumerate(sequences):
             new = self._tree.missing(adapter, sequence)
             if new > 1:
@@ -148,26 +148,26 @@ class PrefixRows:
             if ahead is not None:
                 ahead.insert(adapter, sequence)
             chosen.append(index)
-            room -= new + 1  # a cached last token is run again
+            room -= new + 1  # a cached last token is recomputed
             if len(chosen) == self._max_rows:
                 break
         return chosen
 
     @property
     def can_score(self) -> bool:
-        """Whether it scores texts."""
+        """Whether texts can be scored."""
         return self._score_without_cache is not None and isinstance(
             self.forward, ScoringForward
         )
 
     def scores(self, adapter: str | None, texts: Sequence[ScoredText]) -> list[TextResult]:
-        """Score texts: each position that is not cached is computed once, in few passes.
+        """Score texts in few passes, with one computation per uncached position.
 
-        When this raises, the tree holds computed tokens only.
+        After an exception, the tree contains only computed tokens.
 
         Args:
             adapter: Name of the adapter that is active in the model.
-            texts: At least one; ids that the model can embed.
+            texts: At least one text of ids that the model can embed.
 
         Returns:
             As `PieceScores.results`.
@@ -182,19 +182,11 @@ class PrefixRows:
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
     ) -> Sequence[int]:
-        """Choose texts whose scores take one pass: the first, then those that still fit.
-
-        Args:
-            adapter: Adapter of all texts.
-            texts: At least one, the most urgent first.
-
-        Returns:
-            Their indices, in order, 0 among them.
-        """
+        """Choose texts whose scores take one pass; see `next_pass`."""
         return self._scorer().next_pass(adapter, texts, self._max_tokens)
 
     def _scorer(self) -> TextScorer:
-        # Not kept: it refers to this object, which would then live until a garbage collection.
+        # Not stored: it refers to this object, and the cycle would delay freeing it.
         return TextScorer(
             self._tree,
             self._score_pass,
@@ -208,10 +200,10 @@ class PrefixRows:
         return self.populations.logits(group, places, self._table_pass)
 
     def keep(self, adapter: str | None, token_ids: tuple[int, ...]) -> None:
-        """Compute a prefix and keep it until `clear`.
+        """Compute a prefix and pin it until `clear`.
 
         Raises:
-            EvaluationError: It does not fit into the budget beside the prefixes kept already.
+            EvaluationError: The prefix does not fit into the budget with the pinned prefixes.
         """
         before = self._contexts_without_cache
         self.rows(adapter, [token_ids])
@@ -228,19 +220,19 @@ class PrefixRows:
         self._tree.release(adapter, key)
 
     def drop(self, adapter: str) -> None:
-        """Remove everything computed with an adapter, kept prefixes included."""
+        """Remove all tokens computed with an adapter, including pinned prefixes."""
         if self.populations is not None:
             self.populations.drop(adapter)
         self._tree.drop(adapter)
 
     def clear(self) -> None:
-        """Remove everything computed from the tree, kept prefixes included."""
+        """Remove all computed tokens, including pinned prefixes."""
         if self.populations is not None:
             self.populations.clear()
         self._tree.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of work and the state of the cache. Thread-safe."""
+        """Return counters and the state of the cache. Thread-safe."""
         used = self._tree.slots_used
         return {
             "tokens_computed": self._tokens_computed,
@@ -283,9 +275,9 @@ class PrefixRows:
     def _insert(
         self, adapter: str | None, sequence: TokenSequence, members: int
     ) -> Node | None:
-        """Insert a sequence unless it makes the batch larger than a pass, or slots are few.
+        """Insert a sequence unless the batch would exceed a pass or the available slots.
 
-        The first of a batch's members may be of any length.
+        The first sequence of a batch may have any length.
         """
         room = None
         if members:
@@ -301,7 +293,7 @@ class PrefixRows:
         """Compute the beginning of a batch's only sequence in passes of the largest size.
 
         Returns:
-            What the tree returns for the whole sequence, inserted again.
+            The node of the whole sequence, inserted again.
         """
         self._tree.roll_back()  # frees its slots, which suffice for every piece
         limit, ids = self._max_tokens, sequence.token_ids
@@ -336,7 +328,7 @@ class PrefixRows:
         return result.logits
 
     def _score_pass(self, wanted: TreeBatch, ends: Sequence[End], receive: Receive) -> None:
-        """Compute a batch of the tree, end it, and give the wanted logits to `receive`."""
+        """Compute a batch of the tree, end it, and pass the requested logits to `receive`."""
         assert isinstance(self.forward, ScoringForward)  # noqa: S101 - our own mistake
         self._commit(*self.forward.score(wanted, receive), ends)
 

@@ -1,10 +1,9 @@
 """Scores of texts: all positions of many texts from few passes over a prefix tree.
 
-A text is divided into parts that fit into a pass; parts of several texts share a pass. What
-the tree has of a text before its first target is not computed again, and positions that several
-texts of a pass have in common are computed once. What a text adds after its first target is
-evicted before everything else: few programs ask for it again, and keeping it would evict
-contexts.
+A text is divided into parts that fit into a pass; parts of several texts share a pass. Cached
+tokens before the first target of a text are not recomputed, and common positions of several
+texts of a pass are computed once. Tokens after the first target are evicted before all others:
+few programs request them again, and keeping them would evict contexts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TextScorer"]
 
-# `next_pass` looks at each pending text for microseconds; this bounds the total.
+# Limit of the time of `next_pass`, which takes microseconds per pending text.
 _MOST_PASSED_OVER = 256
 
 _Integers = NDArray[np.int64]
@@ -39,11 +38,11 @@ class _Batch:
 
     Attributes:
         sequences, nodes, first_positions: As in `TreeBatch`.
-        keys: Slots of the positions that targets follow.
-        members: Which of all targets these are.
+        keys: Slots of the tokens that precede targets.
+        members: Indices of these targets among all targets.
         ends: Nodes that are evicted before all others.
-        new: Slots of the tokens that it computes and caches.
-        again: Slots of cached tokens that it runs again.
+        new: Slots of the tokens that are computed and cached.
+        again: Slots of cached tokens that are recomputed.
     """
 
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -57,7 +56,7 @@ class _Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that it runs."""
+        """Number of tokens to compute."""
         return len(self.new) + len(self.again)
 
 
@@ -66,9 +65,9 @@ class TextScorer:
 
     Args:
         tree: The tree.
-        run: Computes a batch of the tree, ends it, and passes on the wanted logits; what it is
-            given besides is evicted first.
-        without_cache: Scores a text that does not fit into the tree.
+        run: Function that computes a batch of the tree, ends it, and passes on the requested
+            logits; the nodes among its arguments are evicted first.
+        without_cache: Function that scores a text that does not fit into the tree.
         vocabulary: The tokenizer's vocabulary.
     """
 
@@ -104,7 +103,7 @@ class TextScorer:
             return range(len(texts))
         chosen: list[int] = []
         room, passed_over = limit, 0
-        ahead = PrefixTree(total)  # what the pass will compute, each token once
+        ahead = PrefixTree(total)  # tokens of the pass, without repetition
         again: set[int] = set()
         for index, text in enumerate(texts):
             missing, cached = self._tokens(adapter, text.sequence, text.first)
@@ -115,7 +114,7 @@ class TextScorer:
                 if passed_over > _MOST_PASSED_OVER:
                     break
                 continue
-            while cost > room:  # the beginning takes passes of its own
+            while cost > room:  # the beginning takes separate passes
                 cost -= room
             ahead.insert(adapter, text.sequence)
             again |= cached
@@ -169,7 +168,7 @@ class TextScorer:
     def _tokens(
         self, adapter: str | None, sequence: TokenSequence, first: int
     ) -> tuple[int, set[int]]:
-        """Return how many tokens are missing, and the slots of cached ones from `first` on."""
+        """Return the number of uncached tokens and the cached slots from `first` on."""
         missing = self._tree.missing(adapter, sequence)
         cached = len(sequence) - missing
         if cached <= first:
@@ -189,10 +188,10 @@ class TextScorer:
     ) -> bool:
         """Add a sequence, and the targets after its tokens from `first` on, to a batch.
 
-        What it has after `kept` tokens is evicted before all others.
+        Its tokens after the first `kept` ones are evicted before all others.
 
         Returns:
-            Whether there were slots for it.
+            Whether there were enough slots.
         """
         cached = len(sequence) - self._tree.missing(adapter, sequence)
         try:
@@ -212,7 +211,7 @@ class TextScorer:
         return True
 
     def _run_pass(self, adapter: str | None, batch: _Batch, scores: PieceScores) -> None:
-        """Compute a batch, and give its logits to `scores`."""
+        """Compute a batch, and pass its logits to `scores`."""
         scores.expect(np.concatenate(batch.keys), np.concatenate(batch.members))
         wanted = TreeBatch(
             self._tree, adapter, batch.sequences, batch.nodes, batch.first_positions
@@ -223,11 +222,11 @@ class TextScorer:
 def _parts(
     text: ScoredText, members: _Integers, tokens: int, limit: int
 ) -> Iterator[tuple[TokenSequence, int, _Integers]]:
-    """Divide a text of which more tokens must be run than a pass may have.
+    """Divide a text with more tokens to compute than the maximum of a pass.
 
     Yields:
-        The text up to the end of a pass; the position of the first token in it that a target
-        follows, or its end; and which targets these are.
+        The text up to the end of a pass; the position of its first token that precedes a
+        target, or its end; and the indices of these targets.
     """
     length = len(text.sequence)
     ids, begin = text.sequence.token_ids, length - tokens

@@ -1,9 +1,9 @@
-"""The prefix tree: which token of which sequence is in which slot.
+"""The prefix tree: a map from the tokens of sequences to slots.
 
-There is one radix tree over token ids for each adapter; all share the same slots. The tree
-works in batches: `insert` finds or allocates the slots of sequences, the caller computes
-the uncached tokens, and `commit` or `roll_back` ends the batch. This module does not
-depend on torch, models or queries.
+There is one radix tree over token ids per adapter; all share the same slots. The tree works in
+batches: `insert` finds or allocates the slots of sequences, the caller computes the uncached
+tokens, and `commit` or `roll_back` ends the batch. This module does not depend on torch, models
+or queries.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ __all__ = ["End", "OutOfSlotsError", "PrefixTree", "Tokens"]
 Tokens = tuple[int, ...] | TokenSequence
 
 _MOST_PLACES = 2**14
-"""Sequences whose places are remembered, in trees with as many slots: half a kilobyte each."""
+"""Maximum number of remembered places of sequences, in trees with at least as many slots: half
+a kilobyte per place."""
 
-# A leaf is evicted by quarters at least, so that trimming costs O(1) a slot.
+# At least a quarter of a leaf is evicted at once, so that trimming costs O(1) per slot.
 _SMALLEST_SHARE = 4
 
 _START = attrgetter("start")
 
 
 _Place = tuple[Node, int, int]
-"""A node on whose path a sequence ends, its `cuts` then, and the length of the sequence.
+"""A node on whose path a sequence ends, its `cuts` at that time, and the sequence length.
 
-The path has the sequence as long as nothing is cut from the node: others may only split it.
+The path contains the sequence as long as the node is not cut: other operations only split it.
 """
 
 
 class End(NamedTuple):
-    """The end of a sequence: what it has after its first `length` tokens.
+    """The end of a sequence: its tokens after the first `length` ones.
 
     Attributes:
         adapter: Adapter of the sequence.
         tokens: The sequence, which is in the tree.
-        length: Number of its tokens before the end.
+        length: Number of tokens before the end.
     """
 
     adapter: str | None
@@ -57,7 +58,7 @@ class OutOfSlotsError(RuntimeError):
 
 
 class PrefixTree:
-    """Sequences that share every prefix, in at most `capacity` slots.
+    """Sequences with shared prefixes, in at most `capacity` slots.
 
     Least recently used tokens are evicted when slots are needed, ends of sequences
     first; tokens that are pinned or in use by the current batch are not evicted.
@@ -72,8 +73,8 @@ class PrefixTree:
     Attributes:
         capacity: As above.
         tokens_evicted: Number of tokens that were evicted.
-        evict_others: Frees slots that `allocate` returned, before a batch has new tokens;
-            returns False if it cannot.
+        evict_others: Function that frees slots returned by `allocate`, before a batch has new
+            tokens; returns False if there are none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -113,7 +114,7 @@ class PrefixTree:
     ) -> Node:
         """Add a sequence to the tree and to the current batch.
 
-        Tokens after a `TokenSequence` that was inserted before are added without a look at the
+        Tokens after a `TokenSequence` that was inserted before are added without reading the
         tokens before them.
 
         Args:
@@ -122,8 +123,8 @@ class PrefixTree:
             at_most: Maximum number of added tokens; None for no limit.
 
         Returns:
-            A node with its last token on the path to it: the node that holds it, until others
-            split that node.
+            The node that contains the last token; after later splits, a node with the token on
+            the path to it.
 
         Raises:
             OutOfSlotsError: More than `at_most` tokens are missing, or all other slots are
@@ -161,7 +162,7 @@ class PrefixTree:
         return self._found(adapter, tokens, node)
 
     def missing(self, adapter: str | None, tokens: Tokens) -> int:
-        """Return how many tokens at the end of a sequence are not in the tree."""
+        """Return the number of tokens at the end of a sequence that are not in the tree."""
         node, position = self._beginning(adapter, tokens)
         missing = len(tokens) - position
         if position == node.end and not node.children:
@@ -183,7 +184,7 @@ class PrefixTree:
         return missing
 
     def find(self, adapter: str | None, tokens: Tokens) -> Node:
-        """Return the node that holds the last token of a sequence in the tree."""
+        """Return the node that contains the last token of a sequence in the tree."""
         node, position = self._beginning(adapter, tokens)
         rest = _ids_from(tokens, position)
         first = position
@@ -196,11 +197,11 @@ class PrefixTree:
         return sorted(self._uncached, key=_START)
 
     def commit(self, ends: Iterable[End] = ()) -> None:
-        """End the batch: its uncached tokens are computed; all its tokens may be evicted.
+        """End the batch: its uncached tokens are computed, and all its tokens may be evicted.
 
         Args:
-            ends: Which tokens of sequences of the batch are evicted before all others, where
-                no other sequence continues them.
+            ends: Ends of sequences of the batch that are evicted before all others, unless
+                other sequences continue them.
         """
         for node in self._uncached:
             node.computed = len(node.tokens)
@@ -224,7 +225,7 @@ class PrefixTree:
     # -- between batches --------------------------------------------------------------
 
     def pin(self, adapter: str | None, tokens: Tokens) -> None:
-        """Keep a sequence of the tree until as many calls of `unpin`, or `clear`."""
+        """Pin a sequence of the tree until as many calls of `unpin`, or `clear`."""
         node: Node | None = self.find(adapter, tokens)
         assert node is not None  # noqa: S101 - our own mistake
         if len(tokens) < node.end:
@@ -237,7 +238,7 @@ class PrefixTree:
             node = node.parent
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Evict the end of a sequence before all others; nothing if others continue it.
+        """Evict the end of a sequence before all others, unless others continue it.
 
         Args:
             adapter: Adapter of the sequence.
@@ -273,10 +274,10 @@ class PrefixTree:
             node = node.parent
 
     def allocate(self, count: int) -> Slots:
-        """Take slots that are not of the tree, for which idle tokens are evicted.
+        """Allocate slots outside the tree; idle tokens are evicted if necessary.
 
         Raises:
-            OutOfSlotsError: All others are pinned or in use; nothing is evicted.
+            OutOfSlotsError: All other slots are pinned or in use; nothing is evicted.
         """
         while (lacking := count - len(self._free)) > self._idle_slots:
             if self._uncached or not self.evict_others():
@@ -297,13 +298,13 @@ class PrefixTree:
         assert not self._in_use  # noqa: S101 - our own mistake
         self._reset()
 
-    # -- parts ------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------
 
     def _beginning(self, adapter: str | None, tokens: Tokens) -> tuple[Node, int]:
-        """Return a node and a position on its path up to which it holds the tokens.
+        """Return a node and the position up to which its path contains the tokens.
 
-        The place of a `TokenSequence` that was inserted before, or of all of it but the last
-        token, is remembered. The beginning of other sequences is the root.
+        The place of a `TokenSequence` that was inserted before, with or without its last token,
+        is remembered. For other sequences the place is the root.
         """
         if isinstance(tokens, TokenSequence):
             length = len(tokens)
@@ -316,7 +317,7 @@ class PrefixTree:
         return self._root(adapter), 0
 
     def _end_of(self, key: tuple[str | None, bytes]) -> Node | None:
-        """Return the node that holds the last token of a sequence, if that is remembered."""
+        """Return the remembered node of the last token of a sequence, else None."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -324,7 +325,7 @@ class PrefixTree:
         return node.at(length - 1) if node.cuts == cuts else None
 
     def _found(self, adapter: str | None, tokens: Tokens, node: Node) -> Node:
-        """Remember and return the node that holds the last token."""
+        """Remember and return the node that contains the last token."""
         if isinstance(tokens, TokenSequence):
             key = (adapter, tokens.key)
             self._places[key] = (node, node.cuts, len(tokens))
@@ -334,7 +335,7 @@ class PrefixTree:
         return node
 
     def _use_path(self, node: Node | None) -> None:
-        """Keep a node and its ancestors; those of a node in use are in use already."""
+        """Mark a node and its ancestors as in use."""
         while node is not None and node.parent is not None and node not in self._in_use:
             self._use(node)
             node = node.parent
@@ -361,9 +362,9 @@ class PrefixTree:
         self._in_use.clear()
 
     def _nodes_of(self, end: End) -> list[Node]:
-        """Return the nodes of the current batch that hold the end of a sequence.
+        """Return the nodes of the current batch that contain the end of a sequence.
 
-        None if its last token is within a node: what is in the tree continues it.
+        Empty if the last token is within a node, whose other tokens continue it.
         """
         node: Node | None = self.find(end.adapter, end.tokens)
         assert node is not None  # noqa: S101 - our own mistake
@@ -377,12 +378,12 @@ class PrefixTree:
         return found
 
     def _evict_first(self, nodes: set[Node]) -> None:
-        """Evict nodes before all others, those without other nodes below them."""
+        """Evict nodes without other descendants before all others."""
         moved: set[Node] = set()
         for node in sorted(nodes, key=_START, reverse=True):
             if node in self._idle and moved.issuperset(node.children.values()):
                 moved.add(node)
-        for node in sorted(moved, key=_START):  # descendants get before their ancestors
+        for node in sorted(moved, key=_START):  # descendants precede their ancestors
             self._idle.move_to_end(node, last=False)
 
     def _extend(self, node: Node, tokens: list[int], at_most: int | None) -> Node:
@@ -415,7 +416,7 @@ class PrefixTree:
         return upper
 
     def _evict(self, wanted: int) -> int:
-        """Free `wanted` slots or more, or all of one leaf if it has fewer; return how many."""
+        """Free at least `wanted` slots or a whole leaf; return the number of freed slots."""
         leaf = next(iter(self._idle))
         length = len(leaf.slots)
         kept = max(0, length - max(wanted, length // _SMALLEST_SHARE))
@@ -434,6 +435,6 @@ def _ids_from(tokens: Tokens, start: int) -> list[int]:
 
 
 def _common_length(edge: list[int], tokens: list[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     longest = min(len(edge), len(tokens))
     return next((i for i in range(longest) if edge[i] != tokens[i]), longest)

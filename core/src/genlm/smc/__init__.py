@@ -1,4 +1,4 @@
-"""Sequential Monte Carlo: `steer`, a particle filter over a model, and its arithmetic."""
+"""Sequential Monte Carlo: the particle filter `steer`, weights and resampling."""
 
 from genlm.smc.particles import History, Particles, Step
 from genlm.smc.resampling import (

@@ -1,4 +1,4 @@
-"""`Particles` of a filter after a step, and the `History` of the steps before."""
+"""`Particles` of a filter after a step, and the `History` of the steps."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["History", "Particles", "Step"]
 
 _SHOWN = 10
-"""Number of different texts that `print` shows."""
+"""Maximum number of distinct texts in the printed form."""
 _WIDTH = 100
-"""Number of characters of a text that `print` shows."""
+"""Maximum number of characters of a text in the printed form."""
 
 
 def required(module: str, purpose: str) -> Any:
     """Import an optional library.
 
     Raises:
-        MissingRequirementError: It is not installed.
+        MissingRequirementError: The library is not installed.
     """
     try:
         return import_module(module)
@@ -42,15 +42,15 @@ def required(module: str, purpose: str) -> Any:
 
 
 class Step(NamedTuple):
-    """What one step of a filter did.
+    """Tokens, weights and ancestors of one step of a filter.
 
     Attributes:
-        token_ids: The token that each particle of the step before was extended by, shape
-            `(n,)`, int64; -1 for none.
-        log_weights: Of these particles after the token, before resampling, shape `(n,)`.
-        finished: Which of them are finished, shape `(n,)`, bool.
-        ancestors: Which of them each particle continues, shape `(n,)`, int64: ascending
-            numbers without repetition if there was no resampling.
+        token_ids: The token appended to each particle of the previous step, shape `(n,)`,
+            int64; -1 for none.
+        log_weights: Log-weights of these particles before resampling, shape `(n,)`.
+        finished: Whether these particles are finished, shape `(n,)`, bool.
+        ancestors: Index of each resampled particle's ancestor among these, shape `(n,)`, int64:
+            0 to n - 1 if there was no resampling.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -65,19 +65,19 @@ class Step(NamedTuple):
 
     @property
     def effective_sample_size(self) -> float:
-        """See `effective_sample_size`, before resampling; 0 if no particle has a weight."""
+        """Effective sample size before resampling; 0 if all weights are 0."""
         if np.isneginf(self.log_weights).all():
             return 0.0
         return effective_sample_size(self.log_weights)
 
     @property
     def is_resampled(self) -> bool:
-        """Whether ancestors were chosen after the step."""
+        """Whether the particles were resampled after the step."""
         return bool((self.ancestors != np.arange(len(self.ancestors))).any())
 
 
 class History(Sequence[Step]):
-    """The steps of a filter up to some particles, the first one first; immutable."""
+    """The steps of a filter that led to some particles, in order; immutable."""
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._steps = tuple(steps)
@@ -94,12 +94,12 @@ class History(Sequence[Step]):
         return History(found) if isinstance(index, slice) else found  # type: ignore[arg-type,return-value]
 
     def followed_by(self, step: Step) -> History:
-        """Return the history with one step more."""
+        """Return the history with one more step."""
         return History((*self._steps, step))
 
     @property
     def ancestry(self) -> npt.NDArray[np.int64]:
-        """The particle that each of the last particles was after each step.
+        """Index of each current particle's ancestor after each step.
 
         Shape `(steps, n)`, int64; the last row is 0 to n - 1.
         """
@@ -115,7 +115,7 @@ class History(Sequence[Step]):
 
         Returns:
             Columns `log_evidence`, `effective_sample_size`, `is_resampled`, `alive`, the
-            number of particles with a weight, and `finished`, their number.
+            number of particles with non-zero weights, and `finished`, that of finished ones.
 
         Raises:
             MissingRequirementError: pandas is not installed.
@@ -135,10 +135,10 @@ class History(Sequence[Step]):
         return table.rename_axis("step")
 
     def plot(self) -> Figure:
-        """Draw the genealogy of the particles, their weights and the effective sample size.
+        """Plot the genealogy of the particles, their weights and the effective sample size.
 
         Returns:
-            A figure of matplotlib, which `savefig` writes to a file.
+            A matplotlib figure; its method `savefig` writes a file.
 
         Raises:
             MissingRequirementError: matplotlib is not installed.
@@ -162,15 +162,15 @@ class History(Sequence[Step]):
 
 @dataclass(frozen=True, repr=False)
 class Particles:
-    """The particles of a filter after a step; `print` shows the heaviest.
+    """The particles of a filter after a step; `print` shows those of the largest weights.
 
     Attributes:
-        population: The sequences, prompt included; `population.finished` says which ended.
+        population: The sequences, including the prompt and the flags `population.finished`.
         log_weights: Shape `(n,)`, float64; `-inf` for particles that cannot be continued.
-        ancestors: The particle of the step before that each continues, shape `(n,)`, int64.
-        token_ids: The token that each was extended by before it was chosen, in the order of
-            the step before, shape `(n,)`, int64; -1 for none.
-        history: All steps so far, the last one included.
+        ancestors: Index of each particle's ancestor in the previous step, shape `(n,)`, int64.
+        token_ids: The token appended to each particle of the previous step, before resampling,
+            shape `(n,)`, int64; -1 for none.
+        history: All steps, including the last one.
         llm: The model.
         prompt_length: Number of tokens of the prompt.
     """
@@ -187,26 +187,26 @@ class Particles:
     def log_evidence(self) -> float:
         """Log of the mean weight; its exponential is an unbiased estimate of the evidence.
 
-        With a constraint and no potential, the evidence is the probability that the model by
-        itself keeps to the constraint for as many tokens.
+        With a constraint and no potential, the evidence is the probability that a sample of the
+        unconstrained model satisfies the constraint for the same number of tokens.
         """
         return float(np.logaddexp.reduce(self.log_weights) - np.log(len(self.log_weights)))
 
     @property
     def weights(self) -> Floats:
-        """Weights that sum to 1, shape `(n,)`, float64; see `normalised_weights`."""
+        """Normalised weights, shape `(n,)`, float64; see `normalised_weights`."""
         return normalised_weights(self.log_weights)
 
     @property
     def effective_sample_size(self) -> float:
-        """See `effective_sample_size`; 0 if no particle has a weight."""
+        """Effective sample size; 0 if all weights are 0."""
         if np.isneginf(self.log_weights).all():
             return 0.0
         return effective_sample_size(self.log_weights)
 
     @property
     def texts(self) -> list[str]:
-        """The text of each particle after the prompt, without special tokens."""
+        """Texts of the particles after the prompt, without special tokens."""
         rows = self.population.tokens[:, self.prompt_length :].tolist()
         return [self.llm.decode([each for each in row if each >= 0]) for row in rows]
 
@@ -215,8 +215,8 @@ class Particles:
 
         Returns:
             Columns `text`, after the prompt, `weight`, `log_weight`, `tokens`, the number of
-            tokens after the prompt, `finished` and `ancestor`; weights sum to 1, or are 0 if
-            no particle has one.
+            tokens after the prompt, `finished` and `ancestor`. Weights are normalised, or all
+            0 if no particle can be continued.
 
         Raises:
             MissingRequirementError: pandas is not installed.
@@ -232,7 +232,7 @@ class Particles:
         return required("pandas", "to_pandas").DataFrame(columns).rename_axis("particle")
 
     def plot(self) -> Figure:
-        """Draw the genealogy of the particles; see `History.plot`.
+        """Plot the genealogy of the particles; see `History.plot`.
 
         Raises:
             MissingRequirementError: matplotlib is not installed.

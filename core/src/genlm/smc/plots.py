@@ -1,4 +1,4 @@
-"""Pictures of particle filters, by matplotlib."""
+"""Plots of particle filters with matplotlib."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SURVIVING, _LOST = "#1f77b4", "#c8c8c8"
 
 
 def history_figure(history: History) -> Figure:
-    """Draw the genealogy, the weights and the effective sample size of a filter.
+    """Plot the genealogy, the weights and the effective sample size of a filter.
 
-    Above, each line leads from a particle to one that continues it; those of the last
-    particles' ancestors are blue, others grey, and the area of a point is the particle's
-    weight after the step. Below is the effective sample size before resampling.
+    In the upper plot, lines connect particles with their descendants, blue for the ancestors of
+    the last particles and grey for others, and the area of a point is the particle's weight
+    after the step. The lower plot shows the effective sample size before resampling.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])

@@ -1,10 +1,10 @@
-"""Arithmetic of particle filters: weights, effective sample size and resampling.
+"""Weights, effective sample size and resampling of particle filters.
 
-Pure functions of log-weights, which are natural logarithms up to a common constant: a particle
-whose weight is 0 has `-inf`. They compute in float64 on the host, which waits for a GPU once.
+All functions are pure functions of log-weights: natural logarithms up to a common constant,
+`-inf` for weight 0. They compute in float64 on the host, which waits for a GPU once.
 
-Introduced in Chopin and Papaspiliopoulos, An Introduction to Sequential Monte Carlo, Springer
-2020; resampling is its chapter 9.
+Reference: Chopin and Papaspiliopoulos, An Introduction to Sequential Monte Carlo, Springer
+2020; resampling is chapter 9.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LogWeights: TypeAlias = Sequence[float] | npt.NDArray[np.floating] | torch.Tenso
 
 
 def effective_sample_size(log_weights: LogWeights) -> float:
-    """Return how many equally weighted particles have the same variance: Kish's figure.
+    """Return Kish's effective sample size, `1 / sum(w**2)` of the normalised weights.
 
-    It is `1 / sum(w**2)` of the normalised weights: the number of particles if their weights
-    are equal, 1 if one particle has all the weight. Programs resample below half the particles.
+    It is the number of particles if all weights are equal, and 1 if one particle has the whole
+    weight. Particles are commonly resampled when it is below half their number.
 
     Args:
-        log_weights: One number for each particle, shape `(particles,)`.
+        log_weights: One number per particle, shape `(particles,)`.
 
     Raises:
-        ValueError: They are not one finite number or `-inf` for each particle, or no
-            particle survived: all are `-inf`.
+        ValueError: The log-weights are not one finite number or `-inf` per particle, or all
+            are `-inf`.
     """
     return float(1 / np.square(_normalised(log_weights)).sum())
 
@@ -54,11 +54,11 @@ def normalised_weights(log_weights: LogWeights) -> Floats | torch.Tensor:
     """Return the weights of the particles, divided by their sum.
 
     Args:
-        log_weights: One number for each particle, shape `(particles,)`.
+        log_weights: One number per particle, shape `(particles,)`.
 
     Returns:
-        Shape `(particles,)`, sum 1: float64 of numpy, or for a torch tensor a new tensor of its
-        dtype on its device.
+        Weights, shape `(particles,)`, sum 1: a numpy array of float64, or for a torch tensor a
+        new tensor of its dtype on its device.
 
     Raises:
         ValueError: As `effective_sample_size`.
@@ -83,20 +83,20 @@ def systematic_resampling(
 def systematic_resampling(
     log_weights: LogWeights, uniform: float, size: int | None = None
 ) -> npt.NDArray[np.int64] | torch.Tensor:
-    """Choose ancestors: particle `i` about `size * w[i]` times, and that on average.
+    """Choose ancestors: particle `i` on average `size * w[i]` times.
 
-    The points `(uniform + k) / size` are looked up in the cumulative weights, so each particle
-    is chosen `floor` or `ceil` of `size * w[i]` times; a particle without weight never is.
-    Kitagawa, Monte Carlo Filter and Smoother, 1996.
+    The points `(uniform + k) / size` are looked up in the cumulative weights, so a particle
+    is chosen `floor` or `ceil` of `size * w[i]` times; a particle of weight 0 is never chosen.
+    Source: Kitagawa, Monte Carlo Filter and Smoother, 1996.
 
     Args:
-        log_weights: One number for each particle, shape `(particles,)`.
+        log_weights: One number per particle, shape `(particles,)`.
         uniform: A random number, 0 <= uniform < 1, such as `rng.random()`.
-        size: How many to choose; by default as many as there are.
+        size: Number of ancestors; by default the number of particles.
 
     Returns:
         Indices of particles, ascending, shape `(size,)`, int64: a numpy array, or for a torch
-        tensor a tensor on its device. All weights are equal afterwards.
+        tensor a tensor on its device. The chosen particles have equal weights.
 
     Raises:
         ValueError: `uniform` or `size` is out of range, or as `effective_sample_size`.
@@ -110,7 +110,7 @@ def systematic_resampling(
     cumulative = np.cumsum(weights)
     points = (uniform + np.arange(count)) / max(count, 1)
     found = np.searchsorted(cumulative / cumulative[-1], points, side="right")
-    # The last point may be rounded to 1, which is beyond every particle.
+    # The last point may be rounded to 1, above all cumulative weights.
     last = int(np.flatnonzero(weights)[-1])
     chosen: npt.NDArray[np.int64] = np.minimum(found, last).astype(np.int64)
     if isinstance(log_weights, torch.Tensor):
@@ -121,21 +121,21 @@ def systematic_resampling(
 def resampled(
     log_weights: LogWeights, uniform: float, below: float = 0.5
 ) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Choose ancestors if weights have become too unequal; keep all particles otherwise.
+    """Choose ancestors if the effective sample size is small; keep all particles otherwise.
 
         ancestors, log_weights = resampled(log_weights, rng.random())
         population = population[ancestors]
 
-    Resampled particles all have the mean weight, so the mean of the weights at the end is an
+    Every resampled particle has the mean weight, so the mean of the final weights is an
     unbiased estimate of the evidence.
 
     Args:
-        log_weights: One number for each particle, shape `(particles,)`.
-        uniform: A random number, as `systematic_resampling` takes it.
-        below: Share of the particles below which the effective sample size leads to resampling.
+        log_weights: One number per particle, shape `(particles,)`.
+        uniform: A random number as for `systematic_resampling`.
+        below: Threshold of the effective sample size, as a share of the number of particles.
 
     Returns:
-        The ancestor of each particle, shape `(particles,)`, int64, and its log-weight, float64.
+        Ancestors, shape `(particles,)`, int64, and log-weights of the new particles, float64.
 
     Raises:
         ValueError: As `systematic_resampling`.
@@ -149,7 +149,7 @@ def resampled(
 
 
 def float64_array(values: LogWeights) -> Floats:
-    """Return log-weights as an array of numpy."""
+    """Return log-weights as a numpy array."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().double().numpy()
     return np.asarray(values, dtype=np.float64)
@@ -159,7 +159,7 @@ def _normalised(log_weights: LogWeights) -> Floats:
     given = float64_array(log_weights)
     if given.ndim != 1 or not given.size:
         raise ValueError(f"expected log-weights of shape (particles,); found {given.shape}")
-    largest = given.max()  # nan if one is
+    largest = given.max()  # nan if any is
     if largest == -np.inf:
         raise ValueError(
             f"no particle survived: all {given.size} log-weights are -inf. Nothing that was "

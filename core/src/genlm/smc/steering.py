@@ -42,12 +42,13 @@ async def steer(
     seed: int | None = None,
     progress: bool = False,
 ) -> AsyncIterator[Particles]:
-    """Continue a prompt by a particle filter, and yield the particles after each step.
+    """Continue a prompt with a particle filter, and yield the particles after each step.
 
-    Each particle is extended by a token drawn from what the constraint allows, and its weight
-    is multiplied by the ratio of the model's probability of the token and that of the draw,
-    and by the change of the potentials. When the effective sample size is small, ancestors are
-    chosen by `systematic_resampling`. Ends when all particles are finished or have weight 0.
+    Every particle is extended by a token drawn among those that the constraint allows. Its
+    weight is multiplied by the ratio of the model's probability of the token to that of the
+    draw, and by the change of the potentials. When the effective sample size is small,
+    `systematic_resampling` chooses ancestors. The filter ends when all particles are finished
+    or have weight 0.
 
         async for particles in genlm.smc.steer(llm, prompt, 100, max_tokens=40, seed=0):
             print(particles.log_evidence)
@@ -56,22 +57,21 @@ async def steer(
         llm: The model.
         prompt: Token ids or a `Context`.
         size: Number of particles.
-        max_tokens: Number of steps at most.
-        constraint: What a particle may be continued by: a `Language` of
-            `genlm.constraints`, whose texts begin after the prompt, or a `Constraint` of
-            `size` members.
-        potential: Log of what the model's probability of a sequence is multiplied by, for each
-            member, shape `(n,)`; `-inf` for a sequence that cannot be continued.
+        max_tokens: Maximum number of steps.
+        constraint: A `Language` of `genlm.constraints`, whose texts begin after the prompt, or
+            a `Constraint` of `size` members.
+        potential: Function that returns the log of a factor of the probability of each member,
+            shape `(n,)`; `-inf` for a sequence that cannot be continued.
         stop: Token ids that finish a particle; by default the tokenizer's end of text, if it
             has one. They end the texts of a `Language`.
-        temperature: Of the draws; the weights account for it.
-        resample_below: Share of the particles below which the effective sample size leads to
-            resampling: 0 for never, 1 for at every step in which weights differ.
-        seed: Makes all draws reproducible; None takes fresh randomness.
+        temperature: Temperature of the draws; the weights account for it.
+        resample_below: Threshold of the effective sample size, as a share of `size`: 0 never
+            resamples, 1 resamples after every step with unequal weights.
+        seed: Random seed; None for fresh randomness.
         progress: Whether to show a progress bar of the steps.
 
     Raises:
-        ValueError: A number out of range, a constraint of another size, or as
+        ValueError: A number is out of range, the constraint has another size, or as
             `Language.start`.
         GenlmError: As `Population.draw`.
     """
@@ -107,7 +107,7 @@ async def steer(
 def steer_sync(
     llm: AsyncLM, prompt: TokenIds, size: int, *, max_tokens: int, **options: Any
 ) -> Iterator[Particles]:
-    """Yield what `steer` yields, which has all options; waits on the calling thread."""
+    """Yield the particles of `steer` with the same options, on the calling thread."""
     states = steer(llm, prompt, size, max_tokens=max_tokens, **options)
     while True:
         try:
@@ -117,7 +117,7 @@ def steer_sync(
 
 
 class _Filter:
-    """The state of `steer`: a population, its log-weights, and what they are made of."""
+    """The state of `steer`: the population, its constraint and its log-weights."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Filter:
         self._history = History()
 
     async def extend(self) -> None:
-        """Draw a token for each particle, and weight it."""
+        """Draw a token for each particle, and update the weights."""
         options: dict[str, Any] = {"temperature": self._temperature, "seed": self._draw_seed}
         if self._constraint is None:
             drawn = await self._population.draw(**options)
@@ -171,7 +171,7 @@ class _Filter:
         self._ancestors = np.arange(len(population))
 
     def _weight_by_potentials(self, population: Population) -> None:
-        """Multiply the weights by the change of the potentials since the step before."""
+        """Multiply the weights by the change of the potentials since the previous step."""
         found = np.zeros(len(population))
         if self._constraint is not None:
             found += self._constraint.log_potential
@@ -199,7 +199,7 @@ class _Filter:
         self._history = self._history.followed_by(step)
 
     def particles(self) -> Particles:
-        """Return the particles as they are now."""
+        """Return the current particles."""
         return Particles(
             self._population,
             self._log_weights,

@@ -1,6 +1,6 @@
 """Plugin discovery: `spec` describes backends, `registry` reads plugins, `lookup` chooses.
 
-This package knows specs, never engines: it imports an engine's module only to return it.
+This package uses only specs: it imports an engine's module only to return the engine.
 """
 
 from genlm.core.plugins.lookup import (

@@ -1,8 +1,8 @@
-"""Which backend a name means, and the public functions that find and import it.
+"""Resolution of backend names, and the public functions that find and import backends.
 
-Order of choice: the argument, the innermost `use_backend` block, the environment
-variable `GENLM_BACKEND` or `GENLM_TRIE`, the only usable one installed. The
-core's own backends count only when no other plugin of the kind is installed.
+Order of choice: the argument, the innermost `use_backend` block, the environment variable
+`GENLM_BACKEND` or `GENLM_TRIE`, the only usable installed backend. The core's backends are
+considered only if no other plugin of the kind is installed.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _registry() -> Registry:
 def refresh() -> None:
     """Scan the installed plugins again at the next call that needs them.
 
-    Needed after an installation in the running process. Modules that are already
-    imported stay as they are, and an editable installation is only seen by a new
-    process, because Python reads its path files when it starts.
+    This is needed after an installation in the running process. Imported modules are not
+    reloaded, and only a new process finds an editable installation, because Python reads path
+    files at startup.
     """
     importlib.invalidate_caches()
-    # Python 3.11 leaves this one out.
+    # Python 3.11 omits this one.
     importlib.metadata.MetadataPathFinder().invalidate_caches()
     _registry.cache_clear()
 
@@ -77,16 +77,17 @@ def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator
         with genlm.use_backend("hf"):
             llm = genlm.load_model("demo")
 
-    The choice holds for this thread and asyncio task and for the tasks and
-    `asyncio.to_thread` calls that they start inside the block, not for new threads. Blocks
-    nest; an argument of a call wins. Names are looked up when a backend is asked for.
+    The choice applies to this thread and asyncio task and to the tasks and
+    `asyncio.to_thread` calls that they start inside the block, not to new threads. Blocks can
+    be nested; an argument of a call has precedence. Names are resolved when a backend is
+    requested.
 
     Args:
-        name: An engine's name, or `"distribution:name"`; None leaves it as it is.
-        trie: The same for the token trie.
+        name: Engine name or `"distribution:name"`; None for no change.
+        trie: Name of the token trie, as `name`.
 
     Raises:
-        TypeError: Neither is given, or one is not a string.
+        TypeError: No name is given, or a name is not a string.
     """
     given: dict[Kind, str | None] = {"engine": name, "trie": trie}
     chosen = {kind: _checked(choice) for kind, choice in given.items() if choice is not None}
@@ -100,16 +101,16 @@ def use_backend(name: str | None = None, *, trie: str | None = None) -> Iterator
 
 
 def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
-    """Describe every installed backend, by name.
+    """Return descriptions of the installed backends, by name.
 
-    Imports the modules of the plugins' hooks, never an engine. A broken or disabled plugin of
-    unknown kind is listed for every `kind`.
+    The modules of the plugins' hooks are imported, but no engine. A broken or disabled plugin
+    of unknown kind is listed for every `kind`.
 
     Args:
         kind: `"engine"` or `"trie"`, None for both.
 
     Raises:
-        ValueError: Another kind.
+        ValueError: `kind` has another value.
         UnknownBackendError: `GENLM_PLUGINS` lists a plugin that is not installed.
         PluginError: A plugin is broken or incompatible and `GENLM_STRICT=1`.
     """
@@ -121,22 +122,23 @@ def list_backends(kind: Kind | None = None) -> list[BackendInfo]:
 
 
 def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
-    """Describe the backend that `get_backend` or `get_trie` would import.
+    """Return the description of the backend that `get_backend` or `get_trie` would import.
 
     Args:
-        name: A name, or `"distribution:name"`; None follows the order of choice.
+        name: Backend name or `"distribution:name"`; None follows the order of choice.
         kind: `"engine"` or `"trie"`.
 
     Returns:
-        Its description; its status is `"ok"`.
+        The description, with status `"ok"`.
 
     Raises:
-        UnknownBackendError: No plugin provides the name, or several could be meant.
+        UnknownBackendError: No plugin provides the name, or no name is given and there are
+            several candidates.
         AmbiguousBackendError: Several distributions provide the name.
-        MissingRequirementError: A library that it needs is not installed.
+        MissingRequirementError: A required library is not installed.
         BrokenPluginError: The plugin that provides the name is broken.
-        PluginApiError: It was written for another plugin interface.
-        ValueError: Another kind.
+        PluginApiError: The plugin was written for another version of the plugin interface.
+        ValueError: `kind` has another value.
     """
     _check_kind(kind)
     source = None
@@ -163,10 +165,10 @@ def find_backend(name: str | None = None, kind: Kind = "engine") -> BackendInfo:
 
 
 def get_backend(name: str | None = None) -> Callable[..., Engine]:
-    """Import an engine and return it, not yet built.
+    """Import an engine and return the callable that builds it.
 
     Args:
-        name: A name, or `"distribution:name"`; None follows the order of choice.
+        name: Engine name or `"distribution:name"`; None follows the order of choice.
 
     Returns:
         A callable `target(model, **options) -> Engine`.
@@ -184,7 +186,7 @@ def get_trie(name: str | None = None) -> Callable[..., TokenCharacterTrie]:
 
 
 def _target(info: BackendInfo) -> Any:
-    """Import the target of a spec; errors of genlm pass unchanged."""
+    """Import the target of a spec; errors of genlm are raised unchanged."""
     try:
         found = pkgutil.resolve_name(info.target)
     except GenlmError:
@@ -198,9 +200,9 @@ def _target(info: BackendInfo) -> Any:
 
 
 def _backends(name: str | None, kind: Kind | None) -> list[BackendInfo]:
-    """Describe the backends that are or may be of a kind.
+    """Return descriptions of the backends that are or may be of a kind.
 
-    A misspelt `GENLM_PLUGINS` is an error, because it would disable every plugin.
+    A misspelt `GENLM_PLUGINS` is an error, because it would disable all plugins.
     """
     plugins = _registry().plugins
     for entry in listed("GENLM_PLUGINS"):
@@ -240,7 +242,7 @@ def _checked(name: object) -> str:
 
 
 def is_strict() -> bool:
-    """Whether `GENLM_STRICT` asks for errors of plugins, with their tracebacks."""
+    """Whether `GENLM_STRICT` is set, which raises errors of plugins with tracebacks."""
     return os.environ.get("GENLM_STRICT", "").strip().lower() not in {"", "0", "false", "no"}
 
 
@@ -263,7 +265,7 @@ def _report_ignored(infos: Iterable[BackendInfo]) -> None:
 
 
 def _hint(kind: Kind, name: str, everything: list[BackendInfo]) -> str:
-    """Say what to do about a name of this kind that nothing provides."""
+    """Return advice for a name of this kind that no plugin provides."""
     for info in everything:
         if name in {info.name, info.provider}:
             if info.status in {"disabled", "broken"}:
@@ -286,7 +288,7 @@ def _hint(kind: Kind, name: str, everything: list[BackendInfo]) -> str:
 
 
 def _how_to_choose(kind: Kind, infos: list[BackendInfo]) -> str:
-    """Say how to name one of several backends, or how to install one."""
+    """Return advice to select one of several backends, or to install one."""
     if not infos:
         distributions = sorted({source for of, source in PUBLISHED.values() if of == kind})
         return f"Install one of {', '.join(distributions)}: {_install(distributions[0])}"
@@ -305,5 +307,5 @@ def _provided_by(distribution: str) -> str:
 
 
 def _install(distribution: str) -> str:
-    """Both ways, because a clone may be newer than what an index has, or the only source."""
+    """Return both commands, because a clone may be newer than the index, or the only source."""
     return f"pip install {distribution}, or pip install ./plugins/{distribution} in a clone"

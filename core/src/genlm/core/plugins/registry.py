@@ -1,7 +1,7 @@
-"""The installed plugins: found in metadata, imported on use, read once.
+"""The installed plugins, which are found in metadata and imported on first use.
 
 A plugin is one entry point of the group `genlm` in one distribution. An error in a plugin's
-code becomes the status of that plugin.
+code determines the status of that plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from genlm.core.plugins.spec import API_VERSION, PROJECT, BackendInfo, BackendSp
 __all__ = ["CORE", "PUBLISHED", "Registry", "find_plugins", "listed"]
 
 CORE = "genlm-core"
-"""The distribution whose own backends are always installed."""
+"""The distribution of the core, whose backends are always installed."""
 
 PUBLISHED: dict[str, tuple[Kind, str]] = {
     "hf": ("engine", "genlm-hf"),
@@ -40,14 +40,14 @@ PUBLISHED: dict[str, tuple[Kind, str]] = {
     "cuda": ("trie", "genlm-trie-cuda"),
     "parallel": ("trie", "genlm-trie-cuda"),
 }
-"""Kind and distribution of each backend of this project, for messages when it is absent."""
+"""Kind and distribution of the backends of this project, for messages about missing ones."""
 
 _log = logging.getLogger("genlm.plugins")
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One entry point of one distribution, whose normalised name and version it has."""
+    """One entry point, with the normalised name and the version of its distribution."""
 
     name: str
     distribution: str
@@ -56,25 +56,25 @@ class Plugin:
 
     @property
     def id(self) -> str:
-        """`"distribution:name"`, unique."""
+        """Unique name, `"distribution:name"`."""
         return f"{self.distribution}:{self.name}"
 
     def provides(self, name: str) -> bool:
-        """Whether a name, or `"distribution:name"`, means its backend."""
+        """Whether a name, or `"distribution:name"`, selects this plugin's backend."""
         distribution, colon, name = name.rpartition(":")
         return name == self.name and (
             not colon or _normalized(distribution) == self.distribution
         )
 
     def is_listed(self, entries: Iterable[str]) -> bool:
-        """Whether one of the entries of an environment variable means it."""
+        """Whether an entry of an environment variable selects this plugin."""
         return any(self.provides(e) or _normalized(e) == self.distribution for e in entries)
 
     def why_disabled(self) -> str | None:
-        """Say which environment variable disables it, None if it is enabled.
+        """Return the environment variable that disables the plugin, None if it is enabled.
 
-        `GENLM_PLUGINS` lists the plugins allowed beside the core's own,
-        `GENLM_DISABLE_PLUGINS` those that are not: names of backends, of distributions, or
+        `GENLM_PLUGINS` lists the allowed plugins in addition to the core's,
+        `GENLM_DISABLE_PLUGINS` the disabled ones: names of backends or distributions, or
         `distribution:name`, separated by commas.
         """
         if self.is_listed(listed("GENLM_DISABLE_PLUGINS")):
@@ -91,27 +91,27 @@ def listed(variable: str) -> list[str]:
 
 
 def _normalized(distribution: str) -> str:
-    """Spell a distribution's name as package indexes compare it."""
+    """Return the normalised name of a distribution, as in package indexes."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
 def find_plugins() -> tuple[Plugin, ...]:
-    """List the installed plugins, by name and distribution, without importing any.
+    """List the installed plugins, by name and distribution, without importing them.
 
-    Of a distribution that is on `sys.path` several times the first one counts, which is the
-    one that `import` finds. Metadata that cannot be read is logged and left out.
+    If a distribution is on `sys.path` several times, the first one is used, as by `import`.
+    Unreadable metadata is logged and skipped.
     """
     found: dict[tuple[str, str], Plugin] = {}
     for candidate in importlib.metadata.distributions():
         try:
-            # Parsing metadata is slow (torch's is long), so look at the text first.
+            # Parsing metadata is slow (torch's is long), so the text is searched first.
             if f"[{PROJECT}]" not in (candidate.read_text("entry_points.txt") or ""):
                 continue
             first = importlib.metadata.distribution(candidate.metadata["Name"])
             entry_points = first.entry_points.select(group=PROJECT)
             name, version = _normalized(first.metadata["Name"]), first.metadata["Version"]
-            version.strip()  # raises where there is none
-        except Exception as error:  # noqa: BLE001 - another distribution's broken metadata
+            version.strip()  # raises if it is missing
+        except Exception as error:  # noqa: BLE001 - broken metadata of a distribution
             _log.warning("cannot read the metadata of %s: %r", candidate, error)
             continue
         for entry_point in entry_points:
@@ -123,9 +123,9 @@ def find_plugins() -> tuple[Plugin, ...]:
 class Registry:
     """The plugins of one scan, all in one pluggy manager.
 
-    Safe to use from several threads. No lock is held while a plugin's code runs, which may
-    itself wait for an import in another thread; two threads may read the same plugin at once
-    and keep the same answer.
+    The registry may be used from several threads. No lock is held while a plugin's code runs,
+    which may wait for an import in another thread; two threads may read the same plugin
+    concurrently, with the same result.
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
@@ -137,9 +137,9 @@ class Registry:
         renew_in_forks(self)
 
     def backends(self, name: str | None = None) -> list[BackendInfo]:
-        """Describe the backends of a name or `"distribution:name"`, or all of them.
+        """Return descriptions of the backends of a name or `"distribution:name"`, or of all.
 
-        Imports the enabled plugins that provide the name.
+        The enabled plugins that provide the name are imported.
         """
         infos: dict[tuple[Kind | None, str], BackendInfo] = {}
         for plugin in self.plugins:
@@ -157,11 +157,11 @@ class Registry:
         ]
 
     def cause(self, provider: str) -> BaseException | None:
-        """Return what a broken plugin raised, None if it raised nothing."""
+        """Return the exception of a broken plugin, None if it raised none."""
         return getattr(self._read.get(provider), "__cause__", None)
 
     def _described(self, plugin: Plugin) -> Iterator[BackendInfo]:
-        """Describe what a plugin offers under its own name, and what no entry point names."""
+        """Return descriptions of a plugin's backends of its name and without entry points."""
         if disabled := plugin.why_disabled():
             yield _info(plugin, "disabled", disabled)
             return
@@ -179,14 +179,14 @@ class Registry:
                 yield _info(plugin, "broken", reason, **identity)
 
     def _specs(self, plugin: Plugin) -> tuple[BackendSpec, ...] | BrokenPluginError:
-        """Import a plugin's module and collect every spec that its hook yields."""
+        """Import a plugin's module and collect the specs that its hook yields."""
         if plugin.id not in self._read:
             outcome: tuple[BackendSpec, ...] | BrokenPluginError
             try:
                 outcome = tuple(self._yielded(plugin))
                 if problem := _contradiction(plugin.name, outcome):
                     outcome = BrokenPluginError(plugin.id, problem)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - becomes its status
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - status of the plugin
                 is_plain = isinstance(error, pluggy.PluginValidationError)
                 reason = str(error).strip() if is_plain else described(error)
                 outcome = BrokenPluginError(plugin.id, reason)
@@ -195,7 +195,7 @@ class Registry:
         return self._read[plugin.id]
 
     def _yielded(self, plugin: Plugin) -> Iterator[BackendSpec]:
-        """Call the hook of one plugin alone."""
+        """Call the hook of one plugin."""
         module = plugin.entry_point.load()
         manager = self._manager
         with self._lock:
@@ -221,7 +221,7 @@ class Registry:
 
 
 def _contradiction(name: str, specs: tuple[BackendSpec, ...]) -> str:
-    """Say how specs contradict each other or the entry point's name, `""` if they do not."""
+    """Describe a conflict of specs with each other or with the entry point; `""` if none."""
     if not specs:
         return "it yields no BackendSpec; implement genlm_backends with @hookimpl"
     [((kind, most), count)] = Counter((spec.kind, spec.name) for spec in specs).most_common(1)

@@ -1,4 +1,4 @@
-"""`BackendSpec`, which plugins yield, and `BackendInfo`, which describes what is installed."""
+"""`BackendSpec`, which plugins yield, and `BackendInfo`, which describes installed backends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ API_VERSION = 1
 """Version of the plugin interface that this core implements."""
 
 TESTED = {"torch": ("2.7.0", "2.13.0", "2.14.1", "2.15.0")}
-"""Versions with which the tests of genlm-core were run; see `BackendSpec.tested`."""
+"""Tested versions of genlm-core; see `BackendSpec.tested`."""
 
 Kind = Literal["engine", "trie"]
 
@@ -48,16 +48,16 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def genlm_backends() -> Iterable[BackendSpec]:
     """Yield a `BackendSpec` for each backend of the module; a hook that plugins implement.
 
-    The module that an entry point names is imported whenever backends are listed, so it imports
-    nothing heavy: the engine's own module is `BackendSpec.target`. Each name that is yielded
-    needs an entry point of that name.
+    The module of an entry point is imported whenever backends are listed, so it must load
+    quickly: the engine's module is `BackendSpec.target`. Every yielded name needs an entry
+    point of that name.
     """
     raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """A backend: its name, what it is, where it is and what it needs.
+    """Description of a backend by its plugin.
 
     Attributes:
         name: Name of the backend and of its entry point.
@@ -65,15 +65,14 @@ class BackendSpec:
         target: `"package.module:attribute"`, imported when the backend is used. For an engine
             a callable `target(model, **options) -> Engine`, called on the engine's thread; for
             a trie a class `target(vocabulary)`.
-        summary: One line for people.
+        summary: Summary in one line.
         capabilities: `Capability` values that the backend declares.
-        requires: Top-level modules it needs, looked up without importing them.
+        requires: Required top-level modules, looked up without importing them.
         install: Command that installs them; by default `pip install` of the distribution.
-        api: Version of the plugin interface that it was written for.
-        conformance: `"package.module:attribute"` of its conformance target.
-        tested: Versions with which the backend's tests were run, oldest first, by the name of
-            their distribution. `genlm plugins` and `genlm env` print them beside the installed
-            ones.
+        api: Version of the plugin interface for which the plugin was written.
+        conformance: `"package.module:attribute"` of the conformance target.
+        tested: Tested versions, oldest first, by distribution name. `genlm plugins` and
+            `genlm env` print them next to the installed versions.
 
     Raises:
         TypeError: `capabilities` or `requires` is not a tuple of strings, or `tested` is not a
@@ -94,7 +93,7 @@ class BackendSpec:
 
     def __post_init__(self) -> None:
         if self.api != API_VERSION:
-            return  # another interface has rules of its own; the registry refuses it
+            return  # the registry rejects other interfaces, with other rules
         name: object = self.name
         if not isinstance(name, str) or not name or ":" in name:
             raise ValueError(f"name={name!r}: expected a name without ':'")
@@ -125,15 +124,15 @@ def _are_strings(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """One installed backend and whether it can be used; other attributes as in `BackendSpec`.
+    """An installed backend and its status; other attributes as in `BackendSpec`.
 
     Attributes:
-        kind: None where a plugin that could not or must not be imported left it unknown.
+        kind: `"engine"` or `"trie"`; None if the plugin could not or must not be imported.
         status: `"ok"`; `"missing"`, a required module is not installed; `"ambiguous"`, another
-            distribution provides the same name, ask for `provider`; `"incompatible"`, written
-            for another plugin interface; `"broken"`; `"disabled"`, by an environment variable.
-        reason: Why the status is not `"ok"`, in words.
-        provider: `"distribution:name"`, accepted wherever a name is.
+            distribution provides the same name, use `provider`; `"incompatible"`, written for
+            another plugin interface; `"broken"`; `"disabled"`, by an environment variable.
+        reason: Explanation of a status that is not `"ok"`.
+        provider: Full name, `"distribution:name"`, accepted in place of a name.
         distribution: Normalised name of the distribution.
         version: Version of the distribution.
         missing: Modules in `requires` that are not installed.
@@ -162,7 +161,7 @@ class BackendInfo:
         return f"<{kind} {self.provider} {self.version}: {self.status}{reason}>"
 
     def error(self) -> PluginError | None:
-        """Return the error that using this backend raises; None if it works or is disabled."""
+        """Return the error of using this backend; None if it is usable or disabled."""
         if self.status == "missing":
             return MissingRequirementError(self.provider, self.missing, self.install)
         if self.status == "incompatible":

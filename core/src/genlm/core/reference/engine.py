@@ -42,7 +42,7 @@ class ReferenceEngine(BatchEngine):
         text: Train on this instead; `model` must then be left alone.
         order: Length of the longest n-gram.
         adapter_weight: Share of the adapter in an adapted distribution, in (0, 1].
-        max_context: The most tokens a query may have, None for no limit.
+        max_context: Maximum number of tokens of a query, None for no limit.
 
     Raises:
         ModelLoadError: The text cannot be read or is empty, or an option is out of

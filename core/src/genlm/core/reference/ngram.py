@@ -46,7 +46,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """What followed every history of one length.
+    """Counts of the symbols that followed every history of one length.
 
     A history is a node of a tree that grows from the newest symbol to the oldest,
     so the longest history seen is found by a walk that stops at the first missing child.

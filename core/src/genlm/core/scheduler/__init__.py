@@ -2,8 +2,8 @@
 
 `scheduler` is the interface that callers use, `worker` the engine's thread. `request_table`
 holds the unfinished requests, `batching` decides when a batch is dispatched, `results` checks
-and stores what the engine returned, `delivery` passes it to the event loops and threads that
-wait, and `observation` logs and traces the steps.
+and stores results of the engine, `delivery` passes them to waiting event loops and threads, and
+`observation` logs and traces the steps.
 """
 
 from genlm.core.scheduler.scheduler import Scheduler

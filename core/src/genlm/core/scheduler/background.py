@@ -1,4 +1,4 @@
-"""A thread that runs what finalizers must not run themselves."""
+"""A thread for functions that finalizers must not call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["run_in_background", "start_background_thread"]
 
 
 class _Background:
-    """The thread of this process and the functions that it is to run."""
+    """The background thread of this process and its queue of functions."""
 
     def __init__(self) -> None:
         self._after_fork()
@@ -32,16 +32,16 @@ _background = _Background()
 
 
 def start_background_thread() -> None:
-    """Start the thread unless it runs; never called in finalizers, which must not start one."""
+    """Start the thread unless it runs. Finalizers must not start threads, nor call this."""
     if not _background.is_started:
         _background.is_started = True
         threading.Thread(target=_background.run, name="genlm-reaper", daemon=True).start()
 
 
 def run_in_background(function: Callable[[], object]) -> None:
-    """Run a function soon on the thread, after those passed before.
+    """Run a function on the background thread, after those passed before.
 
-    Finalizers run on any thread at any moment, also on one that holds a lock which the function
-    takes. `SimpleQueue.put` is safe there.
+    A finalizer may run on a thread that holds a lock which the function acquires.
+    `SimpleQueue.put` is safe there.
     """
     _background.functions.put(function)

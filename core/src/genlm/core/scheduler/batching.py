@@ -1,14 +1,14 @@
 """The batching policy: when the requests in the inbox are dispatched to the engine.
 
-An idle engine gets a batch when the event loop has run what was ready, without a timer.
-The coroutines that are ready to run in the same iteration of the event loop as a request are
-likely to send requests too. So the first request of an iteration schedules a callback at the
-end of the loop's queue. When a whole iteration has added no request, that callback flushes
-the inbox; while requests keep arriving it is scheduled again, a bounded number of times.
+An idle engine receives a batch when the event loop has run all ready callbacks, not by a timer.
+Coroutines that are ready in the same iteration of the event loop as a request are likely to
+submit requests, too. The first request of an iteration therefore schedules a callback at the
+end of the loop's queue. When a whole iteration has added no request, that callback flushes the
+inbox; while requests keep arriving it is rescheduled, a bounded number of times.
 
-After a step the callers that it answered are likely to send their next requests. A request
-that arrived during the step waits for them: until the event loop has run them, or for a
-grace period that is a small share of the step's duration, whichever is shorter.
+After a step, the callers that received results are likely to submit their next requests. A
+request that arrived during the step waits for them: until the event loop has run them, or for
+a grace period that is a small share of the step's duration, whichever is shorter.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from genlm.core.scheduler.request_table import RequestTable
 __all__ = ["BatchingPolicy", "IdleFlush"]
 
 MAX_ITERATIONS = 8
-"""Maximum number of event-loop iterations for which a growing batch is held back."""
+"""Maximum number of event-loop iterations for which a growing batch is delayed."""
 
 GRACE_SHARE = 0.1
-"""Longest grace period, as a share of the last step. It costs at most that share of the
-throughput; without it one late request can split a population into two batches for good."""
+"""Longest grace period, as a share of the last step. It costs at most this share of the
+throughput; without it one late request can split a population into two batches permanently."""
 
 MIN_GRACE_S = 1e-4
-"""Below this, waiting costs more in thread switches than a split batch does."""
+"""Shortest grace period; for less, thread switches cost more than a split batch."""
 
 
 class BatchingPolicy:
-    """Decides how long the inbox of an idle engine waits; guarded by the worker's lock."""
+    """Decides when the inbox of an idle engine is dispatched; guarded by the worker's lock."""
 
     def __init__(self, max_batch_size: int | None) -> None:
         self._max_batch_size = max_batch_size
@@ -46,19 +46,19 @@ class BatchingPolicy:
         self._is_flushed = bool(table.inbox)
 
     def joins_running_batch(self, table: RequestTable) -> bool:
-        """Whether requests that an engine can take while it works are complete."""
+        """Whether the inbox is complete, for an engine that already has queries."""
         return self._is_flushed or table.needs_flush
 
     def hold(self) -> None:
-        """Keep later requests until the next flush."""
+        """Hold later requests until the next flush."""
         self._grace_until_s = None
         self._is_flushed = False
 
     def begin_grace_period(self, step_s: float) -> bool:
-        """Hold late requests for the callers that a step of `step_s` seconds answered.
+        """Hold late requests until the callers with results of this step have run.
 
         Returns:
-            Whether they are held, so that those callers' event loops should flush.
+            Whether requests are held, so that the event loops of those callers should flush.
         """
         if GRACE_SHARE * step_s <= MIN_GRACE_S:
             return False
@@ -67,7 +67,7 @@ class BatchingPolicy:
         return True
 
     def seconds_to_dispatch(self, table: RequestTable) -> float | None:
-        """When the inbox is dispatched if nothing else happens; None: at the next flush."""
+        """Return the time until the inbox is dispatched; None to wait for the next flush."""
         if not table.inbox:
             return None
         is_full = self._max_batch_size is not None and len(table.inbox) >= self._max_batch_size
@@ -82,18 +82,18 @@ class IdleFlush:
     """Flushes the inbox once the running event loop adds no further requests.
 
     Args:
-        flush: Called on an event loop's thread.
-        count_inbox: Number of requests in the inbox.
+        flush: Function that flushes the inbox; called on an event loop's thread.
+        count_inbox: Function that returns the number of requests in the inbox.
     """
 
     def __init__(self, flush: Callable[[], None], count_inbox: Callable[[], int]) -> None:
         self._flush = flush
         self._count_inbox = count_inbox
-        # Several threads use it at once, by operations that are atomic, each on its own loop.
+        # Used by several threads, one per loop, with atomic operations only.
         self._scheduled: set[asyncio.AbstractEventLoop] = set()
 
     def schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Flush when the running event loop has run the callbacks that are ready now."""
+        """Flush after the running event loop has run the callbacks that are ready now."""
         if loop not in self._scheduled:
             for other in list(self._scheduled):
                 if other.is_closed():  # its callback never runs

@@ -1,4 +1,4 @@
-"""Delivery of results to the callers that wait for them.
+"""Delivery of results to waiting callers.
 
 Callers wait on an `asyncio.Future` (coroutines) or a `concurrent.futures.Future` (threads).
 """
@@ -18,14 +18,15 @@ from genlm.core.scheduler.request_table import Evaluation, Request
 __all__ = ["Delivery", "Outcome", "distribute"]
 
 Outcome = Sequence[Any] | Exception
-"""Results of an evaluation by the place of the output, exceptions among them; or its error."""
+"""Results (or exceptions) of an evaluation by the place of the output; or its error."""
 
 
 def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
     """Write the results of an evaluation into its requests.
 
-    The first consumer of a result gets the result itself, every other one a copy; each gets an
-    separate exception object. An exception raised by copying is the result of this consumer.
+    The first consumer of a result receives the result itself, and all others receive copies.
+    Exception objects are separate for all consumers. If copying raises, the exception is the
+    result of this consumer.
     """
     given: set[int] = set()
     for request, place, output in evaluation.consumers:
@@ -44,9 +45,9 @@ def distribute(evaluation: Evaluation, outcome: Outcome) -> None:
 
 
 class Delivery:
-    """Finished requests, grouped so that each event loop is woken once.
+    """Finished requests, grouped by event loop so that each loop is woken once.
 
-    Used by one thread; the futures may meanwhile be cancelled by their owners.
+    Used by one thread; callers may cancel the futures concurrently.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Delivery:
         self._by_thread: list[tuple[Request, Any]] = []
 
     def add(self, request: Request, error: BaseException | None = None) -> None:
-        """Add a request that ends with its values, or with a copy of an error."""
+        """Add a request that finishes with its values, or with a copy of an error."""
         own = None if error is None else _copy_error(error)
         future = request.future
         if isinstance(future, concurrent.futures.Future):
@@ -67,16 +68,16 @@ class Delivery:
 
     @property
     def reaches_loops(self) -> bool:
-        """Whether some request is that of a coroutine."""
+        """Whether a coroutine waits for one of the requests."""
         return bool(self._by_loop)
 
     def send(
         self, afterwards: Callable[[asyncio.AbstractEventLoop], None] | None = None
     ) -> None:
-        """Finish all futures, each on the thread it belongs to.
+        """Finish all futures, those of coroutines on the threads of their event loops.
 
         Args:
-            afterwards: Called with and on every event loop that got answers, after them.
+            afterwards: Called with every event loop that received results, on its thread.
         """
         for loop, finished in self._by_loop.items():
             try:
@@ -87,7 +88,7 @@ class Delivery:
         for request, error in self._by_thread:
             future = request.future
             assert isinstance(future, concurrent.futures.Future)  # noqa: S101 - see `add`
-            if future.set_running_or_notify_cancel():  # it cannot be cancelled from here on
+            if future.set_running_or_notify_cancel():  # not cancellable afterwards
                 _finish(request, error)
 
 
@@ -97,7 +98,7 @@ def _finish_on_loop(
     afterwards: Callable[[asyncio.AbstractEventLoop], None] | None,
 ) -> None:
     for request, error in finished:
-        if not request.future.done():  # not cancelled by its owner while the engine worked
+        if not request.future.done():  # not cancelled by its caller
             _finish(request, error)
     if afterwards is not None:
         afterwards(loop)
@@ -111,12 +112,12 @@ def _finish(request: Request, error: BaseException | None) -> None:
 
 
 def _copy_error(error: BaseException) -> BaseException:
-    """Return an exception that one caller can raise without changing another's."""
+    """Return a separate exception object, which one caller can raise and change."""
     own: BaseException
     if isinstance(error, GenlmError):
         try:
             own = copy.copy(error)
-        except Exception:  # noqa: BLE001 - a plugin's own class may not be copyable
+        except Exception:  # noqa: BLE001 - a plugin's class may not be copyable
             own = EvaluationError(f"the engine raised {described(error)}")
         own.__cause__ = error.__cause__ if type(own) is type(error) else error
         if notes := getattr(error, "__notes__", None):

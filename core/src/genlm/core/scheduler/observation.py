@@ -1,8 +1,8 @@
 """Step logging and tracing: log records and OpenTelemetry spans.
 
-Logger `genlm.batches`: a DEBUG record for each step, a WARNING for slow ones. In a program that
-has set a tracer provider of OpenTelemetry, also a span for each step. OpenTelemetry is never
-imported here first.
+Logger `genlm.batches` has a DEBUG record per step, and a WARNING for slow steps. A program that
+has set a tracer provider of OpenTelemetry also gets a span per step. This module does not
+import OpenTelemetry unless the program has imported it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["SLOW_STEP_S", "Finished", "StepObserver"]
 logger = logging.getLogger("genlm.batches")
 
 Finished = list[tuple[Evaluation, Outcome]]
-"""Evaluations that have ended, and how."""
+"""Finished evaluations with their completions."""
 
 Step = Callable[[Any], Finished]
-"""Given the engine, does one step of it."""
+"""Function that performs one step of an engine."""
 
 SLOW_STEP_S = 10.0
-"""Steps that take longer are logged as warnings: callers of an interactive program notice, and
-a full batch of a model that suits its machine takes a fraction of it."""
+"""Steps that take longer are logged as warnings: users of interactive programs notice them, and
+a full batch of a model that suits its machine takes a fraction of this time."""
 
 WARNING_INTERVAL_S = 60.0
-"""Shortest time between two warnings of an engine, of which every step may be slow."""
+"""Shortest time between two warnings of an engine."""
 
 
 class StepObserver:
@@ -49,10 +49,10 @@ class StepObserver:
         self._unreported = 0
 
     def observe(self, step: Step, engine: Any, queries: int) -> float:
-        """Call and report `step(engine)`, which has `queries` queries; return its seconds."""
+        """Call `step(engine)` with `queries` queries, report it, and return its seconds."""
         if self._tracer is None and "opentelemetry.trace" in sys.modules:
             self._tracer = _configured_tracer()
-        with self._span() as span:  # current meanwhile: what the engine traces belongs to it
+        with self._span() as span:  # current, so that spans of the engine are its children
             is_traced = span is not None and span.is_recording()
             is_reported = is_traced or logger.isEnabledFor(logging.DEBUG)
             before = _tokens_computed(engine) if is_reported else None
@@ -103,7 +103,7 @@ class StepObserver:
 
 
 def _configured_tracer() -> Any:
-    """Return a tracer; None while the program has set no provider, which may come later."""
+    """Return a tracer; None while the program has set no provider."""
     from opentelemetry import trace
 
     provider = trace.get_tracer_provider()
@@ -117,6 +117,6 @@ def _tokens_computed(engine: Any) -> int | None:
     statistics = getattr(engine, "statistics", None)
     try:
         counted = statistics().get("tokens_computed") if statistics is not None else None
-    except Exception:  # noqa: BLE001 - a fault in a figure must not end the engine's thread
+    except Exception:  # noqa: BLE001 - must not end the engine's thread
         return None
     return counted if isinstance(counted, int) else None

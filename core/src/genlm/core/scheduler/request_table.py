@@ -1,7 +1,7 @@
-"""The request table: the queue of each unfinished evaluation, and the requests that wait.
+"""The request table: unfinished evaluations, their queues, and the waiting requests.
 
-Bookkeeping only: no threads, no event loops, no engine. The worker guards it with its lock.
-Every operation on one evaluation but `has_query` and `clear` is O(1) in the number of them.
+This module uses no threads, event loops or engines; the worker guards the table with its lock.
+All operations except `has_query` and `clear` take O(1) time per evaluation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from genlm.core.statistics import SchedulerStatistics
 __all__ = ["Evaluation", "Future", "Identified", "Request", "RequestTable"]
 
 Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
-"""What a coroutine or a thread waits on."""
+"""The future of a coroutine or a thread."""
 
 
 _ROW_ONLY: dict[Hashable, int] = {None: 0}
-"""The outputs of most evaluations; not changed."""
+"""The outputs of most evaluations; must not be changed."""
 
 
 class Identified(Protocol):
@@ -29,19 +29,19 @@ class Identified(Protocol):
 
     @property
     def query_id(self) -> int:
-        """Names the answer; unique among the scheduler's queries."""
+        """Id of the query and of its completion, unique within the scheduler."""
         ...
 
 
 class Request:
-    """A request of one caller for one evaluation or several, which end together.
+    """A request of one caller for one or several evaluations.
 
     Attributes:
-        future: Finished with `values` once all evaluations have ended.
-        values: The evaluations by their place in the request, each until its result takes the
-            place; an exception if it failed. Results are written on the engine's thread.
+        future: Future that is finished with `values` once all evaluations have ended.
+        values: Evaluations by their place in the request, replaced by results, or by exceptions
+            of failed evaluations. Results are written on the engine's thread.
         unfinished: Number of places without a result; guarded by the worker's lock.
-        is_abandoned: Whether the caller has left.
+        is_abandoned: Whether the caller has abandoned the request.
     """
 
     __slots__ = ("future", "is_abandoned", "unfinished", "values")
@@ -59,8 +59,9 @@ class Evaluation:
     Attributes:
         query: The query for the engine.
         key: Requests with equal keys share an evaluation; None is never shared.
-        consumers: Requests, the place in each, and the place of its output in `outputs`.
-        waiting: Number of consumers whose caller has not left; 0 once the evaluation has ended.
+        consumers: Requests, with the place of the evaluation in the request and the place of
+            the requested output in `outputs`.
+        waiting: Number of consumers that are not abandoned; 0 after the evaluation has ended.
         outputs: Requested outputs and their places; None is the whole result.
         arrived_s: `time.perf_counter()` at arrival.
     """
@@ -76,7 +77,7 @@ class Evaluation:
         self.arrived_s = arrived_s
 
     def add(self, request: Request, place: int, output: Hashable) -> None:
-        """Add a consumer and, if it is new, its output."""
+        """Add a consumer, and its output if that is new."""
         if output not in self.outputs:
             if self.outputs is _ROW_ONLY:
                 self.outputs = _ROW_ONLY.copy()
@@ -87,7 +88,7 @@ class Evaluation:
         request.values[place] = self
 
     def drop_unwanted(self) -> None:
-        """Remove the outputs of callers who have left."""
+        """Remove the outputs of abandoned requests."""
         if len(self.outputs) == 1:
             return
         consumers = [each for each in self.consumers if not each[0].is_abandoned]
@@ -99,7 +100,7 @@ class Evaluation:
             self.consumers = [(r, place, moved[output]) for r, place, output in consumers]
 
     def end(self) -> None:
-        """Forget the consumers, which refer to it."""
+        """Remove the consumers, which refer to the evaluation."""
         self.waiting = 0
         self.consumers = []
 
@@ -110,15 +111,15 @@ class Evaluation:
 
 
 class RequestTable:
-    """All unfinished evaluations, in order of arrival, and the counters about them.
+    """All unfinished evaluations, in order of arrival, and their counters.
 
-    An evaluation is in the backlog of `max_pending`, then in the inbox, then in the engine.
+    An evaluation passes from the backlog of `max_pending` to the inbox, then to the engine.
 
     Attributes:
-        inbox: Evaluations admitted and not yet in the engine, by query id.
-        in_engine: Evaluations that the engine works on, by query id.
-        needs_flush: Whether the inbox has evaluations from the backlog: no caller will flush
-            the inbox for them.
+        inbox: Admitted evaluations that are not yet in the engine, by query id.
+        in_engine: Evaluations in the engine, by query id.
+        needs_flush: Whether the inbox contains evaluations from the backlog, for which no
+            caller will flush the inbox.
     """
 
     def __init__(self, max_pending: int | None) -> None:
@@ -144,8 +145,8 @@ class RequestTable:
     ) -> None:
         """Add a query, or let the request join the unfinished evaluation with the same key.
 
-        The outputs of a query are fixed once the engine has it: a request that joins later can
-        only share one of them.
+        The outputs of a query are fixed once it is in the engine: a request that joins later
+        can only share one of them.
 
         Raises:
             ValueError: An unfinished query has the same id.
@@ -167,14 +168,14 @@ class RequestTable:
         evaluation.add(request, place, output)
         queue = self._backlog if self._backlog or self._is_full else self.inbox
         queue[query_id] = evaluation
-        if key is not None:  # last: Ctrl-C may keep it from its queue, not from joiners
+        if key is not None:  # last: no request may join before it is queued
             self._joinable[key] = evaluation
 
     def leave(self, request: Request) -> list[int]:
-        """Forget a request whose caller has left.
+        """Remove an abandoned request.
 
         Returns:
-            Ids of the queries that no other request waits for, which the engine must abort.
+            Ids of the queries without other requests, which the engine must abort.
         """
         if request.is_abandoned:
             return []
@@ -207,12 +208,12 @@ class RequestTable:
         return taken
 
     def close_to_joiners(self, evaluation: Evaluation) -> None:
-        """Let no further request join an evaluation."""
+        """Prevent further requests from joining an evaluation."""
         if evaluation.key is not None and self._joinable.get(evaluation.key) is evaluation:
             del self._joinable[evaluation.key]
 
     def finish(self, evaluation: Evaluation, *, failed: bool) -> list[Request]:
-        """Remove an evaluation whose results are in its requests; does nothing if it has ended.
+        """Remove an evaluation whose results are in its requests, unless it has ended.
 
         Returns:
             The requests of which this was the last evaluation.
@@ -262,7 +263,7 @@ class RequestTable:
         return list(dict.fromkeys(waiting))
 
     def statistics(self) -> SchedulerStatistics:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return SchedulerStatistics(
             joined=self._joined,
             dispatched=self._dispatched,

@@ -1,8 +1,8 @@
 """Post-processing of results between an engine's step and their delivery.
 
-Results are checked against their queries, rows are reduced where the engine has not done it,
-and what later requests may ask for is stored in the output cache. Called on the engine's
-thread; what fails concerns single evaluations, and the engine goes on.
+Results are checked against their queries, rows are reduced if the engine has not reduced them,
+and cacheable results are stored in the output cache. The functions run on the engine's thread;
+their errors fail single evaluations, not the engine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Finished = Sequence[tuple[Evaluation, Completion]]
 
 
 def outcomes_of(engine: Any, finished: Finished) -> list[tuple[Evaluation, Outcome]]:
-    """Check what a step returned and reduce rows that the engine left whole; never raises."""
+    """Check the results of a step, and reduce rows if necessary; never raises."""
     outcomes: dict[Evaluation, Outcome] = {}
     try:
         _add_outcomes(engine, finished, outcomes)
-    except Exception as error:  # noqa: BLE001 - it fails those without an outcome so far
+    except Exception as error:  # noqa: BLE001 - fails the evaluations without an outcome
         for evaluation, _ in finished:
             outcomes.setdefault(evaluation, error)
     return list(outcomes.items())
@@ -64,7 +64,7 @@ def _add_outcomes(engine: Any, finished: Finished, outcomes: dict[Evaluation, Ou
 
 
 def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outcome:
-    """Store the results of an evaluation, and return them, or the error of storing them."""
+    """Store and return the results of an evaluation, or return the error of storing them."""
     if isinstance(outcome, Exception) or evaluation.key is None:
         return outcome
     try:
@@ -73,13 +73,13 @@ def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outc
             if is_stored and not isinstance(value, Exception):
                 key = evaluation.key if output is None else (evaluation.key, output)
                 cache.put(key, value)
-    except Exception as error:  # noqa: BLE001 - it fails this evaluation alone
+    except Exception as error:  # noqa: BLE001 - fails only this evaluation
         return error
     return outcome
 
 
 def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None:
-    """Return the error of a completion, or an error that describes its wrong form."""
+    """Return the error of a completion, or an error that describes an invalid result."""
     result: Any = completion.result
     error: Any = completion.error
     if error is not None:

@@ -1,6 +1,6 @@
 """`Scheduler`: batches concurrent requests of coroutines and threads on one engine thread.
 
-Queries may be of any kind: `AsyncTokenCharacterTrie` uses it as well as `AsyncLM`.
+Queries may be of any class: both `AsyncLM` and `AsyncTokenCharacterTrie` use it.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ EngineT = TypeVar("EngineT")
 T = TypeVar("T")
 
 EXIT_TIMEOUT_S = 10.0
-"""How long the interpreter's exit waits for an engine to end its step and close."""
+"""Maximum time for which the interpreter's exit waits for an engine to close."""
 
 
 class Scheduler(Generic[EngineT]):
-    """Answers requests through an engine on a dedicated thread, batching without timers.
+    """Computes requests with an engine on a dedicated thread, batching without timers.
 
-    When the engine is idle, a batch is dispatched as soon as the caller's event loop has run
-    the callbacks that were ready; while the engine steps, requests collect for its next step.
-    Requests with equal keys share one unfinished evaluation. The cancellation of a caller
-    affects no other one; an evaluation whose callers are all cancelled is aborted. Methods may
-    be called from any thread and from several event loops of one process; in a fork of it
+    If the engine is idle, a batch is dispatched as soon as the caller's event loop has run its
+    ready callbacks; while the engine steps, requests are collected for the next step. Requests
+    with equal keys share one unfinished evaluation. The cancellation of one caller does not
+    affect others; an evaluation whose callers are all cancelled is aborted. Methods may be
+    called from any thread and from several event loops of one process; in a forked process
     they raise `EngineClosedError`.
 
     Args:
-        build_engine: Makes the engine; called on the engine's thread. The engine has
-            `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for any kind of
-            query with a `query_id`.
-        cache: Stores the results of queries with a key; by default none is stored.
-        release: Called with the engine and items that were given to `Scheduler.release`; what
-            it raises is logged.
+        build_engine: Function that returns the engine; called on the engine's thread. The
+            engine has `submit`, `step`, `abort` and `close` as in `genlm.Engine`, for queries
+            of any class with a `query_id`.
+        cache: Cache for the results of queries with a key; None for no cache.
+        release: Function of the engine and the items that were passed to `Scheduler.release`;
+            its errors are logged.
         max_batch_size: Maximum number of queries in the engine, None for no limit.
-        max_pending: Maximum number of accepted queries; further requests wait,
-            first come, first served. None for no limit.
+        max_pending: Maximum number of accepted queries, None for no limit; further requests
+            wait in order of arrival.
         name: Name of the engine's thread.
 
     Raises:
-        TypeError: `build_engine` cannot be called, or a limit is not a number.
-        ValueError: A limit below 1.
-        Exception: Whatever `build_engine` raised.
+        TypeError: `build_engine` is not callable, or a limit is not a number.
+        ValueError: A limit is below 1.
+        Exception: The error that `build_engine` raised.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Scheduler(Generic[EngineT]):
             max_pending=_checked_limit("max_pending", max_pending),
             name=name,
         )
-        start_background_thread()  # here: a finalizer must not start it
+        start_background_thread()  # not possible in a finalizer
         try:
             self._worker.wait_until_built()
-        except BaseException:  # interrupted: what is still being built is closed once it is
+        except BaseException:  # interrupted: the engine is closed when it is built
             self._worker.stop(_closed())
             raise
         _live_workers.add(self._worker)
-        # A scheduler that is dropped without `close` must not leave its thread behind.
+        # The thread must end when the scheduler is dropped without `close`.
         stop = functools.partial(_stop, self._worker)
         weakref.finalize(self, run_in_background, stop).atexit = False
 
@@ -95,27 +95,28 @@ class Scheduler(Generic[EngineT]):
 
     @property
     def engine(self) -> EngineT:
-        """The engine; no longer referred to once it was closed.
+        """The engine; the reference is dropped when it is closed.
 
         Raises:
-            EngineClosedError: It was closed.
-            EngineDiedError: Its thread ended.
+            EngineClosedError: The engine was closed.
+            EngineDiedError: The engine's thread ended.
         """
         engine: EngineT = self._worker.engine
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's statistics; after it was closed, the last ones."""
+        """Return the engine's statistics; after closing, the last ones."""
         return self._worker.engine_statistics()
 
     async def answer(
         self, query: Identified, key: Hashable = None, output: Hashable = None
     ) -> Any:
-        """Have the engine answer a query.
+        """Compute the result of a query.
 
         Args:
-            query: Its `query_id` must be unique among this scheduler's queries.
-            key: Requests with equal keys share an evaluation; None is never shared.
+            query: Query with a unique `query_id` within this scheduler.
+            key: Key of the evaluation, which requests with equal keys share; None is never
+                shared.
             output: Requested output, such as a `Reduction`; None for the whole
                 result. Equal outputs of one evaluation are computed once.
 
@@ -123,12 +124,12 @@ class Scheduler(Generic[EngineT]):
             The engine's result, which belongs to the caller.
 
         Raises:
-            EvaluationError: The engine raised for this query; a `GenlmError` that it raised
-                is raised unchanged.
-            EngineClosedError: Closed before the answer.
-            EngineDiedError: The engine's thread ended before the answer.
-            QueryResetError: `reset` came before the answer.
-            ValueError: An unanswered query has the same `query_id`.
+            EvaluationError: The engine raised for this query; a `GenlmError` of the engine is
+                raised unchanged.
+            EngineClosedError: The engine was closed before the result.
+            EngineDiedError: The engine's thread ended before the result.
+            QueryResetError: `reset` was called before the result.
+            ValueError: An unfinished query has the same `query_id`.
         """
         request = self.submit([(query, key, output)])
         [value] = await self.results(request)
@@ -137,7 +138,7 @@ class Scheduler(Generic[EngineT]):
         return value
 
     def submit(self, submissions: Sequence[Submission]) -> Request:
-        """Start answering several queries, given as the arguments of `answer`.
+        """Submit several queries, given as the arguments of `answer`.
 
         The caller must await `results`, or call `abandon`.
         """
@@ -159,10 +160,10 @@ class Scheduler(Generic[EngineT]):
         """Wait until all queries of a request have ended.
 
         Returns:
-            The result of each, in order; an exception object for one that failed.
+            The results in order; exception objects for failed queries.
 
         Raises:
-            EngineError: As `answer`; those that end all requests.
+            EngineError: An error of `answer` that ends all requests.
         """
         if not request.values:
             return []
@@ -174,8 +175,8 @@ class Scheduler(Generic[EngineT]):
             else:
                 values = await future
         except GeneratorExit:
-            # Garbage collection may raise it on a thread that holds the worker's lock. The
-            # evaluations then go on, for the cache.
+            # Garbage collection may raise it on a thread that holds the worker's lock, so the
+            # evaluations are not abandoned.
             raise
         except BaseException:
             self.abandon(request)
@@ -183,11 +184,11 @@ class Scheduler(Generic[EngineT]):
         return values
 
     def abandon(self, request: Request) -> None:
-        """Drop a request whose caller has left; does nothing if it has ended."""
+        """Abandon a request unless it has ended."""
         self._worker.leave(request)
         future = request.future
         if future.done() and not future.cancelled():
-            future.exception()  # retrieved, so that asyncio does not complain
+            future.exception()  # retrieved, so that asyncio does not log it
         else:
             future.cancel()
 
@@ -195,9 +196,9 @@ class Scheduler(Generic[EngineT]):
         """Call `function(engine)` on the engine's thread between two steps, and wait.
 
         Raises:
-            EngineClosedError: Closed before it ran.
-            RuntimeError: Called on the engine's thread.
-            Exception: Whatever the function raised.
+            EngineClosedError: The engine was closed before the call.
+            RuntimeError: This method was called on the engine's thread.
+            Exception: The error that the function raised.
         """
         self.refuse_own_thread()
         result: T = self._worker.call(function).result()
@@ -206,40 +207,40 @@ class Scheduler(Generic[EngineT]):
     def run_after(
         self, wait_for: Callable[[Any], bool], function: Callable[[EngineT], object]
     ) -> None:
-        """Have `function(engine)` called once no unfinished query is one to `wait_for`.
+        """Schedule `function(engine)` for when no unfinished query satisfies `wait_for`.
 
-        Returns at once; the call happens on the engine's thread between two steps. What it
-        raises is logged. When the engine is closed first, the call does not happen.
+        This method returns at once; the function is called on the engine's thread between two
+        steps, and its errors are logged. It is not called if the engine is closed before.
 
         Args:
-            wait_for: Whether the call must wait for a query to end; called under a lock.
-            function: Called with the engine.
+            wait_for: Predicate of queries that must end before the call; called under a lock.
+            function: Function of the engine.
         """
         self._worker.call_after(wait_for, function)
 
     @property
     def release(self) -> Callable[[Any], None]:
-        """Have an item released on the engine's thread, soon and together with others.
+        """A function that schedules the release of an item on the engine's thread.
 
-        A function that may be called in finalizers, and that does not refer to the scheduler.
+        It may be called in finalizers, and does not refer to the scheduler.
         """
         return self._worker.release
 
     def reset(self) -> None:
-        """End all unanswered requests with `QueryResetError`; the engine stays usable."""
+        """Fail all unfinished requests with `QueryResetError`; the engine stays usable."""
         self._worker.reset(QueryResetError("cancel_all dropped the request; repeat it"))
 
     def close(self) -> None:
-        """End all unanswered requests with `EngineClosedError` and close the engine.
+        """Fail all unfinished requests with `EngineClosedError` and close the engine.
 
-        Waits until the engine has finished its current step. Closing twice is allowed.
+        The call waits for the engine's current step. Closing twice is allowed.
         """
         self._worker.stop(_closed())
         self._worker.join()
 
     @property
     def closed(self) -> bool:
-        """Whether requests are refused: after `close`, or because the thread has ended."""
+        """Whether requests are rejected: after `close`, or because the thread has ended."""
         return self._worker.stopped
 
     def statistics(self) -> SchedulerStatistics:
@@ -247,7 +248,7 @@ class Scheduler(Generic[EngineT]):
         return self._worker.statistics()
 
     def refuse_own_thread(self) -> None:
-        """Raise `RuntimeError` on the engine's thread, which would wait for itself."""
+        """Raise `RuntimeError` on the engine's thread, where the call would deadlock."""
         if self._worker.runs_here:
             raise RuntimeError(
                 "called from the engine's own thread, which would wait for itself; "

@@ -1,11 +1,11 @@
-"""The engine's thread: takes the requests that arrived, steps the engine, delivers answers.
+"""The engine's thread: submits arrived requests, steps the engine, delivers results.
 
-The worker drives an engine with `submit`, `step`, `abort` and `close`. `request_table` does
-the bookkeeping, `batching` decides when a batch is dispatched, `results` checks and stores what
-was computed, and `delivery` wakes the callers. One lock guards what several threads use.
+The worker calls `submit`, `step`, `abort` and `close` of an engine. `request_table` stores the
+unfinished requests, `batching` decides when a batch is dispatched, `results` checks and stores
+results, and `delivery` wakes the callers. One lock guards the state that threads share.
 
-An evaluation leaves the table together with its delivery: whatever raises between a step and
-the delivery becomes the result of the evaluations concerned.
+An evaluation is removed from the table together with its delivery: an exception between a step
+and the delivery becomes the result of the evaluations concerned.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ Submission = tuple[Identified, Hashable, Hashable]
 """A query, its key, and the requested output."""
 
 RELEASE_DELAY_S = 0.01
-"""How long an idle engine waits for more items to release before it is woken for them."""
+"""Time for which items to release are collected before an idle engine is woken."""
 
 
 @dataclass
 class Call:
     """A function to run on the engine's thread and the future of its result.
 
-    If it has `wait_for`, it waits until no unfinished query is one that it waits for, and until
-    the engine was told of all aborts.
+    A call with `wait_for` runs when no unfinished query satisfies it and the engine has
+    received all aborts.
     """
 
     function: Callable[[Any], Any]
@@ -62,7 +62,7 @@ class Call:
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
     def run(self, engine: Any) -> None:
-        """Run it and finish the future, with its exception if it raises."""
+        """Run the function and finish the future with its result or exception."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -104,13 +104,13 @@ class Worker:
         self._calls: deque[Call] = deque()
         self._released: deque[Any] = deque()
         self._release_scheduled = self._release_due = False
-        self._stopped: EngineError | None = None  # why nothing is accepted any more
+        self._stopped: EngineError | None = None  # why requests are rejected
         self._engine: Any = None
         self._final_statistics: Mapping[str, Any] = {}
         self._wake_engine: Callable[[], None] | None = None
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        # Arguments, not attributes: a model's memory must not wait for the garbage collector.
+        # Arguments, not attributes: a reference cycle would delay freeing the model's memory.
         arguments = (build_engine, self._built)
         self._thread = threading.Thread(
             target=self._run, args=arguments, name=name, daemon=True
@@ -122,16 +122,16 @@ class Worker:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is the engine's."""
+        """Whether the calling thread is the engine's thread."""
         return threading.current_thread() is self._thread
 
     @property
     def stopped(self) -> bool:
-        """Whether it refuses requests, for good."""
+        """Whether requests are rejected permanently."""
         return self._stopped is not None
 
     def wait_until_built(self) -> None:
-        """Return once the engine is built, or raise what its construction raised; once."""
+        """Wait until the engine is built, or raise the error of its construction; call once."""
         try:
             self._built.result()
         finally:
@@ -139,22 +139,22 @@ class Worker:
 
     @property
     def engine(self) -> Any:
-        """The engine; raises the error that stopped the worker once the engine is closed."""
+        """The engine; after it was closed, raises the error that stopped the worker."""
         engine = self._engine
         if engine is None:
             self._raise_if_stopped()
         return engine
 
     def engine_statistics(self) -> Mapping[str, Any]:
-        """Return the engine's statistics; after it was closed, the last ones."""
+        """Return the engine's statistics; after closing, the last ones."""
         engine = self._engine
         return self._final_statistics if engine is None else engine.statistics()
 
     def enqueue(self, request: Request, submissions: Iterable[Submission]) -> None:
-        """Accept a request; raises the error that stopped the worker, if it is.
+        """Accept a request; if the worker has stopped, raise the error that stopped it.
 
-        A request of a coroutine is dispatched once its event loop has run what is ready,
-        one of a thread at the next `flush`.
+        A request of a coroutine is dispatched after its event loop has run its ready callbacks,
+        a request of a thread at the next `flush`.
         """
         arrived_s = time.perf_counter()
         with self._lock:
@@ -165,7 +165,7 @@ class Worker:
             self._idle_flush.schedule(request.future.get_loop())
 
     def leave(self, request: Request) -> None:
-        """Forget a request; evaluations that no other one waits for are dropped."""
+        """Remove an abandoned request; abort evaluations without other requests."""
         with self._lock:
             self._aborts += self._table.leave(request)
             if self._aborts or self._calls or self._table.needs_flush:
@@ -185,7 +185,7 @@ class Worker:
     def call_after(
         self, wait_for: Callable[[Any], bool], function: Callable[[Any], object]
     ) -> None:
-        """Run `function(engine)` as `call` does, after such queries and all aborts."""
+        """Run `function(engine)` as `call`, after the queries of `wait_for` and all aborts."""
         self._add_call(Call(function, wait_for)).add_done_callback(_log_failure)
 
     def _add_call(self, call: Call) -> concurrent.futures.Future[Any]:
@@ -196,9 +196,9 @@ class Worker:
         return call.future
 
     def release(self, item: Any) -> None:
-        """Have an item released between two steps; safe in finalizers.
+        """Schedule the release of an item between two steps; safe in finalizers.
 
-        An idle engine is woken once for all items of a short time.
+        An idle engine is woken once for all items of a short period.
         """
         if self._stopped is not None:
             return
@@ -214,14 +214,14 @@ class Worker:
             self._changed.notify()
 
     def reset(self, error: EngineError) -> None:
-        """Fail all unanswered requests; the engine drops them and stays usable."""
+        """Fail all unfinished requests; the engine drops them and stays usable."""
         with self._lock:
             delivery = self._fail_all(error)
             self._notify()
         delivery.send()
 
     def stop(self, error: EngineError) -> None:
-        """Fail all unanswered requests and end the thread after its current step."""
+        """Fail all unfinished requests and end the thread after its current step."""
         with self._lock:
             if self._stopped is not None:
                 return
@@ -235,7 +235,7 @@ class Worker:
                 call.future.set_exception(error)
 
     def _after_fork(self) -> None:
-        """Refuse all requests in a forked process, which lacks the engine's thread."""
+        """Reject all requests in a forked process, which lacks the engine's thread."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._stopped = EngineClosedError(
@@ -244,12 +244,12 @@ class Worker:
         )
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has ended; returns at once on that thread itself."""
+        """Wait until the thread has ended; return at once if called on that thread."""
         if not self.runs_here:
             self._thread.join(timeout_s)
 
     def statistics(self) -> SchedulerStatistics:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         with self._lock:
             return self._table.statistics()
 
@@ -259,7 +259,7 @@ class Worker:
         if self._wake_engine is not None:
             try:
                 self._wake_engine()
-            except Exception:  # no request must depend on it
+            except Exception:  # no request depends on it
                 logger.exception("waking the engine raised")
 
     def _raise_if_stopped(self) -> None:
@@ -284,7 +284,7 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - raised by `wait_until_built`
             self._stopped = EngineDiedError("the engine could not be built")
             built.set_exception(error)
-            del built  # else the error, whose traceback has this frame, would hold itself
+            del built  # breaks the cycle of the error and this frame
             return
         self._wake_engine = getattr(engine, "wake", None)
         self._engine = engine
@@ -305,7 +305,7 @@ class Worker:
         except Exception:
             logger.exception("the statistics of %s raised", type(engine).__name__)
         self._engine = None
-        del engine  # an error that ended the thread refers to this frame
+        del engine  # the error that ended the thread refers to this frame
 
     def _die(self, cause: BaseException) -> None:
         logger.error("the engine's thread ended", exc_info=cause)
@@ -314,14 +314,14 @@ class Worker:
         )
         error.__cause__ = cause
         self.stop(error)
-        traceback.clear_frames(cause.__traceback__)  # which refer to the engine
+        traceback.clear_frames(cause.__traceback__)  # its frames refer to the engine
 
     def _serve(self, engine: Any) -> None:
         while self._wait_for_work():
-            self._work(engine)  # a call of its own, so that no row outlives it here
+            self._work(engine)  # a separate call, so that this frame keeps no row alive
 
     def _work(self, engine: Any) -> None:
-        """Run aborts, calls and submissions, and one step if queries are in the engine."""
+        """Process aborts, calls and submissions, and step the engine if it has queries."""
         with self._lock:
             aborts, self._aborts = self._aborts, []
             evaluations = self._take()
@@ -331,7 +331,7 @@ class Worker:
         refused = self._submit(engine, evaluations)
         if refused:
             self._hand_over(refused)
-        # After the submissions, which may use what would be released.
+        # After the submissions, which may use items to release.
         if self._released or self._release_due:
             self._release(engine)
         if self._table.in_engine:
@@ -361,7 +361,7 @@ class Worker:
             logger.exception("releasing what %s keeps raised", type(engine).__name__)
 
     def _run_calls(self, engine: Any) -> None:
-        # One at a time: should the thread die, `stop` finds and fails the rest.
+        # One at a time: if the thread dies, `stop` fails the remaining calls.
         for _ in range(len(self._calls)):
             with self._lock:
                 call = self._calls.popleft() if self._calls else None
@@ -372,13 +372,13 @@ class Worker:
                 call.run(engine)
 
     def _is_blocked(self, call: Call) -> bool:
-        # The table no longer has the queries that the engine is yet to be told to abort.
+        # Queries with pending aborts are no longer in the table.
         return call.wait_for is not None and (
             bool(self._aborts) or self._table.has_query(call.wait_for)
         )
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False once the worker is stopped."""
+        """Block until there is work; return False after the worker was stopped."""
         with self._lock:
             while self._stopped is None:
                 if self._aborts or self._table.in_engine or self._release_due:
@@ -393,7 +393,7 @@ class Worker:
 
     def _take(self) -> list[Evaluation]:
         if self._table.in_engine:
-            # A running batch is joined at any time; one that only waits, by whole batches.
+            # Between steps, an engine with `wake` receives complete batches only.
             if self._wake_engine and not self._policy.joins_running_batch(self._table):
                 return []
         else:
@@ -409,7 +409,7 @@ class Worker:
         return evaluations
 
     def _submit(self, engine: Any, evaluations: list[Evaluation]) -> Finished:
-        """Give the queries to the engine; returns the evaluations that it refused."""
+        """Submit the queries to the engine; return the rejected evaluations."""
         refused: Finished = []
         for evaluation in evaluations:
             try:
@@ -425,7 +425,7 @@ class Worker:
         return refused
 
     def _step(self, engine: Any) -> list[tuple[Evaluation, Completion]]:
-        """Step the engine; returns the evaluations that finished, all if the step raises."""
+        """Step the engine; return the finished evaluations, all of them if the step raises."""
         try:
             finished: dict[Evaluation, Completion] = {}
             for completion in list(engine.step()):
@@ -438,7 +438,7 @@ class Worker:
                 if evaluation is not None:  # else it was aborted
                     finished.setdefault(evaluation, completion)
             return list(finished.items())
-        except Exception as error:  # noqa: BLE001 - every query in the engine gets it
+        except Exception as error:  # noqa: BLE001 - fails every query in the engine
             with self._lock:
                 evaluations = list(self._table.in_engine.values())
             for evaluation in evaluations:
@@ -451,10 +451,10 @@ class Worker:
         self, finished: Finished, *, step_s: float = 0.0, is_step: bool = False
     ) -> None:
         """Store the results, write them into their requests, and wake the callers."""
-        requests: list[Request] = []  # of the evaluations; they end here, whatever happens
+        requests: list[Request] = []  # of the evaluations; all are finished here
         try:
-            # Stored before the evaluations end: a repeated request in between would find
-            # neither the row nor the evaluation, and be evaluated again.
+            # Stored before the evaluations end: otherwise a repeated request in between would
+            # be evaluated again.
             finished = [(each, stored(self._cache, each, end)) for each, end in finished]
             with self._lock:
                 for evaluation, _ in finished:

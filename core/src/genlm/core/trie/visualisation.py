@@ -35,7 +35,7 @@ class VisibleNode:
         node: The node in the trie.
         edge: The symbols on the edge from its parent; empty for a leaf.
         value: Weight of the node, or the number of tokens below it.
-        leaf: Whether it is the leaf of a token.
+        leaf: Whether the node is the leaf of a token.
         children: The children that are shown.
         collapsed: Number of tokens below that are not shown.
     """

@@ -1,8 +1,8 @@
 """`Vocabulary` and `decode_vocab`: the exact bytes of every id of a tokenizer.
 
-The bytes of a token are what it adds in the middle of a text by the tokenizer's own
-decoding; those of added and special tokens are their content. Each family of tokenizers has
-a module that derives them.
+The bytes of a token are those that the tokenizer's decoding adds for it in the middle of a
+text; for added and special tokens, they are the content. A module for each family of tokenizers
+derives the bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Vocabulary:
     """The tokens of an engine: index `i` of a row is token `i`.
 
     Attributes:
-        tokenizer: The engine's own tokenizer object.
+        tokenizer: The engine's tokenizer object.
         byte_vocab: One `Token` per id, `byte_vocab[i].token_id == i`.
         str_vocab: One readable string per id, for display only.
-        missing_ids: Ids below `size` without a token, ascending. Their entry in
-            `byte_vocab` is empty and their probability is 0 in every row.
+        missing_ids: Ids below `size` without a token, ascending. Their entries in
+            `byte_vocab` are empty and their probabilities are 0 in every row.
     """
 
     tokenizer: Any
@@ -57,7 +57,7 @@ class Vocabulary:
         """Decode a tokenizer.
 
         Args:
-            tokenizer: As for `decode_vocab`; kept, not copied.
+            tokenizer: Tokenizer as for `decode_vocab`; stored without a copy.
 
         Raises:
             VocabularyError: The tokens do not have exact bytes.
@@ -77,17 +77,17 @@ class Vocabulary:
         *,
         names: Collection[int] = (),
     ) -> Vocabulary:
-        """Make a vocabulary of bytes that an engine's own tables give.
+        """Create a vocabulary from the bytes in an engine's tables.
 
         Args:
-            tokenizer: Kept, not copied.
-            bytes_by_id: The bytes of each token. Other ids are missing ids.
-            decode: The engine's own decoding of ids, special tokens included, with which the
+            tokenizer: Tokenizer; stored without a copy.
+            bytes_by_id: Bytes of each token. Other ids are missing ids.
+            decode: The engine's decoding of ids, including special tokens, with which the
                 bytes of all tokens are compared.
-            names: Ids whose bytes are only names, which `decode` leaves out.
+            names: Ids whose bytes are only names, which `decode` omits.
 
         Raises:
-            VocabularyError: They differ, or there are none.
+            VocabularyError: The bytes differ from those of `decode`, or there are no tokens.
         """
         if not bytes_by_id:
             raise VocabularyError(f"{type(tokenizer).__name__} has no tokens")
@@ -99,17 +99,17 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of ids, the length of every row."""
+        """Number of token ids, the length of every row."""
         return len(self.byte_vocab)
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id that begins a text, if the tokenizer names one of this vocabulary."""
+        """BOS id of the tokenizer, None if it is not defined or not in this vocabulary."""
         return self._named("bos_token_id")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a text, if the tokenizer names one of this vocabulary."""
+        """EOS id of the tokenizer, None if it is not defined or not in this vocabulary."""
         return self._named("eos_token_id")
 
     @functools.cached_property
@@ -125,15 +125,15 @@ class Vocabulary:
             row.masked_fill_(~digits, -math.inf)
 
         Args:
-            predicate: Called with the bytes of each token that stands for text, as plain
-                `bytes`; its result counts as true or false.
+            predicate: Function of the bytes of a text token, as plain `bytes`; its result is
+                converted to bool.
 
         Returns:
-            Bools, shape `(size,)`, on the CPU, the caller's. False for special tokens, the one
-            that ends a text among them, and for ids without a token.
+            Bools, shape `(size,)`, on the CPU, which belong to the caller. False for special
+            tokens, including EOS, and for ids without a token.
 
         Raises:
-            TypeError: `predicate` is not a function, or does not take `bytes`.
+            TypeError: `predicate` is not callable, or does not accept `bytes`.
         """
         import torch
 
@@ -154,10 +154,10 @@ class Vocabulary:
         return found
 
     def ids_of(self, text: bytes) -> tuple[int, ...]:
-        """Return the ids whose bytes are exactly these, ascending; special tokens are left out.
+        """Return the ids of text tokens with exactly these bytes, ascending.
 
-        Most vocabularies have at most one such id; a text of several tokens has none. An
-        encoder gives a text's usual tokens: `llm.tokenizer.encode`.
+        Most vocabularies have at most one such id; a text of several tokens has none. For the
+        usual tokenization of a text, use `llm.tokenizer.encode`.
 
         Raises:
             TypeError: `text` is not `bytes`.
@@ -176,7 +176,7 @@ class Vocabulary:
         return found
 
     def _texts(self) -> list[tuple[int, bytes]]:
-        """Ids and plain bytes of the tokens that stand for text."""
+        """Ids and plain bytes of the text tokens."""
         apart = self.special_ids.union(self.missing_ids)
         plain = ((token.token_id, token.byte_string) for token in self.byte_vocab)
         return [each for each in plain if each[0] not in apart]
@@ -189,20 +189,20 @@ class Vocabulary:
 def decode_vocab(tokenizer: Any) -> tuple[list[Token], list[str]]:
     r"""Decode a tokenizer to the exact bytes, and a readable string, of every token.
 
-    The bytes of a token are what it adds in mid-text by the tokenizer's own decoding: a
-    SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`; a WordPiece token that starts
-    a word has a leading space, `##ing` does not, nor does punctuation before which the
+    The bytes of a token are those that the tokenizer's decoding adds for it in mid-text: a
+    SentencePiece `▁the` is `b" the"` and `<0x0A>` is `b"\n"`; a WordPiece token at the start
+    of a word has a leading space, while `##ing` has none, nor has punctuation before which the
     decoder's `cleanup` removes the space. The concatenated tokens of a sequence are its
     decoding, up to the space that some tokenizers drop at the start of a text. Added and
-    special tokens are their content in UTF-8. All derived bytes are compared with the
-    tokenizer's own decoding.
+    special tokens have their content in UTF-8. All derived bytes are compared with the
+    tokenizer's decoding.
 
     Args:
         tokenizer: A tokenizer of transformers (fast or Python), `tokenizers`,
-            `sentencepiece` or `tiktoken`. Not changed.
+            `sentencepiece` or `tiktoken`; not changed.
 
     Returns:
-        The tokens and, for display, their text with `\x..` for bytes that are not UTF-8;
+        The tokens, and strings of them for display, with `\x..` for bytes that are not UTF-8;
         index `i` of both is id `i`. Ids without a token have empty bytes.
 
     Raises:
@@ -255,7 +255,7 @@ def _family_bytes(tokenizer: Any) -> dict[int, bytes]:
 
 
 def _special_ids(tokenizer: Any, size: int) -> frozenset[int]:
-    """Return the ids below `size` that stand for no text, such as the end of a text.
+    """Return the ids below `size` that are not text, such as EOS.
 
     The tokenizer is one of transformers, `tokenizers`, `sentencepiece` or `tiktoken`, or any
     object with attributes such as `eos_token_id`.

@@ -38,8 +38,8 @@ class ServedModel:
         embedding_rows: The model can embed ids from 0 up to here.
         pad_id: Id that pads batches.
         max_context: Maximum number of tokens of a context, None for no limit.
-        max_tokens: Maximum number of positions in one forward pass; without a cache a longer context
-            still passes, alone.
+        max_tokens: Maximum number of positions in one forward pass; without a cache a longer
+            context still runs, in a separate pass.
         max_rows: Maximum number of results of one pass, which bounds its logits.
     """
 

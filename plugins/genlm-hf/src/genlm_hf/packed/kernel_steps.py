@@ -123,7 +123,7 @@ class KernelSteps:
             self._graphs.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of steps by kernels, captures and replays, and why there are no graphs."""
+        """Return counts of kernel steps, captures and replays, and why graphs are off."""
         counts: dict[str, int | float | str]
         counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
         if self._graphs is not None:

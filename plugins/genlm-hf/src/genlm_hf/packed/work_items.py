@@ -2,7 +2,8 @@
 
 A work item is a tile of consecutive query tokens and a range of slots that all of them see:
 a part of a shared prefix, or a part of one token's suffix. A program of `kernels.attend`
-computes a partial result for every token of its work item, and `kernels.combine` joins them. Numbers are padded to a `StepSize`, since a CUDA graph has launches of one size.
+computes a partial result for every token of its work item, and `kernels.combine` joins them.
+Numbers are padded to a `StepSize`, since a CUDA graph has launches of one size.
 
 Graphs have a size for each padded number of tokens, whatever the lengths and prefixes of the
 sequences are, so that a population that grows is not captured again.

@@ -228,7 +228,7 @@ def _end_processes(error: BaseException) -> None:
 
 
 class HeadProbe:
-    """Monitors on a separate thread, because calls may block, whether the cluster's head responds."""
+    """Monitors the cluster's head on a separate thread, because calls may block."""
 
     def __init__(self) -> None:
         self._asked_s: float | None = None  # time of the first request without response

@@ -390,7 +390,7 @@ class Replica:
     # -- sessions ---------------------------------------------------------------------
 
     def _statistics(self) -> dict[str, Any]:
-        """Return the engine's statistics, the last ones if it raises, so that no result is lost."""
+        """Return the engine's statistics, or the last ones if it raises."""
         try:
             found = self._loop.statistics().items()
             # Values that cannot be pickled would lose the results in the same message.

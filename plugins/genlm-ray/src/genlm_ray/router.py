@@ -365,8 +365,8 @@ class Router:
     ) -> None:
         """Move waiting queries of one replica to those with the least work.
 
-        With `now`, only queries that then finish sooner are moved. Otherwise queries without a parent stay: each
-        went to the replica with the least work, and others may continue what it computes.
+        With `now`, only queries that then finish sooner are moved. Otherwise queries without a
+        parent stay on the replica that had the least work, because others may continue them.
         """
         if not now:
             groups.pop(None, None)

@@ -346,7 +346,7 @@ class VLLMEngine:
 
     @property
     def llm_engine(self) -> Any:
-        """vLLM's `LLMEngine`, for inspection."""
+        """The `vllm.LLMEngine`, for inspection."""
         return self._vllm
 
     # -- statistics, end --------------------------------------------------------------

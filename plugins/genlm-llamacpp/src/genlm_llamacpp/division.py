@@ -1,7 +1,7 @@
 """Chooses whether sequences share the cells of the cache or each has a part of them.
 
 In a shared cache the attention of every token goes over the cells of all sequences; in a
-divided one over those of its sequence, but tokens that sequences share are stored and read for each.
+divided one over those of its sequence, but shared tokens are stored and read for each.
 `benchmarks/bench_llamacpp.py` compares both.
 """
 

@@ -18,7 +18,7 @@ ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 """Computes logits, shape `(n, width)`, of hidden states, shape `(n, hidden_size)`."""
 
 ReadStates = Callable[[Any, torch.Tensor, ComputeLogits], None]
-"""Takes SGLang's `ForwardBatch`, the hidden states of all its tokens, and the function that computes logits."""
+"""Takes SGLang's `ForwardBatch`, the hidden states of its tokens, and a `ComputeLogits`."""
 
 
 def obstacle_to_score(scheduler: Any) -> str | None:

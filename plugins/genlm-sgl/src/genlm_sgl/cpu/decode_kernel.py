@@ -2,7 +2,7 @@
 
 `TorchNativeAttnBackend` pads the queries of each extend to the whole sequence: for one token
 after 512 cached ones it computes 513 queries and keeps the last. Its decode kernel computes
-only that one. The methods involved are compared with the source that this module was written for.
+only that one. The methods are compared with the source that this module was written for.
 """
 
 from __future__ import annotations

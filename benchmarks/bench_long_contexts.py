@@ -5,7 +5,7 @@ token and requests its row, all concurrently. Contestants are contexts (`llm.con
 `extend`), lists that a program appends to, and a trivial asyncio batcher that does nothing with
 its ids: what asyncio itself takes.
 
-The last part creates, requests and drops contexts, and reports the growth of the process's memory.
+The last part creates, requests and drops contexts, and reports the memory growth.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ __all__ = ["TablePass", "extent_of"]
 class TablePass:
     """Tokens of a `TableBatch` side by side, each after a past that is padded on the left.
 
-    It has the attributes of a `SegmentBatch` that `slot_caches` reads. A token may follow one of the same
-    pass: keys and values are stored before they are read.
+    It has the attributes of a `SegmentBatch` that `slot_caches` reads. A token may follow one
+    of the same pass: keys and values are stored before they are read.
 
     Args:
         batch: The tokens, and the slots of their rows.

@@ -103,7 +103,7 @@ def _packed_value(value: Any) -> bytes:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         data = buffer.getvalue()
         if isinstance(value, Exception):
-            pickle.loads(data)  # noqa: S301 - many can be pickled, but not be made again
+            pickle.loads(data)  # noqa: S301 - some objects can be pickled, but not unpickled
     except Exception as error:  # noqa: BLE001 - it fails this value alone
         reason = f"{type(value).__name__}: {value}"
         if not isinstance(value, Exception):

@@ -108,7 +108,7 @@ class PaddedPath:
         adapter: str | None,  # noqa: ARG002 - see ScoringPath
         texts: Sequence[ScoredText],
     ) -> Sequence[int]:
-        """Choose the first text and those that share its pass; none if rows score it."""
+        """Choose the first text and those that share its pass; only it if rows score it."""
         if not self.pads:
             return [0]
         lengths = [len(text.sequence) for text in texts]

@@ -151,7 +151,7 @@ class LlamaContext:
 
     @property
     def is_open(self) -> bool:
-        """Whether `divide` has not yet run out of memory."""
+        """Whether the context exists; False if `divide` ran out of memory."""
         return bool(self._context)
 
     def divide(self, parts: int) -> None:

@@ -204,13 +204,13 @@ class Sequences:
     # -- rows of populations ----------------------------------------------------------
 
     def versions(self, numbers: Integers) -> Integers:
-        """Return version numbers, which change when sequences lose tokens."""
+        """Return the versions of sequences, which change when these lose tokens."""
         return self._versions[numbers]
 
     def still_hold(
         self, numbers: Integers, versions: Integers, starts: Integers
     ) -> NDArray[np.bool_]:
-        """Return the sequences that can be continued after some of their first tokens.
+        """Return whether sequences can be continued after some of their first tokens.
 
         Args:
             numbers: Sequences, -1 for none.

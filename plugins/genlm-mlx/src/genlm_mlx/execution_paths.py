@@ -183,7 +183,7 @@ class UncachedPath:
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
     ) -> Sequence[int]:
-        """Choose the first text and others, as `next_pass`; none if rows score it."""
+        """Choose the first text and others, as `next_pass`; only the first if rows score it."""
         if self._rotary:
             return [0]
         return self.next_pass(adapter, [text.sequence.token_ids for text in texts])

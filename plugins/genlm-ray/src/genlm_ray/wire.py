@@ -94,8 +94,8 @@ class _CompletionColumns(NamedTuple):
 
     Attributes:
         query_ids: Query id of each completion.
-        counts: How many of the values are its: the number of those of a `Reduced`, `_RESULT`
-            or `_ERROR` for one that is the result or the error itself.
+        counts: Number of values of each completion: that of a `Reduced`, or `_RESULT` or
+            `_ERROR` for a single result or error.
         rows: The places of rows among the values, in the order of `ReplicaResponse.rows`.
         length: Number of values.
     """

@@ -37,8 +37,8 @@ class Load(NamedTuple):
     Attributes:
         running: Number of requests that it computes, without parked and waiting ones.
         free_tokens: Tokens for which the KV cache has free blocks, cached prefixes included.
-        is_settled: Whether this includes all that was sent before. In other processes, where
-            steps without work take next to no time, at most once in a short time.
+        is_settled: Whether this includes all earlier requests. With other processes, whose
+            idle steps are fast, True at most once in a short time.
     """
 
     running: int

@@ -158,7 +158,7 @@ class ForkedBlocks:
 
     Args:
         block_size: Tokens in a KV block.
-        is_finite: Whether all that a block holds is finite. Tokens of the other request beyond
+        is_finite: Whether all values of a block are finite. Tokens of the other request beyond
             the common ones are copied too, and attention multiplies them by 0.
 
     Attributes:

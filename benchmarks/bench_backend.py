@@ -1,7 +1,7 @@
 """How much faster does a genlm-control program get by replacing genlm-backend?
 
 Sequential Monte Carlo of `genlm-control` with a `PromptedLLM`, unchanged, on the published
-genlm-backend 0.3.1 and on this project's, each in an environment of its own (made in
+genlm-backend 0.3.1 and on this project's, each in a separate environment (created in
 `.cache/`, or `--published PYTHON --ours PYTHON`) with equal versions of everything else.
 The two take turns within each round. Two token samplers: `direct` draws from the model's
 row, `eager` walks the token trie under a constraint. `as-is` sets nothing; `tuned` is

@@ -11,7 +11,7 @@ returns a token and its log-probability for each row.
   equal values is undefined. 100 rows.
 - draws under top-k 50, and under top-p 0.9, of log-probabilities, against a loop that sorts
   each row. 100 rows.
-- memory: what a process needs beside the logits for the draws. In a process of its own.
+- memory: memory of a process beyond the logits, for the draws, in a separate process.
 
 The ratio is that of each to the fastest peer of its case; memory has none.
 """

@@ -1,4 +1,4 @@
-"""What does genlm reach on a GPU, beside the field's ways to do the same on it?
+"""How fast is genlm on a GPU, compared with other implementations of the same loops?
 
 `python scripts/gpu.py` runs each line of this benchmark in a process of its own. Models are
 Llamas of real shapes with random weights in bfloat16 (`gpu_model`) with 128,000 ids:

@@ -3,15 +3,15 @@
 A population of particles shares a prompt and grows by one token a step, every fourth
 step continuing copies of some. Each path serves the same particles of the same model:
 
-- padded: every context anew, no cache (the ratios' base);
+- padded: every context recomputed, no cache (the ratios' baseline);
 - slot_cache: each token once, the past gathered for every particle at every step;
 - packed: each token once, the shared past read once, where the model allows it;
 
 beside them lockstep decoding, the model's own `[N, 1]` pass with transformers'
 DynamicCache and no front end, which copies every past at every step as the path slot_cache
 does. Only decoding is timed, after a prefill; every round runs all in turn. Models: 8
-layers x 512, 8 heads, vocabulary 8,000, random weights, float32. Torch's threads are what
-OMP_NUM_THREADS says.
+layers x 512, 8 heads, vocabulary 8,000, random weights, float32. OMP_NUM_THREADS sets
+torch's threads.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ ratio is the speed as a fraction of lockstep's in the same round, its median ove
 reported; it can differ from the ratio of the medians. Model: a Llama of 8 layers x 512,
 8 heads, 4 of keys and values, vocabulary 8,000, random weights, float32. Torch's threads
 are what OMP_NUM_THREADS says. With `--clock cpu` a figure is the CPU time of the whole
-process instead: what can be compared on a machine that others use as well.
+process instead: comparable on a machine with other load.
 """
 
 from __future__ import annotations

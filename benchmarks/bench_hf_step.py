@@ -1,4 +1,4 @@
-"""Where does the time of a step of `genlm-hf` go, and what could a better engine still save?
+"""How is the time of a step of `genlm-hf` divided, and how much of it can be saved?
 
 The particles of `bench_hf_particles.py`, for lockstep decoding and for the whole of genlm.
 The thread's CPU time of a step, divided by where it is spent:

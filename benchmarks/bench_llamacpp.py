@@ -1,4 +1,4 @@
-"""How fast is `genlm-llamacpp` with particles, beside llama.cpp's own loops?
+"""How fast is `genlm-llamacpp` with particles, compared with llama.cpp's loops?
 
 A population of particles shares a prompt and grows by one random token a step; where it says
 `resampled`, every fourth step continues copies of some; with `--tails`, also where each has so
@@ -15,7 +15,7 @@ many tokens of its own from the start. Contestants, in turn in every round:
   one context, cut back to the common prefix. In an environment of its own (`--peer`);
   beside it the same calls of the C interface (`one sequence`).
 
-The limit is `batched`: what is above it is the front end. Only decoding is timed. Ratios are
+The limit is `batched`: the rest is the front end. Only decoding is timed. Ratios are
 the time of `batched` by the contestant's in the same round, their median over rounds. Model: a
 Llama of 8 layers x 512, vocabulary 8,000, random weights, float32 GGUF.
 """

@@ -1,4 +1,4 @@
-"""How many requests a second does lm-evaluation-harness get answered by a model?
+"""How many requests per second does lm-evaluation-harness complete?
 
 The limit is the model's arithmetic on the tokens that no two requests share. Contestants, each
 in a process of its own, in turn in every round: `--model genlm` on hf and on vllm (where it is

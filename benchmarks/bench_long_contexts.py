@@ -1,11 +1,11 @@
 """What does a request cost before any model runs, and does it grow with the context?
 
-Particles on an engine that costs nothing: at each step every particle extends its context by a
-token and asks for its row, all concurrently. Contestants are contexts (`llm.context`,
+Particles on a no-op engine: at each step every particle extends its context by a
+token and requests its row, all concurrently. Contestants are contexts (`llm.context`,
 `extend`), lists that a program appends to, and a trivial asyncio batcher that does nothing with
 its ids: what asyncio itself takes.
 
-The last part makes, asks and drops contexts, and reports the growth of the process's memory.
+The last part creates, requests and drops contexts, and reports the memory growth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast is `genlm-mlx` with particles, beside mlx-lm in lockstep and genlm-backend?
+"""How fast is `genlm-mlx` with particles, compared with mlx-lm and genlm-backend?
 
 A population of particles shares a prompt and grows by one token a step; where it says
 `resampled`, every fourth step continues copies of some; where `uneven`, a random half waits

@@ -1,4 +1,4 @@
-"""What does a population cost a member and a step, beside the model?
+"""What does a population cost per member and step, without the model?
 
 The engine computes nothing: it has the logits of every group at hand. What remains is to
 extend, to draw and, every fourth step, to resample: arrays of the caller, one request through

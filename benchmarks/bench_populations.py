@@ -12,7 +12,7 @@ questions:
 - With the model: a population whose members are extended by the tokens that are drawn for them,
   with a second copy of the weights (`prepack=True`) and without, against lockstep decoding, the
   model's own `[N, 1]` forward pass with a cache for every member and whole rows, which draws
-  nothing, and against one coroutine that asks for whole rows for each particle. The limit is
+  nothing, and against one coroutine per particle that requests whole rows. The limit is
   the time of the linear layers.
 
 Figures are the CPU time of the whole process (`--clock wall` for elapsed time). All contestants

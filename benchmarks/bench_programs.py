@@ -1,4 +1,4 @@
-"""How fast are the programs of `examples/`, against what people run for the same task?
+"""How fast are the programs of `examples/`, compared with common implementations?
 
 The programs run as they are, on `genlm-hf` with prepacked weights (`--no-prepack` for without),
 beside peers in plain transformers on the same model, the Llama of 31 million parameters with

@@ -1,4 +1,4 @@
-"""What do replicas on Ray give, and what do they cost?
+"""What is the throughput of replicas on Ray, and what is their overhead?
 
     python benchmarks/bench_ray.py [limit] [rows] [tokens] [front] [kill] [--save]
 
@@ -13,7 +13,7 @@ part. Half a population takes more than half the time, so the limit is below twi
 - `tokens`: tokens computed in all by the same with resampling every 4 steps. One replica
   computes each token once. The hf engine counts.
 - `front`: microseconds a request, of the wall clock and of the driver's threads, for draws on
-  an engine that costs nothing, 1,000 concurrent, as it is and after `gc.freeze()`.
+  a no-op engine, 1,000 concurrent, as it is and after `gc.freeze()`.
 - `kill`: time to answer 1,000 requests, with and without one of two replicas killed while they
   are out; rows are compared with those of hf in this process.
 """

@@ -1,4 +1,4 @@
-"""What does the scheduler cost a request, on an engine that costs nothing?
+"""What does the scheduler cost per request, on a no-op engine?
 
 The physical limit is what asyncio itself takes to park and wake a coroutine, so a
 trivial asyncio batcher runs beside it: a list of futures, a `call_soon` that answers

@@ -1,4 +1,4 @@
-"""What do scores and draws cost beside moving rows?
+"""What do scores and draws cost, compared with moving rows?
 
 The Llama of 31 million parameters with random weights on a CPU, float32, with 8,000 and 128,000
 ids. The floor is the model's own linear layers, the output embedding included.

@@ -1,6 +1,6 @@
 """What do reductions and scores save on the serving engines?
 
-The limit is the model: its forward pass and its logits have to be computed whatever is asked,
+The limit is the model: its forward pass and logits are computed for every request,
 and a draw needs one pass over its row. What can be saved is everything that moves the row:
 vLLM computes in a process of its own, as it does with one GPU, and rows arrive through a
 socket; SGLang is driven in this process, and rows are copied out of the batch, one by one.

@@ -1,4 +1,4 @@
-"""How near does the trie on a GPU come to the memory bandwidth that it needs?
+"""How much of the memory bandwidth does the trie on a GPU use?
 
 On 128,000 tokens, for one row and for 32, float32 and bfloat16:
 
@@ -9,9 +9,9 @@ On 128,000 tokens, for one row and for 32, float32 and bfloat16:
   once. Its time is the limit.
 
 The ratio of each row is the copy's time over its own: the fraction of the bandwidth that
-is used to good effect. The goal for 32 rows of float32 is 0.6. Bytes that the kernels ask
+is used effectively. The goal for 32 rows of float32 is 0.6. Bytes that the kernels ask
 for, caches left out of account, are counted from the plan and printed beside it.
-Without a GPU there is nothing to measure, and it says so.
+Without a GPU it reports that there is nothing to measure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A backend provides a target (`EngineTarget`, `TrieTarget`): tiny models with an oracle for
 their rows. `genlm check NAME` runs every check against it, and so does one line in the
-backend's own tests:
+backend's tests:
 
     test_conformance = conformance_tests("toy")
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop on a thread of its own.
+    """An event loop on a dedicated thread.
 
     Attributes:
         unhandled: Messages that reached the loop's exception handler: exceptions that were
@@ -42,7 +42,7 @@ class LoopThread:
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and wait for it.
+        """Run a coroutine on the loop and wait for its result.
 
         Raises:
             CheckTimeout: It took longer than `timeout_s`.
@@ -63,10 +63,10 @@ class LoopThread:
         return future.result()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stop the loop and cancel what still runs on it.
+        """Stop the loop and cancel its running tasks.
 
         Args:
-            timeout_s: How long to wait for that. A loop that is blocked for longer is closed
+            timeout_s: Maximum wait. A loop that is blocked for longer is closed
                 later, by its own thread.
         """
         with contextlib.suppress(RuntimeError):  # it is closed
@@ -91,7 +91,7 @@ async def _cancel_all() -> None:
 
 
 def call_together(functions: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
-    """Call functions concurrently, each on a thread of its own, until one raises.
+    """Call functions concurrently, each on a separate thread, until one raises.
 
     Raises:
         BaseException: The first exception; the other calls are not waited for.

@@ -34,7 +34,7 @@ class Check:
         needs: A capability without which it does not apply.
         unless: A capability with which it does not apply.
         member: A method of the trie without which it does not apply.
-        oracle: Whether it needs an oracle that is independent of the engine.
+        oracle: Whether the check needs an oracle that is independent of the engine.
         cases: Cases that the check must cover. The function reports each with
             `fixture.saw`; the check fails if one never occurred.
     """
@@ -66,7 +66,7 @@ def engine_check(
     oracle: bool = False,
     cases: tuple[str, ...] = (),
 ) -> Callable[[Callable[[EngineFixture], None]], Check]:
-    """Make a check of a function of an `EngineFixture`; `Check` describes the arguments."""
+    """Create a check from a function of an `EngineFixture`; `Check` describes the arguments."""
 
     def decorate(function: Callable[[EngineFixture], None]) -> Check:
         return Check(function, "engine", needs, unless, oracle, cases)
@@ -77,7 +77,7 @@ def engine_check(
 def trie_check(
     *, member: str | None = None, cases: tuple[str, ...] = ()
 ) -> Callable[[Callable[[TrieFixture], None]], Check]:
-    """Make a check of a function of a `TrieFixture`; `Check` describes the arguments."""
+    """Create a check from a function of a `TrieFixture`; `Check` describes the arguments."""
 
     def decorate(function: Callable[[TrieFixture], None]) -> Check:
         return Check(function, "trie", cases=cases, member=member)

@@ -59,7 +59,7 @@ def contexts_of(
         longest: Maximum number of tokens of a context.
 
     Returns:
-        Distinct contexts, and for each the kind of context that it is.
+        Distinct contexts, and the kind of each.
 
     Raises:
         ValueError: `base` is empty.
@@ -99,7 +99,7 @@ async def request_rows(
     Args:
         llm: The model.
         sequences: Token ids.
-        cached: Whether the output cache may answer.
+        cached: Whether rows may come from the output cache.
     """
     request = functools.partial(llm.next_token_logprobs, use_cache=cached)
     rows = await asyncio.gather(*map(request, sequences))
@@ -152,7 +152,7 @@ def differences(
         seed: Seed of the random numbers for draws.
 
     Raises:
-        ValueError: A row has not as many entries as the expected row.
+        ValueError: The lengths of a row and its expected row differ.
     """
     apart, variations, greedy, draws, repeats = [], [], [], [], [0.0]
     first: dict[TokenIds, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Conformance targets of the core's own backends: the reference engine and the numpy trie."""
+"""Conformance targets of the core's backends: the reference engine and the numpy trie."""
 
 from __future__ import annotations
 

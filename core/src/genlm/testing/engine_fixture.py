@@ -1,4 +1,4 @@
-"""`EngineFixture`: what a check of an engine receives: models, sequences and the oracle."""
+"""`EngineFixture`: models, sequences and the oracle for a check of an engine."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EngineFixture(Fixture):
 
     @functools.cached_property
     def token_ids(self) -> Sequence[int]:
-        """Ids to build sequences of."""
+        """Ids from which sequences are built."""
         if self.target.token_ids is not None:
             return self.target.token_ids
         missing = set(self.lm.vocabulary.missing_ids)
@@ -111,7 +111,7 @@ class EngineFixture(Fixture):
 
     @functools.cached_property
     def max_length(self) -> int:
-        """The longest sequence to ask for."""
+        """Maximum length of a requested sequence."""
         limit = self.lm.max_context
         return self.target.max_length if limit is None else min(limit, self.target.max_length)
 

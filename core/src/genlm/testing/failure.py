@@ -34,7 +34,7 @@ class CheckTimeout(BaseException):
     Not an `Exception`: Hypothesis would repeat the same wait many times to shrink the example.
 
     Attributes:
-        what: The call, in words.
+        what: Description of the call.
         timeout_s: The time limit.
     """
 
@@ -59,7 +59,7 @@ def expect(holds: bool, expected: str, found: object, **example: Any) -> None:
     """Raise `CheckFailure` unless a property holds.
 
     Args:
-        holds: Whether it does.
+        holds: Whether the property holds.
         expected: Description of the required result.
         found: The actual result.
         **example: The values with which it happened.

@@ -1,7 +1,7 @@
 """`measure_family`: compares an engine's rows of a tiny model with the oracle.
 
 Sends the requests of a particle program to an `AsyncLM`. The caller provides the time limit
-and, where the engine needs it, a process of its own.
+and, where the engine needs it, a separate process.
 """
 
 from __future__ import annotations

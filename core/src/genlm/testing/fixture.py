@@ -1,4 +1,4 @@
-"""`Fixture`: examples, time limits and event loops for one check, and how thorough it is.
+"""`Fixture`: examples, time limits and event loops for one check, and the profile.
 
 One fixture serves one check of one target and closes everything that the check opened.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Profile:
-    """How thorough a run is.
+    """Profile of a run: its numbers of examples.
 
     Attributes:
         name: Value of the option `profile`.
@@ -71,13 +71,13 @@ class Fixture:
     """Examples and bookkeeping for one check; a context manager.
 
     Args:
-        profile: How thorough to be.
-        seed: Decides every example.
+        profile: Profile of the run.
+        seed: Random seed of the examples.
         timeout_s: Time limit of each call.
 
     Attributes:
-        cases: How often each case that the check must cover occurred.
-        loop: An event loop on a thread of its own.
+        cases: Number of occurrences of each case that the check must cover.
+        loop: An event loop on a dedicated thread.
     """
 
     def __init__(self, profile: Profile, seed: int, timeout_s: float) -> None:
@@ -121,7 +121,7 @@ class Fixture:
 
         Args:
             holds: Takes one keyword argument per strategy; raises if the property is violated.
-            examples: How many; by default as many as the profile says.
+            examples: Number of examples; by default the profile's.
             **strategies: Generate the arguments.
         """
 
@@ -136,7 +136,7 @@ class Fixture:
         one_example()
 
     def new_loop(self) -> LoopThread:
-        """An event loop on a thread of its own, closed with the fixture."""
+        """An event loop on a dedicated thread, closed with the fixture."""
         loop = LoopThread()
         self._loops.append(loop)
         self._resources.callback(loop.close)
@@ -151,7 +151,7 @@ class Fixture:
         return self.loop.run(coroutine, self.timeout_s)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function on a thread of its own.
+        """Call a function on a separate thread.
 
         Raises:
             CheckTimeout: It took too long.
@@ -159,7 +159,7 @@ class Fixture:
         return self.call_together([function])[0]
 
     def call_together(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Call functions concurrently, each on a thread of its own.
+        """Call functions concurrently, each on a separate thread.
 
         Raises:
             CheckTimeout: One took too long.

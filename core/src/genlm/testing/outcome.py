@@ -1,4 +1,4 @@
-"""`Outcome`: the result of one case; `ExpectedFailures`: which failures are expected, and why.
+"""`Outcome`: the result of one case; `ExpectedFailures`: expected failures with reasons.
 
 Expected failures are listed in a file in the backend's repository, one per line, each with
 its reason; `#` begins a comment:
@@ -31,12 +31,12 @@ class Outcome:
         status: `"skipped"`: the check applies but cannot run with this target. `"not
             applicable"`: it tests an ability that the engine does not declare; another check
             tests that the ability is refused.
-        reason: Why it was skipped, does not apply, or was expected to fail.
+        reason: Reason why it was skipped, does not apply, or was expected to fail.
         expected: Description of the required result, if the property was violated.
         found: Description of the actual result.
         example: The smallest example with which it happened: `repr` of each value.
         details: Hypothesis' notes and the traceback, if the failure was not a `CheckFailure`.
-        cases: How often each case that the check must cover occurred.
+        cases: Number of occurrences of each case that the check must cover.
         devices: Devices of the rows that were checked.
         seconds: Duration.
     """

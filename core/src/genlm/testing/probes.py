@@ -20,7 +20,7 @@ class StepGate:
     """A point that the code under test passes and a check can close.
 
     Args:
-        timeout_s: How long either side waits.
+        timeout_s: Maximum wait of either side.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -68,13 +68,13 @@ class EngineProbe(StepGate):
     Pass it as `watch` to `EngineTarget.load`, once. `hold` pauses the engine's steps.
 
     Args:
-        timeout_s: How long a held step waits to be released.
+        timeout_s: Maximum wait of a held step.
 
     Attributes:
         submitted: Every query that was submitted.
         aborted: Query ids that were aborted.
         in_step: Number of unanswered queries at each step.
-        finished: Number of queries that each step answered.
+        finished: Number of queries that each step completed.
         refuse: `submit` raises for queries for which this is true.
         poison: `evaluate` raises for batches with a query for which this is true.
         spoil: Maps a query and its result to the result that is returned.
@@ -193,7 +193,7 @@ class TrieProbe(StepGate):
 
     Args:
         trie: The trie inside.
-        timeout_s: How long a held reduction waits to be released.
+        timeout_s: Maximum wait of a held reduction.
 
     Attributes:
         reductions: Name and number of rows of each reduction, in the order of their starts.

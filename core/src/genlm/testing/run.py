@@ -33,13 +33,13 @@ class Settings:
     Attributes:
         backend: Name of an installed engine or trie.
         model: A model for the engine to load, checked without an oracle; by default the
-            backend's own targets are checked.
+            backend's targets are checked.
         dtype: Dtype in which that model computes; sets the tolerance.
         only: Ids of checks or cases to run; by default all.
         models: Names of targets to run; by default all.
         profile: `"quick"` or `"full"`.
         xfail: File of expected failures.
-        seed: Decides every example.
+        seed: Random seed of the examples.
         no_skips: Whether a skipped check counts as a failure.
     """
 
@@ -169,7 +169,7 @@ def _fixture_of(case: Case, profile: Profile, seed: int) -> EngineFixture | Trie
 
 
 def _why_not(check: Check, fixture: EngineFixture | TrieFixture) -> dict[str, Any] | None:
-    """Why a check cannot or need not run; None if it should."""
+    """Return why a check cannot or need not run; None if it should run."""
     if isinstance(fixture, EngineFixture):
         return _why_not_engine(check, fixture)
     if check.member is None or hasattr(fixture.build([b"a"]), check.member):

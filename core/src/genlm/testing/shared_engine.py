@@ -1,6 +1,6 @@
 """`SharedEngine`: one engine behind all the models that a target loads.
 
-For engines that are slow to build. The engine runs on a thread of its own, as every engine
+For engines that are slow to build. The engine runs on a dedicated thread, as every engine
 does; each model has an `EngineHandle`, which forwards calls to that thread.
 """
 
@@ -26,7 +26,7 @@ _ADAPTER_METHODS = frozenset({"add_adapter", "remove_adapter"})
 
 
 class SharedEngine:
-    """An engine on a thread of its own, and the handle that each of its queries came from.
+    """An engine on a dedicated thread, and the handles of its queries.
 
     Args:
         build: Builds the engine, on that thread.
@@ -111,7 +111,7 @@ class SharedEngine:
 
 
 class EngineHandle:
-    """The shared engine as one model sees it.
+    """View of the shared engine for one model.
 
     Attributes:
         ready: Completions of this model's queries, from its own steps and other models' steps.

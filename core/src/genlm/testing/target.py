@@ -55,8 +55,8 @@ class EngineTarget:
         timeout_s: Time after which an unanswered request counts as lost.
         shared: Whether all checks use one engine, because building it is slow; its caches
             then stay warm from one check to the next.
-        front: The class between callers and the engine: `AsyncLM`, or one to be checked in
-            its place.
+        front: The class between callers and the engine: `AsyncLM`, or a replacement to be
+            checked.
 
     Raises:
         ValueError: `dtype` has no cap, or `tolerance` is above it.

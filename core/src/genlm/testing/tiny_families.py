@@ -68,7 +68,7 @@ class Family:
         model_type: transformers' name of the architecture.
         settings: All settings of the config; read-only.
         hidden_size: Width of the model; it determines the scale of its random weights.
-        representative: Whether it belongs to the third that covers every mechanism.
+        representative: Whether the family is in the third that covers every mechanism.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`TrieFixture`: what a check of a token trie receives; its oracle is brute force.
+"""`TrieFixture`: tries and a brute-force oracle for a check of a token trie.
 
 The oracle enumerates every prefix and every token below it: slow, exact and without arrays. A
 sum is `math.fsum` of the same weights in float64.
@@ -164,12 +164,12 @@ class TrieFixture(Fixture):
 
 @dataclass(frozen=True)
 class Node:
-    """A node as the oracle sees it.
+    """A node of the oracle.
 
     Attributes:
-        name: Names the node in messages.
+        name: Node name for messages.
         below: Positions of the tokens below it.
-        leaf: Whether it is the leaf of a token.
+        leaf: Whether the node is the leaf of a token.
     """
 
     name: str
@@ -191,7 +191,7 @@ def known_nodes(trie: Any) -> dict[int, Node]:
 
 
 def largest_error(operation: str, exact: float, dtype: str) -> float:
-    """Largest difference from the exact value that a result of a dtype may have."""
+    """Return the maximum error of a result of a dtype."""
     if operation == "max":
         return 0.0
     # The log has the absolute error of the sum's relative error, and is itself rounded.

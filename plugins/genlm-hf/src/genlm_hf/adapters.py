@@ -1,4 +1,4 @@
-"""LoRA adapters through peft: several in one model, at most one of them active.
+"""LoRA adapters through peft: several adapters in one model, at most one active.
 
 peft inserts its layers into the model itself. `Adapters` restores the model after a failed
 load, keeps the rows of the base model, and can remove every adapter again. Peft layers that a
@@ -31,7 +31,7 @@ _IN_LAYERS = {"ADALORA", "IA3", "LOHA", "LOKR", "LORA"}
 
 
 class Adapters(AdapterTable[str]):
-    """The adapters of one model: those that it came with, and those loaded later.
+    """The adapters of one model: preloaded ones and those loaded later.
 
     Outside of `activate` the model is in its original state: the adapters that were active
     in it are applied, loaded ones are not.
@@ -43,7 +43,7 @@ class Adapters(AdapterTable[str]):
         model: The model to run, without peft's wrapper.
 
     Raises:
-        ModelLoadError: It has adapters that cannot be served.
+        ModelLoadError: The model has adapters that cannot be served.
     """
 
     def __init__(self, model: Any) -> None:
@@ -97,7 +97,7 @@ class Adapters(AdapterTable[str]):
         self._states.clear()
         if self._original is not None:
             self._original.switch_back()
-            if not self._peft_model.peft_config:  # a model of peft without adapters takes none
+            if not self._peft_model.peft_config:  # an empty PeftModel accepts no new adapter
                 self._original.restore()
                 self._peft_model = None
             self._original.make_trainable_again()
@@ -176,7 +176,7 @@ class _Snapshot:
         }
 
     def switch_back(self) -> None:
-        """Activate the same adapters, and no later ones."""
+        """Activate the saved adapters only."""
         for layer in adapter_layers(self._model):
             active, enabled = self._switched.get(layer, ([], False))
             layer.enable_adapters(enabled)

@@ -1,6 +1,6 @@
 """The targets of `genlm check hf`.
 
-Tiny models with random weights, of architectures that keep their past in different ways. The
+Tiny models with random weights, of architectures with different caches. The
 oracle is transformers' forward pass of one sequence, without a cache, and peft's own model for
 adapters. The engine runs on the first CUDA device if there is one, else on the CPU; the oracle
 always on the CPU.
@@ -17,7 +17,7 @@ from genlm.testing import EngineTarget, TinyModel, families
 
 __all__ = ["LORA", "targets"]
 
-_TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few, fewer than a batch has
+_TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few tokens, less than one batch
 
 LORA: Mapping[str, Mapping[str, Any]] = {
     "llama": {"target_modules": ["q_proj", "down_proj"]},

@@ -29,7 +29,7 @@ from genlm_hf.served_model import (
 
 __all__ = ["HFEngine"]
 
-# A core is busy with 2048 tokens, so longer passes only delay other requests.
+# 2048 tokens saturate a CPU core, so longer passes only delay other requests.
 _TOKENS_PER_BATCH = 8192
 _TOKENS_PER_BATCH_ON_CPU = 2048
 
@@ -140,7 +140,7 @@ class HFEngine(PrefixEngine):
         prepack: bool = False,
         cuda_graphs: bool = False,
     ) -> Self:
-        """Serve a model and tokenizer that the caller has made.
+        """Serve a model and tokenizer that the caller created.
 
         The engine owns the model until `close`: it sets evaluation mode, inserts the adapters
         that it loads, and replaces attention functions and forward methods during a pass. The
@@ -246,7 +246,7 @@ class HFEngine(PrefixEngine):
         """Remove an adapter that `add_adapter` loaded; the model's own layers stay.
 
         Raises:
-            UnknownAdapterError: None of that name is loaded.
+            UnknownAdapterError: No adapter of that name is loaded.
         """
         with packed_weights_kept(self._served.model):
             super().remove_adapter(name)
@@ -266,7 +266,7 @@ class HFEngine(PrefixEngine):
     def close(self) -> None:
         """Remove the engine's adapters from the model and free everything computed.
 
-        A model that the caller made is as it was before `from_model`, training mode included.
+        `from_model`'s model returns to its earlier state, including training mode.
         """
         on_cuda, adapters = self._served.device.type == "cuda", self._adapters
         super().close()
@@ -279,12 +279,12 @@ class HFEngine(PrefixEngine):
 
 
 def _logits_on(device: torch.device) -> int:
-    """Return how many logits a pass on a device may have."""
+    """Return the maximum number of logits of a pass on a device."""
     return int(free_memory_bytes(device) * _SHARE_OF_LOGITS) // _BYTES_OF_A_LOGIT
 
 
 def _hints(model: Any) -> dict[Capability, str]:
-    """Return why a model cannot have adapters, if so."""
+    """Return why a model cannot have adapters, None if it can."""
     if is_offloaded(model):
         return {
             Capability.LORA: "its device_map offloads layers, which cannot have adapters; load "

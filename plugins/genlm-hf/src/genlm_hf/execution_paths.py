@@ -1,4 +1,4 @@
-"""Which execution path serves a model: by rules first, then by a self-test.
+"""Selection of a model's execution path: by rules first, then by a self-test.
 
 `execution_paths.json` lists the path of each family of models;
 `scripts/architectures.py --backend hf` writes it together with docs/hf-architectures.md.
@@ -42,7 +42,7 @@ _logger = logging.getLogger("genlm_hf")
 PATHS = ("packed", "slot_cache", "padded")
 """Execution paths, fastest first."""
 
-# Kinds of layers that see their whole past, or the end of it.
+# Kinds of layers with full or sliding-window attention.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "sliding"}
 
 
@@ -79,7 +79,7 @@ def choose_execution_path(served: ServedModel, options: ServeOptions) -> PathCho
 
 
 def use_kernels(choice: PathChoice, *, graphs: bool) -> KernelSteps | None:
-    """Compute steps of the chosen execution path by kernels, if it can.
+    """Return kernels that compute steps of the chosen execution path, if possible.
 
     Args:
         choice: The execution path.
@@ -126,7 +126,7 @@ def _warn_if_slow(model: Any, choice: PathChoice) -> None:
 
 @dataclass(frozen=True)
 class KnownPaths:
-    """Execution paths that were chosen for families of models.
+    """Execution paths selected for families of models.
 
     Attributes:
         versions: Versions of the libraries that were used.
@@ -149,7 +149,7 @@ class KnownPaths:
         return self.execution_paths.get(ModelFacts.of(config).key)
 
     def faster(self, model: Any, path: str) -> str | None:
-        """Return which faster path served the family, with which versions; None if none."""
+        """Return the family's faster listed path and its versions, None without one."""
         known = self.path_of(model)
         if known is None or PATHS.index(known) >= PATHS.index(path):
             return None
@@ -189,7 +189,7 @@ def _slot_cache(served: ServedModel, padded: PaddedPath, options: ServeOptions) 
     except UnsupportedMaskError:
         raise
     except UnsupportedModelError:
-        pass  # attention of its own does not matter here
+        pass  # custom attention does not matter here
     shapes = read_cache(served, _probe_length(served))
     _refuse_few_layers(served, len(shapes), "keep keys and values")
     storage = _storage(shapes, options)

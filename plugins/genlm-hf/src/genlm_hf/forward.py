@@ -2,7 +2,7 @@
 
 `next_logits` pads sequences on the right and caches nothing, which is right for every
 causal model, whatever its attention, positions or state. Position ids are left to
-the model: under right padding its own default numbers each sequence from 0.
+the model: under right padding its default numbers every sequence from 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def next_logits(
         sequences: Token ids that the model can embed, none empty.
         pad_id: Pads shorter sequences on the right; never attended to.
         device: Device of the model's input.
-        positions: One for each sequence; its last token by default.
+        positions: One position per sequence; by default the last token's.
 
     Returns:
         Logits, shape `(len(sequences), width of the model's output)`, in the
@@ -63,7 +63,7 @@ def next_logits(
 def padded_inputs(
     model: Any, sequences: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
 ) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Return what `forward` gets to run sequences padded on the right, and the ids' shape."""
+    """Return `forward`'s inputs for right-padded sequences, and the ids' shape."""
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     longest = max(len(sequence) for sequence in sequences)
     padded = [[*s, *[pad_id] * (longest - len(s))] for s in sequences]
@@ -129,7 +129,7 @@ def _head_input(
 ) -> Iterator[None]:
     """Apply the output embedding to `take(states)` instead of all states.
 
-    The model's own scaling or capping of logits still follows. A model that applies its
+    The model's scaling or capping of logits still follows. A model that applies its
     output embedding to states of another shape than `(*shape, width)` computes all logits.
     """
     head = model.get_output_embeddings()
@@ -150,7 +150,7 @@ def _head_input(
 
 @contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module compute something else within this context."""
+    """Replace a module's forward within this context."""
     attributes = vars(module)
     replaced = attributes.get("forward")
     attributes["forward"] = forward

@@ -1,4 +1,4 @@
-"""From a name or folder and options to a model and its tokenizer.
+"""Loading of a model and its tokenizer from a name or folder.
 
 Invalid options and models are refused before weights are read where possible. Errors of
 transformers are reported as `ModelLoadError` with the requested model.
@@ -32,7 +32,7 @@ __all__ = ["LoadOptions", "check_decoder", "load_checkpoint"]
 
 _DEMO = Path(__file__).parent / "demo"
 
-# Of a folder without a model.
+# Error message for a folder without a model.
 _MOST_FILES_SHOWN = 12
 
 # Options of `hf_opts` that locate files; config and tokenizer need them too.
@@ -44,7 +44,7 @@ _LOCATION_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How to load; the fields are `HFEngine`'s arguments."""
+    """Loading options; the fields are `HFEngine`'s arguments."""
 
     device: str | torch.device | None = None
     dtype: str | torch.dtype | None = None
@@ -65,7 +65,7 @@ def load_checkpoint(model: str | os.PathLike[str], options: LoadOptions) -> tupl
 
     Raises:
         ModelLoadError: The model does not exist or cannot be served.
-        MissingRequirementError: It or an option needs a library that is missing.
+        MissingRequirementError: A library that the model or an option needs is missing.
         ValueError: Options that contradict each other or do not exist.
         TypeError: `model` is not a name, or an option is not a mapping.
     """
@@ -103,7 +103,7 @@ def check_decoder(config: Any, source: str, changes: Mapping[str, Any] | None = 
         changes: Arguments of `from_pretrained`, which may change settings of the config.
 
     Raises:
-        ModelLoadError: The model is no decoder.
+        ModelLoadError: The model is not a decoder.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(
@@ -202,7 +202,7 @@ def _require(option: str, *libraries: str, extra: str) -> None:
 
 
 def _read(auto_class: Any, source: str, arguments: Mapping[str, Any]) -> Any:
-    """Call `from_pretrained`, reporting failures with what was asked for."""
+    """Call `from_pretrained`, reporting failures with the requested model."""
     try:
         return auto_class.from_pretrained(source, **arguments)
     except Exception as error:

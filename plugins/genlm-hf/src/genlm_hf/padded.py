@@ -1,4 +1,4 @@
-"""Execution path `padded`: every context anew, in padded batches, without a cache.
+"""Execution path `padded`: every context recomputed in padded batches, without a cache.
 
 It supports every decoder-only model and is the reference for faster paths.
 """
@@ -82,7 +82,7 @@ class PaddedPath:
         adapter: str | None,  # noqa: ARG002 - see ExecutionPath
         sequences: Sequence[tuple[int, ...]],
     ) -> Sequence[int]:
-        """Choose the first and those that share its pass when all are computed."""
+        """Choose the first context and those that share its pass."""
         batches = plan_batches([len(sequence) for sequence in sequences], self._limits)
         return next(batch for batch in batches if 0 in batch)
 
@@ -108,7 +108,7 @@ class PaddedPath:
         adapter: str | None,  # noqa: ARG002 - see ScoringPath
         texts: Sequence[ScoredText],
     ) -> Sequence[int]:
-        """Choose the first and those that share its pass; alone if rows score it."""
+        """Choose the first text and those that share its pass; only it if rows score it."""
         if not self.pads:
             return [0]
         lengths = [len(text.sequence) for text in texts]
@@ -125,7 +125,7 @@ class PaddedPath:
 
         Args:
             texts: Texts, and the key of the first target of each.
-            scores: Gets the logits, whose keys continue the first of each text.
+            scores: Receives the logits; their keys continue the first key of each text.
         """
         sequences = [text.sequence.token_ids for text, _ in texts]
         inputs, shape = padded_inputs(
@@ -153,7 +153,7 @@ class PaddedPath:
     def _score_by_rows(
         self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
     ) -> None:
-        """Score one text by the rows of its beginnings."""
+        """Score one text by the rows of its prefixes."""
         ids = text.sequence.token_ids
         for begin in range(0, len(text.targets), self._served.max_rows):
             end = min(begin + self._served.max_rows, len(text.targets))

@@ -13,7 +13,7 @@ __all__ = ["AdapterState", "adapter_layers", "adapter_state", "put_beside_base"]
 _STATE = ("_active_adapter", "_disable_adapters")
 
 AdapterState = list[tuple[dict[str, Any], dict[str, Any]]]
-"""The attributes of each peft layer, and the values of those that select adapters."""
+"""Attributes that select the adapters of every peft layer, with their values."""
 
 
 def adapter_layers(model: torch.nn.Module) -> list[Any]:
@@ -46,7 +46,7 @@ def put_beside_base(model: torch.nn.Module, adapter: str) -> None:
         base = layer.original_module if wraps else layer.get_base_layer()
         like = next(base.parameters(), None)
         if like is None:
-            continue  # quantised, which peft gets right
+            continue  # quantised, which peft handles
         replaces = isinstance(layer, ModulesToSaveWrapper) and like.is_floating_point()
         for name, weight in list(layer.named_parameters()):
             path, _, leaf = name.rpartition(".")

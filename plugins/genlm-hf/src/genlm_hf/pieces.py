@@ -2,9 +2,9 @@
 
 A pass has small hidden states for all its positions, but logits of the vocabulary's width. The
 model's decoder is run once; then the model's own forward is run for each few positions, with
-the decoder replaced by a function that returns the hidden states of these. So the output
-embedding, and any scaling or capping of logits after it, are the model's own. Whether that
-gives the right logits is tested once for each model; others compute all logits of a pass.
+the decoder replaced by a function that returns the hidden states of these. So the model
+itself applies the output embedding and any scaling or capping of logits. A test, once per
+model, checks the logits; models that fail it compute all logits of a pass.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OutputPieces:
             shape: Shape of the token ids.
             take: Selects n positions of tensors of shape `(*shape, width)`; returns
                 `(1, n, width)`.
-            receive: Gets which of the n positions, and their logits, shape
+            receive: Receives indices into the n positions, and their logits, shape
                 `(positions, width of the model's output)`, in the model's dtype.
         """
         if not self.are_small or self._decoder is None:
@@ -113,7 +113,7 @@ class OutputPieces:
             nonlocal output, states, runs
             if output is None:
                 output, runs = run(*args, **kwargs), runs + 1
-                # Not the states of other positions, which would stay in memory.
+                # A copy, so that the states of other positions can be freed.
                 states = take(output[0])
                 output = _with_states(output, states[:, :0])
             return _with_states(output, states[:, first : first + step])

@@ -30,8 +30,8 @@ _FEWEST_WEIGHTS = 2**16
 # oneDNN packs weights for a number of tokens; this one suits all measured numbers, 1-2048.
 _TOKENS = 16
 
-# It compiles and caches code for each number of tokens, 0.5 ms and 0.7 MB a shape of weights.
-# So other numbers are padded to one of these, or divided by the last.
+# It compiles and caches code for each number of tokens, 0.5 ms and 0.7 MB per weight shape.
+# Other numbers are therefore padded to one of these, or split into passes of the last.
 _SIZES = (1, 2, *range(4, 64, 4), *range(64, 128, 8), *range(128, 257, 16))
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]

@@ -1,6 +1,6 @@
 """Two small forward passes that show whether a model is causal and may be padded.
 
-Configs do not tell either, so the model is run once when it is loaded.
+Configs state neither, so the model is run once when it is loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hides transformers' progress bars while a model is loaded.
 
-The bars of the hub's downloads, which may take long, stay.
+The bars of the hub's downloads, which may take long, remain visible.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def depends_on_longest(config: Any) -> bool:
 def forget_longest(model: torch.nn.Module) -> None:
     """Reset dynamic rotary embeddings to their initial state.
 
-    Otherwise a sequence after a longer one would get the frequencies of the longer one.
+    Otherwise a sequence would use the frequencies of an earlier, longer one.
     """
     for module in model.modules():
         if not hasattr(module, "original_max_seq_len"):

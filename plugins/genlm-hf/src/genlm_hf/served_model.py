@@ -1,7 +1,4 @@
-"""A model, and what its execution paths need to know of it.
-
-Among that are its limits: the length of a context, the ids that it can embed.
-"""
+"""A model with the properties and limits that its execution paths use."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and what all execution paths need to know of it.
+    """A model with the properties that all execution paths use.
 
     Attributes:
         model: A transformers model.
@@ -40,10 +37,10 @@ class ServedModel:
         device: Device of the model's input.
         embedding_rows: The model can embed ids from 0 up to here.
         pad_id: Id that pads batches.
-        max_context: Most tokens of a context, None for no limit.
-        max_tokens: Most positions in one forward pass; without a cache a longer context
-            still passes, alone.
-        max_rows: Most results of one forward pass, which bounds its logits.
+        max_context: Maximum number of tokens of a context, None for no limit.
+        max_tokens: Maximum number of positions in one forward pass; without a cache a longer
+            context still runs, in a separate pass.
+        max_rows: Maximum number of results of one pass, which bounds its logits.
     """
 
     model: Any
@@ -63,7 +60,7 @@ class ServedModel:
 
 
 def context_window(config: Any) -> int | None:
-    """Return the most tokens that a model takes, None for no limit.
+    """Return the maximum number of tokens of a context, None for no limit.
 
     Read from the model's config, never from its tokenizer, whose
     `model_max_length` is often arbitrary. Models without positions (Mamba) and
@@ -81,7 +78,7 @@ def context_window(config: Any) -> int | None:
 
 
 def _scaled_windows(config: Any, window: int) -> list[int]:
-    """Return longer windows by rotary scaling, where the config states the original one."""
+    """Return the window after rotary scaling, if the config states the original one."""
     scaled = []
     for settings in rope_settings(config):
         kind = settings.get("rope_type", settings.get("type"))
@@ -105,7 +102,7 @@ def embedding_rows(model: Any) -> int | None:
 
 
 def padding_id(config: Any, rows: int | None) -> int:
-    """Return an id that the model can embed; its own padding id if it has one."""
+    """Return an id that the model can embed; its padding id if it has one."""
     own = getattr(config.get_text_config(), "pad_token_id", None)
     known = isinstance(own, int) and own >= 0 and (rows is None or own < rows)
     return int(own) if known and own is not None else 0
@@ -114,7 +111,7 @@ def padding_id(config: Any, rows: int | None) -> int:
 def input_device(model: Any) -> torch.device:
     """Return the device of the input of a model, which may be spread over devices."""
     device: torch.device = model.get_input_embeddings().weight.device
-    # Offloaded weights rest on "meta"; accelerate then moves what it is given.
+    # Offloaded weights rest on "meta"; accelerate then moves the inputs.
     return torch.device("cpu") if device.type == "meta" else device
 
 

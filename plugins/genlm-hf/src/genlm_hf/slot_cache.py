@@ -1,7 +1,7 @@
 """Execution path `slot_cache`: every token once, through the model's own attention and cache.
 
-For decoder-only models whose layers keep plain keys and values, but attend in code of their
-own. In place of transformers' cache the model gets a `SlotCache`, which writes the keys and
+For decoder-only models whose layers keep plain keys and values, but attend in custom
+code. In place of transformers' cache the model gets a `SlotCache`, which writes the keys and
 values of new tokens into their slots and returns the whole past of each sequence, gathered
 from the slots. The model's own cache would copy the pasts as well.
 """
@@ -140,7 +140,7 @@ class RecordingCache(Cache):  # type: ignore[misc]
 
     Attributes:
         shapes: Shape by the index of the layer.
-        problems: What a `SlotCache` could not give back.
+        problems: Cached state that a `SlotCache` cannot return.
     """
 
     def __init__(self) -> None:
@@ -222,9 +222,9 @@ class SlotCacheForward:
         batch: TreeBatch,
         run: Callable[[dict[str, Any], Sequence[int], Take, Slots], None],
     ) -> ForwardCounts:
-        """Call `run` for each pass: its inputs, their shape, and which tokens are wanted.
+        """Call `run` for each pass with its inputs, their shape and the requested tokens.
 
-        The last two arguments select the wanted positions, and are the slots of these.
+        The last two arguments are a selector of the requested positions and their slots.
         """
         wanted = set(batch.wanted_slots())
         device, model = self._served.device, self._served.model
@@ -243,7 +243,7 @@ class SlotCacheForward:
 
 
 def _taking(where: torch.Tensor) -> Take:
-    """Return what selects (segment, token) places from states, `(1, places, width)`."""
+    """Return a selector of (segment, token) pairs from states, `(1, pairs, width)`."""
 
     def take(states: torch.Tensor) -> torch.Tensor:
         rows, tokens = where.to(states.device).unbind(1)
@@ -253,14 +253,14 @@ def _taking(where: torch.Tensor) -> Take:
 
 
 def read_cache(served: ServedModel, length: int) -> list[LayerShape]:
-    """Run a model once and return what each of its layers stores in the cache.
+    """Run a model once and return the shapes of each layer's keys and values.
 
     Args:
         served: The model.
-        length: How many tokens to run.
+        length: Number of tokens to run.
 
     Raises:
-        UnsupportedModelError: It does not use a cache of keys and values.
+        UnsupportedModelError: The model does not use a cache of keys and values.
     """
     model, device = served.model, served.device
     missing = [name for name in _NEEDED if not accepted(model, {name: None})]

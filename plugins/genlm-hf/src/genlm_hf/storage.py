@@ -16,11 +16,11 @@ from genlm.prefix import slots_within
 
 __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
-# Share of the free memory that a default budget takes.
+# Share of free memory of the default budget.
 _SHARE_OF_CPU = 0.25
 _SHARE_OF_ACCELERATOR = 0.5
 
-# More tokens than any population of particles holds; bounds a tiny model's pool.
+# Larger than any particle population; bounds a tiny model's pool.
 _MOST_SLOTS_BY_DEFAULT = 2**20
 
 

@@ -51,14 +51,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Arrays of `llama_batch`, and where the logits of each request are.
+    """Arrays of `llama_batch`, and the entries of each request's logits.
 
     Attributes:
         tokens: Ids.
         positions: Their positions.
-        counts: How many sequences each belongs to.
-        addresses: Where the numbers of these sequences are in memory.
-        outputs: Whether its logits are wanted.
+        counts: Number of sequences of each token.
+        addresses: Memory addresses of these sequences' numbers.
+        outputs: Whether the token's logits are requested.
         entries: For each request the entries of its wanted positions, in order.
         numbers: The arrays that `addresses` point into.
     """
@@ -72,7 +72,7 @@ class TokenBatch:
     numbers: Sequence[_Ints]
 
     def parts(self, most_tokens: int, most_outputs: int) -> Iterator[Part]:
-        """Yield parts of at most so many tokens and outputs."""
+        """Yield parts with limited numbers of tokens and outputs."""
         total = len(self.tokens)
         where = np.flatnonzero(self.outputs)
         first = 0
@@ -91,8 +91,8 @@ def build_batch(
     """Lay out the tokens that the claimed sequences lack.
 
     Args:
-        claims: At least one.
-        first_wanted: For each the first position whose logits are wanted, with all later ones.
+        claims: Claimed sequences, at least one.
+        first_wanted: First requested position of each; all later ones are requested too.
         shared: Whether a token may belong to several sequences.
     """
     single = all(len(claim.tokens) - claim.start == 1 for claim in claims)
@@ -120,8 +120,8 @@ def row_batch(
 
     Args:
         numbers: The sequence of each row, each once, shape `(n,)`.
-        starts: How many tokens it holds, shape `(n,)`.
-        tokens: What follows, shape `(n, k)`, -1 where a column adds nothing.
+        starts: Number of tokens that the sequence holds, shape `(n,)`.
+        tokens: Further tokens, shape `(n, k)`, -1 for no token.
         order: The order of the rows in the batch.
     """
     tokens, starts = tokens[order], starts[order]
@@ -176,11 +176,11 @@ class _Layout:
         self._entries: list[list[NDArray[np.int64]]] = [[] for _ in range(requests)]
 
     def add_group(self, members: list[_Member]) -> None:
-        """Add what requests lack that hold equal tokens; sorted by what they lack."""
+        """Add the missing tokens of requests with equal cached tokens, in sorted order."""
         waiting = [(members, 0)]
         while waiting:
             group, depth = waiting.pop()
-            # Of sorted requests, what the first and the last share is shared by all.
+            # All sorted requests share the common prefix of the first and the last.
             common = common_length(group[0].ids, group[-1].ids, depth)
             if common > depth:
                 self._add_run(group, depth, common)
@@ -221,7 +221,7 @@ class _Layout:
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...], begin: int = 0) -> int:
-    """Return how many tokens two sequences share, given that they share `begin`."""
+    """Return the length of two sequences' common prefix, at least `begin`."""
     longest = min(len(one), len(other))
     if one[begin:longest] == other[begin:longest]:
         return longest

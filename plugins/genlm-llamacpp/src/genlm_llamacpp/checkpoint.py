@@ -45,7 +45,7 @@ def write_model(
         file: The file to write; parts of a split model are named after it.
         weights: Type of the matrices, such as `"F32"` or `"Q8_0"`; vectors are float32, and
             so are matrices whose rows cannot be divided into blocks.
-        split_max_tensors: Most tensors in each file, 0 for one file.
+        split_max_tensors: Maximum number of tensors per file, 0 for one file.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -128,7 +128,7 @@ def _tensors(
 
 
 def _changes(config: _Config) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Return what is done to the tensors of an architecture."""
+    """Return the conversions of the tensors of an architecture."""
     return {
         "gemma2": _of_gemma,
         "gpt2": _of_gpt2,
@@ -138,7 +138,7 @@ def _changes(config: _Config) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def _of_gemma(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Store norms as what they multiply by, not as the difference from one."""
+    """Store norm weights as factors, not as differences from one."""
     return tensor + 1 if key.endswith("norm.weight") else tensor
 
 

@@ -21,7 +21,7 @@ _TIGHT = (
     {"n_seq_max": 3, "n_ctx": 256, "n_batch": 7},
     {"n_seq_max": 4, "kv_unified": False},
 )
-"""Nothing is kept; few sequences and small batches; a copy of keys and values for each."""
+"""No cache; few sequences and small batches; separate keys and values per sequence."""
 
 
 class _Adapted(NamedTuple):
@@ -46,7 +46,7 @@ recurrent state."""
 
 
 CERTIFIED = ("llama", "gemma2", "mamba")
-"""Every token is kept; windows, whose keys llama.cpp gives up; a state."""
+"""Full attention; windows, whose old keys llama.cpp frees; a recurrent state."""
 
 
 class TinyGguf(TinyModel):

@@ -35,10 +35,10 @@ _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 _DEFAULT_CELLS = 16_384
 """llama.cpp allocates all cells at once, and looks at each when it copies a sequence."""
 
-_SHARE = 0.25  # of the free memory, for the cells by default
+_SHARE = 0.25  # default share of free memory for the cells
 _FEWEST_CELLS = 256  # llama.cpp rounds up to this
 
-_NO_ROOM = 1  # what llama_decode returns then
+_NO_ROOM = 1  # result of llama_decode without room
 
 
 class CacheFullError(Exception):
@@ -77,7 +77,7 @@ class LlamaContext:
     Attributes:
         can_cut: Whether the end of a sequence can be removed.
         is_unified: Whether sequences share the cells of one cache.
-        parts: Among how many sequences `divide` has divided the cells, 0 for none.
+        parts: Number of parts into which `divide` has divided the cells, 0 for none.
         max_context: Maximum length of a sequence.
         n_batch: Maximum number of tokens in one call.
         n_cells: Number of cells of the cache.
@@ -117,7 +117,7 @@ class LlamaContext:
             self._llama.llama_memory_seq_rm(self._memory, target, length, -1)
 
     def can_continue(self, sequence: int, length: int, held: int) -> bool:
-        """Whether the cache has everything that tokens after the first `length` attend to."""
+        """Whether the cache has all keys that tokens after the first `length` attend to."""
         if not self.can_cut and length != held:
             return False
         if not self._window or length == held:
@@ -127,14 +127,14 @@ class LlamaContext:
         return bool(0 <= first <= max(0, length - self._window))
 
     def cut(self, sequence: int, length: int) -> bool:
-        """Keep the first `length` tokens; False, and nothing happens, if that cannot be."""
+        """Keep the first `length` tokens; False, without any change, if unsupported."""
         if length and not self.can_continue(sequence, length, self.held(sequence)):
             return False
         first = length or -1
         return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, first, -1))
 
     def held(self, sequence: int) -> int:
-        """Return how many tokens llama.cpp holds of a sequence."""
+        """Return the number of a sequence's tokens in llama.cpp's memory."""
         return int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     # -- division ---------------------------------------------------------------------
@@ -151,7 +151,7 @@ class LlamaContext:
 
     @property
     def is_open(self) -> bool:
-        """False after `divide` found no memory."""
+        """Whether the context exists; False if `divide` ran out of memory."""
         return bool(self._context)
 
     def divide(self, parts: int) -> None:
@@ -168,7 +168,7 @@ class LlamaContext:
         if parts:
             part = self._shared_cells // parts // CELLS_ROUNDED_TO * CELLS_ROUNDED_TO
             options = replace(options, n_ctx=part * parts, n_seq_max=parts, kv_unified=False)
-        if self._context:  # first, so that both are not in memory at once
+        if self._context:  # before creation: both may not fit into memory
             self._llama.llama_free(self._context)
         self._context = self._active = None
         self.parts, self.is_unified = 0, True
@@ -193,7 +193,7 @@ class LlamaContext:
             until the next call.
 
         Raises:
-            CacheFullError: There is no room for it; nothing has changed.
+            CacheFullError: There is no room for it; the memory is unchanged.
             EvaluationError: It failed; the memory of its sequences is undefined.
         """
         first = part.first

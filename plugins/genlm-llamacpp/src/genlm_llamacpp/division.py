@@ -1,7 +1,7 @@
 """Chooses whether sequences share the cells of the cache or each has a part of them.
 
 In a shared cache the attention of every token goes over the cells of all sequences; in a
-divided one over those of its own, but tokens that sequences share are stored and read for each.
+divided one over those of its sequence, but shared tokens are stored and read for each.
 `benchmarks/bench_llamacpp.py` compares both.
 """
 
@@ -22,13 +22,13 @@ _LEAST_RATIO = 4
 
 
 def parts_for(population: Sequence[Sequence[int]], cells: int, most: int) -> int:
-    """Return among how many sequences to divide a cache, or 0 to share it.
+    """Return the number of parts of a divided cache, or 0 to share it.
 
     It is divided, one part for each sequence, if together they have at least four times as many
     distinct tokens as the longest of them, and a part has room for half as many tokens again.
 
     Args:
-        population: Token ids of what is computed together.
+        population: Token ids of the sequences that are computed together.
         cells: Cells of the cache.
         most: Maximum number of sequences.
     """

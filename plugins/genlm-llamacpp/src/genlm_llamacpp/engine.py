@@ -168,7 +168,7 @@ class LlamaCppEngine(BatchEngine):
         super().submit(query)
 
     def choose(self, pending: Sequence[Query]) -> Sequence[Query]:
-        """Choose about one batch: the oldest query, and others of its adapter and kind."""
+        """Choose about one batch: the oldest query and others of its adapter and kind."""
         first = pending[0]
         self._considered = [query for query in pending if query.adapter == first.adapter]
         scored = bool(first.targets)
@@ -232,7 +232,7 @@ class LlamaCppEngine(BatchEngine):
         super().submit_group(group)
 
     def group_limit(self, group: GroupQuery) -> int:
-        """Return how many sequences of a population are computed at once."""
+        """Return the maximum number of a population's sequences computed at once."""
         parts = self._context.parts
         if parts and self._may_divide and len(group.wanted) > parts:
             self._divide(0)
@@ -243,7 +243,7 @@ class LlamaCppEngine(BatchEngine):
 
         Sequences that llama.cpp does not hold are computed as requests.
         """
-        if not self._context.can_cut:  # a state cannot be taken back
+        if not self._context.can_cut:  # a recurrent state cannot be rolled back
             return super().evaluate_group(group, places)
         lineage, wanted = group.generation.lineage, group.wanted[places]
         lengths = lineage.lengths[wanted]
@@ -278,17 +278,17 @@ class LlamaCppEngine(BatchEngine):
         found: Integers,
         logits: NDArray[np.float32],
     ) -> bool:
-        """Compute what follows the held beginnings of some sequences, in one batch.
+        """Compute the tokens after the cached prefixes of some sequences, in one batch.
 
         Args:
             group: The population.
             rows: The sequences of llama.cpp that hold its members.
             wanted: Sequences of the population.
-            found: Which of these.
+            found: Indices of the sequences to compute.
             logits: Takes their logits, shape `(len(wanted), n_logits)`.
 
         Returns:
-            False if there is no room for them; nothing has changed but what was evicted.
+            False if there is no room for them; only evictions have changed the state.
         """
         lineage, adapter, own = group.generation.lineage, group.adapter, wanted[found]
         lengths, held = lineage.lengths[own], rows.lengths[own]
@@ -329,7 +329,7 @@ class LlamaCppEngine(BatchEngine):
         """
         query = Query(0, tuple(token_ids), adapter)
         check_query(query, adapters=self._adapters.names)
-        if self._context.parts:  # what continues a prefix shares it
+        if self._context.parts:  # sequences share the prefix that they continue
             self._divide(0)
         self.evaluate([query])
         if not self._sequences.pin(adapter, query.sequence):
@@ -359,10 +359,10 @@ class LlamaCppEngine(BatchEngine):
         self._adapters.load(name, path)
 
     def remove_adapter(self, name: str) -> None:
-        """Free an adapter and what was computed with it.
+        """Free an adapter and the sequences computed with it.
 
         Raises:
-            UnknownAdapterError: None of that name is loaded.
+            UnknownAdapterError: No adapter of that name is loaded.
         """
         self._adapters.check_loaded(name)
         self._sequences.clear(name)
@@ -387,9 +387,9 @@ class LlamaCppEngine(BatchEngine):
     # -- computation ------------------------------------------------------------------
 
     def _arrange(self, queries: Sequence[Query]) -> None:
-        """Divide the cache among sequences that share little, if it holds nothing.
+        """Divide an empty cache among sequences with few common tokens.
 
-        A divided one is shared again when they are more than its parts, or longer.
+        A divided cache is shared again when sequences outnumber or outgrow its parts.
 
         Args:
             queries: Queries of this step; pending ones of the same adapter are considered too.
@@ -491,7 +491,7 @@ def model_file(model: str | os.PathLike[str]) -> Path:
     """Return the GGUF file of a model, the first one if it is split.
 
     Raises:
-        ModelLoadError: There is none, or it is not clear which one.
+        ModelLoadError: There is no GGUF file, or the choice is ambiguous.
     """
     if model == "demo":
         return _DEMO

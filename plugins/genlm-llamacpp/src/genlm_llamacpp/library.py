@@ -1,8 +1,8 @@
 """The part of llama.cpp's C interface that the engine uses, declared for ctypes.
 
 llama.cpp comes with the wheel of `xllamacpp`, whose shared library exports it; its Python code
-is not imported. Structs are passed by value and change between versions without a sign: a
-field too few, and an option is read from the place of another. So `llama` compares the default
+is not imported. Structs are passed by value and change silently between versions: with a
+missing field, an option is read from the place of another. So `llama` compares the default
 values of both structs with those that the declared version sets.
 """
 

@@ -11,13 +11,13 @@ __all__ = ["HeldRows", "held_rows"]
 
 
 class HeldRows:
-    """The sequences of llama.cpp that hold those of a generation, a row for each.
+    """The sequences of llama.cpp that hold a generation's sequences, one row each.
 
     It is the generation's state: when the last population that refers to it is dropped, on any
     thread, the sequences that nothing else needs are freed by the next `Sequences.collect`.
 
     Args:
-        owner: Has the sequences.
+        owner: Owner of the sequences.
         numbers: The sequence that begins with each row, -1 for none, shape `(n,)`.
         versions: The version of each then, shape `(n,)`.
         lengths: Number of tokens of each row that it holds, shape `(n,)`.
@@ -50,14 +50,14 @@ class HeldRows:
         return HeldRows(self.owner, *columns)
 
     def can_continue(self, rows: Integers, starts: Integers) -> Integers:
-        """Return which rows can be continued after so many tokens, as places in `rows`."""
+        """Return the rows that can be continued after `starts` tokens, as indices of `rows`."""
         versions = self._versions[rows]
         return np.flatnonzero(self.owner.still_hold(self.numbers[rows], versions, starts))
 
     def set(
         self, rows: Integers, numbers: Integers, versions: Integers, lengths: Integers
     ) -> None:
-        """Note the sequences that hold some rows, if they still have these versions."""
+        """Record the sequences that hold some rows, if they still have these versions."""
         before = self.numbers[rows], self._versions[rows]
         held = self.owner.versions(numbers) == versions
         self.owner.hold(numbers[held])

@@ -21,21 +21,21 @@ class Receiver(abc.ABC):
     """Takes the logits of requests.
 
     Attributes:
-        is_marked: Whether the sequences of the requests are found by their keys later.
+        is_marked: Whether the sequences of the requests are indexed by their keys.
     """
 
     is_marked = True
 
     @abc.abstractmethod
     def begin(self, batch: TokenBatch, first: int) -> None:
-        """Note where the logits of requests will be, from request `first` on."""
+        """Record the entries of the logits of requests, from request `first` on."""
 
     @abc.abstractmethod
     def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
-        """Take the logits of entries of the batch; they are not referred to afterwards."""
+        """Consume the logits of entries of the batch; keep no reference to them."""
 
     def committed(self, first: int, numbers: Integers, versions: Integers) -> None:  # noqa: B027 - optional
-        """Note which sequences, in which versions, hold the requests from `first` on."""
+        """Record the sequences and versions that hold the requests from `first` on."""
 
 
 class Logits(Receiver):
@@ -44,7 +44,7 @@ class Logits(Receiver):
     Args:
         logits: The array, shape `(n, width)`.
         places: The row of each request.
-        is_marked: Whether the sequences of the requests are found by their keys later.
+        is_marked: Whether the sequences of the requests are indexed by their keys.
 
     Attributes:
         numbers: The sequence that held each request after its pass, shape `(len(places),)`.
@@ -60,7 +60,7 @@ class Logits(Receiver):
         self.versions = np.zeros(len(places), np.int64)
 
     def begin(self, batch: TokenBatch, first: int) -> None:
-        """Note which row belongs to which entry."""
+        """Record the row of each entry."""
         self._place_of = np.full(len(batch.tokens), -1)
         last = np.array([entries[-1] for entries in batch.entries])
         self._place_of[last] = self._places[first : first + len(last)]
@@ -87,15 +87,15 @@ class Scores(Receiver):
         self._pieces = PieceScores(texts, vocabulary)
 
     def begin(self, batch: TokenBatch, first: int) -> None:
-        """Note which targets follow which entries of the batch, from request `first` on."""
+        """Record the targets that follow entries of the batch, from request `first` on."""
         begin, end = self._pieces.ends[[first, first + len(batch.entries)]]
         keys = np.concatenate(batch.entries).astype(np.int64)
         self._pieces.expect(keys, np.arange(begin, end))
 
     def receive(self, entries: Sequence[int], logits: torch.Tensor) -> None:
-        """Compute what is wanted of the rows of these entries."""
+        """Reduce the rows of these entries."""
         self._pieces.add(np.asarray(entries, np.int64), logits)
 
     def result(self) -> list[TextResult]:
-        """Return what was computed for each request."""
+        """Return the results of each request."""
         return self._pieces.results()

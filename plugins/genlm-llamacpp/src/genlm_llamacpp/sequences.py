@@ -1,4 +1,4 @@
-"""Bookkeeping of the sequences in llama.cpp's memory: which tokens each of them holds.
+"""Bookkeeping of the sequences in llama.cpp's memory and their tokens.
 
 llama.cpp numbers its sequences; a sequence holds the keys and values, or the recurrent state,
 of one token sequence. A new sequence copies another up to where both are equal, which with
@@ -55,9 +55,9 @@ class Claim:
     Attributes:
         number: The sequence.
         tokens: The tokens of the request.
-        start: How many of them it holds already.
-        source: The sequence that these came from; itself, or -1 if there are none.
-        is_new: Whether it was empty before.
+        start: Number of these tokens that it already holds.
+        source: The sequence that these were copied from; itself, or -1 without any.
+        is_new: Whether the sequence was empty before.
     """
 
     number: int
@@ -73,8 +73,8 @@ class RowClaims:
 
     Attributes:
         numbers: The sequence of each row, shape `(n,)`.
-        starts: How many of the row's tokens it holds already, shape `(n,)`.
-        is_new: Whether it was empty before, shape `(n,)`.
+        starts: Number of the row's tokens that it already holds, shape `(n,)`.
+        is_new: Whether the sequence was empty before, shape `(n,)`.
     """
 
     numbers: Integers
@@ -176,12 +176,12 @@ class Sequences:
     def commit(
         self, adapter: str | None, claims: Sequence[Claim], *, marked: bool = True
     ) -> None:
-        """Note that the memory holds all tokens of the requests.
+        """Record that the memory holds all tokens of the requests.
 
         Args:
             adapter: Their adapter.
-            claims: What `claim` returned for them.
-            marked: Whether they are found by their keys.
+            claims: Results of `claim` for them.
+            marked: Whether they are indexed by their keys.
         """
         for claim in claims:
             number, tokens, start = claim.number, claim.tokens, claim.start
@@ -196,7 +196,7 @@ class Sequences:
             self._idle[number] = None
 
     def roll_back(self, adapter: str | None, claims: Sequence[Claim]) -> None:
-        """Note that some tokens may be missing: restore what was held before."""
+        """Restore the previous state, because some tokens may be missing."""
         for claim in claims:
             self._adapters[claim.number] = adapter
             self._restore(claim.number, claim.start, is_new=claim.is_new)
@@ -204,18 +204,18 @@ class Sequences:
     # -- rows of populations ----------------------------------------------------------
 
     def versions(self, numbers: Integers) -> Integers:
-        """Return what changes when sequences lose tokens, for `hold` and `still_hold`."""
+        """Return the versions of sequences, which change when these lose tokens."""
         return self._versions[numbers]
 
     def still_hold(
         self, numbers: Integers, versions: Integers, starts: Integers
     ) -> NDArray[np.bool_]:
-        """Return which sequences can be continued after some of their first tokens.
+        """Return whether sequences can be continued after some of their first tokens.
 
         Args:
             numbers: Sequences, -1 for none.
-            versions: What `versions` returned when they were held.
-            starts: How many tokens are to be continued.
+            versions: Results of `versions` when they were held.
+            starts: Number of tokens before the continuation.
         """
         held = self._lengths[numbers]
         found: NDArray[np.bool_] = (numbers >= 0) & (starts > 0)
@@ -236,12 +236,12 @@ class Sequences:
 
         Args:
             sources: The sequence that holds the first tokens of each row.
-            starts: How many of them.
+            starts: Number of these tokens.
             own: Number of the row's tokens after `starts` that the sequence holds as well; they
                 are computed again.
 
         Returns:
-            None, and nothing has changed, if there are not as many sequences.
+            None, without any change, if there are too few sequences.
         """
         takes = self._takers(sources, starts, own)
         needed = len(sources) - len(takes)
@@ -267,7 +267,7 @@ class Sequences:
     def commit_rows(
         self, adapter: str | None, claims: RowClaims, tokens: NDArray[np.int64]
     ) -> None:
-        """Note that the memory holds rows with what follows, shape `(n, k)`, -1 for nothing."""
+        """Record that the memory holds rows and further tokens, `(n, k)`, -1 for no token."""
         is_token = tokens >= 0
         rows, _ = np.nonzero(is_token)
         places = claims.starts[:, None] + np.cumsum(is_token, axis=1) - 1
@@ -278,7 +278,7 @@ class Sequences:
             self._idle[number] = None
 
     def roll_back_rows(self, adapter: str | None, claims: RowClaims) -> None:
-        """Note that some tokens may be missing: restore what was held before."""
+        """Restore the previous state, because some tokens may be missing."""
         columns = (claims.numbers.tolist(), claims.starts.tolist(), claims.is_new.tolist())
         for number, start, is_new in zip(*columns, strict=True):
             self._adapters[number] = adapter
@@ -289,7 +289,7 @@ class Sequences:
         np.add.at(self._holders, numbers, 1)
 
     def unhold(self, numbers: Integers, versions: Integers) -> None:
-        """Count a row less for each sequence; -1 for none. Those without rows are freed."""
+        """Subtract a row for each sequence, -1 for none; free sequences without rows."""
         held = (numbers >= 0) & (self._versions[numbers] == versions)
         numbers = numbers[held]
         np.subtract.at(self._holders, numbers, 1)
@@ -298,7 +298,7 @@ class Sequences:
                 self._shorten(number)
 
     def collect(self) -> None:
-        """Free what only populations held that were dropped."""
+        """Free the sequences of dropped populations."""
         while self.dropped:
             self.unhold(*self.dropped.popleft())
 
@@ -328,7 +328,7 @@ class Sequences:
         return True
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Remove what only a request holds that no program refers to any more."""
+        """Remove the sequence of a request that programs have dropped."""
         number = self._places.get((adapter, key))
         if number is None or number not in self._idle:
             return
@@ -383,7 +383,7 @@ class Sequences:
         return -1, 0
 
     def _takers(self, sources: Integers, starts: Integers, own: Integers) -> Integers:
-        """Return the rows that take the sequences that they continue."""
+        """Return the rows that continue their sequences in place."""
         held = self._lengths[sources]
         may_take = held == starts + own
         pinned = np.array(self._pinned, np.int64)
@@ -412,7 +412,7 @@ class Sequences:
         self._idle[number] = None
 
     def _may_take(self, number: int, tokens: TokenSequence, start: int) -> bool:
-        """Whether a request computes again all that a sequence loses to it."""
+        """Whether a request recomputes all tokens that a sequence loses to it."""
         length = int(self._lengths[number])
         if not self._memory.can_cut:  # the state before is lost: only if it cannot be copied
             return not self._free and len(self._idle) < 2

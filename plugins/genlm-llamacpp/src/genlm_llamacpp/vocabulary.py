@@ -71,7 +71,7 @@ class GgufTokenizer:
 
         Args:
             text: Any text.
-            add_special_tokens: Whether to add what the file asks for at the beginning and the
+            add_special_tokens: Whether to add the file's special tokens at the beginning and
                 end of a text.
         """
         data = text.encode()
@@ -121,7 +121,7 @@ class GgufTokenizer:
         return_dict: bool = False,  # noqa: ARG002 - as transformers has it
         **variables: Any,
     ) -> Any:
-        """Return the ids of messages, by the template that the file has."""
+        """Return the ids of messages, by the file's chat template."""
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

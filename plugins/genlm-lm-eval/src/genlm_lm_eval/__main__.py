@@ -1,6 +1,6 @@
 """The command `lm_eval` with the registered model `genlm`.
 
-lm_eval 0.4.13 does not look for models of other distributions, so its own command refuses
+lm_eval 0.4.13 does not look for models of other distributions, so its command refuses
 `--model genlm`.
 """
 

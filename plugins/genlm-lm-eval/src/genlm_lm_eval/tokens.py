@@ -70,7 +70,7 @@ class Encoder:
 
     Attributes:
         tokenizer: A tokenizer of transformers.
-        add_bos_token: Whether it adds its special tokens; None for its default.
+        add_bos_token: Whether the tokenizer adds its special tokens; None for its default.
     """
 
     tokenizer: Any
@@ -95,7 +95,7 @@ class Encoder:
 
         Args:
             history: Messages with `role` and `content`.
-            prompt: Whether an answer follows; otherwise the last message goes on.
+            prompt: Whether an answer follows; otherwise the last message continues.
             options: Further arguments of the template.
         """
 

@@ -61,7 +61,7 @@ class Adapters(AdapterTable[_Layers]):
         self._model.update_modules(tree_unflatten(list(layers.items())))
 
     def _written_by_mlx(self, name: str, folder: Path) -> _Layers:
-        """Let mlx-lm insert the layers, and remove them again."""
+        """Let mlx-lm insert the layers, then remove them from the model."""
         config = _lora_settings(name, folder)
         before = dict(self._model.named_modules())
         problem = None

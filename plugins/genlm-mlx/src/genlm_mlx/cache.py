@@ -33,9 +33,9 @@ def slot_caches(
 
     Args:
         storage: Takes the new keys and values.
-        batch: Which slots are written and read.
+        batch: Slots to write and to read.
         windows: Number of tokens that a token sees in each layer; None for all.
-        resident: Keeps what the layers read; None to keep nothing.
+        resident: Keeps the keys and values that the layers read; None to keep nothing.
         continues: Whether `resident` has the pasts already, so that they are not gathered.
     """
     shared = _Batch(storage, batch, resident, continues=continues)
@@ -70,7 +70,7 @@ class SlotCache:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> mx.array | None:
-        """Return which of all tokens the new ones see, `(sequences, 1, new, all)`.
+        """Return the attention mask of the new tokens, `(sequences, 1, new, all)`.
 
         None if they see all.
         """
@@ -135,7 +135,7 @@ class _Batch:
 
 
 class RecordingCache:
-    """Records what a layer caches; for one pass over one sequence.
+    """Records the cached state of a layer in one pass over one sequence.
 
     Attributes:
         shape: Shape of the layer's keys and values; None until the layer has run.

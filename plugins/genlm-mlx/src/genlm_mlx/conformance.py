@@ -15,7 +15,7 @@ from genlm.testing import EngineTarget, TinyModel, families
 
 __all__ = ["LORA", "targets"]
 
-_TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few, fewer than a batch has
+_TIGHT_BUDGETS = (0, 2048, 20_000)  # in bytes: no token, a few tokens, less than one batch
 
 LORA: Mapping[str, Mapping[str, Any]] = {
     "llama": {"target_modules": ["q_proj", "down_proj"]},

@@ -145,7 +145,7 @@ class MLXEngine(PrefixEngine):
         engine = cls.__new__(cls)
         settings = config or dict(vars(model.args) if hasattr(model, "args") else {})
         published = None if config is None else read_config(config)
-        engine._serve(model, tokenizer, settings, published, options, unverified=unverified)  # noqa: SLF001 - its own class
+        engine._serve(model, tokenizer, settings, published, options, unverified=unverified)  # noqa: SLF001 - the class is MLXEngine
         return engine
 
     def _serve(

@@ -1,7 +1,7 @@
-"""The two execution paths: a prefix tree over slots, or mlx-lm's own cache for each context.
+"""The two execution paths: a prefix tree over slots, or mlx-lm's cache for each context.
 
 The prefix tree supports models whose layers keep plain keys and values of their past. A
-self-test at loading compares its rows with those of mlx-lm's own cache.
+self-test at loading compares its rows with those of mlx-lm's cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def choose_execution_path(
         model: An mlx-lm model.
         vocabulary: The tokenizer's vocabulary.
         options: Options of the engine.
-        max_context: Most tokens that the model takes.
+        max_context: Maximum number of tokens of a context.
         embedding_rows: The model can embed ids from 0 up to here.
         rotary: The model's rotary embeddings that depend on the length of the context.
 
@@ -120,12 +120,12 @@ def choose_execution_path(
 
 
 class UncachedPath:
-    """Every context anew through mlx-lm's own cache; contexts of one length together.
+    """Recomputes every context through mlx-lm's cache; batches contexts of one length.
 
     Args:
         model: An mlx-lm model.
         vocabulary: The tokenizer's vocabulary.
-        max_tokens: Most new positions in one pass.
+        max_tokens: Maximum number of new positions in one pass.
         rotary: Rotary embeddings that depend on the length of the context.
     """
 
@@ -165,7 +165,7 @@ class UncachedPath:
         adapter: str | None,  # noqa: ARG002 - see ExecutionPath
         sequences: Sequence[tuple[int, ...]],
     ) -> Sequence[int]:
-        """Choose the first and others, up to about the tokens of one pass in total."""
+        """Choose the first context and others, up to about the tokens of one pass."""
         totals = itertools.accumulate(map(len, sequences))
         return range(max(1, sum(total <= self._max_tokens for total in totals)))
 
@@ -183,7 +183,7 @@ class UncachedPath:
     def next_score_pass(
         self, adapter: str | None, texts: Sequence[ScoredText]
     ) -> Sequence[int]:
-        """Choose the first and others, as `next_pass`; alone if rows score it."""
+        """Choose the first text and others, as `next_pass`; only the first if rows score it."""
         if self._rotary:
             return [0]
         return self.next_pass(adapter, [text.sequence.token_ids for text in texts])
@@ -216,7 +216,7 @@ class UncachedPath:
     def _score_by_rows(
         self, adapter: str | None, text: ScoredText, first_key: int, scores: PieceScores
     ) -> None:
-        """Score one text by the rows of its beginnings."""
+        """Score one text by the rows of its prefixes."""
         ids = text.sequence.token_ids
         most = max(1, LOGITS_PER_PASS // self._vocabulary.size)
         for begin in range(0, len(text.targets), most):
@@ -236,21 +236,21 @@ class UncachedPath:
 
 
 class SlotCachePath(PrefixRows):
-    """Every token once, from a prefix tree.
+    """Computes every token once, from a prefix tree.
 
     Args:
         model: An mlx-lm model.
         vocabulary: The tokenizer's vocabulary.
-        max_tokens: Most new positions in one pass.
-        kv_budget_bytes: Most memory of keys and values; None for the default.
-        max_context: Most tokens of a context, None for no limit.
+        max_tokens: Maximum number of new positions in one pass.
+        kv_budget_bytes: Maximum size of keys and values; None for the default.
+        max_context: Maximum number of tokens of a context, None for no limit.
         uncached: Computes contexts that exceed the budget.
 
     Attributes:
         is_exact: Whether the model computes in float32.
 
     Raises:
-        UnsupportedModelError: The layers keep something else than keys and values of
+        UnsupportedModelError: The layers cache state other than keys and values of
             their past.
     """
 

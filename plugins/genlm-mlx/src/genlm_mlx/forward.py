@@ -1,4 +1,4 @@
-"""Forward passes of an mlx-lm model: over slots, or through its own cache."""
+"""Forward passes of an mlx-lm model: over slots, or through mlx-lm's cache."""
 
 from __future__ import annotations
 
@@ -217,16 +217,16 @@ class SlotCacheForward:
         """Run the model over sequences side by side, with pasts that are resident if possible.
 
         Args:
-            extent: Where the sequences end.
+            extent: Ends of the sequences.
             writes: The slots that take keys and values.
             side_by_side: Lays the pass out, with `past` or more columns of pasts.
-            rows: Sequences whose logits are wanted.
-            places: The new token of each after which they are wanted.
+            rows: Sequences whose logits are requested.
+            places: New token of each after which logits are requested.
 
         Returns:
             The logits, shape `(len(rows), width)`, float32; None if `rows` is empty.
         """
-        # First: a slot that is allocated again is no longer the end of what was there before.
+        # First: a reallocated slot is no longer the end of its earlier sequence.
         self._resident.forget_slots(writes)
         slot = int(writes.max())
         room = self._budget // self._token_bytes - self.storage.slots_with(slot)
@@ -253,11 +253,11 @@ class SlotCacheForward:
         """Return the resident batch that keeps what the pass reads, if any.
 
         Args:
-            extent: Where the sequences of the pass end.
+            extent: Ends of the sequences of the pass.
             room: Number of tokens that fit beside the storage.
 
         Returns:
-            The batch; whether it has the pasts already; how many tokens it will hold.
+            The batch; whether it has the pasts already; its future number of tokens.
         """
         resident = self._resident.take(extent, room)
         if resident is not None:
@@ -289,7 +289,7 @@ class _Found:
 
 
 def own_logits(model: Any, sequences: Sequence[tuple[int, ...]], piece: int) -> torch.Tensor:
-    """Run a model over whole sequences through its own cache, as mlx-lm does.
+    """Run a model over whole sequences through its cache, as mlx-lm does.
 
     Args:
         model: An mlx-lm model.
@@ -317,7 +317,7 @@ def own_pieces(
     piece: int,
     receive: Callable[[np.ndarray[Any, Any], torch.Tensor], None],
 ) -> None:
-    """Run a model over whole sequences through its own cache; give the logits of their ends.
+    """Run a model over whole sequences through its cache; pass on the logits of their ends.
 
     Args:
         model: An mlx-lm model.
@@ -325,7 +325,7 @@ def own_pieces(
         sequences: Sequences of one length.
         firsts: The first position of each whose logits are wanted.
         piece: Number of tokens of each in one pass.
-        receive: Gets (sequence, position) pairs, shape `(n, 2)`, and their logits.
+        receive: Receives (sequence, position) pairs, shape `(n, 2)`, and their logits.
     """
     ids = mx.array(np.array(sequences, np.int32))
     cache = make_prompt_cache(model)
@@ -365,7 +365,7 @@ def read_windows(model: Any) -> list[int | None]:
     """Return the window of each layer's cache in tokens, None for all tokens.
 
     Raises:
-        UnsupportedModelError: A layer keeps something else than keys and values of its past.
+        UnsupportedModelError: A layer caches state other than keys and values of its past.
     """
     windows: list[int | None] = []
     for cache in make_prompt_cache(model):
@@ -380,12 +380,12 @@ def read_windows(model: Any) -> list[int | None]:
 
 
 def read_shapes(model: Any, layers: int) -> tuple[list[LayerShape], int]:
-    """Return what each layer caches of a token, and the width of the model's output.
+    """Return the cached shapes of a token in each layer, and the width of the output.
 
     The model is run over three tokens.
 
     Raises:
-        UnsupportedModelError: It uses its caches in another way than attention does.
+        UnsupportedModelError: The model uses its caches differently from attention.
     """
     caches = [RecordingCache() for _ in range(layers)]
     try:

@@ -92,7 +92,7 @@ def check_model(model: Any) -> None:
     """Refuse a model that is not an mlx-lm language model or cannot run on this thread.
 
     Raises:
-        ModelLoadError: It is something else, or its weights belong to another thread.
+        ModelLoadError: It is not such a model, or its weights belong to another thread.
     """
     if not hasattr(model, "layers") or not hasattr(model, "parameters"):
         raise ModelLoadError(
@@ -119,7 +119,7 @@ def as_dtype(name: str) -> mx.Dtype:
     """Return MLX's dtype of a name.
 
     Raises:
-        ValueError: It is not a dtype of weights.
+        ValueError: The name is not a dtype of weights.
     """
     found = dtype_name(name)
     if found not in _DTYPES:
@@ -150,6 +150,6 @@ def limited(window: int | None, limit: int | None) -> int | None:
 
 
 def embedding_rows(config: Mapping[str, Any], default: int) -> int:
-    """Return how many ids a model can embed."""
+    """Return the number of ids that a model can embed."""
     size = (config.get("text_config") or config).get("vocab_size")
     return size if isinstance(size, int) else default

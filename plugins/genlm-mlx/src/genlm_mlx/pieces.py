@@ -2,9 +2,9 @@
 
 A pass has small hidden states for all its positions, but logits of the vocabulary's width. The
 model's decoder is run once; then the model is called for each few positions, with a stand-in
-for its decoder that returns the hidden states of these. So the output embedding, and any
-scaling or capping of logits after it, are the model's own. Whether that gives the right logits
-is tested once for each model; others compute all logits of a pass.
+for its decoder that returns the hidden states of these. So the model itself applies the output
+embedding and any scaling or capping of logits. A test, once per model, checks the logits;
+models that fail it compute all logits of a pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OutputPieces:
 
     Args:
         model: An mlx-lm model.
-        width: Width of its output; None to find out.
+        width: Width of its output; None to determine it.
     """
 
     def __init__(self, model: Any, width: int | None = None) -> None:
@@ -70,8 +70,8 @@ class OutputPieces:
             run: Calls the model; the caches of later calls are not used.
             take: Selects n positions of an array of shape `(sequences, tokens, width)`;
                 returns `(1, n, width)`.
-            settle: Evaluates the given array and what the pass stored.
-            receive: Gets which of the n positions, and their logits, shape
+            settle: Evaluates the given array and the stored keys and values.
+            receive: Receives indices into the n positions, and their logits, shape
                 `(positions, width of the model's output)`, float32, on the CPU.
         """
         if not self.are_small or self._decoder is None:
@@ -152,7 +152,7 @@ class OutputPieces:
 
 
 class _StandIn:
-    """Takes the place of a module: has its attributes, and does something else when called."""
+    """Stand-in for a module: same attributes, another `__call__`."""
 
     def __init__(self, module: Any, call: Callable[..., mx.array]) -> None:
         self._module, self._call = module, call
@@ -176,7 +176,7 @@ def _modules(model: Any) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def _replaced(parent: Any, name: str, stand_in: _StandIn) -> Iterator[None]:
-    """Let a module have another child within this context; modules are dictionaries."""
+    """Replace a child of a module within this context; modules are dictionaries."""
     module = parent[name]
     parent[name] = stand_in
     try:

@@ -32,7 +32,7 @@ _FORGOTTEN = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Where the sequences of a pass end, before it and after it.
+    """Ends of the sequences of a pass, before it and after it.
 
     Attributes:
         pasts: The last slot of each past, `SCRATCH_SLOT` for none.
@@ -87,7 +87,7 @@ class ResidentBatch:
 
     @property
     def is_known(self) -> bool:
-        """Whether a sequence can be found in it."""
+        """Whether the batch still contains any indexed sequence."""
         return bool((self._ends != _FORGOTTEN).any())
 
     def sources(self, pasts: Slots) -> Slots | None:

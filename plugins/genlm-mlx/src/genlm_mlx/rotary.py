@@ -37,7 +37,7 @@ class PublishedRoPE(Module):
         traditional: Whether neighbours are rotated, rather than the halves of a head.
 
     Attributes:
-        longest: The longest context that has the frequencies of short ones; None if all have.
+        longest: Longest context with the frequencies of short ones; None if all have them.
     """
 
     def __init__(self, published: _Published, *, traditional: bool) -> None:
@@ -123,7 +123,7 @@ class _Published:
 
     Attributes:
         known: Whether transformers computes such frequencies for any architecture.
-        longest: The longest context that has the frequencies of short ones; None if all have.
+        longest: Longest context with the frequencies of short ones; None if all have them.
     """
 
     def __init__(self, config: Any, layer_type: str | None, dims: int) -> None:

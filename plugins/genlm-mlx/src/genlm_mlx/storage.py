@@ -17,10 +17,10 @@ __all__ = ["KVStorage", "LayerShape", "default_budget_bytes"]
 
 _FIRST_SLOTS = 1024
 
-# Share of the free memory that a default budget takes.
+# Share of free memory of the default budget.
 _SHARE = 0.25
 
-# More tokens than any population of particles holds; bounds a tiny model's budget.
+# Larger than any particle population; bounds a tiny model's budget.
 _MOST_SLOTS_BY_DEFAULT = 2**20
 
 
@@ -84,13 +84,13 @@ class KVStorage:
         return sum(int(array.nbytes) for pair in self._arrays for array in pair)
 
     def slots_with(self, slot: int) -> int:
-        """Return how many slots there are once there is this one."""
+        """Return the number of slots after growing to this slot."""
         if slot < self.slots:
             return self.slots
         return min(self._most, max(slot + 1, 2 * self.slots))
 
     def make_room(self, slot: int) -> None:
-        """Grow until there is this slot; one array is in memory twice meanwhile."""
+        """Grow until this slot exists; one array at a time is in memory twice."""
         slots = self.slots_with(slot)
         if slots == self.slots:
             return

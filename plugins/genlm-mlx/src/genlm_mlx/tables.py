@@ -15,12 +15,12 @@ __all__ = ["TablePass", "extent_of"]
 class TablePass:
     """Tokens of a `TableBatch` side by side, each after a past that is padded on the left.
 
-    It has what `slot_caches` reads of a `SegmentBatch`. A token may follow one of the same
-    pass: keys and values are stored before they are read.
+    It has the attributes of a `SegmentBatch` that `slot_caches` reads. A token may follow one
+    of the same pass: keys and values are stored before they are read.
 
     Args:
         batch: The tokens, and the slots of their rows.
-        part: Which tokens.
+        part: Indices of the tokens.
         past: Number of columns of the pasts, if more than the longest past has tokens.
 
     Attributes:
@@ -54,7 +54,7 @@ class TablePass:
 
 
 def extent_of(batch: TableBatch, part: slice) -> Extent:
-    """Return where sequences of a pass end before and after it."""
+    """Return the ends of a pass's sequences before and after it."""
     positions, rows = batch.positions[part], batch.rows[part]
     own = positions - len(batch.trunk)
     pasts = batch.slots[rows, np.maximum(own - 1, 0)].astype(np.int64)

@@ -59,7 +59,7 @@ def _takes_mask(layer: type[Module]) -> bool:
 
 
 def _with_own_mask(layer: type[Any]) -> type[Any]:
-    """Return a class of layers that use the mask of their own cache."""
+    """Return a class of layers that use the mask of their cache."""
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if cache is not None:

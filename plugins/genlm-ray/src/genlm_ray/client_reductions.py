@@ -1,7 +1,7 @@
-"""`ReductionThread`: computes the reductions that are a client's own code.
+"""`ReductionThread`: computes the reductions that are a client's code.
 
 Such code may take any time, so it never runs on the engine's thread. A thread cannot be ended:
-one that does not return keeps its time slices, and its client gets no second one.
+one that does not return keeps its CPU time, and its client gets no second thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TRUSTED = ("genlm.core.", "genlm_ray.")
 
 
 def has_client_code(query: AnyQuery) -> bool:
-    """Whether a query asks for a reduction that is not part of genlm."""
+    """Whether a query requests a reduction that is not part of genlm."""
     outputs: Sequence[Any]
     if isinstance(query, GroupQuery):  # perhaps a program's reduction of one row within genlm's
         outputs = (query.reduction, getattr(query.reduction, "reduction", None))
@@ -53,7 +53,7 @@ def has_client_code(query: AnyQuery) -> bool:
 
 
 def rows_only(query: AnyQuery) -> AnyQuery:
-    """Return a query for the rows of another one's sequences, each once."""
+    """Return a query for the rows of another query's distinct sequences."""
     if isinstance(query, GroupQuery):
         each = np.arange(len(query.wanted))
         return dataclasses.replace(query, row_of=each, reduction=_DistinctRows())
@@ -71,7 +71,7 @@ class _DistinctRows(GroupReduction):
 
 
 def reduced_group(group: GroupQuery, rows: GroupResult) -> GroupResult:
-    """Compute what a group asks of its rows, of those that were computed."""
+    """Reduce the computed rows of a group."""
     if not rows.columns:
         return rows
     members = np.argsort(group.row_of, kind="stable")
@@ -87,7 +87,7 @@ def reduced_group(group: GroupQuery, rows: GroupResult) -> GroupResult:
 
 
 def reduced_completions(members: Sequence[tuple[AnyQuery, Any]]) -> list[Completion]:
-    """Compute what queries ask of their rows."""
+    """Reduce the rows of queries."""
     single = [(query, row) for query, row in members if isinstance(query, Query)]
     reduced = iter(_reduced_rows(single) if single else [])
     return [
@@ -99,7 +99,7 @@ def reduced_completions(members: Sequence[tuple[AnyQuery, Any]]) -> list[Complet
 def _reduced_alone(group: GroupQuery, rows: GroupResult) -> Completion:
     try:
         return Completion(group.query_id, reduced_group(group, rows))
-    except Exception as error:  # noqa: BLE001 - a program's own code
+    except Exception as error:  # noqa: BLE001 - a program's code
         return Completion(group.query_id, error=error)
 
 
@@ -131,7 +131,7 @@ class ReductionThread:
 
     @property
     def seconds(self) -> float:
-        """How long the current batch has taken."""
+        """Elapsed time of the current batch."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -140,7 +140,7 @@ class ReductionThread:
         self._batches.put(members)
 
     def close(self) -> None:
-        """End the thread after what was submitted."""
+        """End the thread after the submitted batches."""
         self._batches.put(None)
 
     def _run(

@@ -1,4 +1,4 @@
-"""Ray itself: the connection of this process, resources, and the actors of replicas."""
+"""Ray: the connection of this process, resources, and the actors of replicas."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ HEAD_TIMEOUT_S = 20.0
 then ends the process of every driver."""
 
 LEAVE_TIMEOUT_S = 10.0
-"""How long a process waits for its cluster when it leaves it."""
+"""Timeout of a process that leaves its cluster."""
 
 _PROBE_S = 2.0
 
 _ATTEMPTS = 3
-"""How often a cluster is started on this machine before that counts as failed. Ray gives its
-own processes 15 seconds to find each other, too few while a machine is overloaded."""
+"""Maximum number of attempts to start a cluster on this machine. Ray's processes have
+15 seconds to connect, which is too short on an overloaded machine."""
 
 _MAX_CONCURRENCY = 4096
-"""Calls that a replica answers at a time: the long polls of all its drivers, 8 of each, and
-what must never wait behind them, their pings."""
+"""Maximum number of concurrent calls of a replica: up to 8 long polls per driver, and pings,
+which must never wait behind them."""
 
 _lock = threading.Lock()
 
@@ -67,7 +67,7 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
     """Join a cluster, or start one on this machine that ends with this process.
 
     Args:
-        address: As of `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
+        address: As for `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
             it has joined one.
         options: Further arguments of `ray.init`. They count for the first connection of a
             process only.
@@ -87,7 +87,7 @@ def connect(address: str | None, options: Mapping[str, Any], *, may_start: bool)
                 )
             return
         if address is None and not os.environ.get("RAY_ADDRESS"):
-            # Of no address Ray makes the cluster that was last started on this machine.
+            # Without an address Ray joins the cluster last started on this machine.
             address = "local" if may_start else "auto"
         arguments: dict[str, Any] = {"address": address, "log_to_driver": False}
         starts = address == "local"
@@ -116,12 +116,12 @@ def join(
     is_local: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Join the cluster that was named, and none that merely happens to run.
+    """Join the named cluster, never another one that happens to run.
 
     Args:
-        address: As of `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
+        address: As for `ray.init`; None takes `RAY_ADDRESS`, or the cluster of this process if
             it has joined one.
-        is_local: Take the cluster of this machine, whatever `RAY_ADDRESS` says.
+        is_local: Whether to join this machine's cluster and ignore `RAY_ADDRESS`.
         options: Further arguments of `ray.init`.
 
     Returns:
@@ -156,7 +156,7 @@ def leave(timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
     """Leave the cluster of this process.
 
     Returns:
-        False if the cluster does not answer; this process then would not end by itself.
+        False if the cluster does not answer; this process then could not end normally.
     """
     leaving = threading.Thread(target=ray.shutdown, name="genlm-ray-leave", daemon=True)
     leaving.start()
@@ -196,7 +196,7 @@ def _is_same(address: str, joined: str) -> bool:
 
 
 def _init(arguments: dict[str, Any]) -> BaseException | None:
-    """Call `ray.init` on a thread that lives as long as the process; return what it raised.
+    """Call `ray.init` on a thread that lives as long as the process; return its exception.
 
     Linux ends the processes of a local cluster when the thread that started them ends.
     """
@@ -220,7 +220,7 @@ def _init(arguments: dict[str, Any]) -> BaseException | None:
 
 
 def _end_processes(error: BaseException) -> None:
-    """End the processes that a failed `ray.init` has started, which nothing else refers to."""
+    """End the unreferenced processes that a failed `ray.init` has started."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -228,10 +228,10 @@ def _end_processes(error: BaseException) -> None:
 
 
 class HeadProbe:
-    """Whether the head of the cluster answers; asked on a thread of its own: it may block."""
+    """Monitors the cluster's head on a separate thread, because calls may block."""
 
     def __init__(self) -> None:
-        self._asked_s: float | None = None  # the first question that was not answered
+        self._asked_s: float | None = None  # time of the first request without response
         self._closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name="genlm-ray-head", daemon=True)
         self.thread.start()
@@ -239,26 +239,26 @@ class HeadProbe:
     @property
     def is_lost(self) -> bool:
         """Whether the head has not answered for too long, or Ray was shut down."""
-        asked_s = self._asked_s  # between questions a program may be paused for any time
+        asked_s = self._asked_s  # the program may be suspended between requests
         is_silent = asked_s is not None and time.monotonic() - asked_s > HEAD_TIMEOUT_S
         return is_silent or not ray.is_initialized()
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop monitoring."""
         self._closed.set()
 
     def _run(self) -> None:
         while not self._closed.is_set() and ray.is_initialized():
             if self._asked_s is None:
                 self._asked_s = time.monotonic()
-            with contextlib.suppress(Exception):  # it is silence that counts
+            with contextlib.suppress(Exception):  # only silence counts as a failure
                 ray.nodes()
                 self._asked_s = None
             self._closed.wait(_PROBE_S)
 
 
 def bundles_of(resources: Resources | None) -> list[dict[str, float]]:
-    """Translate what a replica needs to Ray's names; the first bundle is the actor's own."""
+    """Translate a replica's resources to Ray's names; the first bundle is the actor's."""
     if resources is None:
         return [{"CPU": 1.0}]
     several = [resources] if isinstance(resources, Mapping) else list(resources)
@@ -277,13 +277,13 @@ def reserve_resources(
     """Reserve the resources of `count` replicas, all or none.
 
     Args:
-        bundles: Those of one replica.
+        bundles: Bundles of one replica.
         count: Number of replicas.
-        name: Of a served model, whose reservations outlive this process; else `""`.
-        timeout_s: How long to wait for resources that are in use.
+        name: Name of a served model, whose reservations outlive this process; else `""`.
+        timeout_s: Maximum wait for resources that are in use.
 
     Raises:
-        ModelLoadError: The cluster has not, or not now, so many resources.
+        ModelLoadError: The cluster does not have enough resources, or they are in use.
     """
     needed = _summed(bundles * count)
     total = ray.cluster_resources()
@@ -314,7 +314,7 @@ def reserve_resources(
 
 
 def remove(groups: Sequence[PlacementGroup]) -> None:
-    """Give reservations back."""
+    """Release reservations."""
     for group in groups:
         remove_placement_group(group)
 

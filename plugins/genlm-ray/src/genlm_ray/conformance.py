@@ -1,6 +1,6 @@
 """The targets of `genlm check ray`: two replicas of the reference engine, private and served.
 
-The models and oracles are those of the core's own targets. Replicas are slow to start, so all
+The models and oracles are those of the core's targets. Replicas are slow to start, so all
 checks of a target use the same two.
 """
 
@@ -22,7 +22,7 @@ CLUSTER = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
 """Arguments of `ray.init`, if this process starts the cluster."""
 
 RESOURCES = {"num_cpus": 0.1}
-"""So that several models fit any machine."""
+"""Small enough for several models on any machine."""
 
 _MOST_CONTEXTS = 200
 
@@ -75,7 +75,7 @@ def _served(engine_opts: Mapping[str, Any], **options: Any) -> Any:
 
         def close(self) -> None:
             super().close()
-            if ray.is_initialized():  # else the cluster has ended, and they with it
+            if ray.is_initialized():  # else the cluster and its replicas have ended
                 serving.stop(name)
 
     name = f"conformance-{uuid.uuid4().hex[:8]}"

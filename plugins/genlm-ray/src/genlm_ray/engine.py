@@ -1,7 +1,7 @@
 """`RayEngine`: replicas of an engine on a Ray cluster, driven as one engine.
 
 The engine's thread assigns queries to replicas (`router`), sends them and waits for events:
-replies, replicas that were lost or came back, or `wake` of the scheduler, which has new
+replies, lost or restarted replicas, or the scheduler's `wake` for new
 queries. A second thread pings replicas and attaches those that were started again.
 
 Longer than other modules because all changes of the replicas' state are on the engine's thread
@@ -219,7 +219,7 @@ class RayEngine:
             return
         try:
             self.vocabulary: Vocabulary = ray.cloudpickle.loads(description["vocabulary"])
-        except Exception as error:  # whatever a tokenizer's module raises here
+        except Exception as error:  # tokenizer modules may raise anything here
             raise ModelLoadError(
                 f"the vocabulary of the replicas cannot be read here: {type(error).__name__}: "
                 f"{error}; install the library of its tokenizer, in the version that they have"
@@ -253,13 +253,13 @@ class RayEngine:
         self._populations.submit(group)
 
     def step(self) -> list[Completion]:
-        """Send what was submitted, and wait for answers or until `wake`.
+        """Send the submitted queries, and wait for results or until `wake`.
 
         Raises:
             EngineDiedError: No replica is left.
         """
         self._handle_all()
-        self._raise_if_died()  # what is then unanswered waits for no event
+        self._raise_if_died()  # unanswered queries have no event to wait for
         self._send()
         if not self._ready and (len(self._router) or len(self._populations)):
             self._handle(self._events.get())
@@ -294,7 +294,7 @@ class RayEngine:
         self._wake_monitor.set()
 
     def close(self) -> None:
-        """End the replicas of this program; served ones go on."""
+        """End the replicas of this program; served replicas keep running."""
         self._closed.set()
         self._wake_monitor.set()
         if not ray.is_initialized():
@@ -308,7 +308,7 @@ class RayEngine:
         self._groups = []
 
     def statistics(self) -> dict[str, int | float | str]:
-        """Tokens counted by all replicas, and each replica's own figures after its number."""
+        """Tokens counted by all replicas, and each replica's figures after its number."""
         found: dict[str, int | float | str] = {"replicas": len(self._links)}
         for name in _COUNTED:
             counts = [
@@ -328,7 +328,7 @@ class RayEngine:
         """Load an adapter in every replica; folders are those of the replicas' machines.
 
         Raises:
-            AdapterError: A replica cannot load it; it is then loaded in none.
+            AdapterError: A replica cannot load it; no replica then keeps it.
         """
         try:
             self._broadcast("add_adapter", name, path)
@@ -363,12 +363,12 @@ class RayEngine:
         self._broadcast("clear_prefix_cache")
 
     def _broadcast(self, method: str, *arguments: Any) -> None:
-        """Call a method of every replica, also of those that come back meanwhile, and wait.
+        """Call a method of every replica, restarted ones included, and wait.
 
-        A replica that is lost then does it when it is attached again, from what is recorded.
+        A replica lost meanwhile applies the recorded state when it is attached again.
 
         Raises:
-            Exception: What the first replica raised that did.
+            Exception: The exception of the first replica that raised one.
             EngineDiedError: No replica is left.
         """
         errors: list[BaseException] = []
@@ -395,7 +395,7 @@ class RayEngine:
         return call.done() or number not in self._by_number
 
     def _handle_until(self, is_over: Callable[[], bool]) -> None:
-        """Handle events until something is the case that they bring about.
+        """Handle events until a condition holds.
 
         Raises:
             EngineDiedError: No replica is left.
@@ -406,7 +406,7 @@ class RayEngine:
             self._handle(self._events.get())
 
     def _raise_if_died(self) -> None:
-        if self._died is not None:  # an error of its own for each: raising adds to a traceback
+        if self._died is not None:  # a new error for each: raising extends the traceback
             raise EngineDiedError(*self._died.args) from self._died.__cause__
 
     # -- events -----------------------------------------------------------------------
@@ -430,7 +430,7 @@ class RayEngine:
     def _receive(self, reply: Reply) -> None:
         link, number = reply.link, reply.link.number
         if reply.session != link.session or number is None:
-            return  # of a session that was given up; its queries are with other replicas
+            return  # of an abandoned session; other replicas have its queries
         link.calls -= 1
         if isinstance(reply.error, RayTaskError):  # the replica lives, this message failed
             for each in reply.routed:
@@ -448,7 +448,7 @@ class RayEngine:
             link.store(reply.response.statistics)
             finished = completions(reply.response)
             self._ready += [each for each in finished if self._finished(each.query_id, number)]
-            # It had taken all that was sent, and all its other replies are here.
+            # It had accepted all messages, and all other replies have arrived.
             is_last = reply.message == link.last_message and not link.calls
             if is_last and not finished and self._in_flight(number):
                 self._lose(link, EngineError("the replica has lost queries of the session"))
@@ -458,7 +458,7 @@ class RayEngine:
         self._ready.append(Completion(query_id, error=cause))
 
     def _finished(self, query_id: int, number: int | None = None) -> bool:
-        """Forget a query or a group; returns whether it was unanswered, with that replica."""
+        """Forget a query or group; return whether that replica was computing it."""
         return self._router.finished(query_id, number) or self._populations.finished(
             query_id, number
         )
@@ -474,11 +474,11 @@ class RayEngine:
             link.begin(event.session, number, event.description)
             self._by_number[number] = link
             self._router.add(number)
-        # Else the monitor attaches it again, with the adapters and prefixes of now.
+        # Else the monitor attaches it again, with the current adapters and prefixes.
         link.attached = link.attach_since_s = None
 
     def _lose(self, link: ReplicaLink, error: BaseException) -> None:
-        """Assign what a replica had to the others, and attach it again when it answers.
+        """Assign a replica's queries to others, and attach it again when it responds.
 
         A replica of this program that hangs is started again. A served one supervises itself:
         other programs use it.
@@ -492,7 +492,7 @@ class RayEngine:
         self._populations.reassign_from(number)
         if isinstance(error, TimeoutError) and self._is_private:
             serving.kill(link.actor, restart=True)
-        else:  # it may go on with what others evaluate now
+        else:  # it may still compute queries that others now have
             link.detach()
         link.end(error)
         self._wake_monitor.set()
@@ -514,7 +514,7 @@ class RayEngine:
     # -- sending ----------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Assign what was submitted, and send what each replica should have."""
+        """Assign the submitted queries and send them to the replicas."""
         if self._submitted:
             submitted, self._submitted = self._submitted, []
             self._router.assign(submitted)
@@ -536,7 +536,7 @@ class RayEngine:
                         self._forget_context(each.context)
 
     def _forget(self) -> None:
-        """Tell replicas which sequences are not named again."""
+        """Tell replicas which sequences will not be referenced again."""
         for context in self._router.dropped():
             self._forget_context(context)
 
@@ -549,7 +549,7 @@ class RayEngine:
     def _watch(self) -> None:
         """Ping replicas; attach those that were started again.
 
-        When the cluster is lost, give all of them up.
+        When the cluster is lost, all replicas are given up.
         """
         head = cluster.HeadProbe()
         try:
@@ -595,7 +595,7 @@ def _session_ended() -> EngineError:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a replica raised, without Ray's wrapping."""
+    """Return a replica's exception, without Ray's wrapping."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, BaseException) else error
     return error

@@ -26,7 +26,7 @@ _COUNTED = ("tokens_computed", "tokens_evaluated", "tokens_drawn")
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """The scheduler has something for the engine."""
+    """The scheduler has new queries for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,22 @@ Events = queue.SimpleQueue[Event]
 
 
 class ReplicaLink:
-    """An actor, this driver's session with it, and what is under way.
+    """An actor, this driver's session with it, and its in-flight calls.
 
     Attributes:
         index: Position among the replicas.
         number: The router's number of this incarnation of the replica; None while it has none.
-        session: Names the session; None while there is none.
-        calls: Messages that are not answered yet.
-        last_message: The number of the last one that is answered with completions.
-        pending_queries: Most queries that the replica accepts at a time.
-        is_dead: Whether it can return.
-        restarts: How many incarnations ended.
-        pid: Of its process.
-        lost_by: What ended the last one.
-        attached: A session that the replica has begun and the engine's thread has not used yet.
-        attach_since_s: When the call of `attach` began whose outcome was not used yet.
-        ping_since_s: When the ping that is under way began.
+        session: Session name, None without a session.
+        calls: Number of unanswered messages.
+        last_message: Number of the last message whose reply carries completions.
+        pending_queries: Maximum number of queries that the replica accepts at a time.
+        is_dead: Whether the replica is lost for good.
+        restarts: Number of ended incarnations.
+        pid: Process id.
+        lost_by: Reason of the last incarnation's end.
+        attached: A new session that the engine's thread has not used yet.
+        attach_since_s: Start time of the pending call of `attach`.
+        ping_since_s: Start time of the in-flight ping.
         dropped: Numbers of generations that programs have dropped, on any thread.
     """
 
@@ -136,7 +136,7 @@ class ReplicaLink:
             self.session, self.number = session, number
 
     def end(self, error: BaseException) -> None:
-        """Forget a session that was lost, and keep what was counted in it."""
+        """Forget a lost session, and keep its counters."""
         self.lost_by = error
         for name in _COUNTED:
             if name in self._statistics:
@@ -148,7 +148,7 @@ class ReplicaLink:
     def send_queries(
         self, routed: Sequence[RoutedQuery], groups: Sequence[PackedGroup] = ()
     ) -> None:
-        """Send queries, or ask again what has finished; the reply becomes an event."""
+        """Send queries, or poll for completions; the reply becomes an event."""
         session, number = self.session, self.number
         assert session is not None and number is not None  # noqa: S101, PT018
 
@@ -160,7 +160,7 @@ class ReplicaLink:
 
         request = packed_queries(routed, number) if routed else ReplicaRequest()
         request.groups = list(groups)
-        self.calls += 1  # no sooner: what raises above is not answered
+        self.calls += 1  # after the send: a failed one gets no reply
         with self._sending:
             self.last_message = message = self._messages
             self._send("exchange", replied, session, request)
@@ -176,14 +176,14 @@ class ReplicaLink:
             self._forgotten.append(sequence)
 
     def send_oneway(self) -> None:
-        """Send what needs no answer, if there is anything; on any thread."""
+        """Send pending messages that need no reply; on any thread."""
         with self._sending:
             session = self.session
             if session is None or not (self._aborts or self._forgotten or self.dropped):
                 return
 
             def replied(_: Any, error: BaseException | None) -> None:
-                # The replica may not have it, and takes none that were sent after it.
+                # The replica may have missed it, and accepts no later message.
                 if error is not None and not isinstance(error, RayTaskError):
                     self._events.put(Lost(self, session, error))
 
@@ -196,20 +196,20 @@ class ReplicaLink:
     # -- any thread -------------------------------------------------------------------
 
     def counted(self, name: str) -> float | None:
-        """What was counted, in earlier incarnations too; None if the engine does not count."""
+        """Counters of all incarnations; None if the engine has none."""
         now: float | None = self._statistics.get(name)
         before = self._before.get(name)
         return before if now is None else now + (before or 0)
 
     def statistics(self) -> dict[str, int | float | str]:
-        """The engine's statistics, and what became of the replica."""
+        """The engine's statistics and the replica's state."""
         state = "dead" if self.is_dead else "up" if self.session else "starting"
         found = {"state": state, "restarts": self.restarts, "pid": self.pid, **self._statistics}
         counts = {name: self.counted(name) for name in _COUNTED}
         return found | {name: value for name, value in counts.items() if value is not None}
 
     def start(self, method: str, *arguments: Any) -> concurrent.futures.Future[Any]:
-        """Start a call of the session that loads or frees something; its end wakes the engine.
+        """Start a call that loads or frees session state; its end wakes the engine.
 
         The result is False if the session has ended.
         """
@@ -226,19 +226,19 @@ class ReplicaLink:
         return done
 
     def detach(self) -> None:
-        """Have the replica end the session and drop what this driver has asked."""
+        """Have the replica end the session and drop this driver's queries."""
         self._call("detach", lambda *_: None, self.session)
 
     # -- the monitor's thread ---------------------------------------------------------
 
     def attach(self, adapters: dict[str, str], prefixes: list[Any]) -> None:
-        """Ask for a session; the answer becomes an event, unless it is to be asked again."""
+        """Request a session; the reply becomes an event, unless a retry follows."""
         session = new_session()
         self.attach_since_s = time.monotonic()
 
         def replied(description: Any, error: BaseException | None) -> None:
             if error is None:
-                # Not asked again meanwhile: another session would end this one.
+                # No retry meanwhile: another session would end this one.
                 self.attached = session
                 self._events.put(Attached(self, session, description, adapters, prefixes))
                 return
@@ -249,7 +249,7 @@ class ReplicaLink:
         self._call("attach", replied, self._driver, session, adapters, prefixes)
 
     def ping(self, session: str) -> None:
-        """Ping the replica; silence is noticed by `ping_since_s`."""
+        """Ping the replica; `ping_since_s` reveals silence."""
         self.ping_since_s = self.pinged_s = time.monotonic()
 
         def replied(_: Any, error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
-"""`Populations`: which replica has which population of this driver, and what is sent to it.
+"""`Populations`: the replicas of this driver's populations, and the messages to them.
 
 A population stays with the replica that computed it first, which keeps its generations by
-number: a message has the columns that are new there. When the replica is lost, its unanswered
-groups are computed anew on another one, from all columns.
+number: a message contains the new columns only. When the replica is lost, its unanswered
+groups are recomputed on another one, from all columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Populations"]
 
 
 class _Placed:
-    """The state of a generation: where it is known, and by which number.
+    """The state of a generation: its replica and its number there.
 
     It is dropped on any thread, when the last population that refers to it is.
     """
@@ -43,7 +43,7 @@ class Populations:
     """The group queries that are unanswered, by replica.
 
     Args:
-        router: Says which replica has least to do, and counts groups as its work.
+        router: Names the replica with the least work, and counts groups as work.
     """
 
     def __init__(self, router: Router) -> None:
@@ -57,18 +57,18 @@ class Populations:
         return len(self._waiting) + len(self._sent)
 
     def submit(self, group: GroupQuery) -> None:
-        """Accept a group, which `take` gives to a replica."""
+        """Accept a group, which `take` assigns to a replica."""
         self._waiting[group.query_id] = group
 
     def take(self, dropped: Mapping[int, deque[int]]) -> dict[int, list[PackedGroup]]:
         """Choose a replica for each waiting group; they count as sent.
 
         Args:
-            dropped: For each replica that takes groups what collects the numbers of
-                generations that it need not keep any more.
+            dropped: For each replica that takes groups, the collection of numbers of dropped
+                generations.
 
         Returns:
-            What is to be sent, by replica.
+            The messages by replica.
         """
         taken: dict[int, list[PackedGroup]] = {}
         for query_id, group in list(self._waiting.items()):
@@ -88,7 +88,7 @@ class Populations:
         """Forget a group that a replica has answered, or that is aborted.
 
         Returns:
-            Whether it was unanswered, and with that replica.
+            Whether it was unanswered and assigned to that replica.
         """
         if replica is None and self._waiting.pop(query_id, None) is not None:
             return True
@@ -100,7 +100,7 @@ class Populations:
         return True
 
     def refused(self, query_id: int, replica: int) -> bool:
-        """The same for a message that failed: the replica does not know the generation."""
+        """Forget a group whose message failed: the replica does not know the generation."""
         sent = self._sent.get(query_id)
         if not self.finished(query_id, replica):
             return False
@@ -120,7 +120,7 @@ class Populations:
         return sum(sent.replica == replica for sent in self._sent.values())
 
     def reassign_from(self, replica: int) -> None:
-        """Compute what a replica had on others, which get all columns; oldest first."""
+        """Move a replica's groups to others, which get all columns; oldest first."""
         lost = {key: each.group for key, each in self._sent.items() if each.replica == replica}
         for query_id in lost:
             del self._sent[query_id]

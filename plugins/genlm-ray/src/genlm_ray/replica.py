@@ -1,6 +1,6 @@
-"""`Replica`: the Ray actor that holds an engine and answers its drivers.
+"""`Replica`: the Ray actor that owns an engine and serves its drivers.
 
-Its methods run on the actor's event loop, beside the engine's thread, so that it answers `ping`
+Its methods run on the actor's event loop, not on the engine's thread, so that it answers `ping`
 while the engine steps. It supervises itself: it ends its process when a step takes too long,
 and Ray starts another. Messages of a session carry numbers, because Ray starts the calls of an
 asynchronous actor in any order.
@@ -59,12 +59,12 @@ logger = logging.getLogger("genlm.ray")
 
 
 _GRACE_S = 10.0
-"""How much later than this module's own check the process is ended without it."""
+"""Delay after which the process is ended if this module's check does not run."""
 
 _COMPARED = ("genlm-core", "genlm-ray", "ray", "python", "torch", "numpy")
 
 _MINOR = frozenset({"python", "torch", "numpy"})
-"""Those of which minor versions are compatible: what is pickled of them has one format."""
+"""Distributions whose minor versions share a pickle format."""
 
 
 def version_of(name: str) -> str | None:
@@ -91,10 +91,10 @@ def versions(engine: str) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """What the programs that share a replica may use of it.
+    """Resource limits of the programs that share a replica.
 
     Attributes:
-        clients: Number of programs at a time.
+        clients: Maximum number of concurrent programs.
         pending_queries: Unanswered queries of one program.
         sequences: Sequences that are kept for one program to name again.
         prefix_tokens: Tokens of the prefixes that one program keeps.
@@ -118,22 +118,22 @@ UNLIMITED = ServingLimits(
     adapters=sys.maxsize,
     reduction_s=math.inf,
 )
-"""Of a private replica, whose program limits itself."""
+"""Limits of a private replica, whose program limits itself."""
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica loads, and for whom.
+    """Load options of a replica.
 
     Attributes:
         engine: Name of a backend.
-        model: What that backend calls a model.
+        model: Model id or path for that backend.
         options: Its further options.
-        name: Under which it is served; `""` for a private one.
+        name: Name of a served model; `""` for a private one.
         replicas: Number of replicas of the model.
         driver_timeout_s: Silence after which a driver counts as dead.
         step_timeout_s: Longest step of the engine before the replica ends its process.
-        limits: What each driver may use.
+        limits: Resource limits of each driver.
     """
 
     engine: str
@@ -167,7 +167,7 @@ class Replica:
     """One engine and the drivers that use it.
 
     Args:
-        spec: What to load.
+        spec: Load options.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -188,10 +188,10 @@ class Replica:
     def _build(self) -> Engine:
         spec = self._spec
         engine = get_backend(spec.engine)(spec.model, **spec.options)
-        gc.freeze()  # this process is the engine's: garbage collections omit what loading made
+        gc.freeze()  # this process is the engine's: garbage collections omit the loaded objects
         return engine
 
-    # -- what drivers call ------------------------------------------------------------
+    # -- calls of drivers -------------------------------------------------------------
 
     async def attach(
         self,
@@ -200,11 +200,11 @@ class Replica:
         adapters: Mapping[str, str],
         prefixes: Sequence[tuple[Sequence[int], str | None]],
     ) -> dict[str, Any]:
-        """Begin a session, load what its driver uses, and describe the engine.
+        """Begin a session, load its adapters and prefixes, and describe the engine.
 
         Raises:
             GenlmError: The engine, an adapter or a prefix could not be loaded, or the replica
-                has as many drivers as it may.
+                has its maximum number of drivers.
         """
         engine = await self._engine()
         for name in [key for key, each in self._sessions.items() if each.driver == driver]:
@@ -252,7 +252,7 @@ class Replica:
         """Take queries; return as soon as any of the session's queries have finished.
 
         Returns:
-            What has finished; nothing if no query is left; None if the session has ended.
+            The completions; empty if no query is left; None if the session has ended.
         """
         state = await self._received(session, number, message)
         while state is not None and session in self._sessions:
@@ -268,11 +268,11 @@ class Replica:
         return None
 
     async def notify(self, session: str, number: int, message: ReplicaRequest) -> None:
-        """Take what needs no answer: aborts and sequences to forget."""
+        """Accept a message without reply: aborts and sequences to forget."""
         await self._received(session, number, message)
 
     async def ping(self, session: str) -> None:
-        """Note that the driver lives; it notes that this process answers."""
+        """Record that the driver lives; the reply shows that this process responds."""
         if session in self._sessions:
             self._sessions[session].seen_s = time.monotonic()
 
@@ -318,7 +318,7 @@ class Replica:
         """Have the engine compute a prefix, and keep it while the session lasts.
 
         Raises:
-            EvaluationError: The driver would keep more tokens than it may.
+            EvaluationError: The driver would exceed its limit of tokens.
         """
         async with self._loading:
             state = self._sessions.get(session)
@@ -358,7 +358,7 @@ class Replica:
                 )
                 try:
                     await self._call(keep)
-                except Exception:  # it is computed with each query then
+                except Exception:  # each query then computes it
                     logger.exception("computing a prefix again raised")
 
     async def statistics(self, session: str) -> dict[str, Any]:
@@ -367,7 +367,7 @@ class Replica:
         return self._statistics()
 
     async def describe(self) -> dict[str, Any]:
-        """What is served here, once it is loaded, for `genlm serve --status`."""
+        """Return the loaded model's description for `genlm serve --status`."""
         await self._engine()
         return {
             "name": self._spec.name,
@@ -390,10 +390,10 @@ class Replica:
     # -- sessions ---------------------------------------------------------------------
 
     def _statistics(self) -> dict[str, Any]:
-        """The engine's, the last ones if it raises: answers that go with them are not lost."""
+        """Return the engine's statistics, or the last ones if it raises."""
         try:
             found = self._loop.statistics().items()
-            # Others might not be picklable, which would lose the answers that go with them.
+            # Values that cannot be pickled would lose the results in the same message.
             self._last_statistics = {
                 name: value for name, value in found if isinstance(value, (int, float, str))
             }
@@ -417,9 +417,9 @@ class Replica:
     async def _received(
         self, session: str, number: int, message: ReplicaRequest
     ) -> _Session | None:
-        """Take a message of a session when those before it are taken.
+        """Accept a message of a session after all earlier ones.
 
-        The session ends if one of those does not arrive for `driver_timeout_s`.
+        The session ends if an earlier one does not arrive for `driver_timeout_s`.
         """
         state = self._sessions.get(session)
         if state is None:
@@ -436,7 +436,7 @@ class Replica:
         try:
             if session in self._sessions:
                 self._take(state, session, message)
-        finally:  # whatever this one raises, the next ones do not wait for it
+        finally:  # later messages do not wait for this one if it raises
             state.next_message += 1
             turn_of_next = state.turns.pop(state.next_message, None)
             if turn_of_next is not None:
@@ -447,7 +447,7 @@ class Replica:
         """Drop the queries that a message aborts, submit its own, then forget sequences.
 
         Raises:
-            EvaluationError: With them the driver would have more than it may; none was taken.
+            EvaluationError: The driver would exceed its limits; no query was accepted.
         """
         if message.aborted:
             self._loop.abort(session, message.aborted)
@@ -497,7 +497,7 @@ class Replica:
                 named = self._adapter(state, name)
                 try:
                     await self._call(functools.partial(_remove_adapter, name=named))
-                except Exception:  # it stays; the others are freed
+                except Exception:  # it stays loaded; the others are freed
                     logger.exception("freeing the adapter %r raised", named)
             if state.prefixes:
                 try:
@@ -534,14 +534,14 @@ class Replica:
             raise picklable_error(error) from None
 
     def _adapter(self, state: _Session, name: str | None) -> str | None:
-        """Name an adapter of a driver apart from those of other drivers."""
+        """Return an adapter name that is unique among drivers."""
         if name is None or name in self._own_adapters:
             return name
         return f"{name}-{state.driver}"
 
 
 class _HeldContexts:
-    """Keeps what the engine has for contexts of a population until it is dropped."""
+    """Keeps the engine's cached state of a population's contexts alive."""
 
     def __init__(self, loop: ServingLoop, contexts: list[tuple[str | None, bytes]]) -> None:
         self._loop, self._contexts = loop, contexts
@@ -552,7 +552,7 @@ class _HeldContexts:
 
 
 def new_session() -> str:
-    """A name that no other session has."""
+    """Return a unique session name."""
     return uuid.uuid4().hex
 
 

@@ -1,9 +1,9 @@
-"""`Router`: which replica evaluates which query. Knows neither Ray nor the time.
+"""`Router`: assignment of queries to replicas. Depends on neither Ray nor the time.
 
-The cost of a replica is counted in rows: what waits there, and the tokens of the query's
+The cost of a replica is counted in rows: its waiting queries, and the tokens of the query's
 context that it has not computed. A query goes to the replica that has most of its context.
 Queries that continue one context are then moved together, from the replica with the most work
-to the one with the least, when computing the context there costs less than they would wait.
+to the one with the least, when computing the context there costs less than waiting.
 
 Deterministic: equal calls have equal results, so `benchmarks/simulate_replicas.py` runs this
 class at any scale. Longer than other modules because one class keeps placements, work and
@@ -25,39 +25,39 @@ ContextKey = tuple[str | None, bytes]
 """The adapter and the key of the sequence, whole: equal hashes must not become equal rows."""
 
 TOKEN_COST = 0.25
-"""What computing a token of a prompt costs, in rows. Tokens of one prompt share a matrix
+"""Cost of computing a prompt token, in rows. Tokens of one prompt share a matrix
 product, so engines compute them at several times the rate of rows."""
 
 HORIZON = 8
-"""Steps within which computing a context a second time must have paid for itself."""
+"""Number of steps within which recomputing a context must pay off."""
 
 SHARED = 8
 """Queries that continue one context in one batch make it a shared prompt, which each replica
-may compute once. What fewer share counts against `MAX_RECOMPUTED`."""
+may compute once. Contexts of fewer queries count against `MAX_RECOMPUTED`."""
 
 MAX_RECOMPUTED = 0.08
-"""Largest share of the tokens asked that is computed again to even out the replicas' work."""
+"""Maximum share of requested tokens that is recomputed to balance the replicas' work."""
 
 BLOCK = 128
-"""Prefixes of these lengths are remembered too, for queries whose parent nobody asked."""
+"""Prefixes of these lengths are remembered too, for queries without a known parent."""
 
 LOOK_BACK = 4
-"""Lengths just below that of a query at which its parent is looked for."""
+"""Number of lengths just below a query's at which its parent is looked up."""
 
 MOST_HOLDERS = 16
-"""Most holders of a context whose work is compared for one query."""
+"""Maximum number of a context's replicas whose work is compared for one query."""
 
 
 class Context:
-    """A sequence that was asked, or the beginning of one.
+    """A requested sequence, or a prefix of one.
 
     Attributes:
         number: Names the sequence in messages to replicas.
         length: Its number of tokens.
         replicas: Replicas that have computed it or will.
-        sent: Replicas that know its tokens by its number.
-        is_dropped: Whether it was forgotten, perhaps while queries that name it wait.
-        fork: Its longest beginning that more replicas had when it was added.
+        sent: Replicas that store its tokens under its number.
+        is_dropped: Whether it was forgotten, possibly while queries that reference it wait.
+        fork: Its longest prefix that more replicas had when it was added.
     """
 
     __slots__ = ("fork", "is_dropped", "length", "number", "replicas", "sent")
@@ -71,7 +71,7 @@ class Context:
         self.is_dropped = False
 
     def computed_by(self, replica: int) -> int:
-        """How many of its first tokens a replica has."""
+        """Return the number of its first tokens that a replica has."""
         context: Context | None = self
         while context is not None:
             if replica in context.replicas:
@@ -81,7 +81,7 @@ class Context:
 
 
 class RoutedQuery:
-    """A query, its context, the known beginning that it continues, and its replica."""
+    """A query, its context, the known prefix that it continues, and its replica."""
 
     __slots__ = ("context", "cost", "is_sent", "order", "parent", "query", "replica")
 
@@ -101,7 +101,7 @@ class Router:
     """Assigns queries to replicas and keeps those that are not sent yet.
 
     Args:
-        max_contexts: Most contexts to remember, least recently used first to go.
+        max_contexts: Maximum number of contexts; the least recently used are evicted.
 
     Attributes:
         tokens_asked: Tokens that the queries needed where they were first routed.
@@ -130,12 +130,12 @@ class Router:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Those that queries are assigned to."""
+        """Replicas that queries are assigned to."""
         return tuple(self._work)
 
     @property
     def work(self) -> dict[int, float]:
-        """The cost of what each replica has to do, in rows."""
+        """Pending work of each replica, in rows."""
         return dict(self._work)
 
     def idlest(self) -> int | None:
@@ -143,12 +143,12 @@ class Router:
         return self._idlest() if self._work else None
 
     def charge(self, replica: int, rows: float) -> None:
-        """Count the rows of a population as work of a replica, or no longer."""
+        """Add rows of a population to a replica's work, or subtract them."""
         if replica in self._work:
             self._set_work(replica, self._work[replica] + rows)
 
     def cost_of(self, replica: int) -> float:
-        """The same of one replica, summed over its queries."""
+        """Pending work of one replica, summed over its queries."""
         mine = (*self._waiting[replica].values(), *self._sent[replica].values())
         return sum(each.cost for each in mine)
 
@@ -160,7 +160,7 @@ class Router:
         self._place(list(unassigned.values()))
 
     def reassign_from(self, replica: int) -> None:
-        """Assign what a replica had to the others, in the order in which it was asked."""
+        """Assign a replica's queries to the others, in order of submission."""
         requeued = {**self._sent.pop(replica), **self._waiting.pop(replica)}
         self._total -= self._work.pop(replica)
         for each in requeued.values():
@@ -185,7 +185,7 @@ class Router:
     def take(self, replica: int, most: int) -> list[RoutedQuery]:
         """Return waiting queries of a replica, oldest first; they count as sent.
 
-        If it has none, it gets some that wait for another one, where that ends sooner.
+        If it has none, it gets waiting queries of another one, if they then finish sooner.
         """
         waiting = self._waiting[replica]
         if not waiting and not self._sent[replica]:
@@ -201,11 +201,11 @@ class Router:
         """Forget a query that was answered or aborted.
 
         Args:
-            query_id: That of the query.
+            query_id: Id of the query.
             replica: The replica that answered.
 
         Returns:
-            Whether the query was unanswered, and with that replica.
+            Whether the query was unanswered and assigned to that replica.
         """
         each = self._routed.get(query_id)
         if each is None or (replica is not None and each.replica != replica):
@@ -236,7 +236,7 @@ class Router:
         return len(self._routed)
 
     def query_ids(self) -> list[int]:
-        """The unanswered queries, in the order in which they were asked."""
+        """The unanswered queries, in order of submission."""
         return [each.query.query_id for each in sorted(self._routed.values(), key=_order)]
 
     # -- contexts ---------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Router:
             self._drop(context)
 
     def dropped(self) -> list[Context]:
-        """Contexts forgotten since the last call, which replicas may forget as well."""
+        """Return contexts forgotten since the last call, which replicas may forget too."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -273,7 +273,7 @@ class Router:
     # -- choosing ---------------------------------------------------------------------
 
     def _nearest(self, query: Query, key: ContextKey) -> Context | None:
-        """Find the longest known beginning of a query near its end, or at a block's end."""
+        """Find the longest known prefix of a query, near its end or at a block's end."""
         contexts, adapter, sequence = self._contexts, query.adapter, query.sequence
         known = contexts.get(key)
         length = len(sequence)
@@ -365,8 +365,8 @@ class Router:
     ) -> None:
         """Move waiting queries of one replica to those with the least work.
 
-        With `now` only what then ends sooner. Otherwise queries without a parent stay: each
-        went to the replica with the least work, and others may continue what it computes.
+        With `now`, only queries that then finish sooner are moved. Otherwise queries without a
+        parent stay on the replica that had the least work, because others may continue them.
         """
         if not now:
             groups.pop(None, None)
@@ -382,7 +382,7 @@ class Router:
                 key=lambda found: found[1] / min(len(groups[found[0]]), surplus),
             )
             group = groups[context]
-            both = surplus - TOKEN_COST * missing / 2  # both then end at the same time
+            both = surplus - TOKEN_COST * missing / 2  # both then finish at the same time
             tail = _tail(group, both if both >= 1 else surplus)
             if not self._pays(work - idle_work, surplus, missing, tail, len(group), now=now):
                 return

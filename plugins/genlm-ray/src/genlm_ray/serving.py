@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _ANSWER_S = 10.0
-"""How long a replica that is loaded may take to describe itself."""
+"""Timeout for the description of a loaded replica."""
 
 
 def serve(
@@ -46,31 +46,31 @@ def serve(
     place_timeout_s: float = 60.0,
     ray_opts: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Load replicas that outlive this program; returns what each says of itself.
+    """Load replicas that outlive this program; return their descriptions.
 
     Args:
-        name: What `load_model(name, backend="ray")` calls them.
-        model: What the backend `engine` calls a model.
+        name: Name for `load_model(name, backend="ray")`.
+        model: Model id or path for the backend `engine`.
         engine: Backend of the replicas.
         replicas: Number of replicas.
         engine_opts: Options of that backend.
-        resources: What a replica needs of the cluster, as for `RayEngine`.
-        address: Of the cluster; by default the one that this process has joined, or
+        resources: Resources of a replica, as for `RayEngine`.
+        address: Cluster address; by default that of the joined cluster, or
             `RAY_ADDRESS`.
-        max_restarts: How often each replica is started again; -1 for no limit.
-        limits: What the programs that share a replica may use of it; by default
+        max_restarts: Maximum number of restarts of each replica; -1 for no limit.
+        limits: Resource limits of the programs that share a replica; by default
             `ServingLimits()`.
         driver_timeout_s: Silence after which the requests of a program are dropped.
         step_timeout_s: Longest step of its engine before a replica counts as hanging and ends
             its process.
-        load_timeout_s: How long replicas may take to load.
-        place_timeout_s: How long to wait for resources of the cluster that are in use.
+        load_timeout_s: Timeout for loading the replicas.
+        place_timeout_s: Maximum wait for resources of the cluster that are in use.
         ray_opts: Further arguments of `ray.init`; they count for the first connection of a
             process only.
 
     Raises:
-        ModelLoadError: No cluster was named, the name exists, the cluster has not the
-            resources, or the model cannot be loaded; nothing is left.
+        ModelLoadError: No cluster was named, the name exists, the cluster lacks the
+            resources, or the model cannot be loaded; no replica remains.
     """
     _check_name(name)
     spec = ReplicaSpec(
@@ -125,12 +125,12 @@ def served(address: str | None = None) -> list[dict[str, Any]]:
 
 
 def stop(name: str, address: str | None = None) -> int:
-    """End a served model, of which nothing is left; returns the number of its replicas.
+    """End all replicas of a served model; return their number.
 
     Replicas that have died are counted too: their resources were still reserved.
 
     Raises:
-        ModelLoadError: The cluster serves no such model, or none was named.
+        ModelLoadError: The cluster serves no such model, or no cluster was named.
     """
     cluster.join(address)
     groups = cluster.reservations(name)
@@ -179,12 +179,12 @@ def check_versions(actors: list[Any], timeout_s: float) -> None:
 
 
 def check_spec(spec: ReplicaSpec) -> None:
-    """Refuse what no replica could load.
+    """Refuse arguments that no replica can load.
 
     Raises:
         TypeError: The model is an object, which cannot be sent.
         ValueError: Fewer than one replica.
-        PluginError: The backend is not installed here, and so not there.
+        PluginError: The backend is not installed.
     """
     if not isinstance(spec.model, str):
         raise TypeError(
@@ -209,7 +209,7 @@ def refuse_loading_options(name: str, **options: object) -> None:
 
 def kill(actor: Any, *, restart: bool = False) -> None:
     """End the process of a replica; with `restart` Ray starts another one."""
-    with contextlib.suppress(RayError):  # it is dead already, or the cluster is
+    with contextlib.suppress(RayError):  # the actor or the cluster is dead already
         ray.kill(actor, no_restart=not restart)
 
 

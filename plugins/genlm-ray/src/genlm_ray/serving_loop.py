@@ -1,7 +1,7 @@
 """`ServingLoop`: one engine on its thread, stepped for the queries of several drivers.
 
-The part of a replica that does not know Ray. Drivers share the engine by the tokens that they
-ask for: the next query is that of the driver that was given the least so far.
+The Ray-independent part of a replica. Drivers share the engine by requested tokens: the next
+query is that of the driver with the fewest tokens so far.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = ["ServingLoop"]
 logger = logging.getLogger("genlm.ray")
 
 SHARED_ROWS = 64
-"""Most rows in the engine at a time while several drivers ask: what one waits for."""
+"""Maximum number of rows in the engine while several drivers have queries."""
 
 
 class _Driver:
-    """What a driver has asked and not been answered."""
+    """A driver's unanswered queries."""
 
     def __init__(self, on_finished: Callable[[], None], served: float) -> None:
         self.waiting: deque[AnyQuery] = deque()
         self.in_engine: dict[int, int] = {}  # the driver's query ids by the engine's
         self.finished: list[Completion] = []
         self.on_finished = on_finished
-        self.served = served  # tokens, as if it had always had its share
+        self.served = served  # tokens, normalised to its fair share
         self.reducer: ReductionThread | None = None
         self.with_own_code: set[int] = set()  # of those in the engine, until they are reduced
 
@@ -62,17 +62,17 @@ class _Driver:
 
     @property
     def can_continue(self) -> bool:
-        """Whether it has a query for the engine, and few rows for its own reductions."""
+        """Whether it has a query for the engine, and few rows in its reductions."""
         return bool(self.waiting) and len(self.with_own_code) < SHARED_ROWS
 
 
 class ServingLoop:
-    """Steps an engine on a thread of its own.
+    """Steps an engine on a dedicated thread.
 
     Args:
-        build: Makes the engine; called on that thread.
-        on_death: Called on that thread with what ended it, if that was no `close`.
-        reduction_timeout_s: How long a driver's own reductions may take for a batch of rows.
+        build: Builds the engine; called on that thread.
+        on_death: Called on that thread with the exception that ended it.
+        reduction_timeout_s: Timeout of a driver's custom reductions of a batch of rows.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ServingLoop:
         self._calls = deque()
         self._aborts: list[int] = []
         self._released: list[tuple[str | None, bytes]] = []
-        self._owners: dict[int, tuple[str, AnyQuery]] = {}  # what is in the engine
+        self._owners: dict[int, tuple[str, AnyQuery]] = {}  # queries in the engine
         self._ids = itertools.count()
         self._rows = 0  # of those, the ones that ask for rows
         self._step_began_s: float | None = None
@@ -105,7 +105,7 @@ class ServingLoop:
 
     @property
     def step_seconds(self) -> float:
-        """How long the engine's current step has taken."""
+        """Elapsed time of the engine's current step."""
         began_s = self._step_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -122,7 +122,7 @@ class ServingLoop:
             self._drivers[name] = _Driver(on_finished, served)
 
     def detach(self, name: str) -> None:
-        """Drop what a driver has asked."""
+        """Drop a driver's queries."""
         with self._changed:
             driver = self._drivers.pop(name, None)
             if driver is not None:
@@ -135,7 +135,7 @@ class ServingLoop:
         """Queue the queries of a driver; ids are the driver's."""
         with self._changed:
             driver = self._drivers[name]
-            if not driver.unanswered:  # it saves nothing up while it asks nothing
+            if not driver.unanswered:  # an idle driver accumulates no share
                 busy = [each.served for each in self._drivers.values() if each.unanswered]
                 driver.served = max(driver.served, min(busy, default=driver.served))
             driver.waiting.extend(queries)
@@ -156,11 +156,11 @@ class ServingLoop:
             self._aborts.extend(of_engine)
             self._changed.notify()
             is_answered = not driver.unanswered
-        if is_answered:  # else what waits for the last of them would wait for ever
+        if is_answered:  # else a poll for the last of them would wait for ever
             driver.on_finished()
 
     def release(self, adapter: str | None, key: bytes) -> None:
-        """Tell the engine that a driver has dropped a context, if it wants to know."""
+        """Tell the engine that a driver has dropped a context, if it supports that."""
         with self._changed:
             self._released.append((adapter, key))
             self._changed.notify()
@@ -177,13 +177,13 @@ class ServingLoop:
             del self._drivers[name].finished[:count]
 
     def pending(self, name: str) -> int:
-        """How many queries of a driver are unanswered, or their answers not fetched."""
+        """Number of a driver's queries without fetched results."""
         with self._changed:
             driver = self._drivers[name]
             return driver.unanswered + len(driver.finished)
 
     def fail_overdue_reductions(self) -> None:
-        """Fail the queries of drivers whose own reductions take too long."""
+        """Fail the queries of drivers whose custom reductions take too long."""
         with self._changed:
             overdue = [each for each in self._drivers.values() if self._is_overdue(each)]
             for driver in overdue:
@@ -213,7 +213,7 @@ class ServingLoop:
         return future
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """The engine's."""
+        """The engine's statistics."""
         return self.built.result().statistics()
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class ServingLoop:
             else:
                 future.set_result(result)
         finished = self._submit(engine)
-        self._release(engine)  # after the submissions, which may use what is released
+        self._release(engine)  # after the submissions, which may use released contexts
         if self._owners:
             finished += self._step(engine)
         self._deliver(finished)
@@ -280,11 +280,11 @@ class ServingLoop:
             for adapter, key in released:
                 try:
                     release(adapter, key)
-                except Exception:  # the engine then keeps what it could free
+                except Exception:  # the engine then keeps that state
                     logger.exception("release_context of %s raised", type(engine).__name__)
 
     def _submit(self, engine: Any) -> list[Completion]:
-        """Give the engine what its drivers wait for; returns the errors of refused queries."""
+        """Submit the drivers' queries; return the errors of refused queries."""
         with self._changed:
             chosen = self._chosen()
         refused = []
@@ -303,7 +303,7 @@ class ServingLoop:
         return refused
 
     def _for_engine(self, name: str, query: AnyQuery) -> AnyQuery:
-        """Ask for rows only, where a reduction is the driver's own code.
+        """Request rows only, where a reduction is the driver's code.
 
         Raises:
             EvaluationError: Reductions of the driver take too long.
@@ -349,7 +349,7 @@ class ServingLoop:
             self._step_began_s = None
 
     def _reduced(self, completions: list[Completion]) -> list[Completion]:
-        """Reduce rows of which something else is wanted, for engines that do not."""
+        """Reduce rows, for engines that do not reduce them."""
         places = []
         members: list[tuple[AnyQuery, Any]] = []
         for place, (query_id, result, _) in enumerate(completions):
@@ -365,7 +365,7 @@ class ServingLoop:
         return completions
 
     def _deliver(self, finished: list[Completion]) -> None:
-        """Pass on what the engine has finished, rows for a driver's own code to its thread."""
+        """Pass on the engine's completions; rows for a driver's code go to its thread."""
         answered: dict[str, list[Completion]] = {}
         to_reduce: dict[str, list[tuple[AnyQuery, Any]]] = {}
         for completion in finished:
@@ -416,7 +416,7 @@ class ServingLoop:
 
 
 def _share(query: AnyQuery) -> float:
-    """What a query takes of the engine, in tokens: drawn ones, or rows and targets."""
+    """Cost of a query in tokens: drawn tokens, or rows and targets."""
     if isinstance(query, GroupQuery):
         return len(query.wanted)
     drawn = 1 if query.sampling is None else query.sampling.max_tokens
@@ -424,7 +424,7 @@ def _share(query: AnyQuery) -> float:
 
 
 def _is_of_rows(query: AnyQuery) -> bool:
-    """Whether a query counts among the rows in the engine; a group does, as one."""
+    """Whether a query counts among the rows in the engine; a group counts as one."""
     return isinstance(query, GroupQuery) or query.sampling is None
 
 

@@ -1,9 +1,9 @@
-"""What a driver and a replica send each other: queries by their new tokens, rows as one array.
+"""Messages of drivers and replicas: queries by their new tokens, rows as one array.
 
 A query names a sequence that the replica knows and the ids that follow it, so that a message
 does not grow with the contexts. Rows of a message are one numpy array, which Ray stores and
-maps without copying. Reductions and what they return are pickled by class, tensors as arrays:
-what cannot be pickled, or is of a class that the other process has not, fails alone.
+maps without copying. Reductions and their results are pickled by class, tensors as arrays. An
+object that cannot be pickled, or whose class the other process lacks, fails alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _Rows = np.ndarray[Any, np.dtype[np.float32]]
 _Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 _Column = list[tuple[list[int], bytes]]
-"""Values that are not None: places, and the pickle of a list of what stands there."""
+"""Values that are not None: their places, and the pickled list of them."""
 
 _PLAIN = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
 
@@ -70,11 +70,11 @@ class _QueryColumns(NamedTuple):
     """The queries of a message, by column: few objects are faster to pickle than many.
 
     Attributes:
-        query_ids: Of each query.
-        numbers: Of the sequence of each.
+        query_ids: Id of each query.
+        numbers: Number of each query's sequence.
         known: The number of a sequence that the replica knows, -1 for none.
         added: The packed ids that follow it.
-        counts: The number of outputs of each; empty if all ask for their rows.
+        counts: The number of outputs of each; empty if all request their rows.
         others: By place, the adapter, sampling and targets of queries that have any.
     """
 
@@ -93,9 +93,9 @@ class _CompletionColumns(NamedTuple):
     """The completions of a message, by column.
 
     Attributes:
-        query_ids: Of each completion.
-        counts: How many of the values are its: the number of those of a `Reduced`, `_RESULT`
-            or `_ERROR` for one that is the result or the error itself.
+        query_ids: Query id of each completion.
+        counts: Number of values of each completion: that of a `Reduced`, or `_RESULT` or
+            `_ERROR` for a single result or error.
         rows: The places of rows among the values, in the order of `ReplicaResponse.rows`.
         length: Number of values.
     """
@@ -137,8 +137,8 @@ class PackedGroup(NamedTuple):
     """The query of a population, as columns.
 
     Attributes:
-        query_id: Of the query.
-        number: Of its generation, which the replica then knows.
+        query_id: Id of the query.
+        number: Number of its generation, which the replica then stores.
         known: The number of a generation that the replica knows and that this one extends, or
             is; -1 for none.
         first: The packed ids of the sequences of the first lineage, if `known` is -1.
@@ -171,7 +171,7 @@ class ReplicaRequest:
 
     Attributes:
         queries: Pickled `_QueryColumns`, as a tuple.
-        outputs: Those of the queries, one after the other.
+        outputs: Outputs of the queries, concatenated.
         count: Number of queries.
         groups: Queries of populations.
         aborted: Ids of queries to drop.
@@ -193,9 +193,9 @@ class ReplicaResponse(NamedTuple):
 
     Attributes:
         finished: Pickled `_CompletionColumns`, as a tuple.
-        values: Those of the completions, one after the other, without rows.
+        values: Values of the completions, concatenated, without rows.
         rows: Shape `(n, vocab_size)`, float32.
-        statistics: The engine's.
+        statistics: Statistics of the engine.
     """
 
     finished: bytes
@@ -299,7 +299,7 @@ class Sequences:
         )
 
     def drop(self, number: int) -> None:
-        """Drop a generation, if it is known; those that extend it have what they need."""
+        """Drop a generation, if it is known; those that extend it do not need it."""
         _, count = self._generations.pop(number, (None, 0))
         self._in_generations -= count
 
@@ -341,7 +341,7 @@ class Sequences:
         return queries
 
     def forget(self, number: int) -> tuple[str | None, TokenSequence] | None:
-        """Drop a sequence; returns its adapter and itself."""
+        """Drop a sequence; return its adapter and the sequence."""
         return self._known.pop(number, None)
 
     def _sequence(
@@ -390,7 +390,7 @@ def _packed_response(
     counts: list[int] = []
 
     def add(value: Any) -> None:
-        # Tensors of other shapes and dtypes are what reductions returned.
+        # Tensors of other shapes and dtypes are results of reductions.
         is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         if is_tensor and value.shape == (vocab_size,):
             rows.append(value)
@@ -501,7 +501,7 @@ def _packed(values: Sequence[Any], refused: Callable[[Any, Exception], Any]) -> 
 
     Args:
         values: Those that are None are omitted.
-        refused: What to send for a value that cannot be pickled.
+        refused: Returns the replacement of a value that cannot be pickled.
     """
     plain: tuple[list[int], list[Any]] = ([], [])
     groups = {type(None): plain}
@@ -528,7 +528,7 @@ def _packed(values: Sequence[Any], refused: Callable[[Any, Exception], Any]) -> 
 
 
 def _unpacked(column: _Column, length: int, refused: Callable[[Exception], Any]) -> list[Any]:
-    """Unpack values; `refused` says what stands for those that cannot be read here."""
+    """Unpack values; `refused` returns replacements of unreadable ones."""
     values: list[Any] = [None] * length
     for places, pickled in column:
         try:
@@ -556,19 +556,19 @@ def _array_of(tensor: torch.Tensor) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """With tensors as numpy arrays, which takes a tenth of the time."""
+    """Pickler of tensors as numpy arrays, which takes a tenth of the time."""
 
     dispatch_table = copyreg.dispatch_table | {torch.Tensor: _array_of}
 
 
 def _dumps(values: list[Any]) -> bytes:
-    """Pickle values of a kind; classes of a program's own main module by value."""
+    """Pickle values of a kind; classes of a program's main module by value."""
     if type(values[0]).__module__ != "__main__":
         buffer = io.BytesIO()
         try:
             _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(values)
             return buffer.getvalue()
         except (pickle.PicklingError, AttributeError, TypeError):
-            pass  # perhaps a class inside a function, which only the other pickles
+            pass  # for example a local class, which only cloudpickle supports
     packed: bytes = ray.cloudpickle.dumps(values)
     return packed

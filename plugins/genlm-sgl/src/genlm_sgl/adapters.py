@@ -18,7 +18,7 @@ __all__ = ["Adapters"]
 
 
 class Adapters(AdapterTable[str]):
-    """The loaded adapters and SGLang's ids of them; as many as fit into memory.
+    """The loaded adapters with SGLang's ids; memory limits their number.
 
     `load` and `remove` may be called only while no request runs.
 

@@ -51,7 +51,7 @@ class CheckpointBiases:
         """Return the biases whose values are not in the loaded model.
 
         A model may store several biases as one and in another order. Layers beyond the
-        model's own belong to speculative decoding and are not loaded.
+        model's belong to speculative decoding and are not loaded.
 
         Args:
             model: The model that SGLang built.

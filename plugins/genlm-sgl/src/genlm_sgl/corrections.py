@@ -32,7 +32,7 @@ class ModelCorrections:
 
     Attributes:
         options: The options, with those that correct the model.
-        names: What SGLang would have computed differently, in words.
+        names: Descriptions of the corrected differences.
     """
 
     def __init__(self, source: str, options: Mapping[str, Any]) -> None:

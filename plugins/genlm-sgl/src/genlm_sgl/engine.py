@@ -62,7 +62,7 @@ _MAX_IDLE_ITERATIONS = 4
 """Iterations of SGLang's loop without progress after which waiting requests fail."""
 
 _INTERNAL = -1
-"""Query id of what the engine itself asks; those of the scheduler begin at 0."""
+"""Query id of the engine's internal queries; the scheduler's ids begin at 0."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -112,7 +112,7 @@ class SGLEngine:
             model's context, or of the KV cache if that is smaller.
         capabilities: `SAMPLE` and `PREFIX_CACHE`; `SCORE` unless SGLang's hidden states cannot
             be read; `LORA` with `enable_lora` in `engine_opts`.
-        capability_hints: How to enable `LORA`, if it is not.
+        capability_hints: Instructions for enabling `LORA`, if it is disabled.
         embedding_rows: Number of ids that the model embeds.
         closed: Whether `close` was called.
     """
@@ -208,7 +208,7 @@ class SGLEngine:
         self.keeps_contexts = keep_contexts
 
     def _start_scores(self) -> None:
-        """Score texts from SGLang's hidden states, if that gives what rows give."""
+        """Score texts from SGLang's hidden states, if the scores equal those of rows."""
         self._why_by_rows = self._api.obstacle_to_score
         if self._why_by_rows is not None:
             return
@@ -235,10 +235,10 @@ class SGLEngine:
             self._requests.rows_made = self._requests.targets_scored = 0
 
     def _compare_scores(self) -> None:
-        """Score a text, and again when the radix cache has it; compare with its row.
+        """Score a text twice, the second time from the radix cache; compare with its row.
 
         Raises:
-            EvaluationError: The score is not that of the row.
+            EvaluationError: The score differs from the row's.
         """
         missing = set(self.vocabulary.missing_ids)
         token_id = next(i for i in range(self._known_ids) if i not in missing)
@@ -249,7 +249,7 @@ class SGLEngine:
         for targets in (ids, (token_id,)):
             scores = self._answer(Query(_INTERNAL, ids, targets=targets))
             found = float(scores.logprobs[-1])
-            # In other types two products of matrices may differ by their rounding.
+            # In other dtypes two matrix products may differ by rounding.
             bound = 1e-3 if self._api.dtype == torch.float32 else 0.25
             if not abs(found - expected) <= bound:
                 raise EvaluationError(f"a score is {found}, by the row {expected}")
@@ -311,7 +311,7 @@ class SGLEngine:
         return min(self.embedding_rows, self.vocabulary.size)
 
     def _enqueue(self, query: Query, max_tokens: int) -> None:
-        """Add a query to SGLang's queue as a request that ends after so many tokens."""
+        """Add a query to SGLang's queue as a request of at most that many tokens."""
         if self._residents is not None:
             self._residents.share(query)
         self._add_request(query, max_tokens, max_tokens)
@@ -338,7 +338,7 @@ class SGLEngine:
         return rid, req
 
     def _max_tokens(self, length: int, sampling: SamplingParams) -> int:
-        """Return the most tokens to draw: the last one from a context of `max_context`."""
+        """Return the maximum number of tokens to draw within `max_context`."""
         if self.max_context is None:
             return sampling.max_tokens
         return min(sampling.max_tokens, self.max_context + 1 - length)
@@ -390,8 +390,8 @@ class SGLEngine:
             if residents is not None and not self._keeps_contexts:
                 residents.end_idle()
         except Exception as error:
-            # All queries in SGLang fail; later ones get a clean scheduler. Not raised: this may
-            # run for a call or an abort, whose caller is not theirs.
+            # All queries in SGLang fail; later ones get a clean scheduler. The error is not
+            # raised, because the caller may be unrelated to them.
             failed = self._requests.clear()
             if not failed:  # that could report it
                 logger.exception("an iteration of SGLang raised while it had no query")
@@ -410,7 +410,7 @@ class SGLEngine:
         self._api.reset()
 
     def _drain(self) -> None:
-        """Run the loop until nothing runs; the next step returns the completions."""
+        """Run the loop until no request runs; the next step returns the completions."""
         while self._requests or not self._api.is_idle:
             self._early += self._run_once()
         try:
@@ -454,10 +454,10 @@ class SGLEngine:
         self._limit_adapters()
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter, once what is running has ended.
+        """Remove an adapter after all running requests.
 
         Raises:
-            UnknownAdapterError: None of that name is loaded.
+            UnknownAdapterError: No adapter of that name is loaded.
             EvaluationError: SGLang did not remove it.
         """
         self._adapters.check_loaded(name)
@@ -486,7 +486,7 @@ class SGLEngine:
         self._answer(query)
 
     def _answer(self, query: Query) -> Any:
-        """Run until a query of the engine's own is answered; return its result."""
+        """Run until an internal query is complete; return its result."""
         self._enqueue(query, 0)
         done = None
         while done is None:
@@ -519,7 +519,7 @@ class SGLEngine:
 
     @property
     def free_tokens(self) -> int:
-        """Number of KV cache slots that hold nothing; cached prefixes count as used."""
+        """Number of free KV cache slots; cached prefixes count as used."""
         return self._api.free_tokens
 
     # -- statistics, close ------------------------------------------------------------

@@ -16,14 +16,14 @@ __all__ = ["ExclusiveEngine"]
 
 
 class ExclusiveEngine:
-    """An engine that is closed when another one is used, and built again when it is used.
+    """An engine that closes when another one is used and is rebuilt on its next use.
 
     Args:
         build: Builds the engine.
 
     Attributes:
         lock: Held during every call to any `ExclusiveEngine`.
-        active: The one whose engine is built.
+        active: Instance whose engine is built.
 
     Raises:
         RuntimeError: The engine to close has unanswered queries.

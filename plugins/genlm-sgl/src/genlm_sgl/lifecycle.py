@@ -1,6 +1,6 @@
 """Building SGLang's `Scheduler` in this process and shutting it down.
 
-Everything that depends on SGLang's version is here, chosen by the signatures that are found.
+All version-dependent code is here, selected by the signatures of SGLang's functions.
 `scheduler_api` and `resident_api` use the scheduler in the same way for all versions.
 """
 
@@ -196,7 +196,7 @@ def _keep_argument() -> str:
 
 
 def copy_to_prefix_cache(request: Any, prefix_cache: Any, length: int) -> None:
-    """Have the radix cache share the first tokens of a request that goes on.
+    """Have the radix cache share the first tokens of a request that continues.
 
     Args:
         request: SGLang's request, which has computed these tokens.

@@ -36,7 +36,7 @@ _REFUSED = {
     "is_embedding": "an embedding model computes no logits",
     "skip_tokenizer_init": "the tokenizer's ids define the rows",
 }
-"""Options and why they are refused, unless they have no effect."""
+"""Refused options with reasons; values without effect are accepted."""
 
 _LORA_RANK = 16
 
@@ -46,12 +46,12 @@ _KV_SHARE = 0.25
 """Share of the free memory for the KV cache on a CPU."""
 
 _STATES_SHARE = 0.125
-"""The same for recurrent states, of models that have them."""
+"""Share of the free memory for the recurrent states of models that have them, on a CPU."""
 
 _MIN_TOKENS, _MAX_TOKENS = 2**10, 2**17
 
 _REQUESTS_BYTES = 2**26
-"""Most bytes of the requests' tables of slots, and of the logits of a batch of all requests."""
+"""Maximum bytes of the requests' slot tables and of the logits of a full batch."""
 
 _MIN_REQUESTS, _MAX_REQUESTS = 64, 1024
 
@@ -62,7 +62,7 @@ def environment(*, cpu: bool) -> dict[str, str]:
 
 
 def runs_on_cpu(options: Mapping[str, Any]) -> bool:
-    """Whether SGLang is to compute on the CPU: if it must, or has no accelerator."""
+    """Whether SGLang computes on the CPU: by option, or without an accelerator."""
     return options.get("device") == "cpu" or not torch.accelerator.is_available()
 
 
@@ -227,8 +227,8 @@ def cpu_token_capacity(model: str, options: Mapping[str, Any]) -> int:
 def cpu_recurrent_ratio() -> float:
     """Return `mamba_full_memory_ratio` on a CPU: recurrent states take an eighth of the memory.
 
-    SGLang gives the states of models that have them `ratio / (1 + ratio)` of the machine's
-    available memory, whatever a control group allows; its default is almost half.
+    SGLang gives recurrent states `ratio / (1 + ratio)` of the machine's available memory and
+    ignores control groups; its default is almost half.
 
     Raises:
         ModelLoadError: Almost no memory is free.
@@ -244,7 +244,7 @@ def cpu_recurrent_ratio() -> float:
 
 
 def cpu_running_requests(model: str, options: Mapping[str, Any]) -> int:
-    """Return the most requests that SGLang runs or keeps on a CPU: from 64 to 1024.
+    """Return the maximum number of requests on a CPU: from 64 to 1024.
 
     Each takes a row of slots as long as the context, and a row of logits in a batch: 4 bytes
     for a position or an id.

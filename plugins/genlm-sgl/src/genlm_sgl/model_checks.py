@@ -32,7 +32,7 @@ _APPROXIMATIONS = {
 """Transformers' names of GELU activations, and their approximations in torch."""
 
 _LONGROPE = {"longrope", "su"}
-"""The first Phi-3 models call it su."""
+"""Names of LongRoPE; the first Phi-3 models call it su."""
 
 _OTHER_TOWERS = re.compile("vision|visual|audio")
 """Part of the names of modules outside the text model."""
@@ -48,7 +48,7 @@ class BuiltModel:
         facts: Facts of this config.
         backends: SGLang's names of the attention backends in use.
         max_context: The longest prompt.
-        is_fallback: Whether SGLang runs transformers' model, without a class of its own.
+        is_fallback: Whether SGLang has no model class and runs transformers' model.
     """
 
     module: torch.nn.Module
@@ -126,7 +126,7 @@ def rope_overrides(config: Any, context_length: int | None) -> dict[str, Any]:
     return {"rope_parameters": {**settings, "rope_type": "default"}}
 
 
-# -- the checks: each returns why the rows would be wrong, or None --------------------
+# -- checks that return why the rows would be wrong, or None ---------------------------
 
 
 def _check_fallback(built: BuiltModel) -> str | None:

@@ -1,7 +1,7 @@
 """The queries that SGLang computes: their request ids, rows, scores, draws and completions.
 
-What queries ask of their rows is computed for all rows of a forward pass at once, when SGLang
-has processed the pass: under overlap, the next one runs meanwhile.
+Requested outputs are computed for all rows of a forward pass at once, after SGLang has
+processed the pass; under overlap, the next pass runs meanwhile.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _ROW_ONLY = (None,)
 
 
 class _PassRows:
-    """The rows of one forward pass, and what is asked of them.
+    """The rows of one forward pass and their requested outputs.
 
     On a CPU reductions are computed at once, a few rows at a time. A GPU would have to wait
     for the pass, so there they are computed when the first of them is taken.
 
     Args:
-        logits: Of those queries only that ask for something of their row.
+        logits: Logits of the queries with requested outputs.
         vocabulary: Defines the ids of the rows.
-        outputs: What each of them asks for.
+        outputs: Requested outputs of each query.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class _PassRows:
             self._rows = rows_from_logits(logits, vocabulary)
 
     def take(self, place: int) -> Any:
-        """Return what one query asks for, or the error of its row.
+        """Return the outputs of one query, or the error of its row.
 
         It is computed on the current stream, after `Request.computed`.
         """
@@ -84,7 +84,7 @@ class _PassRows:
         return self._unwrapped(reduce_rows(rows, self._outputs, normalised=True))
 
     def _unwrapped(self, results: Sequence[Reduced | Exception]) -> list[Any]:
-        """Return a row itself for queries that ask for nothing else."""
+        """Return the row for queries that request only the row."""
         return [
             result.values[0] if isinstance(result, Reduced) and each == _ROW_ONLY else result
             for result, each in zip(results, self._outputs, strict=True)
@@ -97,10 +97,10 @@ class Request:
 
     Attributes:
         query: The query.
-        max_tokens: The most tokens to draw.
+        max_tokens: Maximum number of tokens to draw.
         order: The number of queries before it.
         scores: Its scores, if it has targets.
-        answer: Returns the answer to a query for a row; set once the forward pass over its
+        answer: Returns the result of a query for a row; set once the forward pass over its
             last token has run.
         computed: Event after what was computed for it last, on a stream of SGLang's; None on a
             CPU.
@@ -124,7 +124,7 @@ class Request:
             self.seed = secrets.randbits(63) if seed is None else seed
 
     def wait(self) -> None:
-        """Have the current stream wait for what was computed for the query."""
+        """Have the current stream wait for the query's computation."""
         if self.computed is not None:
             self.computed.wait()
 
@@ -168,7 +168,7 @@ class Requests:
         self._rids[query.query_id] = rid
 
     def get(self, rid: str) -> Request | None:
-        """Return what a request computes; None if it has no query."""
+        """Return the query of a request as a `Request`; None if it has no query."""
         return self._by_rid.get(rid)
 
     def rid_of(self, query_id: int) -> str | None:
@@ -176,7 +176,7 @@ class Requests:
         return self._rids.get(query_id)
 
     def take_row(self, rid: str) -> Completion | None:
-        """Answer the query of a request that stays; None if its row is not there yet."""
+        """Complete the query of a resident request; None if its row is not computed yet."""
         request = self._by_rid.get(rid)
         if request is None or request.answer is None:
             return None
@@ -205,9 +205,9 @@ class Requests:
     # -- SGLang's forward passes ------------------------------------------------------
 
     def on_logits(self, rids: Sequence[str], lengths: Sequence[int], logits: Any) -> None:
-        """Make the rows of the requests whose last token this pass computed.
+        """Build the rows of the requests whose last token this pass computed.
 
-        The lengths of chunks, and of prompts that SGLang replaced with its own, differ from
+        The lengths of chunks, and of prompts that SGLang replaced, differ from
         the query's.
         """
         wanted = [
@@ -271,7 +271,7 @@ class Requests:
             if request is None or request.query.sampling is None:
                 continue
             position = length - len(request.query)
-            if position >= 0:  # otherwise a chunk of its prompt
+            if position >= 0:  # otherwise a prompt chunk
                 uniform = stream_uniform(request.seed, position)
                 drawing.append((j, request, request.query.sampling.temperature, uniform))
         drawn = torch.zeros(len(rids), dtype=torch.int64, device=logits.device)

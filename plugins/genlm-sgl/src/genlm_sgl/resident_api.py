@@ -32,13 +32,13 @@ _UNTESTED = {
     "enable_pdmux": "enable_pdmux",
     "enable_priority_preemption": "enable_priority_preemption",
 }
-"""Attributes of the scheduler that are set where requests that stay were not tested."""
+"""Attributes of the scheduler that are set where resident requests are untested."""
 
 _UNTESTED_MODELS = {
     "is_encoder_decoder": "an encoder",
     "is_multimodal": "a multimodal model",
 }
-"""The same of its `model_config`."""
+"""Attributes of its `model_config` that are set where resident requests are untested."""
 
 
 def obstacle_to_stay(scheduler: Any) -> str | None:
@@ -70,7 +70,7 @@ class ResidentApi:
     def put_token(self, req: Any, token_id: int) -> None:
         """Replace the token that a request drew last and has not computed."""
         req.output_ids[-1] = token_id
-        # Not its last token. SGLang reserves memory for all that a request may still draw.
+        # Not its last token: SGLang reserves memory for all remaining tokens of a request.
         req.sampling_params.max_new_tokens = len(req.output_ids) + 2
 
     def has_token(self, req: Any) -> bool:
@@ -106,11 +106,11 @@ class ResidentApi:
         """Take requests out of SGLang's batches.
 
         Args:
-            stays: Whether the request of an id stays; those that SGLang has finished, or
-                computes in chunks, stay in any case.
+            stays: Whether the request of an id stays; requests that SGLang has finished, or
+                computes in chunks, always stay.
 
         Returns:
-            Those that were taken out.
+            The removed requests.
         """
         scheduler = self._scheduler
         batches = [scheduler.running_batch]
@@ -152,8 +152,8 @@ class ResidentApi:
             return
         scheduler = self._scheduler
         with self._compute_context():
-            # It makes a decode batch of any requests that have slots of the KV cache; its name
-            # tells where SGLang uses it.
+            # Builds a decode batch of any requests with KV cache slots; its name refers to
+            # SGLang's use of it.
             batch = scheduler._build_hisparse_decode_batch(list(reqs))  # noqa: SLF001
             batch.multimodal_inputs = [req.multimodal_inputs for req in reqs]
             if scheduler.running_batch.is_empty():
@@ -186,12 +186,12 @@ class ResidentApi:
 
     @property
     def missing_rows(self) -> int:
-        """How many requests of the waiting queue have no row of the table of slots."""
+        """Number of waiting requests without a row of the slot table."""
         free = self._scheduler.req_to_token_pool.available_size()
         return self.queued - int(free)
 
     def missing_tokens(self, resumed: Sequence[Any]) -> int:
-        """Return how many slots of the KV cache the next decode lacks.
+        """Return the number of KV cache slots that the next decode lacks.
 
         Args:
             resumed: The paused requests that it will compute besides those in the batches.
@@ -208,7 +208,7 @@ class ResidentApi:
         return int(pages * page - free - scheduler.tree_cache.evictable_size())
 
     def unaccounted_tokens(self, reqs: Iterable[Any]) -> int:
-        """Return how many slots of the KV cache nothing holds, while no request runs.
+        """Return the number of free KV cache slots, while no request runs.
 
         Args:
             reqs: The paused requests.

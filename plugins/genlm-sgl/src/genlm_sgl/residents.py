@@ -7,7 +7,7 @@ with it through the radix cache.
 
 A resident is in one of these states:
 
-- waiting: SGLang has yet to compute its context, at first or after it took its memory away;
+- waiting: SGLang has yet to compute its context, at first or after a retraction;
 - ready: its next token is in place, but was not passed to SGLang;
 - running: in SGLang's decode batch, with that token;
 - idle: its row was returned, and it is paused: in none of SGLang's batches.
@@ -33,10 +33,10 @@ from genlm_sgl.scheduler_api import Iteration
 __all__ = ["Residents"]
 
 _REACH = 8
-"""Most tokens that a query may add to a context in a resident and still share its tokens."""
+"""Maximum number of tokens that a query may add to a resident's context to share it."""
 
 _HISTORY = 8
-"""Contexts before its own that a resident is found by, for later siblings."""
+"""Number of earlier contexts by which a resident is indexed, for later siblings."""
 
 Key = tuple[str | None, bytes]
 """Adapter and key of the token ids."""
@@ -51,8 +51,8 @@ class Resident:
         req: SGLang's request.
         keys: The contexts that its slots of the KV cache hold, the newest last: the one whose
             row was returned, or is being computed.
-        paused: Whether it is in none of SGLang's batches.
-        leaving: Whether it ends after the next iteration, unless it is continued.
+        paused: Whether the request is in none of SGLang's batches.
+        leaving: Whether the request ends after the next iteration, unless continued.
     """
 
     rid: str
@@ -66,9 +66,9 @@ class Residents:
     """The requests that stay in one engine.
 
     Args:
-        api: SGLang's calls about them.
+        api: SGLang's calls for resident requests.
         requests: The engine's queries.
-        enqueue: Makes a new request of a query.
+        enqueue: Creates a new request for a query.
 
     Attributes:
         continued: Number of queries that continued a resident.
@@ -84,7 +84,7 @@ class Residents:
         self._enqueue = enqueue
         self._by_rid: dict[str, Resident] = {}
         self._idle: OrderedDict[Key, Resident] = OrderedDict()  # least recently used first
-        self._earlier: dict[Key, Resident] = {}  # by the contexts before their own
+        self._earlier: dict[Key, Resident] = {}  # by the contexts before the current one
         self._ready: dict[str, Resident] = {}  # oldest query first
         self._running: dict[str, Resident] = {}
         self._leaving: dict[str, Resident] = {}
@@ -107,7 +107,7 @@ class Residents:
     # -- queries ----------------------------------------------------------------------
 
     def extend(self, query: Query, token_id: int) -> bool:
-        """Continue a resident with the last token of a query; False if none has the rest.
+        """Continue a resident with the last token of a query; False without a match.
 
         Args:
             query: A query for a row, of two tokens at least.
@@ -130,7 +130,7 @@ class Residents:
         return True
 
     def share(self, query: Query) -> None:
-        """Share the beginning of a query, if a resident has it, through the radix cache."""
+        """Share the prefix of a query that a resident has, through the radix cache."""
         if not self._by_rid:
             return
         sequence = query.sequence
@@ -148,9 +148,9 @@ class Residents:
         self._by_rid[rid] = Resident(rid, req, deque([key]))
 
     def abort(self, query_id: int) -> bool:
-        """Give up a query; False if SGLang must abort its request.
+        """Drop a query; False if SGLang must abort its request.
 
-        A token that was not computed is taken back. A pass that computes it is not stopped.
+        A token that was not computed is removed. A pass that computes it is not stopped.
         """
         rid = self._requests.rid_of(query_id)
         resident = None if rid is None else self._by_rid.get(rid)
@@ -180,7 +180,7 @@ class Residents:
     # -- iterations of SGLang's loop --------------------------------------------------
 
     def before_iteration(self) -> None:
-        """Have in SGLang's batches exactly the residents whose next token is known."""
+        """Put exactly the residents whose next token is known into SGLang's batches."""
         self._deferred, self._queued = False, 0
         if not self._by_rid:
             return
@@ -200,7 +200,7 @@ class Residents:
         self._queued = self._api.queued
 
     def after_iteration(self, done: Iteration) -> list[Completion]:
-        """Return the rows that came, and make room for what waits."""
+        """Return the new rows, and make room for waiting requests."""
         for each in done.finished:  # out of memory, or at the end of the window
             if each.rid in self._by_rid:
                 self._forget(self._by_rid[each.rid])
@@ -231,7 +231,7 @@ class Residents:
         if rid not in self._by_rid:
             return True
         request = self._requests.get(rid)
-        # Under overlap the row may be there before SGLang has processed the pass.
+        # Under overlap the row may exist before SGLang has processed the pass.
         wanted = request is not None and request.answer is None
         return wanted and not (self._adapters_limited and rid in self._ready)
 
@@ -262,7 +262,7 @@ class Residents:
         self._adapters_limited = not self._api.adapters_fit({None, *adapter_ids})
 
     def _servable(self, ready: list[Resident]) -> list[Resident]:
-        """Return those whose adapters one batch can serve, oldest query first.
+        """Return residents whose adapters one batch can serve, oldest query first.
 
         A request in SGLang's queue that is older keeps a place for its adapter, unless the
         iteration before had nothing to run.
@@ -293,7 +293,7 @@ class Residents:
         while self._idle and missing > 0:
             self._end_oldest(1)
             missing = self._api.missing_tokens(resumed)
-        # Others may wait for their adapters' turn. The newest of them start over.
+        # Residents may also wait for other adapters' batches. The newest of them restart.
         picked = {each.rid for each in chosen} if missing > 0 else set()
         others = [each for rid, each in self._ready.items() if rid not in picked]
         while others and missing > 0:
@@ -301,7 +301,7 @@ class Residents:
             missing = self._api.missing_tokens(resumed)
 
     def _make_room(self) -> None:
-        """End residents for the requests that wait; those just answered are idle, too."""
+        """End idle residents, just completed ones included, for waiting requests."""
         if self._leaving:
             self._end(list(self._leaving.values()))
         count = self._api.missing_rows
@@ -331,7 +331,7 @@ class Residents:
         self.ended += len(residents)
 
     def _start_over(self, resident: Resident) -> None:
-        """Make a new request of a paused resident, with the same query."""
+        """Replace a paused resident by a new request with the same query."""
         request = self._requests.get(resident.rid)
         assert request is not None  # noqa: S101 - ready residents have a query
         self._requests.drop(request.query.query_id)
@@ -339,18 +339,18 @@ class Residents:
         self._enqueue(request.query)
 
     def end_idle(self) -> None:
-        """End all that are idle."""
+        """End all idle residents."""
         self._end(list(self._leaving.values()))
         self._end(list(self._idle.values()))
 
     def unaccounted_tokens(self) -> int:
-        """Return the number of slots of the KV cache that nothing holds, while nothing runs."""
+        """Return the number of free KV cache slots, while no request runs."""
         return self._api.unaccounted_tokens(each.req for each in self._by_rid.values())
 
     # -- tables -----------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget all: SGLang's tables were emptied."""
+        """Forget all residents, after SGLang's tables were emptied."""
         for table in (self._by_rid, self._idle, self._earlier, self._ready, self._running):
             table.clear()
         self._leaving.clear()

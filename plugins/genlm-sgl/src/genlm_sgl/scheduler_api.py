@@ -75,7 +75,7 @@ class FinishedRequest:
     Attributes:
         rid: Id of the request.
         output_ids: The generated ids.
-        abort_reason: Why SGLang aborted the request; None if it completed it.
+        abort_reason: Reason of an abort by SGLang; None if the request completed.
     """
 
     rid: str
@@ -85,7 +85,7 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What one iteration of SGLang's event loop did.
+    """Result of one iteration of SGLang's event loop.
 
     Attributes:
         finished: The finished requests.
@@ -130,7 +130,7 @@ class SchedulerApi:
         with self._memory():
             scheduler = self._scheduler = build_scheduler(options, gpu_id, on_load_weights)
         self.tokenizer = scheduler.tokenizer
-        # Only a request's own stop ids end it, not the model's end-of-sequence ids.
+        # A request ends at its stop ids, not at the model's end-of-sequence ids.
         scheduler.tokenizer = None
         scheduler.model_config.hf_eos_token_id = None
         self.batches = self.tokens_computed = 0
@@ -145,7 +145,7 @@ class SchedulerApi:
         separate_streams(scheduler)
         self._detach_senders()
 
-    # -- what was built ---------------------------------------------------------------
+    # -- the built model --------------------------------------------------------------
 
     @property
     def longest_prompt(self) -> int:
@@ -172,7 +172,7 @@ class SchedulerApi:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether SGLang, having no model class of its own, runs that of transformers."""
+        """Whether SGLang has no model class and runs that of transformers."""
         return type(self.model).__module__ == "sglang.srt.models.transformers"
 
     @property
@@ -211,7 +211,7 @@ class SchedulerApi:
 
     @property
     def free_tokens(self) -> int:
-        """Number of KV cache slots that hold nothing; cached prefixes count as used."""
+        """Number of free KV cache slots; cached prefixes count as used."""
         return int(self._scheduler.token_to_kv_pool_allocator.available_size())
 
     # -- requests ---------------------------------------------------------------------
@@ -307,7 +307,7 @@ class SchedulerApi:
             folder: The adapter's folder.
 
         Returns:
-            None, or why SGLang does not serve the adapter, which is then unloaded.
+            None, or the reason why SGLang refuses the adapter, which is then unloaded.
         """
         from sglang.srt.managers import io_struct
 
@@ -327,7 +327,7 @@ class SchedulerApi:
         return None
 
     def unload_adapter(self, adapter_id: str, name: str) -> str | None:
-        """Have SGLang drop a LoRA adapter, while nothing runs; return why it did not."""
+        """Unload a LoRA adapter while no request runs; return the reason of a failure."""
         from sglang.srt.managers import io_struct
 
         request = io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=adapter_id)
@@ -369,7 +369,7 @@ class SchedulerApi:
 
     @contextlib.contextmanager
     def _running(self, reqs: list[Any]) -> Iterator[None]:
-        """Have the hooks know whose the rows of a pass are."""
+        """Tell the hooks the requests of a pass's rows."""
         self._reqs = reqs
         try:
             yield
@@ -389,12 +389,12 @@ class SchedulerApi:
         if batch:
             with self._running(reqs):
                 result = scheduler.run_batch(batch)
-            scheduler._apply_war_barrier()  # noqa: SLF001 - as SGLang's own loop
+            scheduler._apply_war_barrier()  # noqa: SLF001 - as in SGLang's loop
             scheduler.result_queue.append((batch.copy(), result))
             self._pending.append(reqs)
         if last and not sequential:
             processed += self._process_oldest()
-        with self._running(reqs):  # it may draw now what `run_batch` has not drawn
+        with self._running(reqs):  # may draw tokens that `run_batch` did not
             scheduler.launch_batch_sample_if_needed(result, batch)
         return processed, bool(batch or last)
 
@@ -409,14 +409,14 @@ class SchedulerApi:
     def flush(self) -> bool:
         """Empty the radix cache; return False if a request still runs.
 
-        The memory stays SGLang's. To empty the device's allocator as well would take half a
-        second on a CPU, where it collects garbage.
+        SGLang keeps the memory. Emptying the device's allocator as well would take half a
+        second on a CPU, because it collects garbage.
         """
         with torch.inference_mode():
             return bool(self._scheduler.flush_cache(empty_cache=False))
 
     def check_idle(self) -> None:
-        """Run SGLang's check for leaked slots, as its own loop does when idle.
+        """Run SGLang's check for leaked slots, as its loop does when idle.
 
         Raises:
             Exception: SGLang found leaked slots.

@@ -1,4 +1,4 @@
-"""SGLang's hidden states, and the logits that its model makes of any of them.
+"""SGLang's hidden states, and the computation of logits from any of them.
 
 The calls into SGLang that `scores` needs. They are private, so the engine compares scores with
 a row when it is built, and scores by rows if this fails.
@@ -18,29 +18,29 @@ ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 """Computes logits, shape `(n, width)`, of hidden states, shape `(n, hidden_size)`."""
 
 ReadStates = Callable[[Any, torch.Tensor, ComputeLogits], None]
-"""Takes SGLang's `ForwardBatch`, the hidden states of all its tokens, and what makes logits."""
+"""Takes SGLang's `ForwardBatch`, the hidden states of its tokens, and a `ComputeLogits`."""
 
 
 def obstacle_to_score(scheduler: Any) -> str | None:
     """Return why hidden states cannot be read, or their logits would be wrong; else None."""
     runner = scheduler.tp_worker.model_runner
     if getattr(runner.lora_manager, "lm_head_module", None) is not None:
-        return "adapters of lm_head"  # SGLang knows whose they are for one row of each request
+        return "adapters of lm_head"  # SGLang applies them to one row of each request only
     graphs = runner.prefill_cuda_graph_runner
     if type(graphs).__name__ in {"NoneType", "EagerRunner"}:
         return None
-    # Most, such as those that are SGLang's default on CUDA, end before the logits.
+    # Other graphs, such as SGLang's default on CUDA, end before the logits.
     if getattr(graphs, "_uses_eager_prefill_tail", lambda: False)():
         return None
     return "graphs of prefills"  # run no code of Python
 
 
 def read_hidden_states(model: Any, read: ReadStates) -> Any:
-    """Have `read` called in each pass over prompts, before its logits are computed.
+    """Call `read` in every pass over prompts, before its logits are computed.
 
     Args:
         model: SGLang's model.
-        read: What is called, in the modes and the stream of the pass.
+        read: Callback, in the modes and the stream of the pass.
 
     Returns:
         A handle, whose `remove` ends the calls.

@@ -21,7 +21,7 @@ from genlm_sgl.streams import device_index
 __all__ = ["Span", "TextScores", "score_spans"]
 
 _VALUES = 2**24
-"""Most logits that are computed at once: 64 MiB in float32, however long the texts are."""
+"""Maximum number of logits computed at once, for any text length: 64 MiB in float32."""
 
 
 class TextScores:
@@ -39,11 +39,11 @@ class TextScores:
         self._known = 0
 
     def wanted(self, begin: int, length: int) -> range:
-        """Return which targets that are not known follow some tokens of the query.
+        """Return the targets without scores that follow some tokens of the query.
 
         Args:
             begin: Position of the first of these tokens.
-            length: How many there are.
+            length: Number of tokens.
         """
         start = max(self._known, begin - self._first)
         return range(start, max(start, min(len(self._targets), begin + length - self._first)))
@@ -79,8 +79,8 @@ class Span(NamedTuple):
     """Targets that follow tokens of one pass.
 
     Attributes:
-        scores: What takes their scores.
-        targets: Which of its targets.
+        scores: Receiver of the scores.
+        targets: Indices of the targets.
         row: Index of the first of the tokens among the hidden states of the pass.
     """
 
@@ -95,10 +95,10 @@ def score_spans(
     """Score the targets of a pass, in pieces of a bounded number of logits.
 
     Args:
-        spans: What is wanted.
+        spans: Requested targets.
         states: Hidden states of all tokens of the pass.
         compute_logits: Computes logits of hidden states.
-        width: Number of logits of each.
+        width: Number of logits per position.
     """
     for piece in _pieces(spans, max(1, _VALUES // width)):
         rows = [each.row + place for each in piece for place in range(len(each.targets))]

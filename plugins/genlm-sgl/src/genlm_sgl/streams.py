@@ -11,7 +11,7 @@ __all__ = ["computed_event", "device_index", "read_on_current_stream"]
 
 
 def computed_event(computed: torch.Tensor) -> Any:
-    """Return an event of the current stream after what it has computed; None on a CPU."""
+    """Record and return an event on the current stream; None on a CPU."""
     if computed.device.type == "cpu":
         return None
     event: Any = torch.get_device_module(computed.device).Event()
@@ -20,14 +20,14 @@ def computed_event(computed: torch.Tensor) -> Any:
 
 
 def read_on_current_stream(*computed: torch.Tensor) -> None:
-    """Have the memory of what SGLang's stream computed not be used again before it was read."""
+    """Prevent reuse of memory of SGLang's stream before the current stream has read it."""
     for each in computed:
         if each.device.type != "cpu":
             each.record_stream(torch.get_device_module(each.device).current_stream())
 
 
 def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy integers to a device without waiting for what it computes; int64.
+    """Copy integers to a device as int64, without waiting for its computation.
 
     An index that is a list would be copied from pageable memory, which waits for the device.
     """

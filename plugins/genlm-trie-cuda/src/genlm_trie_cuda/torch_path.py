@@ -33,7 +33,7 @@ def reduce_rows(
 
     Args:
         plan: Plan of the trie, on the device of the weights.
-        operation: How to combine the weights below a node.
+        operation: Reduction of the weights below a node.
         rows: `(rows, n_tokens)`, floating.
         out: `(rows, n_nodes)`, float32 or float64; overwritten. Computed in its
             dtype.
@@ -54,7 +54,7 @@ def reduce_nodes(
     Args:
         layout: Layout of the trie.
         nodes: Valid nodes in any order, nested or repeated, `(k,)`.
-        operation: How to combine the weights below a node.
+        operation: Reduction of the weights below a node.
         rows: `(rows, n_tokens)`, floating.
 
     Returns:

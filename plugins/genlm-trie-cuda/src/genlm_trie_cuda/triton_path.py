@@ -41,7 +41,7 @@ def reduce_rows(
 
     Args:
         plan: Plan of the trie, on the device of the weights.
-        operation: How to combine the weights below a node.
+        operation: Reduction of the weights below a node.
         rows: `(rows, n_tokens)`, a floating dtype that Triton supports, any strides.
         out: `(rows, n_nodes)`, float32 or float64, rows contiguous; overwritten.
             Computed in its dtype.

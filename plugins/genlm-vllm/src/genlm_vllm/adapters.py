@@ -25,10 +25,10 @@ from genlm_vllm.worker import call_workers
 __all__ = ["Adapters", "check_config"]
 
 _SUPPORTED = frozenset({"target_parameters", "use_rslora"})
-"""Settings beyond plain LoRA that all supported versions of vLLM honour."""
+"""Settings beyond plain LoRA that all supported vLLM versions apply."""
 
 _SUPPORTED_IF_READ = frozenset({"alpha_pattern", "rank_pattern"})
-"""Settings that vLLM honours in the versions that read them."""
+"""Settings that vLLM applies in the versions that read them."""
 
 
 class Adapters(AdapterTable[Any]):
@@ -78,7 +78,7 @@ class Adapters(AdapterTable[Any]):
         call_workers(self._engine, "genlm_remove_adapter", adapter.lora_int_id)
 
     def _added(self, request: Any) -> str | None:
-        """Load an adapter in every worker, or in none; return why not."""
+        """Load an adapter in every worker or in none; return the reason of a failure."""
         try:
             loaded = call_workers(
                 self._engine,
@@ -98,7 +98,7 @@ class Adapters(AdapterTable[Any]):
 
 
 def check_config(name: str, folder: str, read: Collection[str]) -> None:
-    """Refuse an adapter with settings that vLLM does not honour.
+    """Refuse an adapter with settings that vLLM ignores.
 
     Args:
         name: Name of the adapter.
@@ -128,7 +128,7 @@ def _misfit(model_config: Any, folder: str) -> str | None:
             for name, shape in _weight_shapes(Path(folder))
             if (match := _WEIGHT.fullmatch(name))
         ]
-    except Exception as error:  # noqa: BLE001 - each format has its own errors
+    except Exception as error:  # noqa: BLE001 - formats raise different errors
         return f"its weights cannot be read: {error}"
     if not any(module in shapes for module, *_ in weights):
         return None
@@ -149,7 +149,7 @@ def _module_shapes(model_config: Any) -> dict[str, tuple[int, int]]:
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(model_config)
-    except Exception:  # noqa: BLE001 - it may be a model of custom code
+    except Exception:  # noqa: BLE001 - it may be a custom-code model
         return {}
     shapes = {}
     for name, module in model.named_modules():

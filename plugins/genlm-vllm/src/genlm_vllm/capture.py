@@ -2,7 +2,7 @@
 
 It runs in the process of the model's last layer: this one, or a worker of vLLM. A request
 carries its `CaptureRequest` in `SamplingParams.extra_args`. Its row, or the requested outputs
-of the row, is stored under its own key, so the order of requests in a batch does not matter.
+of the row, is stored under a separate key, so the order of requests in a batch does not matter.
 
 vLLM has one interface for logits processors for each of its two model runners. The class
 implements both.
@@ -59,7 +59,7 @@ class DrawToken(NamedTuple):
     """Draw the next token of the request from its row.
 
     Attributes:
-        key: Key under which it is noted whether the row is a distribution.
+        key: Key of the flag that says whether the row is a distribution.
         seed: Seed of the continuation.
         temperature: Divides the log-probabilities; 0 takes the most likely token.
         prompt_length: Number of tokens that were not drawn.
@@ -96,7 +96,7 @@ class Capture(_Runner1, _Runner2):  # type: ignore[misc]
         """Return False: otherwise vLLM skips the processor in greedy batches."""
         return False
 
-    # -- the requests of the batch ----------------------------------------------------
+    # -- requests of the batch --------------------------------------------------------
 
     def update_state(self, batch_update: Any) -> None:
         """Follow requests that are added, removed and moved (first runner)."""

@@ -20,7 +20,7 @@ TINY_KV_BYTES = 6 * 2**15
 
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ONE_WORKER = {"distributed_executor_backend": _EXECUTOR}
-"""With `multiprocess=True`, one process of vLLM's that also computes, as with one GPU. By
+"""With `multiprocess=True`, one vLLM process that also computes, as with one GPU. By
 default vLLM's CPU build starts two, and each imports vLLM."""
 
 # The smallest head size that vLLM's CPU build supports.
@@ -28,7 +28,7 @@ _SETTINGS = {**TINY_LLAMA, "head_dim": 32}
 
 
 def targets(folder: Path) -> Iterator[EngineTarget]:
-    """Yield a target that computes in this process, and one that computes in others.
+    """Yield a target that computes in this process and one that computes in worker processes.
 
     Args:
         folder: Receives the model.
@@ -66,7 +66,7 @@ class TinyLlama(TinyModel):
     def engine(
         self, *, multiprocess: bool | None = False, lora: bool = True, **options: Any
     ) -> Any:
-        """Serve the model in float32, with its adapters or without."""
+        """Serve the model in float32, with or without its adapters."""
         from genlm_vllm.engine import VLLMEngine
 
         defaults: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""`CoreRequests`: requests of vLLM's engine core, and how busy that is.
+"""`CoreRequests`: requests of vLLM's engine core, and the core's load.
 
-Requests go to the engine core directly, as those of `vllm.AsyncLLM` do. `LLMEngine` does not
-know them, so their outputs are taken out of each step's before `LLMEngine` sees them.
+Requests go to the engine core directly, like those of `vllm.AsyncLLM`. `LLMEngine` does not
+know them, so their outputs are removed from the step's outputs before `LLMEngine` sees them.
 
 A resumable request, of vLLM's streaming input, is parked by vLLM's scheduler with its KV blocks
-when it has generated what it may. When it is sent again, under the same id and with further
-tokens, vLLM drops the token that it sampled itself and computes those.
+when it has generated its maximum number of tokens. When it is sent again, under the same id
+and with further tokens, vLLM drops its sampled token and computes the further ones.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SAMPLED_HASHES_DROPPED = Version("0.32")
 """The first vLLM that drops the hash of a block which the token that it sampled completed."""
 
 _SETTLING_S = 0.005
-"""Within this time of a change, figures of another process may be older than it."""
+"""Within this time of a change, another process's figures may predate the change."""
 
 
 class Load(NamedTuple):
-    """How busy vLLM's scheduler is.
+    """Load of vLLM's scheduler.
 
     Attributes:
         running: Number of requests that it computes, without parked and waiting ones.
         free_tokens: Tokens for which the KV cache has free blocks, cached prefixes included.
-        is_settled: Whether this includes all that was sent before. In other processes, where
-            steps without work take next to no time, at most once in a short time.
+        is_settled: Whether this includes all earlier requests. With other processes, whose
+            idle steps are fast, True at most once in a short time.
     """
 
     running: int
@@ -52,9 +52,9 @@ class Output(NamedTuple):
     Attributes:
         name: The request's id.
         token_ids: The tokens that were sampled.
-        cached: Tokens that were not computed, where the request has just begun; else 0.
+        cached: Number of cached tokens of a request that has just begun; else 0.
         is_finished: Whether vLLM has stopped or parked the request.
-        reason: Why it stopped before it was complete, None if it did not.
+        reason: Reason of an early stop, None without one.
     """
 
     name: str
@@ -137,7 +137,7 @@ class CoreRequests:
         *,
         resumable: bool,
     ) -> Any:
-        """Return a new request, as vLLM makes and checks it, to be sent.
+        """Return a new request that vLLM has built and checked, ready to send.
 
         Raises:
             Exception: vLLM refuses it.
@@ -154,7 +154,7 @@ class CoreRequests:
         )
 
     def send(self, core_request: Any) -> None:
-        """Send a new request, or a parked one again, for the step that follows."""
+        """Send a new or parked request for the next step."""
         self._client.add_request(core_request)
         self._has_sent = True
 
@@ -188,7 +188,7 @@ class CoreRequests:
         return core_outputs
 
     def take(self) -> list[Output]:
-        """Return what the last step computed."""
+        """Return the outputs of the last step."""
         core_outputs, self._outputs = self._outputs, []
         outputs = []
         for each in core_outputs:
@@ -207,7 +207,7 @@ class CoreRequests:
         return self._progressed
 
     def load(self) -> Load | None:
-        """Return how busy the scheduler was after the last step; None if it did not say."""
+        """Return the scheduler's load after the last step; None if it was not reported."""
         core = getattr(self._client, "engine_core", None)
         scheduler = getattr(core, "scheduler", None)
         if scheduler is not None:  # in this process

@@ -3,14 +3,14 @@
 vLLM's worker counts the file cache of a control group as used memory and refuses a KV cache
 of any size once the group has read enough files. Here the core measures free memory.
 
-vLLM's attention reads whole KV blocks and multiplies what lies beyond the context by 0, which
+vLLM's attention reads whole KV blocks and multiplies entries beyond the context by 0, which
 NaN survives: NaN of one request would reach later requests that get its blocks. Here blocks
 are zeroed before they are used again.
 
 vLLM's prefix cache serves whole blocks, which have at least 32 tokens on the CPU, so a request
 that forks from a context would compute up to a block of tokens again. While the other request
-is there, its blocks are copied instead, and the model computes only what differs. vLLM's
-scheduler does not know it: the model runner gets a plan of the step in which those tokens are
+exists, its blocks are copied instead, and the model computes the remaining tokens only. vLLM's
+scheduler is not involved: the model runner gets a plan of the step in which those tokens are
 computed.
 """
 
@@ -36,7 +36,7 @@ __all__ = ["CPUWorker", "ForkedBlocks", "newly_written_blocks"]
 class CPUWorker(cpu_worker.CPUWorker, RowWorker):  # type: ignore[misc]
     """vLLM's worker with the corrections, and with `RowWorker` as a base class.
 
-    vLLM refuses to mix `RowWorker` into this class if it has mixed it into its own before.
+    vLLM cannot mix `RowWorker` into this class after mixing it into the class of vLLM.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -123,7 +123,7 @@ def _measured_by_core() -> Iterator[None]:
 
 
 def newly_written_blocks(scheduler_output: Any, block_sizes: Sequence[int]) -> list[int]:
-    """Return the KV blocks that a step is the first to write for its requests.
+    """Return the KV blocks that a step is the first to write.
 
     Args:
         scheduler_output: vLLM's plan of the step.
@@ -158,7 +158,7 @@ class ForkedBlocks:
 
     Args:
         block_size: Tokens in a KV block.
-        is_finite: Whether all that a block holds is finite. Tokens of the other request beyond
+        is_finite: Whether all values of a block are finite. Tokens of the other request beyond
             the common ones are copied too, and attention multiplies them by 0.
 
     Attributes:
@@ -198,7 +198,7 @@ class ForkedBlocks:
         return (self._shortened(step, lengths) if lengths else step), copies
 
     def _source(self, new: Any, scheduled: int) -> tuple[_Source | None, int]:
-        """Return what to copy from, and the number of tokens that need not be computed."""
+        """Return the source of a copy, and the number of tokens that it saves."""
         arguments = None if new.sampling_params is None else new.sampling_params.extra_args
         fork = (arguments or {}).get(FORK)
         if fork is None:
@@ -232,7 +232,7 @@ class ForkedBlocks:
 
 
 class _Source(NamedTuple):
-    """A request's blocks, and how many of its tokens they certainly have."""
+    """A request's blocks, and the number of tokens that they are known to contain."""
 
     blocks: list[int]
     computed: int

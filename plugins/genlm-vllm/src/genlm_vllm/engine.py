@@ -81,7 +81,7 @@ class VLLMEngine:
 
     submit_group: Callable[[GroupQuery], None] | None = None
     """Accepts the query of a population; None where vLLM cannot keep its requests running, and
-    each distinct sequence is a query of its own."""
+    each distinct sequence is a separate query."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class VLLMEngine:
             raise self._death from error
         return [Completion(query_id, error=error) for query_id in failed]
 
-    # -- contexts that stay -----------------------------------------------------------
+    # -- resident contexts ------------------------------------------------------------
 
     @property
     def keeps_contexts(self) -> bool:
@@ -265,7 +265,7 @@ class VLLMEngine:
                 self._populations.end_resting()
 
     def _end_resting(self) -> None:
-        """End the requests that stay and compute nothing."""
+        """End the resident requests that compute nothing."""
         self._requests.end_idle()
         if self._populations is not None:
             self._populations.end_resting()
@@ -306,7 +306,7 @@ class VLLMEngine:
             raise own[0].error
 
     def clear_prefix_cache(self) -> None:
-        """Free all cached prefixes, after all running queries. Answers do not change."""
+        """Free all cached prefixes, after all running queries. Results do not change."""
         if Capability.PREFIX_CACHE not in self.capabilities:
             raise UnsupportedCapabilityError(Capability.PREFIX_CACHE, "vllm")
         while self._is_busy():  # vLLM clears nothing while requests hold blocks
@@ -335,7 +335,7 @@ class VLLMEngine:
         """Remove an adapter from every worker, which makes room for another one.
 
         Raises:
-            UnknownAdapterError: None of that name is loaded.
+            UnknownAdapterError: No adapter of that name is loaded.
         """
         self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
@@ -346,7 +346,7 @@ class VLLMEngine:
 
     @property
     def llm_engine(self) -> Any:
-        """VLLM's own `LLMEngine`, for inspection."""
+        """The `vllm.LLMEngine`, for inspection."""
         return self._vllm
 
     # -- statistics, end --------------------------------------------------------------
@@ -359,7 +359,7 @@ class VLLMEngine:
         requests that stay in vLLM now, `contexts_continued` counts the queries that continued
         one, `contexts_ended` those that were ended. `members_living` are the requests of
         populations that stay in vLLM now; `members_continued`, `members_forked` and
-        `members_begun` count how those of their queries came about.
+        `members_begun` count how the requests of their queries began.
         """
         if self._final_statistics is not None:
             return self._final_statistics

@@ -1,8 +1,8 @@
-"""Checks what transformers' implementations of models ask of vLLM's attention.
+"""Checks of the arguments that transformers' models pass to vLLM's attention.
 
-Where vLLM has no implementation of a model it runs transformers' own, with an attention
+Where vLLM has no implementation of a model, it runs that of transformers with an attention
 function that ignores masks and reshapes keys to the heads that the config states. Models with
-masks or heads of their own would get wrong rows; with these checks they fail to load.
+custom masks or heads would get wrong rows; with these checks they fail to load.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _built(
 
 @contextlib.contextmanager
 def _core_statistics() -> Iterator[None]:
-    """Have the engine core say with every step how busy it is, for `CoreRequests.load`.
+    """Have the engine core report its load with every step, for `CoreRequests.load`.
 
     `disable_log_stats=False` would also have `LLMEngine` log and publish statistics.
     """
@@ -172,11 +172,11 @@ def _close_sockets(client: Any) -> None:
 
 
 def _clean_up() -> None:
-    """Free what an engine of this process leaves behind, also after a failed build."""
+    """Free the resources that an engine of this process leaves, also after a failed build."""
     from vllm import envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.unfreeze()  # vLLM freezes all objects when it has started
+    gc.unfreeze()  # vLLM freezes all objects after its start
     cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()

@@ -51,7 +51,7 @@ _REFUSED = {
     "data_parallel_size": "rows of other replicas could not be fetched; load several models",
     "prefill_context_parallel_size": "several ranks would store rows, which was not tested",
 }
-"""Options and why they are refused, unless they have no effect."""
+"""Refused options with reasons; values without effect are accepted."""
 
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
@@ -128,7 +128,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
 
 
 def _unsupported(engine_opts: Mapping[str, Any], platform: Any) -> str | None:
-    """Return why options fail on a platform, where vLLM would fail late or unclearly."""
+    """Return why options fail on a platform, if vLLM would fail late or unclearly."""
     ray = engine_opts.get("distributed_executor_backend") == "ray"
     if ray and not platform.ray_device_key:
         return (

@@ -21,10 +21,10 @@ _WRONG = {
     "BloomForCausalLM": "computes the exact GELU instead of its tanh approximation",
     "Gemma3nForCausalLM": "leaves out the embeddings of tokens in each layer",
 }
-"""Models that vLLM defines otherwise than transformers; their modules do not show how."""
+"""Models whose definitions differ from transformers' in ways that modules do not show."""
 
 _AUTOMATIC = (None, -1, "auto")
-"""Values of `max_model_len` with which vLLM chooses it."""
+"""Values of `max_model_len` that let vLLM choose the length."""
 
 
 def facts_of(config: Any) -> ModelFacts:
@@ -39,7 +39,7 @@ def facts_of(config: Any) -> ModelFacts:
 def needed_arguments(
     config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return arguments of `vllm.EngineArgs` without which rows would be wrong.
+    """Return the arguments of `vllm.EngineArgs` that correct rows require.
 
     Args:
         config: The `vllm.VllmConfig` without them.
@@ -161,7 +161,7 @@ def _definition_problem(facts: ModelFacts, built: Sequence[Mapping[str, Any]]) -
 def _as_computed(
     config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]]
 ) -> ModelFacts:
-    """Add the implementation to the architecture where it is not the one that was compared."""
+    """Append the implementation to the architecture if it is not the compared one."""
     from vllm.platforms import current_platform
 
     name = facts.architecture

@@ -1,14 +1,13 @@
 """`RunningPopulations`: the queries of populations on requests that stay in vLLM.
 
 The handle of a member is its living request. The first child of a request continues it, further
-children are forks, and what no population refers to any more ends. A query is complete when all
-its sequences are computed; their rows are reduced as they come, straight from the logits of
-vLLM's batches.
+children are forks, and requests without references end. A query is complete when all its
+sequences are computed; rows are reduced directly from the logits of vLLM's batches.
 
     population      generation.state          vLLM's running list
     member 0, 2 ->  place 0: LivingRequest -> request, blocks 4 9
     member 1    ->  place 1: LivingRequest -> request, blocks 4 7
-                    place 2: None             (begun again when it is needed)
+                    place 2: None             (restarted on demand)
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _Kept:
 
 
 class _Group:
-    """A query, the requests that compute its sequences, and what is computed.
+    """A query, the requests that compute its sequences, and their results.
 
     Attributes:
         work: Reduces the rows.
@@ -75,7 +74,7 @@ class _Group:
 
 
 class _Plan:
-    """How the requests of a query's sequences come about.
+    """Assignment of a query's sequences to continued, forked and new requests.
 
     Args:
         requests: The living requests.
@@ -83,7 +82,7 @@ class _Plan:
 
     Attributes:
         fed: Places, requests that are continued, and their new tokens.
-        forked: Places, requests that are forked, how many of their tokens, and the new ones.
+        forked: Places, forked requests, numbers of shared tokens, and the new tokens.
         begun: Places of new requests.
     """
 
@@ -97,11 +96,11 @@ class _Plan:
     def add(
         self, place: int, parent: LivingRequest | None, length: int, new: list[int]
     ) -> None:
-        """Decide for a sequence.
+        """Assign a sequence.
 
         Args:
             place: Its place in `wanted`.
-            parent: The request that has its first tokens, if there is one.
+            parent: The request that has its first tokens, if any.
             length: Number of these tokens.
             new: The further ones.
         """
@@ -123,7 +122,7 @@ class _Plan:
 
 
 class RunningPopulations:
-    """Answers group queries with requests that stay.
+    """Computes group queries with resident requests.
 
     Args:
         engine: The `vllm.LLMEngine`, for which `running_requests.obstacle` returns None.
@@ -162,7 +161,7 @@ class RunningPopulations:
         self._continued = self._forked = self._begun = 0
 
     def close(self) -> None:
-        """Take back what was changed in vLLM."""
+        """Undo the changes in vLLM."""
         self._requests.close()
 
     def statistics(self) -> dict[str, int]:
@@ -206,7 +205,7 @@ class RunningPopulations:
         self.tokens_evaluated += len(query)
 
     def _planned(self, group: _Group) -> _Plan:
-        """Decide for each sequence, and drop the generation that this one extends."""
+        """Assign every sequence and drop the generation that this one extends."""
         query = group.query
         generation, lineage = query.generation, query.generation.lineage
         base, kept = self._kept(generation, query.adapter)
@@ -248,7 +247,7 @@ class RunningPopulations:
                 group.fail([place], error)
 
     def _start(self, group: _Group, plan: _Plan) -> None:
-        """Do what was planned, and note who waits for which request."""
+        """Execute the assignments and record which queries wait for which requests."""
         requests, livings, query = self._requests, group.livings, group.query
         for place, parent, length, new in plan.forked:
             livings[place] = child = requests.fork(parent, length, new)
@@ -268,7 +267,7 @@ class RunningPopulations:
         self._begin_some()
 
     def _begin_some(self) -> None:
-        """Begin requests, no more than vLLM computes at once: others take turns with them."""
+        """Begin requests, at most as many as vLLM computes at once; the rest wait."""
         while self._to_begin and len(self._busy) < self._requests.places:
             group, place = self._to_begin.popleft()
             query = group.query
@@ -305,7 +304,7 @@ class RunningPopulations:
     # -- steps ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before a step of vLLM: end what nothing refers to, and begin what has room."""
+        """Before a step of vLLM, end unreferenced requests and begin waiting ones."""
         self._has_run = False
         self._requests.end_dropped()
         self._begin_some()
@@ -357,7 +356,7 @@ class RunningPopulations:
             group.work.errors.update(failed)
 
     def collect(self) -> list[Completion]:
-        """Return what is complete after a step."""
+        """Return the queries that a step completed."""
         complete = [group for group in self._groups.values() if not group.left]
         completions = []
         for group in complete:
@@ -371,10 +370,10 @@ class RunningPopulations:
         return completions
 
     def relieve(self, end_others: Callable[[int], bool]) -> None:
-        """After a step: end requests that rest in the way of requests that wait.
+        """After a step, end resting requests that block waiting ones.
 
         Args:
-            end_others: Ends up to so many other requests that rest; returns whether any did.
+            end_others: Ends up to that many other resting requests; returns whether any ended.
         """
         requests = self._requests
         waiting = requests.waiting + len(self._to_begin)
@@ -391,7 +390,7 @@ class RunningPopulations:
             self._begin_again(requests.stuck())
 
     def _begin_again(self, stuck: Sequence[str]) -> None:
-        """Have forks that wait for blocks give back those that they hold."""
+        """Free the blocks of forks that wait for further blocks."""
         for name in stuck[len(stuck) // 2 :]:
             waiting = self._busy.pop(name)
             group, place = waiting[0]
@@ -403,7 +402,7 @@ class RunningPopulations:
     # -- ends -------------------------------------------------------------------------
 
     def drop_all(self) -> list[int]:
-        """Drop all queries, whose requests rest then; return their ids."""
+        """Drop all queries, leaving their requests at rest; return the query ids."""
         dropped = list(self._groups)
         self._groups.clear()
         self._to_begin.clear()
@@ -411,13 +410,13 @@ class RunningPopulations:
         return dropped
 
     def end_resting(self, adapter: str | None = None) -> None:
-        """End the requests that rest, of one adapter or all."""
+        """End the resting requests of one adapter or of all."""
         requests = self._requests
         names = requests.living if adapter is None else requests.names_of(adapter)
         requests.end([name for name in names if name not in self._busy])
 
     def end_too_many(self) -> None:
-        """After an adapter was loaded: end requests that may no longer rest."""
+        """After an adapter is loaded, end requests that may no longer rest."""
         for adapter in self._adapters.names:
             if not self._requests.may_stay(adapter):
                 self.end_resting(adapter)

@@ -1,7 +1,7 @@
 """The private functions of vLLM that this plugin calls or replaces, checked before loading.
 
-A release that was not run, because it has no CPU build, is accepted only if these are as in the
-newest release that was run. What else the plugin uses is in `tests/private_names.txt`.
+An untested release (one without a CPU build) is accepted only if these equal those of the
+newest tested release. `tests/private_names.txt` lists the other names that the plugin uses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PARAMETERS: Mapping[str, str] = {
     f"{_PROMPTS}.compute_prompt_logprobs": "self logits_fn hidden_states input_batch "
     "all_token_ids num_computed_tokens prompt_lens",
 }
-"""Parameters of each function. Others that have a default change nothing."""
+"""Parameters of each function. Further parameters with defaults are accepted."""
 
 _FIELDS: Mapping[str, str] = {
     f"{_SCHEDULED}.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs "
@@ -61,10 +61,10 @@ _FIELDS: Mapping[str, str] = {
 
 
 def check_private_interface() -> None:
-    """Compare an installed vLLM that is newer than the tested ones with the newest of those.
+    """Compare an installed vLLM that is newer than the tested versions with the newest of them.
 
     Raises:
-        ModelLoadError: A function or field is different; lists each.
+        ModelLoadError: Functions or fields differ; the message lists them.
     """
     found, newest = check_version(), TESTED[-1]
     if Version(found).release <= Version(newest).release:
@@ -79,7 +79,7 @@ def check_private_interface() -> None:
 
 
 def changes() -> Iterator[str]:
-    """Yield what the installed vLLM has no longer, or with other parameters."""
+    """Yield functions and fields that are missing or have other parameters."""
     for path, listed in _PARAMETERS.items():
         function = _at(path)
         if function is None:
@@ -103,7 +103,7 @@ def changes() -> Iterator[str]:
 
 
 def _at(path: str) -> object | None:
-    """Return what is at a dotted path, None if it is gone."""
+    """Return the object at a dotted path, None if it does not exist."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:

@@ -1,7 +1,7 @@
-"""The processes in which vLLM computes: why they failed, and that they end together.
+"""vLLM's processes: the reasons of their failures, and their common end.
 
 vLLM logs an exception in the process that raises it, and tells the process that loaded the
-model only that one was raised. `FailureLog` and `record_failures` bring it over. vLLM's
+model only that one was raised. `FailureLog` and `record_failures` transfer it. vLLM's
 synchronous client waits forever for an engine process that was killed: `ProcessMonitor` ends
 its waits. An engine process outlives a client that was killed: `start_parent_watchdog` ends it.
 """
@@ -32,7 +32,7 @@ VARIABLE = "GENLM_VLLM_FAILURES"
 """Environment variable that names the file of a `FailureLog`."""
 
 _MOST_BYTES = 2**12
-"""A process writes no line that is longer, and nothing more after so many bytes."""
+"""Maximum bytes of a line, and of all lines of a process."""
 
 
 class FailureLog:
@@ -75,7 +75,7 @@ class _Recorder:
         record = self._make_record(*arguments, **options)
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and record.name.startswith("vllm") and self._room > 0:
-            # Whatever goes wrong here, the exception that is logged matters more.
+            # An error here must not hide the logged exception.
             with contextlib.suppress(Exception):
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 self._room -= os.write(self._file, f"{text}\n".encode()[:_MOST_BYTES])
@@ -150,7 +150,7 @@ class ProcessMonitor:
         )
 
     def stop(self) -> None:
-        """Stop, before the processes are ended on purpose."""
+        """Stop before the processes are shut down."""
         self._stop.close()
         self._thread.join()
 

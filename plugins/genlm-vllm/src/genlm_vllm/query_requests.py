@@ -1,16 +1,16 @@
-"""`QueryRequests`: single queries as requests of vLLM, some of which stay between steps.
+"""`QueryRequests`: single queries as vLLM requests, some of them resident between steps.
 
 The request of a row query is resumable where vLLM can keep it: when its row is there, vLLM
 parks it with its KV blocks, and a query that adds a few tokens to its context continues it.
 vLLM never ends or preempts a parked request, which counts as running. All rules by which such
 requests end, and by which no request waits for ever, are in this module:
 
-- Idle requests take only places that no unanswered request needs. Those that were not used for
-  the longest time end first.
+- Idle requests take only places that no unanswered request needs. The least recently used ones
+  end first.
 - While a request waits and the KV cache has no room for it, the older half of the idle requests
   ends after each step.
 - When vLLM runs nothing although requests are unanswered, the older half of the idle requests
-  ends; when none is left, the younger half of the requests that continue a context begins anew.
+  ends; when none is left, the younger half of the requests that continue a context restarts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Pending(NamedTuple):
 
     Attributes:
         query: The query.
-        parent: The request that it continued when it was submitted, if there was one.
+        parent: The request that it continued when it was submitted, if any.
         reads_cache: Whether vLLM's prefix cache may serve its beginning.
     """
 
@@ -56,7 +56,7 @@ class QueryRequests:
     Args:
         engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
-        rows: Fetches what the workers store.
+        rows: Fetches the stored results of the workers.
         check: Raises the error of a query that is not valid.
         max_context: Largest number of tokens of a query.
         embedded_ids: Number of ids that the model embeds.
@@ -107,7 +107,7 @@ class QueryRequests:
         }
 
     def close(self) -> None:
-        """Take back what was changed in vLLM."""
+        """Undo the changes in vLLM."""
         self._core.close()
 
     @property
@@ -150,7 +150,7 @@ class QueryRequests:
         return self._keeps and query.sampling is None and not query.targets
 
     def _valid_parent(self, query: Query) -> Parent | None:
-        """Return what a query continues if its further tokens are valid."""
+        """Return the request that a query continues if its further tokens are valid."""
         try:
             parent = self._table.parent(query)
         except OverflowError:  # ids that no sequence can have
@@ -179,7 +179,7 @@ class QueryRequests:
             pending = self._pending.pop(next(iter(self._pending)))
             query, parent, _ = pending
             resumes = parent is not None and self._table.can_resume(parent)
-            if not resumes and self._may_stay(query):  # others may have come, or gone
+            if not resumes and self._may_stay(query):  # the idle requests may have changed
                 parent = self._table.parent(query)
                 resumes = parent is not None and self._table.can_resume(parent)
             if parent is not None and resumes:
@@ -218,10 +218,10 @@ class QueryRequests:
         self._core.send(core_request)
         return None
 
-    # -- answers ----------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------
 
     def collect(self) -> list[Completion]:
-        """Return what the last step answered. Requests that may be continued stay."""
+        """Return the completions of the last step. Resumable requests stay."""
         stopped: dict[Request, str | None] = {}
         for output in self._core.take():
             request = self._table.find(output.name)
@@ -279,7 +279,7 @@ class QueryRequests:
         self._end(self._table.end_oldest(self._table.idle - max(0, room)))
 
     def relieve(self) -> list[Completion]:
-        """End idle requests in the way of requests that wait, after a step.
+        """End idle requests that block waiting ones, after a step.
 
         Returns:
             Errors of queries that vLLM lost.
@@ -316,7 +316,7 @@ class QueryRequests:
                 self._pending[query.query_id] = _Pending(query, None, reads_cache=True)
 
     def _longest_wait(self) -> int:
-        """Largest number of tokens of an unanswered request, with what it may draw."""
+        """Maximum number of tokens of an unanswered request, drawn tokens included."""
         lengths = [
             len(query) + (query.sampling.max_tokens if query.sampling else 0)
             for query in self._table.unanswered()
@@ -346,7 +346,7 @@ class QueryRequests:
         self._send_ends()
 
     def end_oldest(self, count: int) -> bool:
-        """End up to so many idle requests; return whether there were any."""
+        """End up to that many idle requests; return whether any ended."""
         ended = self._table.end_oldest(count)
         self._end(ended)
         self._send_ends()
@@ -357,14 +357,14 @@ class QueryRequests:
         self._ending += [request.name for request in requests]
 
     def _send_ends(self) -> None:
-        """Have vLLM end what was ended here: together, as each of its calls costs much."""
+        """Have vLLM end the ended requests in one call, because calls are expensive."""
         if self._ending:
             names, self._ending = self._ending, []
             self._core.end(names)
 
 
 def _completion(request: Request, result: Result | None) -> Completion:
-    """Make the completion from what the worker computed, None if it computed nothing."""
+    """Build the completion from the worker's result, None without a result."""
     query = request.query
     if isinstance(result, Exception):
         return Completion(query.query_id, error=result)

@@ -1,6 +1,6 @@
-"""`RequestTable`: requests by query and by context, and which of them end first.
+"""`RequestTable`: requests by query and by context, and their eviction order.
 
-The table knows no vLLM: `query_requests` begins, continues and ends the requests.
+The table does not depend on vLLM: `query_requests` begins, continues and ends the requests.
 
     query --begin--> busy --------answered, rest--------> idle --end_oldest--> (gone)
                       |  <-------------resume------------  |  --end_context, end_idle-->
@@ -22,7 +22,7 @@ from genlm.plugin import Query
 __all__ = ["MOST_ADDED", "Parent", "Request", "RequestTable"]
 
 MOST_ADDED = 8
-"""Maximum number of tokens by which a query may continue a request; each number is a look-up.
+"""Maximum number of tokens by which a query may continue a request; every number is a look-up.
 More tokens begin a new request, of which vLLM's prefix cache serves the beginning."""
 
 _ContextKey = tuple[str | None, bytes]
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def context(self) -> _ContextKey:
-        """Adapter and key of the context that it has, once `query` is answered."""
+        """Adapter and key of its context once `query` is answered."""
         return self.query.adapter, self.query.sequence.key
 
 
@@ -73,7 +73,7 @@ class Parent(NamedTuple):
     """The request that a query continues.
 
     Attributes:
-        request: Has computed a context that the query continues.
+        request: Request whose computed context the query continues.
         length: Number of the context's tokens.
         added: The query's further tokens.
     """
@@ -126,7 +126,7 @@ class RequestTable:
         return None
 
     def can_resume(self, parent: Parent) -> bool:
-        """Whether a request is idle, with no more tokens than a query continues."""
+        """Whether an idle request has no more tokens than a query continues."""
         request = parent.request
         same = len(request.query) == parent.length
         return same and self._idle.get(request.context) is request
@@ -137,7 +137,7 @@ class RequestTable:
         self._by_query[request.query.query_id] = request
 
     def resume(self, parent: Parent, query: Query) -> None:
-        """Give an idle request the query that continues it."""
+        """Assign a query to the idle request that it continues."""
         request = parent.request
         del self._idle[request.context]
         request.query, request.added = query, len(parent.added)
@@ -158,7 +158,7 @@ class RequestTable:
         """Keep a request that was answered, as the most recently used one.
 
         Returns:
-            The one that had the same context before; it is no longer in the table.
+            The earlier request of the same context, removed from the table.
         """
         context = request.context
         other = self._idle.pop(context, None)
@@ -180,7 +180,7 @@ class RequestTable:
         if self._by_computed.get(context) is request:
             del self._by_computed[context]
 
-    # -- ends: what these methods return is no longer in the table ---------------------
+    # -- ends: these methods remove the requests that they return ----------------------
 
     def end(self, request: Request) -> None:
         """Forget a request that was answered."""
@@ -200,7 +200,7 @@ class RequestTable:
         return None if request is None else self._forget(request)
 
     def end_oldest(self, count: int) -> list[Request]:
-        """Remove up to so many idle requests, least recently used first."""
+        """Remove up to that many idle requests, least recently used first."""
         count = min(count, len(self._idle))
         return [self._forget(self._idle.popitem(last=False)[1]) for _ in range(count)]
 

@@ -36,7 +36,7 @@ class Fork(NamedTuple):
 
     Attributes:
         source: The other request's id.
-        length: How many tokens.
+        length: Number of shared tokens.
     """
 
     source: str
@@ -63,7 +63,7 @@ def params_of(
     Args:
         query: The query.
         number: Key under which the workers store what they compute.
-        rows: Knows how reductions reach the workers.
+        rows: Packs reductions for the workers.
         reads_cache: Whether vLLM's prefix cache may serve its beginning.
         fork: The request whose KV blocks a worker may copy.
     """
@@ -98,7 +98,7 @@ def params_of(
 
 
 def capture_row(number: int, query: Query, rows: LocalRows) -> dict[str, Any]:
-    """Return the extra arguments of a request that asks for a row or for something of it."""
+    """Return the extra arguments of a request for a row or for outputs of it."""
     from genlm_vllm.capture import ARGUMENT, CaptureRow
 
     outputs = None if query.outputs == (None,) else rows.sent(query.outputs)
@@ -131,7 +131,7 @@ class LocalRows:
         return outputs
 
     def abandon(self, key: int) -> None:
-        """Have the next `take` drop what may be stored and will not be fetched."""
+        """Have the next `take` drop results that will not be fetched."""
         self._abandoned.append(key)
 
     def take(self, keys: Sequence[int]) -> dict[int, Result]:
@@ -141,7 +141,7 @@ class LocalRows:
             keys: The requests' keys.
 
         Returns:
-            The stored results by key; rows in memory of their own.
+            The stored results by key; rows do not share memory.
         """
         if not keys and not self._abandoned:
             return {}
@@ -196,7 +196,7 @@ class RemoteRows(LocalRows):
 
 
 def _unpacked(packed: list[bytes] | bytes) -> Result:
-    """Return what `RowWorker.genlm_take_bytes` packed."""
+    """Unpack the results of `RowWorker.genlm_take_bytes`."""
     result = unpack_result(packed)
     values = result.values if isinstance(result, Reduced) else ()
     return next((value for value in values if isinstance(value, TokenScores)), result)

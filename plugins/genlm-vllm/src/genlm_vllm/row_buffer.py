@@ -83,7 +83,7 @@ class RowBuffer:
         self.alone = True
         self.tokens_copied = 0
         self._results: dict[int, _Stored] = {}
-        self._invalid: dict[int, list[torch.Tensor]] = {}  # whether each draw was
+        self._invalid: dict[int, list[torch.Tensor]] = {}  # whether draws were invalid
         self._computed: Any = None  # torch.cuda.Event, after all that is stored
 
     def reset(self, ids: VocabularyIds, *, active: bool, alone: bool = True) -> None:
@@ -100,8 +100,8 @@ class RowBuffer:
     ) -> None:
         """Store rows, or their requested outputs, in place of earlier ones of the same keys.
 
-        On a CPU nothing but results is stored. On a GPU the rows are, and are reduced when they
-        are fetched: to do so here would wait for the device.
+        A CPU stores results only. A GPU stores the rows and reduces them when they are
+        fetched, because reducing them here would wait for the device.
 
         Args:
             keys: Key of each row.
@@ -132,7 +132,7 @@ class RowBuffer:
 
         Args:
             key: Key of the text's request.
-            begin: Returns what scores the text, or raises `EvaluationError`.
+            begin: Returns the scorer of the text, or raises `EvaluationError`.
             wanted: Numbers of the targets.
             logits: Logits that predict them, shape `(len(wanted), width)`.
         """
@@ -155,20 +155,20 @@ class RowBuffer:
         self._record(invalid)
 
     def _record(self, stored: torch.Tensor) -> None:
-        """Have `take` wait for what was stored, on whichever stream it runs."""
+        """Have `take` wait for the stored results, on any stream."""
         if stored.is_cuda:
             self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._computed.record(torch.cuda.current_stream(stored.device))
 
     def _wait_on_current_stream(self, stored: torch.Tensor) -> None:
-        """Have the current stream wait, and the memory not be used again before it has read."""
+        """Have the current stream wait, and keep the memory until the stream has read it."""
         if stored.is_cuda:
             stream = torch.cuda.current_stream(stored.device)
             stream.wait_event(self._computed)
             stored.record_stream(stream)
 
     def fail(self, keys: list[int], error: Exception) -> None:
-        """Store an error, such as out of memory: if it were raised, vLLM would end."""
+        """Store an error, such as out of memory, which would end vLLM if it were raised."""
         self._results.update(dict.fromkeys(keys, without_frames(error)))
 
     def take(
@@ -185,8 +185,8 @@ class RowBuffer:
         Returns:
             For each stored key the row, or a `Reduced`, or the error of a row that is not a
             distribution and has other requested outputs, or of a continuation with one;
-            or the scores of a text if all are known: what vLLM's prefix cache served was not
-            computed.
+            or the scores of a text if all are known: positions that vLLM's prefix cache
+            served have no scores.
         """
         taken = {key: self._results.pop(key) for key in keys if key in self._results}
         invalid = [self._invalid.pop(key, []) for key in keys]
@@ -232,7 +232,7 @@ def _computed(members: Sequence[_BufferedRow]) -> Sequence[torch.Tensor | Reduce
 
 
 def device_index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Copy integers to a device without waiting for what it computes; int64."""
+    """Copy integers to a device as int64, without waiting for its computation."""
     pinned = device.type == "cuda" and torch.cuda.is_available()
     return torch.tensor(values, pin_memory=pinned).to(device, non_blocking=True)
 
@@ -254,7 +254,7 @@ def _unwrapped(
 
 
 def _problem(flags: list[torch.Tensor]) -> Exception | None:
-    """Return the error of a continuation, given what was noted for its tokens."""
+    """Return the error of a continuation, given the flags of its tokens."""
     try:
         invalid = bool(torch.stack(flags).any())
     except Exception as error:  # noqa: BLE001 - out of memory; vLLM goes on

@@ -31,11 +31,11 @@ def sampler_of(runner: Any, receive: Receive) -> RowSampler:
 
 
 class RowSampler(abc.ABC):
-    """Hands the logits over, and samples the other requests of a batch with vLLM's sampler.
+    """Passes logits on and samples the other requests of a batch with vLLM's sampler.
 
     Args:
         runner: vLLM's model runner.
-        receive: Is called with each batch.
+        receive: Callback for each batch.
     """
 
     def __init__(self, runner: Any, receive: Receive) -> None:
@@ -51,7 +51,7 @@ class RowSampler(abc.ABC):
         self._runner.sampler = self
 
     def remove(self) -> None:
-        """Give the runner its own sampler back."""
+        """Restore the runner's sampler."""
         self._runner.sampler = self._base
 
     def __call__(self, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -81,7 +81,7 @@ class RowSampler(abc.ABC):
 
     @abc.abstractmethod
     def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Write a token for each request where the runner keeps those that it sampled."""
+        """Write a token for each request into the runner's sampled tokens."""
 
     def computed_ids(self, name: str, count: int) -> npt.NDArray[np.int32] | None:
         """Return the first tokens of a request as an array, or None.
@@ -93,7 +93,7 @@ class RowSampler(abc.ABC):
 
 
 class FirstRunnerSampler(RowSampler):
-    """For vLLM's first model runner, which keeps tokens of the batch in main memory."""
+    """Sampler for vLLM's first model runner, which keeps the batch's tokens in main memory."""
 
     def _names(self, *_arguments: Any) -> Sequence[str]:
         names: Sequence[str] = self._runner.input_batch.req_ids
@@ -106,10 +106,10 @@ class FirstRunnerSampler(RowSampler):
 
     def _hide(self, output: Any, rows: list[int]) -> None:
         del output
-        self._runner.discard_request_mask.np[rows] = True  # made anew for each batch
+        self._runner.discard_request_mask.np[rows] = True  # rebuilt for each batch
 
     def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Write a token for each request where the runner keeps those that it sampled."""
+        """Write a token for each request into the runner's sampled tokens."""
         input_batch, requests = self._runner.input_batch, self._runner.requests
         index = input_batch.req_id_to_index
         for name, token_id in zip(names, token_ids, strict=True):
@@ -131,7 +131,7 @@ class FirstRunnerSampler(RowSampler):
 
 
 class SecondRunnerSampler(RowSampler):
-    """For vLLM's second model runner, which keeps the last token of each request."""
+    """Sampler for vLLM's second model runner, which keeps the last token of each request."""
 
     def _names(self, *arguments: Any) -> Sequence[str]:
         names: Sequence[str] = arguments[0].req_ids
@@ -150,7 +150,7 @@ class SecondRunnerSampler(RowSampler):
             output.num_sampled.index_fill_(0, index, 0)
 
     def feed(self, names: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Write a token for each request where the runner keeps those that it sampled."""
+        """Write a token for each request into the runner's sampled tokens."""
         req_states = self._runner.req_states
         rows = [req_states.req_id_to_index.get(name, -1) for name in names]
         # A request that was preempted is added again with all its tokens.

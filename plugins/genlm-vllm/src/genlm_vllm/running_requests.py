@@ -24,7 +24,7 @@ __all__ = ["LivingRequest", "RunningRequests", "obstacle"]
 
 _NAMES = itertools.count()
 
-# Where each part is, from the engine core; then its attributes.
+# Path of each part from the engine core; then its attributes.
 _SCHEDULER = (
     *("add_request", "finish_requests", "get_request_counts", "running", "waiting"),
     *("kv_holding_waiting", "max_num_active_reqs", "num_waiting_for_streaming_input"),
@@ -128,7 +128,7 @@ class LivingRequest:
         self.replace(request, added)
 
     def replace(self, request: Any, added: int | None) -> None:
-        """Stand for another request from now on."""
+        """Refer to another request from now on."""
         self.request = request
         self.name: str = request.request_id
         self.length: int = request.num_tokens
@@ -184,7 +184,7 @@ class RunningRequests:
         self._sampler.install()
 
     def close(self) -> None:
-        """Give vLLM its sampler back."""
+        """Restore vLLM's sampler."""
         self._sampler.remove()
 
     def is_alive(self, living: LivingRequest) -> bool:
@@ -194,8 +194,8 @@ class RunningRequests:
     def may_stay(self, adapter: str | None) -> bool:
         """Whether requests of an adapter may rest.
 
-        vLLM computes requests of so many adapters at once, which it checks when it admits
-        them: those that rest are admitted.
+        vLLM limits the adapters of a batch when it admits requests, and resting requests
+        are admitted.
         """
         return adapter is None or len(self._adapters.names) <= self._adapters_at_once
 
@@ -232,12 +232,12 @@ class RunningRequests:
     ) -> LivingRequest:
         """Add a request that has the first computed tokens of another one, and further ones.
 
-        Nothing is computed again where there is room for it. Otherwise the request is like a
+        No token is recomputed if the KV cache has room. Otherwise the request starts like a
         new one.
 
         Args:
             parent: Has computed these tokens and at most one more.
-            computed: Number of the tokens that they have in common.
+            computed: Number of common tokens.
             token_ids: The further tokens, at least one.
         """
         original, adapter = parent.request, parent.adapter
@@ -276,7 +276,7 @@ class RunningRequests:
         return request
 
     def _share_blocks(self, original: Any, computed: int, child: Any) -> None:
-        """Give a new request the blocks of another one's first computed tokens."""
+        """Share the blocks of another request's first computed tokens with a new request."""
         blocks_of, cached = self._manager.req_to_blocks, self._manager.num_cached_block
         full, rest = divmod(computed, self._manager.block_size)
         if self._hasher is not None:
@@ -311,7 +311,7 @@ class RunningRequests:
             self._scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
 
     def end_dropped(self) -> None:
-        """End the requests to which nothing refers."""
+        """End the unreferenced requests."""
         if self._dropped:
             self.end([self._dropped.popleft() for _ in range(len(self._dropped))])
 
@@ -319,7 +319,7 @@ class RunningRequests:
 
     @property
     def waiting(self) -> int:
-        """Number of requests of any kind that vLLM has not begun, without parked ones."""
+        """Number of requests that vLLM has not begun, without parked ones."""
         _, waiting = self._scheduler.get_request_counts()
         return int(waiting - self._scheduler.num_waiting_for_streaming_input)
 
@@ -337,7 +337,7 @@ class RunningRequests:
 
     @property
     def lacks_blocks(self) -> bool:
-        """Whether the first request that waits may find too few free blocks."""
+        """Whether there may be too few free blocks for the first waiting request."""
         queue = self._scheduler.kv_holding_waiting or self._scheduler.waiting
         if not queue:
             return False

@@ -29,7 +29,7 @@ SCORES = "genlm_scores"
 
 _VALUES = 2**22
 """Logits that are computed at once, however long the texts are: 16 MiB in float32, memory that
-the allocator keeps. The kernel gives larger blocks page by page, anew for each piece."""
+the allocator keeps. Larger blocks would cause page faults for each piece."""
 
 _LEAST_POSITIONS = 128
 """Positions that are computed at once although they have more logits than that, because each
@@ -41,8 +41,8 @@ class ScoreTargets(NamedTuple):
 
     Attributes:
         key: Key of the scores.
-        first: Position of the prompt after which the first one comes.
-        targets: Their ids; target i comes after position `first + i`.
+        first: Position of the prompt that predicts the first target.
+        targets: Target ids; position `first + i` predicts target i.
         output: The reduction of the rows that predict them, packed by `pack_outputs` in
             another process; None for the scores.
     """
@@ -61,7 +61,7 @@ class ScoreTargets(NamedTuple):
         return None if found is None else cls(*found)
 
     def pieces(self) -> PieceScores:
-        """Return what scores the targets, or reduces the rows that predict them.
+        """Return an object that scores the targets or reduces their rows.
 
         Raises:
             EvaluationError: The reduction cannot be loaded in this process.
@@ -85,7 +85,7 @@ class Span(NamedTuple):
         request: The targets that the request carries.
         row: Index of the first of them in the step's hidden states.
         begin: Its position in the request.
-        length: How many there are.
+        length: Number of tokens.
     """
 
     request: ScoreTargets
@@ -95,7 +95,7 @@ class Span(NamedTuple):
 
     @property
     def wanted(self) -> range:
-        """Which targets are predicted by these tokens."""
+        """Targets that these tokens predict."""
         first, count = self.request.first, len(self.request.targets)
         begin = max(0, self.begin - first)
         return range(begin, max(begin, min(count, self.begin + self.length - first)))
@@ -111,8 +111,8 @@ def start_scores(runner: Any) -> bool:
     """Have a model runner of vLLM score the targets that requests carry.
 
     Returns:
-        Whether it does: not if it would compute wrong logits for them, or computes prompt
-        log-probabilities in another way than the supported versions.
+        Whether it does: False if it would compute wrong logits, or computes prompt
+        log-probabilities differently from the supported versions.
     """
     mapping = _AdapterMapping(runner)
     if not mapping.is_known or runner.cache_config.kv_sharing_fast_prefill:
@@ -232,13 +232,13 @@ def _add(logits: torch.Tensor, begin: int, spans: Sequence[Span]) -> None:
 
 
 class _AdapterMapping:
-    """Which adapter the logits of each row get.
+    """Adapters of the rows of logits.
 
     vLLM knows it for the rows that it samples from: with LoRA its logits processor reads one
     index for each of them.
 
     Attributes:
-        is_known: Whether it can be changed: on the CPU; what GPUs read was not examined.
+        is_known: Whether the adapters can be changed: on the CPU only; GPUs are untested.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -255,7 +255,7 @@ class _AdapterMapping:
 
     @contextlib.contextmanager
     def of(self, rows: torch.Tensor) -> Iterator[None]:
-        """Have the next logits be those of tokens of the step, by their indices."""
+        """Compute the next logits for tokens of the step, by their indices."""
         wrapper = self._wrapper
         if wrapper is None or wrapper.indices_len[0] is None:  # no adapter was loaded yet
             yield

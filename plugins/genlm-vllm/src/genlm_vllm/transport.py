@@ -1,6 +1,6 @@
-"""Reductions on their way to vLLM's processes, and their results on the way back.
+"""Transport of reductions to vLLM's processes and of results back.
 
-Each reduction and each result is pickled by itself, so that one that cannot be fails alone.
+Every reduction and result is pickled separately, so that a failure affects no other.
 vLLM's messages carry the bytes.
 """
 
@@ -35,7 +35,7 @@ class _Undeliverable(Reduction):
 
 
 def pack_outputs(outputs: Sequence[Reduction | None]) -> list[bytes | None]:
-    """Return what is asked of a row as bytes; None, the row itself, stays None."""
+    """Return the requested outputs of a row as bytes; None, the row itself, stays None."""
     return [None if output is None else _packed_reduction(output) for output in outputs]
 
 
@@ -69,7 +69,7 @@ def _unpacked_reduction(data: bytes) -> Reduction:
 
 
 def pack_result(result: Reduced | Exception) -> list[bytes] | bytes:
-    """Return the values that were computed for a query, or the query's error, as bytes."""
+    """Return a query's values or error as bytes."""
     if isinstance(result, Exception):
         return _packed_value(result)
     return [_packed_value(value) for value in result.values]
@@ -84,7 +84,7 @@ def unpack_result(packed: list[bytes] | bytes) -> Reduced | Exception:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays on the CPU: torch's own form takes more bytes and time."""
+    """Pickles tensors as arrays on the CPU: torch's format takes more bytes and time."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor:
@@ -92,7 +92,7 @@ class _Pickler(pickle.Pickler):
             try:
                 return torch.from_numpy, (value.numpy(),)
             except TypeError:  # bfloat16 and others that numpy does not have
-                own: Any = value.clone()  # not all of the memory of what it is a part of
+                own: Any = value.clone()  # without the rest of the storage of a view
                 return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
@@ -103,7 +103,7 @@ def _packed_value(value: Any) -> bytes:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         data = buffer.getvalue()
         if isinstance(value, Exception):
-            pickle.loads(data)  # noqa: S301 - many can be pickled, but not be made again
+            pickle.loads(data)  # noqa: S301 - some objects can be pickled, but not unpickled
     except Exception as error:  # noqa: BLE001 - it fails this value alone
         reason = f"{type(value).__name__}: {value}"
         if not isinstance(value, Exception):

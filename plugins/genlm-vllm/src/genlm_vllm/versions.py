@@ -9,7 +9,7 @@ from genlm.plugin import MissingRequirementError
 __all__ = ["INSTALL", "SUPPORTED", "TESTED", "check_version"]
 
 TESTED = ("0.28.0", "0.32.0")
-"""The versions whose CPU builds all tests are run with, oldest first."""
+"""Tested versions (CPU builds), oldest first."""
 
 SUPPORTED = ">=0.28,<0.34"
 """0.33 has no CPU build. It is accepted if `private_interface` finds no change from 0.32."""

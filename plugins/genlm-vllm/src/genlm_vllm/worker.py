@@ -1,6 +1,6 @@
 """`RowWorker`: methods that genlm adds to vLLM's workers; `call_workers` calls them.
 
-vLLM mixes the class into its own worker (`worker_extension_cls`), in this process or another.
+vLLM mixes the class into its worker (`worker_extension_cls`), in this process or another.
 The names begin with `genlm_` so that they hide no method of vLLM.
 
 No method raises: when one of several workers raises, vLLM's executor leaves the results of the
@@ -49,8 +49,8 @@ def call_workers(engine: Any, method: str, *arguments: Any) -> list[Any]:
 def _default_stream(device: torch.device) -> Iterator[None]:
     """Run on a device's default stream, on which callers read results.
 
-    vLLM computes on a stream of its own, which is the current one of the engine's thread also
-    between its calls. It waits, so that the thread may read the results as well.
+    vLLM computes on a separate stream, which stays the current stream of the engine's thread
+    between calls. That stream waits, so that the thread may read the results as well.
     """
     if device.type != "cuda":
         yield
@@ -62,7 +62,7 @@ def _default_stream(device: torch.device) -> Iterator[None]:
 
 
 def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any]]:
-    """Make a method return its error as a message, or None, and its result."""
+    """Make a method return its error message, or None, and its result."""
 
     @functools.wraps(method)
     def reply(self: Any, *arguments: Any) -> tuple[str | None, Any]:
@@ -96,7 +96,7 @@ class RowWorker:
     @_replying
     def genlm_start_scores(self) -> bool:
         """See `genlm_vllm.scores.start_scores`."""
-        worker: Any = self  # vLLM's own worker, once this class is mixed in
+        worker: Any = self  # vLLM's worker, once this class is mixed in
         return start_scores(worker.model_runner)
 
     @_replying
@@ -111,7 +111,7 @@ class RowWorker:
         """
         from vllm.model_executor.layers.attention import Attention
 
-        worker: Any = self  # vLLM's own worker, once this class is mixed in
+        worker: Any = self  # vLLM's worker, once this class is mixed in
         context = worker.vllm_config.compilation_config.static_forward_context
         layers = {k: layer for k, layer in context.items() if isinstance(layer, Attention)}
         model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
@@ -162,8 +162,8 @@ class RowWorker:
         """Return results to another process.
 
         Returns:
-            The keys of rows and their float32 values; keys and what `pack_result` made of
-            other results, scores among them; `tokens_copied`.
+            The keys of rows and their float32 values; keys and packed values of other results,
+            scores included; `tokens_copied`.
         """
         results = ROW_BUFFER.take(keys, abandoned)
         rows = {key: each for key, each in results.items() if isinstance(each, torch.Tensor)}
@@ -196,7 +196,7 @@ class RowWorker:
         """Load a LoRA adapter; return whether vLLM loaded it."""
         from vllm.lora.request import LoRARequest
 
-        worker: Any = self  # vLLM's own worker, once this class is mixed in
+        worker: Any = self  # vLLM's worker, once this class is mixed in
         return bool(worker.add_lora(LoRARequest(name, number, folder)))
 
     @_replying

@@ -1,4 +1,4 @@
-"""One packed forward pass over everything that is not computed yet."""
+"""One packed forward pass over all uncached tokens."""
 
 from genlm_hf.packed import attention, layout, step_attention
 

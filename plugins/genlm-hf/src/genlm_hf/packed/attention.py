@@ -2,8 +2,8 @@
 
 For decoder-only models whose layers mix tokens by plain attention only. The model computes
 queries, keys and values and calls an attention function that is registered with transformers.
-The function stores the keys and values in their slots and lets every token attend to the
-slots of its own past. It does not use transformers' caches or masks.
+The function stores keys and values in their slots, and every token attends to the slots of
+its past. It does not use transformers' caches or masks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["PACKED_ATTENTION", "PackedForward", "register", "takes_positions"]
 
 PACKED_ATTENTION = "genlm_packed"
 
-# Most entries of a mask, or of the scores of all heads, at once: 4 MiB, or 16 in float32.
+# Maximum entries of a mask, or of the scores of all heads, at once: 4 MiB, 16 in float32.
 _MASK_ENTRIES = 2**22
 
 # Scores of a head between the tokens of a group and their prefix from which torch's attention
@@ -45,7 +45,7 @@ _MANY_SCORES = 2**16
 # Devices with fused kernels that take a causal flag, or a mask if heads are not shared.
 _FUSED = {"cuda", "xpu"}
 
-# Returns the logarithms of the sums too, with which attention to parts of the past is joined.
+# Also returns the log-sum-exps that merge attention over parts of the past.
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
@@ -69,8 +69,8 @@ class _Parameters:
         scale: Factor of the products of queries and keys.
         window: Number of tokens that a token sees; None for all.
         softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
-        sinks: Attention sinks, a score for each head, shape (heads of keys, heads of
-            queries for each); None without sinks.
+        sinks: Attention sinks, a score for each head, shape (key heads, query
+            heads per key head); None without sinks.
     """
 
     scale: float
@@ -107,7 +107,7 @@ class PackedForward:
         self._kernels: KernelSteps | None = None
 
     def use_kernels(self, *, graphs: bool) -> KernelSteps:
-        """Compute steps by kernels from now on, which are returned.
+        """Create the kernels that compute steps from now on, and return them.
 
         Args:
             graphs: Whether steps are replayed from CUDA graphs.
@@ -143,7 +143,7 @@ class PackedForward:
         return self._pieces.are_small
 
     def score(self, batch: TreeBatch, receive: Receive) -> ForwardCounts:
-        """Run one pass, and the output embedding for a few tokens at a time."""
+        """Run one pass and apply the output embedding to a few tokens at a time."""
         plan, slots = plan_forward(batch), np.array(batch.wanted_slots())
         with self._planned(plan) as (inputs, take):
             self._pieces.compute(
@@ -159,7 +159,7 @@ class PackedForward:
         """Let forward passes within this context follow a plan.
 
         Yields:
-            Arguments of the model's `forward`, and what selects the wanted positions.
+            Arguments of the model's `forward`, and the selector of requested positions.
         """
         first = DevicePlan(plan, self._device)
         inputs = {
@@ -273,7 +273,7 @@ def _attend_plain_group(
     group: DeviceGroup,
     scale: float,
 ) -> torch.Tensor:
-    """Attend as `_attend_group` does, on a CPU: apart to prefix and suffixes, then joined."""
+    """Compute `_attend_group` on a CPU: prefix and suffixes separately, then merged."""
     heads, count = keys.shape[0], group.count
     grouped = query.view(heads, -1, count, query.shape[2])
     per_head = grouped.shape[1]
@@ -312,7 +312,7 @@ def _attend_chunk(
     fused = query.device.type in _FUSED
     if sees_all and (chunk.past == 0 or fused):
         return _attend_causally(query, own_keys, own_values, chunk.past, parameters.scale)
-    if shared_heads and fused:  # kernels with masks do not know shared heads
+    if shared_heads and fused:  # kernels with masks do not support shared heads
         own_keys, own_values = (_for_each_query(x, query) for x in (own_keys, own_values))
         shared_heads = False
     step = max(1, _MASK_ENTRIES // (chunk.past + chunk.length))
@@ -346,7 +346,7 @@ def _attend_causally(
     """
     shared_heads = keys.shape[1] != query.shape[0]
     if shared_heads and query.device.type in _FUSED and query.dtype == torch.float32:
-        # Flash attention knows shared heads, the kernel for float32 does not.
+        # Flash attention supports shared heads, the kernel for float32 does not.
         keys, values = _for_each_query(keys, query), _for_each_query(values, query)
         shared_heads = False
     mask = causal_lower_right(query.shape[1], keys.shape[2]) if past else None
@@ -406,7 +406,7 @@ def _weights(
     """Compute attention weights from scores, in float32.
 
     Args:
-        scores: Scaled products, (heads of keys, tokens, heads for each, keys).
+        scores: Scaled products, (key heads, tokens, query heads per key head, keys).
         hidden: Keys that are hidden from each token, (tokens, keys); None if all are visible.
         parameters: Caps and sinks.
     """

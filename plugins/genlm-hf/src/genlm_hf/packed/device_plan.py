@@ -15,8 +15,8 @@ from genlm_hf.packed.plan import PackedPlan, PrefillChunk, QueryGroup
 
 __all__ = ["DeviceChunk", "DeviceGroup", "DevicePlan", "pinned"]
 
-# Most bytes of suffixes gathered at once on a CPU, so that they are read from its cache. More
-# is slower, much so beyond 32 MiB: the system makes new pages for such a tensor each time.
+# Maximum bytes of suffixes gathered at once on a CPU, so that reads hit its cache. More is
+# slower, especially beyond 32 MiB, where every allocation maps new pages.
 _GATHERED_BYTES = 2**20
 
 
@@ -45,7 +45,7 @@ class DevicePlan:
 
 
 def pinned(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return numbers in memory from which a CUDA device can copy while the host goes on."""
+    """Return numbers in pinned memory, for asynchronous copies to a CUDA device."""
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     return numbers.pin_memory() if on_cuda else numbers
 
@@ -129,7 +129,7 @@ class DeviceChunk:
 
     Args:
         chunk: The chunk.
-        slots: Slots of past and chunk, on the device.
+        slots: Slots of past and chunk on the device.
     """
 
     def __init__(self, chunk: PrefillChunk, slots: torch.Tensor) -> None:
@@ -143,12 +143,12 @@ class DeviceChunk:
         return self._slots.of(states)
 
     def seen(self, first: int, end: int, window: int | None) -> slice:
-        """Return the part of past and chunk that the tokens `first ... end - 1` can see."""
+        """Return the range of past and chunk visible to the tokens `first ... end - 1`."""
         begin = 0 if window is None else max(0, self.past + first + 1 - window)
         return slice(begin, self.past + end)
 
     def visible(self, first: int, end: int, window: int | None) -> torch.Tensor:
-        """Return what the tokens `first ... end - 1` can see, `(tokens, past + chunk)`.
+        """Return the mask of the tokens `first ... end - 1`, `(tokens, past + chunk)`.
 
         The mask of the whole chunk is computed once for all layers of one window.
         """
@@ -166,7 +166,7 @@ class DeviceChunk:
 
 
 class _Slots:
-    """Slots to read: a slice if they are contiguous, else an index."""
+    """Return an index of slots: a slice if they are contiguous, else a tensor."""
 
     def __init__(self, slots: Slots, index: torch.Tensor) -> None:
         is_contiguous = len(slots) > 0 and bool((np.diff(slots) == 1).all())

@@ -1,14 +1,14 @@
-"""Passes of query tokens by Triton kernels, replayed from CUDA graphs if that is asked for.
+"""Passes of query tokens by Triton kernels, optionally replayed from CUDA graphs.
 
 The kernels read keys and values where they are stored (`packed.kernels`), which
 `packed.attention` gathers in every layer. A step of some dozens of tokens still launches
 hundreds of kernels that take microseconds each, and launching them takes longer than running
-them. A replayed graph pays for one launch. Its tensors and launches have one size, so passes
+them. Replaying a graph takes one launch. Its tensors and launches have one size, so passes
 are padded (`packed.work_items`), and attention reads everything that differs between passes
 from device memory.
 
-Only verified kernels and graphs answer: the first pass of the kernels, and each graph once, is
-compared with the pass that gathers.
+Results come from verified kernels and graphs only: the kernels' first pass, and every graph
+once, is compared with the pass that gathers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = ["KernelSteps", "check_kernels"]
 
 _logger = logging.getLogger("genlm_hf")
 
-# Graphs of more tokens compute for longer than their launches take.
+# With more tokens, computation takes longer than the launches.
 _MOST_TOKENS = 1024
 
-# Graphs that are kept. Their intermediate results share one pool of memory.
+# Maximum number of graphs. Their intermediate results share one memory pool.
 _MOST_GRAPHS = 64
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,7 +53,7 @@ Run = Callable[[PackedPlan], torch.Tensor]
 
 
 class KernelSteps:
-    """Computes passes of query tokens by kernels; other passes are left to another function.
+    """Computes passes of query tokens by kernels; another function computes other passes.
 
     With graphs, a number of tokens is captured when it comes for the second time. Where Triton
     interprets its kernels (`TRITON_INTERPRET=1`), passes run on the CPU and are not captured.
@@ -100,7 +100,7 @@ class KernelSteps:
         Returns:
             Shape `(results, width)`, valid until the next call.
         """
-        # Sequences that are there several times have more results than tokens.
+        # Duplicate sequences have more results than tokens.
         if self._refused or plan.chunks or len(plan.results) > len(plan.tokens):
             return run(plan)
         items, tokens = work_items(plan, self._tile), len(plan.tokens)
@@ -123,7 +123,7 @@ class KernelSteps:
             self._graphs.clear()
 
     def statistics(self) -> Mapping[str, int | float | str]:
-        """Return counts of steps by kernels, captures and replays, and why there are none."""
+        """Return counts of kernel steps, captures and replays, and why graphs are off."""
         counts: dict[str, int | float | str]
         counts = {"kernel_steps": self._steps, "kernels_refused": self._refused}
         if self._graphs is not None:
@@ -151,7 +151,7 @@ class KernelSteps:
             found = compute().clone()
         except Exception as error:  # noqa: BLE001 - the pass without kernels is right
             self._refuse_all(f"one raised {type(error).__name__}: {error}")
-        # Afterwards: it also stores keys and values, and those that stay must be right.
+        # Runs last, so that the keys and values that remain stored are right.
         expected = run(plan)
         if found is not None:
             difference = _difference(found, expected)
@@ -160,7 +160,7 @@ class KernelSteps:
         return expected
 
     def _fill(self, plan: PackedPlan, items: WorkItems, size: StepSize) -> bool:
-        """Write the numbers of a pass; returns whether graphs that were captured read them."""
+        """Write the numbers of a pass; return whether captured graphs can read them."""
         numbers = flattened(plan, items, size)
         is_new = self._memory.reserve(len(numbers))
         if is_new:
@@ -201,7 +201,7 @@ class KernelSteps:
         return _Graph(graph.replay, logits)
 
     def _output(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the memory that the logits of all graphs share, as much as these take."""
+        """Return the memory that the logits of all graphs share, at least this size."""
         if self._logits is None or len(self._logits) < len(logits):
             self.clear()  # graphs write to the memory that is replaced
             self._logits = torch.empty_like(logits)
@@ -240,8 +240,8 @@ class _Graph:
     """A captured step.
 
     Attributes:
-        replay: Runs it.
-        logits: What it writes.
+        replay: Function that replays the step.
+        logits: Output of the replay.
     """
 
     replay: Callable[[], object]

@@ -2,7 +2,7 @@
 
 A forward pass over a few tokens with a recording attention function shows the layers in
 order, their heads and widths, their masks, and every argument that the packed attention
-would have to support. An unknown one makes the model unsupported; nothing is inferred from
+would have to support. An unknown argument makes the model unsupported; nothing is inferred from
 the model's name.
 
 transformers' masks are functions of two positions. Evaluated at positions far beyond any
@@ -48,8 +48,8 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 
 
-# The last decides how long a window can be told from none. Chunks would have to
-# divide all their differences to pass for a window.
+# The last position bounds the windows that can be detected. A chunk size would have to
+# divide all differences to be mistaken for a window.
 _POSITIONS = (5, 4_099, 131_101, 1_100_003)
 
 
@@ -69,7 +69,7 @@ class AttentionLayer:
         index: Index in the order in which layers run.
         window: Number of tokens that a token sees, itself included; None for all.
         shape: Shape of the keys and values of a token.
-        queries_per_head: Heads of queries for each head of keys.
+        queries_per_head: Number of query heads per key head.
         softcap: Upper bound of the scores, by a hyperbolic tangent; None for no bound.
         sinks: Whether the heads have attention sinks.
     """
@@ -122,7 +122,7 @@ def read_layout(model: torch.nn.Module, forward: Callable[[], object]) -> Attent
         forward: Runs it on a few tokens of one sequence, with mask, without cache.
 
     Raises:
-        UnsupportedModelError: Its attention differs from a plain decoder's in a way that
+        UnsupportedModelError: The attention differs from a plain decoder's in a way that
             the packed attention does not support.
     """
     configs = _configs(model)

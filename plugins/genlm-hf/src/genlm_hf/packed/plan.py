@@ -3,7 +3,7 @@
 The pass is one sequence of tokens for the model, `[1, tokens]`: first single query tokens,
 group by group, then prefill chunks. A query token attends to its whole past. Query tokens
 whose paths through the tree have a prefix in common form a group: attention reads the shared
-prefix once, as one matrix, and gathers the suffix of each. The plan holds numbers only;
+prefix once, as one matrix, and gathers their suffixes. The plan holds numbers only;
 `packed.device_plan` copies it to devices.
 
 Shapes of a pass of two groups and one chunk::
@@ -57,10 +57,10 @@ __all__ = [
 GROUP_COST = 2000
 GATHER_COST = 3
 
-# Most slots gathered at once: 128 MiB a layer at 2 KiB a slot.
+# Maximum slots gathered at once: 128 MiB a layer at 2 KiB a slot.
 _GATHERED_AT_ONCE = 2**16
 
-# Most scores of a head between the tokens of a group and the prefix that they share.
+# Maximum scores of a head between the tokens of a group and the prefix that they share.
 _SCORES_AT_ONCE = 2**22
 
 # Nodes of up to this many uncached tokens run faster as query tokens than as a chunk.
@@ -74,7 +74,7 @@ class QueryGroup:
     """Query tokens with a shared prefix.
 
     Attributes:
-        members: Which of all query tokens these are, at least one.
+        members: Indices into all query tokens, at least one.
         prefix: Slots of the first tokens of every sequence, without the query tokens' own.
         suffixes: The slots after the prefix up to the query token's own, shape (members,
             longest suffix); shorter suffixes are padded with the query token's own slot.
@@ -109,11 +109,11 @@ class PackedPlan:
 
     Attributes:
         tokens: Token ids, in the order of the pass.
-        positions: Position of each in its own sequence.
-        writes: The slot that takes the keys and values of each.
+        positions: Positions of the tokens in their sequences.
+        writes: Slots for the tokens' keys and values.
         groups: Groups of the first tokens of the pass.
         chunks: Chunks of the tokens after the groups.
-        results: Index in the pass of each token whose logits are wanted.
+        results: Indices in the pass of the tokens whose logits are requested.
     """
 
     tokens: Integers
@@ -158,8 +158,8 @@ def plan_forward(batch: TreeBatch) -> PackedPlan:
 def group_tokens(nodes: Sequence[Node], positions: Integers) -> Iterator[QueryGroup]:
     """Divide query tokens into groups, each token into exactly one.
 
-    From the leaves upwards, query tokens move to the parent node until a group of their
-    own, with a longer shared prefix, saves more gathering than it costs.
+    From the leaves upwards, query tokens move to the parent node until a separate
+    group with a longer shared prefix saves more gathering than it costs.
 
     Args:
         nodes: The node of the tree that holds each query token.
@@ -199,13 +199,13 @@ def _is_worth_a_group(node: Node, members: int, prefix: int) -> bool:
 
 
 def saves_gathering(members: int, added: int, prefix: int, slots: NDArray[np.integer]) -> bool:
-    """Whether a group of its own saves gathering more than it costs.
+    """Whether a separate group saves more gathering than it costs.
 
     Args:
         members: Its query tokens.
-        added: How many more slots these share than they do without the group.
+        added: Number of slots that these share in addition to the parent group's.
         prefix: All slots that they share.
-        slots: Some of these; a prefix whose slots are contiguous costs less.
+        slots: A subset of these slots; a prefix whose slots are contiguous costs less.
     """
     saved = GATHER_COST * members * added
     if saved <= GROUP_COST + prefix:

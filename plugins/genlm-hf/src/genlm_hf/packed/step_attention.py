@@ -1,6 +1,6 @@
-"""The attention of steps by kernels: it reads all that differs between steps from a device.
+"""Attention of steps by kernels: it reads everything step-specific from device memory.
 
-As `packed.attention` it is a function that transformers calls, for passes of query tokens
+Like `packed.attention`, it is a function that transformers calls, for passes of query tokens
 alone. Each layer takes three launches: `kernels.attend` over shared prefixes and over
 suffixes, and `kernels.combine`.
 """
@@ -25,7 +25,7 @@ __all__ = ["StepInputs", "StepMemory", "keys_at_once", "register", "step_attenti
 
 _ATTENTION = "genlm_step"
 
-# Rows of a tile of scores, and most query tokens of one.
+# Rows of a tile of scores, and maximum number of query tokens of a tile.
 _TILE_ROWS, _TILE_TOKENS = 64, 16
 
 # The smallest side of a matrix product in Triton.
@@ -37,7 +37,7 @@ _OPTIONS = {"enable_fp_fusion": True}
 # Bytes of keys that a program reads at once.
 _KEY_BYTES = 2**13
 
-# Numbers that a step has room for at first, 2 MiB: graphs are captured again when it grows.
+# Initial capacity, 2 MiB: graphs are captured again when it grows.
 _LEAST_NUMBERS = 2**18
 
 
@@ -52,7 +52,7 @@ class StepMemory:
         self._numbers = torch.zeros(_LEAST_NUMBERS, dtype=torch.int64, device=device)
 
     def reserve(self, count: int) -> bool:
-        """Make room for `count` numbers; returns whether the memory is another one now."""
+        """Make room for `count` numbers; return whether memory was reallocated."""
         if count <= len(self._numbers):
             return False
         self._numbers = self._numbers.new_zeros(power_of_two(count))
@@ -70,11 +70,11 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the kernels of a step read.
+    """Inputs of the kernels of a step.
 
     Attributes:
         size: Largest numbers of tokens and work items.
-        tile: Most query tokens of an item of a shared prefix.
+        tile: Maximum number of query tokens of an item of a shared prefix.
         found: The numbers, in a `StepMemory`.
     """
 
@@ -105,7 +105,7 @@ def register() -> None:
 def step_attention(
     layout: AttentionLayout, storage: KVStorage, inputs: StepInputs
 ) -> Iterator[None]:
-    """Let forward passes within this context attend as `inputs` say."""
+    """Use `inputs` for the attention of forward passes within this context."""
     _step.layout, _step.storage, _step.inputs = layout, storage, inputs
     try:
         with layout.runs(_ATTENTION):
@@ -115,7 +115,7 @@ def step_attention(
 
 
 def tile_of(layout: AttentionLayout) -> int:
-    """Return how many query tokens the work items of shared prefixes have at most."""
+    """Return the maximum number of query tokens of a shared prefix's work item."""
     heads = max(power_of_two(layer.queries_per_head) for layer in layout.layers)
     return max(1, min(_TILE_TOKENS, _TILE_ROWS // heads))
 
@@ -154,7 +154,7 @@ def _attend(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each work item's outputs, (rows, heads, width), and logarithms of sums."""
-    from genlm_hf.packed import kernels  # Triton is there where steps are captured
+    from genlm_hf.packed import kernels  # Triton is installed where steps are captured
 
     inputs = _step.inputs
     size, tile, found = inputs.size, inputs.tile, inputs.found

@@ -58,16 +58,16 @@ def _groups(batch: TableBatch) -> Iterator[QueryGroup]:
 def _clusters(
     batch: TableBatch, lengths: Integers, members: Integers, shared: int
 ) -> Iterator[tuple[Integers, int]]:
-    """Yield query tokens that share so much more that they are worth a group of their own.
+    """Yield query tokens whose longer shared prefix justifies a separate group.
 
     Args:
         batch: The pass.
         lengths: Slots of each query token after the trunk.
         members: The query tokens to divide.
-        shared: How many slots after the trunk all of them share.
+        shared: Number of slots after the trunk that all of them share.
 
     Yields:
-        Some of the members, and how many slots after the trunk these share.
+        A subset of the members, and the number of slots after the trunk that these share.
     """
     others = members[lengths[members] > shared + 1]  # the last slot is a token's own
     longest = int(lengths[members].max()) - shared

@@ -1,9 +1,9 @@
 """The work items of a pass of query tokens, as numbers for the kernels.
 
 A work item is a tile of consecutive query tokens and a range of slots that all of them see:
-a part of a shared prefix, or a part of one token's suffix. Each stands for a program of
-`kernels.attend` and gives a partial result for each of its tokens, which `kernels.combine`
-joins. Numbers are padded to a `StepSize`, since a CUDA graph has launches of one size.
+a part of a shared prefix, or a part of one token's suffix. A program of `kernels.attend`
+computes a partial result for every token of its work item, and `kernels.combine` joins them.
+Numbers are padded to a `StepSize`, since a CUDA graph has launches of one size.
 
 Graphs have a size for each padded number of tokens, whatever the lengths and prefixes of the
 sequences are, so that a population that grows is not captured again.
@@ -66,7 +66,7 @@ class WorkItems:
     """The work items of a pass.
 
     Attributes:
-        tile: Most query tokens of an item of a shared prefix.
+        tile: Maximum number of query tokens of an item of a shared prefix.
         shared: Items of shared prefixes, shape (items, `FIELDS`).
         own: Items of suffixes, of one query token each, shape (items, `FIELDS`).
         slots: Slots of all prefixes and suffixes.
@@ -94,7 +94,7 @@ def graph_size(tokens: int, tile: int) -> StepSize:
 
 
 class Sections(NamedTuple, Generic[Part]):
-    """Where the numbers of a pass are in one array, or tensors of these parts of it."""
+    """Ranges of a pass's numbers in one array, or tensors of these ranges."""
 
     tokens: Part
     positions: Part
@@ -112,7 +112,7 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
 
     Args:
         plan: The pass.
-        tile: Most query tokens of an item of a shared prefix.
+        tile: Maximum number of query tokens of an item of a shared prefix.
     """
     shared, own, slots = [], [], []
     first = used = 0
@@ -133,7 +133,7 @@ def work_items(plan: PackedPlan, tile: int) -> WorkItems:
 
 
 def sections(size: StepSize, tile: int) -> Sections[slice]:
-    """Return where the numbers of a pass of this size are."""
+    """Return the ranges of the numbers of a pass of this size."""
 
     def parts() -> Iterator[slice]:
         begin = 0
@@ -154,8 +154,8 @@ def sections(size: StepSize, tile: int) -> Sections[slice]:
 def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:
     """Return the numbers of a pass, padded; `sections` tells where each is.
 
-    Query tokens that are added write to the scratch slot and belong to no work item; work
-    items that are added have neither query tokens nor slots. Slots, the last section, are not
+    Padding query tokens write to the scratch slot and belong to no work item; padding work
+    items have neither query tokens nor slots. Slots, the last section, are not
     padded.
     """
     where = sections(size, items.tile)
@@ -178,7 +178,7 @@ def flattened(plan: PackedPlan, items: WorkItems, size: StepSize) -> Integers:
 
 
 def _partial_results(items: WorkItems, size: StepSize) -> tuple[Integers, Integers]:
-    """Return which rows of partial results belong to each query token.
+    """Return the rows of partial results of every query token.
 
     Returns:
         The first of each query token and the end of all, and the rows, token by token.
@@ -202,7 +202,7 @@ def _columns(*fields: Integers | int) -> Integers:
 
 
 def _divided(parts: list[Integers]) -> Integers:
-    """Cut items of many slots, so that there are enough items for a GPU."""
+    """Split items of many slots, so that there are enough items for a GPU."""
     if not parts:
         return np.empty((0, FIELDS), np.int64)
     items = np.concatenate(parts)

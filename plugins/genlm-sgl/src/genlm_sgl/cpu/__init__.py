@@ -1,1 +1,1 @@
-"""What SGLang needs on a CPU only; not imported where it runs on a GPU."""
+"""CPU-only support code for SGLang; not imported on a GPU."""

@@ -1,8 +1,8 @@
 """Runs the decode kernel of SGLang's CPU attention for extends of one token.
 
 `TorchNativeAttnBackend` pads the queries of each extend to the whole sequence: for one token
-after 512 cached ones it computes 513 queries and keeps the last. Its decode kernel computes the
-one. The methods involved are compared with the source that this module was written for.
+after 512 cached ones it computes 513 queries and keeps the last. Its decode kernel computes
+only that one. The methods are compared with the source that this module was written for.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def use_decode_kernel(backend: Any, version: str) -> bool:
         Whether the backend was changed.
 
     Warns:
-        RuntimeWarning: A method is not the one that this module was written for, and the
-            backend was left as it is.
+        RuntimeWarning: A method differs from the expected source, and the backend was not
+            changed.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 

@@ -234,13 +234,3 @@ def test_links_of_a_distributions_readme_work_on_a_package_index(page):
     assert project["urls"]["Homepage"] == HOST
     for link in re.findall(r"\]\(([^)\s]+)", page.read_text("utf-8")):
         assert link.startswith(("https://", "#")), link
-
-
-def test_every_term_is_linked_from_the_guide():
-    guide = (REPOSITORY / "docs/guide.md").read_text("utf-8")
-    terms = re.findall(
-        r"^## (.+)$", (REPOSITORY / "docs/terms.md").read_text("utf-8"), re.MULTILINE
-    )
-    assert len(terms) > 15
-    for term in terms:
-        assert f"](terms.md#{term.lower().replace(' ', '-')})" in guide, term

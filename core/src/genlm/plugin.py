@@ -14,7 +14,8 @@
 - models: `model_source`, `dtype_name`, `ModelFacts`, `rope_settings`, `VerifiedFamilies`,
   `check_verified`, `check_causal`, `UnverifiedModelWarning`, `read_adapter_config`,
   `read_lora_config`, `AdapterTable`
-- loading: `loading_stage`, which reports the progress of loading
+- processes: `Transport`, which sends requested outputs and answers, `picklable_error`
+- loading: `loading_stage`, which tells users who asked for progress what takes time
 - resources: `cache_budget_bytes`, `free_memory_bytes`, `preserve_process_state`,
   `claim_process`, `release_process`
 - errors of engines and plugins
@@ -104,6 +105,9 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.engines.process_state import claim_process as claim_process
     from genlm.engines.process_state import preserve_process_state as preserve_process_state
     from genlm.engines.process_state import release_process as release_process
+    from genlm.engines.transport import PackedCompletions as PackedCompletions
+    from genlm.engines.transport import Transport as Transport
+    from genlm.engines.transport import picklable_error as picklable_error
     from genlm.engines.verified import UnverifiedModelWarning as UnverifiedModelWarning
     from genlm.engines.verified import VerifiedFamilies as VerifiedFamilies
     from genlm.engines.verified import check_causal as check_causal

@@ -44,22 +44,26 @@ def _request(*prompts, router=None):
     return wire.packed_queries(router.take(0, 100), 0)
 
 
+def _answers(response):
+    return wire.TRANSPORT.unpack_completions(response.packed)
+
+
 def test_answers_that_could_not_be_packed_are_sent_with_the_next_message(monkeypatch):
-    packed = replica.packed_response
+    packed = wire.TRANSPORT.pack_completions
 
     def broken(*arguments):
-        monkeypatch.setattr(replica, "packed_response", packed)
+        monkeypatch.setattr(wire.TRANSPORT, "pack_completions", packed)
         raise RuntimeError("no memory")
 
     async def main(served, _engine):
         await served.attach("driver", "session", {}, [])
-        monkeypatch.setattr(replica, "packed_response", broken)
+        monkeypatch.setattr(wire.TRANSPORT, "pack_completions", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             await served.exchange("session", 0, _request((1, 2), (3, 4)))
         found, message = [], 1
         while len(found) < 2:
             response = await served.exchange("session", message, wire.ReplicaRequest())
-            answered = wire.completions(response)
+            answered = _answers(response)
             assert answered
             found += answered
             message += 1
@@ -103,11 +107,11 @@ def test_a_program_may_have_so_many_queries_and_sequences_and_the_rest_is_refuse
 
         async def answered(*prompts):
             request = _request(*prompts, router=router)
-            found = wire.completions(await served.exchange("session", next(messages), request))
+            found = _answers(await served.exchange("session", next(messages), request))
             while len(found) < len(prompts):
                 request = wire.ReplicaRequest()
                 response = await served.exchange("session", next(messages), request)
-                found += wire.completions(response)
+                found += _answers(response)
             return len(found)
 
         with pytest.raises(EvaluationError, match=r"allows 3 .ServingLimits.pending_queries"):

@@ -20,13 +20,26 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
 from genlm.core.reductions import TopK
-from genlm.plugin import EvaluationError, Reduced, stream_uniform
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    PackedCompletions,
+    Reduced,
+    stream_uniform,
+)
 from genlm_vllm.capture import ARGUMENT, Capture, CaptureRow, DrawToken
+from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
-from genlm_vllm.transport import pack_result, unpack_result
 from genlm_vllm.worker import RowWorker
 
 SIZE, WIDTH = 5, 8
+
+
+def unpacked(reply: tuple[bytes, bytes, int]) -> list[Any]:
+    """Return the answers that `RowWorker.genlm_take_bytes` sends, by key."""
+    rows = np.frombuffer(reply[1], np.float32).reshape(-1, SIZE)
+    found = TRANSPORT.unpack_completions(PackedCompletions(reply[0], rows))
+    return sorted(found, key=lambda each: each.query_id)
 
 
 @pytest.fixture(autouse=True)
@@ -260,17 +273,17 @@ def test_results_for_another_process_are_ordered_after_the_step(
         with streams.on(None if elsewhere else own):
             problem, reply = RowWorker.genlm_take_bytes(object(), [1, 2, 3, 4], [])
     assert problem is None
-    keys, data, [(key, packed)], _ = reply
-    assert (keys, key) == ([1, 4], 2)
-    rows = torch.from_numpy(np.frombuffer(data, np.float32).reshape(2, SIZE).copy())
-    check(logits, rows[0], unpack_result(packed), rows[1])
+    first, reduced, last = unpacked(reply)
+    assert [each.query_id for each in (first, reduced, last)] == [1, 2, 4]
+    check(logits, first.result, reduced.result, last.result)
 
 
 def test_a_value_on_a_device_is_returned_to_another_process_as_one_of_the_cpu(
     streams: RecordedStreams,
 ) -> None:
     value = streams.on_device(torch.arange(3.0))
-    [found] = unpack_result(pack_result(Reduced((value,)))).values
+    packed = TRANSPORT.pack_completions([Completion(1, Reduced((value,)))], SIZE)
+    [[found]] = [each.result.values for each in TRANSPORT.unpack_completions(packed)]
     assert not streams.is_on_device(found)
     assert found.tolist() == [0.0, 1.0, 2.0]
 
@@ -322,7 +335,7 @@ def test_out_of_memory_while_results_are_fetched_fails_the_requests(
     assert isinstance(error, torch.OutOfMemoryError)
 
 
-def test_out_of_memory_while_rows_are_gathered_fails_them_alone(
+def test_out_of_memory_while_rows_are_gathered_fails_those_queries(
     capture: Capture, streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with streams.on():
@@ -330,9 +343,9 @@ def test_out_of_memory_while_rows_are_gathered_fails_them_alone(
         monkeypatch.setattr("torch.stack", out_of_memory)
         problem, reply = RowWorker.genlm_take_bytes(object(), [1, 2, 4], [])
     assert problem is None
-    assert reply[:2] == ([], b"")
-    failed = {k for k, each in reply[2] if isinstance(unpack_result(each), Exception)}
-    assert failed == {1, 4}
+    answers = unpacked(reply)
+    assert {each.query_id for each in answers} == {1, 2, 4}
+    assert all("CUDA out of memory" in str(each.error) for each in answers)
 
 
 def test_an_error_of_one_of_several_ranks_is_raised_where_others_draw_as_well(

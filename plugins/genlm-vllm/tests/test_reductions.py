@@ -15,9 +15,10 @@ from row_oracle import Entropy, check_output, check_outputs, mask, outputs_of
 from genlm import DrawnToken, EvaluationError, SamplingParams
 from genlm.core.masks import Mask
 from genlm.core.reductions import Draw, LogMass, TopK
-from genlm.plugin import stream_uniform
+from genlm.plugin import PackedCompletions, stream_uniform
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import ONE_WORKER, TinyLlama
+from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -274,12 +275,13 @@ def test_only_results_travel(engine: Any, monkeypatch: pytest.MonkeyPatch) -> No
         for i, ids in enumerate(asked)
     ]
     finish(engine, drawing)
-    assert not any(found or data for found, data, *_ in replies)  # no rows
-    sizes = [
-        len(value) for _, _, packed, *_ in replies for _, values in packed for value in values
+    assert not any(rows for _, rows, _ in replies)
+    counts = [
+        len(TRANSPORT.unpack_completions(PackedCompletions(data, None))) if data else 0
+        for data, _, _ in replies
     ]
-    assert len(sizes) == 50
-    assert max(sizes) <= 150  # four numbers and the name of their class
-    [query] = drawing[:1]
-    [sent] = [bytes(each) for each in engine._rows.sent(query.outputs)]
-    assert len(sent) <= 250 + TINY_VOCABULARY // 8  # the mask is packed
+    assert sum(counts) == 50
+    for count, (data, _, _) in zip(counts, replies, strict=True):
+        assert len(data) <= 300 + 100 * count  # four numbers each, the name of their class once
+    sent = engine._rows.sent(drawing[0].outputs)
+    assert len(sent) <= 350 + TINY_VOCABULARY // 8  # the mask is packed

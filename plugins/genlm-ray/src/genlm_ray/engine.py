@@ -42,7 +42,7 @@ from genlm_ray.link import Attached, Dead, Event, Events, Lost, ReplicaLink, Rep
 from genlm_ray.populations import Populations
 from genlm_ray.replica import ReplicaSpec, new_session
 from genlm_ray.router import Context, Router
-from genlm_ray.wire import completions
+from genlm_ray.wire import TRANSPORT
 
 __all__ = ["RayEngine"]
 
@@ -446,7 +446,7 @@ class RayEngine:
             self._lose(link, _session_ended())
         else:
             link.store(reply.response.statistics)
-            finished = completions(reply.response)
+            finished = TRANSPORT.unpack_completions(reply.response.packed)
             self._ready += [each for each in finished if self._finished(each.query_id, number)]
             # It had accepted all messages, and all other replies have arrived.
             is_last = reply.message == link.last_message and not link.calls

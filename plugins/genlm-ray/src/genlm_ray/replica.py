@@ -35,15 +35,10 @@ from genlm.plugin import (
     ModelLoadError,
     find_backend,
     get_backend,
-)
-from genlm_ray.serving_loop import ServingLoop
-from genlm_ray.wire import (
-    ReplicaRequest,
-    ReplicaResponse,
-    Sequences,
-    packed_response,
     picklable_error,
 )
+from genlm_ray.serving_loop import ServingLoop
+from genlm_ray.wire import TRANSPORT, ReplicaRequest, ReplicaResponse, Sequences
 
 __all__ = [
     "UNLIMITED",
@@ -259,10 +254,10 @@ class Replica:
             finished, unanswered = self._loop.finished(session)
             if finished or not unanswered:
                 size = self._loop.built.result().vocabulary.size
-                response = packed_response(finished, self._statistics(), size)
+                packed = TRANSPORT.pack_completions(finished, size)
                 self._loop.discard_finished(session, len(finished))
                 self._answered += len(finished)
-                return response
+                return ReplicaResponse(packed, self._statistics())
             state.finished.clear()
             await state.finished.wait()
         return None

@@ -10,7 +10,7 @@ implements both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -18,11 +18,11 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as _Runner1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from genlm.plugin import draw_tokens, rows_from_logits, stream_uniform
+from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index
-from genlm_vllm.transport import unpack_outputs
 
 if TYPE_CHECKING:
-    from genlm.plugin import Reduction, Vocabulary
+    from genlm.plugin import Vocabulary
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as _Runner2
@@ -40,19 +40,19 @@ class CaptureRow(NamedTuple):
 
     Attributes:
         key: The key.
-        outputs: The requested outputs of the row, packed by `pack_outputs` in another process;
-            None for the row itself.
+        outputs: The requested outputs of the row, None for the row itself. Bytes that
+            `Transport.pack_outputs` returned, in another process.
     """
 
     key: int
-    outputs: Sequence[Reduction | bytes | None] | None = None
+    outputs: Outputs | bytes | None = None
 
     @property
     def wanted(self) -> Outputs:
         """The requested outputs of the row."""
-        if any(isinstance(output, bytes) for output in self.outputs or ()):
-            return unpack_outputs(cast("Sequence[bytes | None]", self.outputs))
-        return tuple(cast("Sequence[Reduction | None]", self.outputs))
+        if isinstance(self.outputs, bytes):
+            return tuple(TRANSPORT.unpack_outputs(self.outputs))
+        return tuple(self.outputs or ())
 
 
 class DrawToken(NamedTuple):

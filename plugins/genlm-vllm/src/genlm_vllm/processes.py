@@ -19,8 +19,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from genlm import EngineDiedError
+from genlm.plugin import Transport
 
 __all__ = [
+    "TRANSPORT",
     "VARIABLE",
     "FailureLog",
     "ProcessMonitor",
@@ -30,6 +32,9 @@ __all__ = [
 
 VARIABLE = "GENLM_VLLM_FAILURES"
 """Environment variable that names the file of a `FailureLog`."""
+
+TRANSPORT = Transport("vLLM's process")
+"""Packs what passes between this process and the workers'."""
 
 _MOST_BYTES = 2**12
 """Maximum bytes of a line, and of all lines of a process."""

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from genlm.plugin import (
+    PackedCompletions,
     Query,
     Reduced,
-    Reduction,
     TokenScores,
     Vocabulary,
 )
+from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.row_buffer import Outputs
 from genlm_vllm.scores import SCORES, ScoreTargets
-from genlm_vllm.transport import pack_outputs, unpack_result
 from genlm_vllm.worker import call_workers
 
 __all__ = ["FORK", "Fork", "LocalRows", "RemoteRows", "Result", "capture_row", "params_of"]
@@ -81,8 +82,8 @@ def params_of(
         length, stops = sampling.max_tokens, sorted(sampling.stop_token_ids)
     elif query.targets:
         first = len(query) - len(query.targets)
-        [output] = rows.sent(query.outputs)
-        arguments = {SCORES: ScoreTargets(number, first, query.targets, output)}
+        outputs = rows.sent(query.outputs)
+        arguments = {SCORES: ScoreTargets(number, first, query.targets, outputs)}
     else:
         arguments = capture_row(number, query, rows)
     return vllm.SamplingParams(
@@ -126,7 +127,7 @@ class LocalRows:
             engine, "genlm_start_capture", vocabulary.size, list(vocabulary.missing_ids)
         )
 
-    def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[Reduction | bytes | None]:
+    def sent(self, outputs: Outputs) -> Outputs | bytes:
         """Return the requested outputs of a row in the form that workers receive."""
         return outputs
 
@@ -172,9 +173,9 @@ class RemoteRows(LocalRows):
         super().__init__(engine, vocabulary)
         call_workers(engine, "genlm_start_parent_watchdog", os.getpid())
 
-    def sent(self, outputs: Sequence[Reduction | None]) -> Sequence[bytes | None]:
+    def sent(self, outputs: Outputs) -> bytes:
         """Return the requested outputs of a row as bytes."""
-        return pack_outputs(outputs)
+        return TRANSPORT.pack_outputs(outputs)
 
     def _taken(self, keys: list[int], abandoned: list[int]) -> dict[int, Result]:
         count = max(1, _BYTES_PER_CALL // (4 * self._size))
@@ -182,21 +183,16 @@ class RemoteRows(LocalRows):
         for begin in range(0, max(1, len(keys)), count):
             part = keys[begin : begin + count]
             replies = call_workers(self._engine, "genlm_take_bytes", part, abandoned)
-            for found, data, packed, copied in replies:
-                if found or packed:  # the worker that stores results
-                    self.tokens_copied = copied
-                if found:
-                    values = np.frombuffer(data, np.float32).reshape(len(found), -1)
-                    results |= {key: torch.tensor(row) for key, row in zip(found, values)}
-                results |= {key: _unpacked(each) for key, each in packed}
+            for data, row_bytes, copied in replies:
+                if not data:  # of a worker that stores no results
+                    continue
+                self.tokens_copied = copied
+                rows = np.frombuffer(row_bytes, np.float32).reshape(-1, self._size)
+                for key, result, error in TRANSPORT.unpack_completions(
+                    PackedCompletions(data, rows)
+                ):
+                    results[key] = result if error is None else error
         return results
 
     def close(self) -> None:
         """Do nothing: the workers' processes end."""
-
-
-def _unpacked(packed: list[bytes] | bytes) -> Result:
-    """Unpack the results of `RowWorker.genlm_take_bytes`."""
-    result = unpack_result(packed)
-    values = result.values if isinstance(result, Reduced) else ()
-    return next((value for value in values if isinstance(value, TokenScores)), result)

@@ -16,11 +16,11 @@ import torch
 
 from genlm.plugin import EvaluationError, PositionReduction, TokenSequence
 from genlm.prefix import PieceScores, ScoredText
-from genlm_vllm.row_buffer import ROW_BUFFER, device_index
-from genlm_vllm.transport import unpack_outputs
+from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index
 
 if TYPE_CHECKING:
-    from genlm.plugin import Reduction, Vocabulary
+    from genlm.plugin import Vocabulary
 
 __all__ = ["SCORES", "ScoreTargets", "Span", "start_scores"]
 
@@ -41,16 +41,16 @@ class ScoreTargets(NamedTuple):
 
     Attributes:
         key: Key of the scores.
-        first: Position of the prompt that predicts the first target.
-        targets: Target ids; position `first + i` predicts target i.
-        output: The reduction of the rows that predict them, packed by `pack_outputs` in
-            another process; None for the scores.
+        first: Position of the prompt after which the first one comes.
+        targets: Their ids; target i comes after position `first + i`.
+        outputs: One: the reduction of the rows that predict them, or None for the scores. Bytes
+            that `Transport.pack_outputs` returned, in another process.
     """
 
     key: int
     first: int
     targets: Sequence[int]
-    output: Reduction | bytes | None = None
+    outputs: Outputs | bytes = (None,)
 
     @classmethod
     def of(cls, sampling_params: Any) -> ScoreTargets | None:
@@ -66,9 +66,10 @@ class ScoreTargets(NamedTuple):
         Raises:
             EvaluationError: The reduction cannot be loaded in this process.
         """
-        output = self.output
-        if isinstance(output, bytes):
-            [output] = unpack_outputs([output])
+        outputs = self.outputs
+        if isinstance(outputs, bytes):
+            outputs = tuple(TRANSPORT.unpack_outputs(outputs))
+        [output] = outputs
         reduction = None
         if output is not None:
             if not isinstance(output, PositionReduction):

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import EvaluationError, Reduced, TokenScores
+from genlm.plugin import Completion, EvaluationError
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.processes import record_failures, start_parent_watchdog
+from genlm_vllm.processes import TRANSPORT, record_failures, start_parent_watchdog
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
 from genlm_vllm.scores import start_scores
-from genlm_vllm.transport import pack_result
 
 __all__ = ["RowWorker", "call_workers"]
 
@@ -158,28 +157,25 @@ class RowWorker:
     @_replying
     def genlm_take_bytes(
         self, keys: list[int], abandoned: list[int]
-    ) -> tuple[list[int], bytes, list[tuple[int, Any]], int]:
+    ) -> tuple[bytes, bytes, int]:
         """Return results to another process.
 
         Returns:
-            The keys of rows and their float32 values; keys and packed values of other results,
-            scores included; `tokens_copied`.
+            The two parts of `PackedCompletions`, empty if nothing is stored for the keys;
+            `tokens_copied`.
         """
         results = ROW_BUFFER.take(keys, abandoned)
-        rows = {key: each for key, each in results.items() if isinstance(each, torch.Tensor)}
-        data = b""
-        try:
-            if rows:  # on the stream on which `take` has copied them
-                data = torch.stack(list(rows.values())).cpu().numpy().tobytes()
-        except Exception as error:  # noqa: BLE001 - out of memory; other results are returned
-            results |= dict.fromkeys(rows, error)
-            rows.clear()
-        packed = [
-            (key, pack_result(Reduced((each,)) if isinstance(each, TokenScores) else each))
+        if not results:
+            return b"", b"", ROW_BUFFER.tokens_copied
+        completions = [
+            Completion(key, error=each)
+            if isinstance(each, Exception)
+            else Completion(key, each)
             for key, each in results.items()
-            if not isinstance(each, torch.Tensor)
         ]
-        return list(rows), data, packed, ROW_BUFFER.tokens_copied
+        packed = TRANSPORT.pack_completions(completions, ROW_BUFFER.ids.size)
+        rows = b"" if packed.rows is None else packed.rows.tobytes()
+        return packed.data, rows, ROW_BUFFER.tokens_copied
 
     @_replying
     def genlm_count_rows(self) -> int:

@@ -1,0 +1,319 @@
+"""`Transport`: requested outputs and answers on their way between processes.
+
+Values of a class are pickled together, tensors as arrays. A value that cannot be
+pickled, or whose class the other process cannot import, fails alone.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from genlm.core.errors import EvaluationError
+from genlm.core.query import (
+    Completion,
+    GroupReduction,
+    GroupResult,
+    Reduced,
+    Reduction,
+)
+
+__all__ = ["PackedCompletions", "Transport", "picklable_error"]
+
+_SAFE = frozenset({bool, bytes, float, int, str, np.ndarray, torch.Tensor})
+"""Classes that every process can load, besides those of genlm itself."""
+
+_RESULT, _ERROR = -1, -2
+
+_Part = tuple[list[int], bytes, bool]
+"""Places of values, their pickled list, and whether they are reductions of groups."""
+
+
+class PackedCompletions(NamedTuple):
+    """Answers to queries, ready to be sent.
+
+    Attributes:
+        data: Everything but rows.
+        rows: Rows in the order of the answers, shape `(n, vocab_size)`, float32; None if there
+            is none. The caller sends them in the form that is cheapest for it.
+    """
+
+    data: bytes
+    rows: np.ndarray[Any, np.dtype[np.float32]] | None
+
+
+class Transport:
+    """Packs what a query asks for and what an engine returns.
+
+    Both processes have an equal one.
+
+    Args:
+        process: Names the engine's process in messages, such as "a replica".
+        dumps_by_value: Pickles what `pickle` cannot, and classes of the main module, such as
+            `cloudpickle.dumps`; by default only importable classes are sent.
+    """
+
+    def __init__(
+        self, process: str, dumps_by_value: Callable[[Any], bytes] | None = None
+    ) -> None:
+        self._process = process
+        self._dumps_by_value = dumps_by_value
+
+    # -- what queries ask for ---------------------------------------------------------
+
+    def pack_outputs(self, outputs: Sequence[Reduction | GroupReduction | None]) -> bytes:
+        """Pack requested outputs; None, the row itself, stays None."""
+        return self._pack(outputs, self._unsendable_output)
+
+    def unpack_outputs(self, data: bytes) -> list[Any]:
+        """Unpack requested outputs; those that cannot be loaded here fail when computed."""
+
+        def refused(error: Exception, is_group: bool) -> object:
+            message = (
+                f"a reduction cannot be loaded in {self._process}, where its module must be "
+                f"installed: {type(error).__name__}: {error}"
+            )
+            return _undeliverable(message, is_group)
+
+        outputs = _unpack(data, refused)
+        for place, output in enumerate(outputs):
+            if output is not None and not isinstance(output, (Reduction, GroupReduction)):
+                error = TypeError(f"it was pickled as {type(output).__name__}")
+                outputs[place] = refused(error, False)
+        return outputs
+
+    def _unsendable_output(self, output: Any, error: Exception) -> object:
+        message = (
+            f"{type(output).__name__} cannot be sent to {self._process}: "
+            f"{type(error).__name__}: {error}"
+        )
+        return _undeliverable(message, isinstance(output, GroupReduction))
+
+    # -- answers ----------------------------------------------------------------------
+
+    def pack_completions(
+        self, completions: Sequence[Completion], vocab_size: int
+    ) -> PackedCompletions:
+        """Pack answers; one that cannot be packed becomes an `EvaluationError`."""
+        try:
+            return self._pack_completions(completions, vocab_size)
+        except Exception:  # noqa: BLE001 - out of memory; it fails only those concerned
+            packable = [self._packable(each, vocab_size) for each in completions]
+            return self._pack_completions(packable, vocab_size)
+
+    def _packable(self, completion: Completion, vocab_size: int) -> Completion:
+        try:
+            self._pack_completions([completion], vocab_size)
+        except Exception as error:  # noqa: BLE001 - as above
+            cause = EvaluationError(
+                f"the result cannot be returned from {self._process}: "
+                f"{type(error).__name__}: {error}"
+            )
+            return Completion(completion.query_id, error=cause)
+        return completion
+
+    def _pack_completions(
+        self, completions: Sequence[Completion], vocab_size: int
+    ) -> PackedCompletions:
+        ids: list[int] = []
+        counts: list[int] = []  # of the values of each `Reduced`; else `_RESULT` or `_ERROR`
+        values: list[Any] = []
+        for query_id, result, error in completions:
+            ids.append(query_id)
+            if error is not None:
+                counts.append(_ERROR)
+                values.append(error)
+            elif type(result) is Reduced:
+                counts.append(len(result.values))
+                values += result.values
+            else:
+                counts.append(_RESULT)
+                values.append(result)
+        places: list[int] = []
+        rows: list[torch.Tensor] = []
+        for place, value in enumerate(values):
+            if _is_row(value, vocab_size):
+                places.append(place)
+                rows.append(value.detach())
+                values[place] = None
+            else:
+                values[place] = _with_picklable_errors(value)
+        data = self._pack(values, self._unsendable_result)
+        return PackedCompletions(
+            pickle.dumps((ids, counts, places, data), pickle.HIGHEST_PROTOCOL),
+            torch.stack(rows).cpu().numpy() if rows else None,
+        )
+
+    def unpack_completions(self, packed: PackedCompletions) -> list[Completion]:
+        """Unpack answers; each row is a copy, which its receiver owns."""
+        ids, counts, places, data = pickle.loads(packed.data)  # noqa: S301 - our own process's
+
+        def refused(error: Exception, _is_group: bool) -> object:
+            return EvaluationError(
+                f"a result cannot be loaded from {self._process}: "
+                f"{type(error).__name__}: {error}"
+            )
+
+        values = _unpack(data, refused)
+        for index, place in enumerate(places):
+            assert packed.rows is not None  # noqa: S101 - there are rows
+            values[place] = row = torch.empty(packed.rows.shape[1])
+            row.numpy()[:] = packed.rows[index]
+        found, begin = [], 0
+        for query_id, count in zip(ids, counts, strict=True):
+            end = begin + (count if count >= 0 else 1)
+            if count >= 0:
+                found.append(Completion(query_id, Reduced(tuple(values[begin:end]))))
+            elif isinstance(values[begin], Exception):
+                found.append(Completion(query_id, error=values[begin]))
+            else:
+                found.append(Completion(query_id, values[begin]))
+            begin = end
+        return found
+
+    def _unsendable_result(self, value: Any, error: Exception) -> object:
+        return EvaluationError(
+            f"a result of type {type(value).__name__} cannot be returned from "
+            f"{self._process}: {type(error).__name__}: {error}"
+        )
+
+    # -- values -----------------------------------------------------------------------
+
+    def _pack(
+        self, values: Sequence[Any], refused: Callable[[Any, Exception], object]
+    ) -> bytes:
+        """Pickle the values that every process can load together, and others by class."""
+        groups: dict[object, tuple[list[int], list[Any]]] = {}
+        for place, value in enumerate(values):
+            if value is None:
+                continue
+            kind = _kind(value)
+            is_safe = kind in _SAFE or kind.__module__.startswith("genlm.")
+            key = (None if is_safe else kind, isinstance(value, GroupReduction))
+            places, members = groups.setdefault(key, ([], []))
+            places.append(place)
+            members.append(value)
+        parts: list[_Part] = []
+        for (_, is_group), (places, members) in groups.items():
+            try:
+                parts.append((places, self._dumps(members), is_group))
+            except Exception:  # noqa: BLE001 - whatever an object raises when it is pickled
+                parts += [
+                    ([place], self._dumps_alone(value, refused), is_group)
+                    for place, value in zip(places, members, strict=True)
+                ]
+        return pickle.dumps((len(values), parts), pickle.HIGHEST_PROTOCOL)
+
+    def _dumps_alone(self, value: Any, refused: Callable[[Any, Exception], object]) -> bytes:
+        try:
+            return self._dumps([value])
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._dumps([refused(value, error)])
+
+    def _dumps(self, values: list[Any]) -> bytes:
+        by_value = self._dumps_by_value
+        if by_value is None or _kind(values[0]).__module__ != "__main__":
+            try:
+                buffer = io.BytesIO()
+                _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(values)
+                return buffer.getvalue()
+            except (pickle.PicklingError, AttributeError, TypeError):
+                if by_value is None:
+                    raise
+        assert by_value is not None  # noqa: S101 - see above
+        return by_value(values)
+
+
+def _unpack(data: bytes, refused: Callable[[Exception, bool], object]) -> list[Any]:
+    length, parts = pickle.loads(data)  # noqa: S301 - of a process that this one trusts
+    values: list[Any] = [None] * length
+    for places, pickled, is_group in parts:
+        try:
+            members = pickle.loads(pickled)  # noqa: S301 - as above
+        except Exception as error:  # noqa: BLE001 - such as a module that is not installed here
+            members = [refused(error, is_group)] * len(places)
+        for place, value in zip(places, members, strict=True):
+            values[place] = value
+    return values
+
+
+def _kind(value: Any) -> type:
+    """The class that the other process may lack: a program's may be within one of genlm."""
+    return type(getattr(value, "reduction", value))
+
+
+def _is_row(value: object, vocab_size: int) -> bool:
+    """Whether a value is a row; tensors of other shapes and dtypes are reductions' results."""
+    is_float = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return is_float and value.shape == (vocab_size,)
+
+
+def picklable_error(error: Exception) -> Exception:
+    """Return an exception that another process can unpickle, itself if it can."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - whatever its constructor or attributes raise
+        return EvaluationError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _with_picklable_errors(value: Any) -> Any:
+    if isinstance(value, Exception):
+        return picklable_error(value)
+    if isinstance(value, GroupResult):
+        errors = {place: picklable_error(each) for place, each in value.errors.items()}
+        return GroupResult(value.columns, errors)
+    return value
+
+
+def _undeliverable(message: str, is_group: bool) -> Reduction | GroupReduction:
+    return _UndeliverableGroup(message) if is_group else _Undeliverable(message)
+
+
+@dataclass(frozen=True)
+class _Undeliverable(Reduction):
+    """Stands for a reduction that could not be sent, and fails with the reason."""
+
+    reason: str
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Self]) -> Sequence[EvaluationError]:
+        """Return the errors."""
+        del rows
+        return [EvaluationError(request.reason) for request in requests]
+
+
+@dataclass(frozen=True)
+class _UndeliverableGroup(GroupReduction):
+    """The same for a reduction of a population."""
+
+    reason: str
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Raise the error."""
+        del rows, row_of, members
+        raise EvaluationError(self.reason)
+
+
+def _array_of(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().cpu()  # the other process may not use the device
+    try:
+        return torch.from_numpy, (tensor.contiguous().numpy(),)
+    except (RuntimeError, TypeError):  # numpy has no bfloat16, and no sparse arrays
+        # A copy, not all of the memory of what it is a part of.
+        return tensor.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays on the CPU, which takes a tenth of the time."""
+
+    dispatch_table = copyreg.dispatch_table | {torch.Tensor: _array_of}

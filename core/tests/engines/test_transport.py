@@ -1,0 +1,281 @@
+"""Requested outputs and answers arrive in another process as they were sent."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from genlm.core.masks import Mask
+from genlm.core.reductions import Draw, DrawnToken, TopK, TopTokens
+from genlm.plugin import (
+    Completion,
+    EvaluationError,
+    GroupReduction,
+    GroupResult,
+    PackedCompletions,
+    PositionReduction,
+    Reduced,
+    Reduction,
+    TokenScores,
+    Transport,
+)
+
+SIZE = 7
+
+TRANSPORT = Transport("a worker")
+
+
+@dataclass(frozen=True)
+class Constant(Reduction):
+    """Holds anything, and returns it."""
+
+    value: Any
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[Constant]) -> Sequence[Any]:
+        return [each.value for each in requests]
+
+
+@dataclass(frozen=True)
+class GroupConstant(GroupReduction):
+    value: Any
+
+    def compute(
+        self, rows: torch.Tensor, row_of: torch.Tensor, members: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return (torch.full((len(members),), self.value),)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that can be taken away, as if it was missing in the other process."""
+    module: Any = types.ModuleType("only_in_one_process")
+    module.Constant, module.GroupConstant = Constant, GroupConstant
+    code = "class Odd(Constant): pass\nclass OddGroup(GroupConstant): pass\nclass Thing: pass"
+    exec(f"{code}\nclass Unreadable(Exception): pass", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def returned(*completions: Completion) -> list[Completion]:
+    return TRANSPORT.unpack_completions(TRANSPORT.pack_completions(completions, SIZE))
+
+
+def values_returned(*values: Any) -> tuple[Any, ...]:
+    [completion] = returned(Completion(0, Reduced(values)))
+    assert isinstance(completion.result, Reduced)
+    return completion.result.values
+
+
+def outputs_sent(*outputs: Any, by: Transport = TRANSPORT) -> list[Any]:
+    return by.unpack_outputs(by.pack_outputs(outputs))
+
+
+def computed(reduction: Any) -> Any:
+    [value] = type(reduction).compute(torch.zeros(1, SIZE), [reduction])
+    return value
+
+
+# -- what queries ask for -------------------------------------------------------------
+
+
+def test_outputs_arrive_equal_with_masks_as_bits() -> None:
+    mask = Mask(range(0, 128_000, 3), 128_000)
+    outputs = [Draw(0.25, 0.5, mask), None, TopK(4)]
+    packed = TRANSPORT.pack_outputs(outputs)
+    assert TRANSPORT.unpack_outputs(packed) == outputs
+    assert len(packed) <= 16_000 + 450
+
+
+def test_what_outputs_share_is_sent_once() -> None:
+    shared = torch.arange(3)
+    first, second = outputs_sent(Constant(shared), Constant(shared))
+    assert first.value is second.value
+    assert torch.equal(first.value, shared)
+
+
+def test_a_reduction_that_cannot_be_pickled_fails_alone() -> None:
+    refused, none, two = outputs_sent(Constant(threading.Lock()), None, Constant(2))
+    assert (none, two) == (None, Constant(2))
+    error = computed(refused)
+    assert isinstance(error, EvaluationError)
+    assert "Constant cannot be sent to a worker: TypeError" in str(error)
+    [group] = outputs_sent(GroupConstant(threading.Lock()))
+    with pytest.raises(EvaluationError, match="GroupConstant cannot be sent to a worker"):
+        group.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))
+
+
+def test_classes_of_the_main_module_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Constant, GroupConstant):
+        monkeypatch.setattr(kind, "__module__", "__main__")
+    by_value = Transport("a worker", pytest.importorskip("cloudpickle").dumps)
+    packed = by_value.pack_outputs([Constant(lambda: 3), PositionReduction(GroupConstant(2))])
+    function, positions = by_value.unpack_outputs(packed)
+    assert computed(function)() == 3
+    assert positions.reduction.value == 2
+
+
+def test_a_reduction_that_cannot_be_loaded_fails_alone(
+    elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = [
+        elsewhere.Odd(1),
+        TopK(3),
+        elsewhere.OddGroup(1),
+        PositionReduction(elsewhere.OddGroup(1)),
+        PositionReduction(GroupConstant(2)),
+    ]
+    packed = TRANSPORT.pack_outputs(outputs)
+    monkeypatch.delitem(sys.modules, elsewhere.__name__)
+    odd, top, group, position, known = TRANSPORT.unpack_outputs(packed)
+    assert top == TopK(3)
+    assert known.reduction.value == 2
+    for reduction in (odd, position):
+        assert "cannot be loaded in a worker, where its module" in str(computed(reduction))
+    with pytest.raises(EvaluationError, match="cannot be loaded in a worker"):
+        group.compute(torch.zeros(1, SIZE), torch.zeros(1), torch.zeros(1))
+
+
+class PickledAsText(TopK):
+    """A reduction that arrives as something else."""
+
+    def __reduce__(self) -> Any:
+        return str, ("text",)
+
+
+def test_what_arrives_as_no_reduction_fails_alone() -> None:
+    broken, sound = outputs_sent(PickledAsText(2), TopK(2))
+    assert sound == TopK(2)
+    assert "pickled as str" in str(computed(broken))
+
+
+# -- answers --------------------------------------------------------------------------
+
+
+def test_rows_and_tensors_of_any_shape_and_dtype_arrive_as_they_were() -> None:
+    row, other = torch.randn(SIZE).log_softmax(0), torch.randn(SIZE).log_softmax(0)
+    few, ids = torch.randn(3), torch.tensor([5, 2**40])
+    wide, flags = torch.randn(SIZE, dtype=torch.float64), torch.tensor([True, False])
+    scores = TokenScores(torch.randn(2), flags)
+    found = returned(
+        Completion(0, row),
+        Completion(1, Reduced((few, other, ids))),
+        Completion(2, Reduced((wide, 0.5, EvaluationError("no room")))),
+        Completion(3, scores),
+        Completion(4, error=EvaluationError("too long")),
+        Completion(5, [3, 1, 4]),
+        Completion(6, Reduced(())),
+    )
+    results: list[Any] = [each.result for each in found]
+    assert [each.query_id for each in found] == list(range(7))
+    pairs = [(results[0], row), (results[3].logprobs, scores.logprobs)]
+    pairs += zip(results[1].values, (few, other, ids), strict=True)
+    pairs += [(results[2].values[0], wide), (results[3].is_top, flags)]
+    for value, expected in pairs:
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected)
+    assert results[2].values[1] == 0.5
+    assert isinstance(results[2].values[2], EvaluationError)
+    assert str(found[4].error) == "too long"
+    assert results[5:] == [[3, 1, 4], Reduced(())]
+    results[0].add_(1)  # rows belong to their receivers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
+def test_tensors_arrive_as_the_callers_own(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).to(dtype).view(3, 4)
+    [found] = values_returned(tensor[1:])
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor[1:])
+    found.fill_(0)
+    assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_tensors_take_few_more_bytes_than_their_values() -> None:
+    tokens = TopTokens(torch.randn(10), torch.arange(10))
+    completion = Completion(0, Reduced((tokens,)))
+    assert len(TRANSPORT.pack_completions([completion], SIZE).data) <= 120 + 550
+    [found] = values_returned(tokens)
+    assert isinstance(found, TopTokens)
+    assert torch.equal(found.logprobs, tokens.logprobs)
+
+
+def test_results_that_cannot_be_sent_or_loaded_fail_alone(
+    elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = torch.randn(SIZE).log_softmax(0)
+    half = torch.tensor([1.5, -2.0]).bfloat16()
+    generator: Any = (each for each in range(3))
+    drawn = DrawnToken(5, -1.0, 0.0, -1.0)
+    sent = [
+        Completion(0, row),
+        Completion(1, Reduced((generator, 0.5))),
+        Completion(2, Reduced((elsewhere.Thing(), half))),
+        Completion(3, generator),
+        Completion(4, error=elsewhere.Unreadable("gone")),
+        Completion(5, Reduced((None, [1, half], drawn))),
+    ]
+    packed = TRANSPORT.pack_completions(sent, SIZE)
+    monkeypatch.delitem(sys.modules, elsewhere.__name__)
+    found = TRANSPORT.unpack_completions(packed)
+    results: list[Any] = [each.result for each in found]
+    assert [each.query_id for each in found] == list(range(6))
+    assert torch.equal(results[0], row)
+    assert "type generator cannot be returned from a worker" in str(results[1].values[0])
+    assert results[1].values[1] == 0.5
+    assert "a result cannot be loaded from a worker" in str(results[2].values[0])
+    assert torch.equal(results[2].values[1], half)
+    assert "generator" in str(found[3].error)
+    assert results[3] is None
+    assert isinstance(found[4].error, EvaluationError)
+    assert results[5].values[0] is None
+    assert torch.equal(results[5].values[1][1], half)
+    assert results[5].values[2] == drawn
+
+
+class NeedsTwo(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one + two)
+
+
+def test_errors_that_cannot_be_made_again_arrive_as_evaluation_errors() -> None:
+    columns = (torch.arange(2),)
+    group, alone = returned(
+        Completion(0, GroupResult(columns, {1: NeedsTwo(1, 2)})),
+        Completion(1, error=NeedsTwo(1, 2)),
+    )
+    assert isinstance(group.result, GroupResult)
+    assert torch.equal(group.result.columns[0], columns[0])
+    for error in (group.result.errors[1], alone.error):
+        assert type(error) is EvaluationError
+        assert str(error) == "NeedsTwo: 3"
+
+
+def test_a_result_that_cannot_be_packed_fails_alone() -> None:
+    row = torch.randn(SIZE).log_softmax(0)
+    first, lost, third = returned(
+        Completion(0, row),
+        Completion(1, torch.empty(SIZE, device="meta")),  # which cannot be copied
+        Completion(2, Reduced((0.5, row))),
+    )
+    assert isinstance(first.result, torch.Tensor)
+    assert torch.equal(first.result, row)
+    assert isinstance(third.result, Reduced)
+    assert torch.equal(third.result.values[1], row)
+    assert lost.query_id == 1
+    assert "the result cannot be returned from a worker" in str(lost.error)
+
+
+def test_packed_answers_are_two_plain_parts() -> None:
+    packed = TRANSPORT.pack_completions([Completion(0, [1, 2])], SIZE)
+    assert packed.rows is None
+    again = PackedCompletions(*pickle.loads(pickle.dumps(tuple(packed))))
+    assert TRANSPORT.unpack_completions(again) == [Completion(0, [1, 2])]

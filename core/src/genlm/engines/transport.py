@@ -1,4 +1,4 @@
-"""`Transport`: requested outputs and answers on their way between processes.
+"""`Transport`: requested outputs and results that are sent between processes.
 
 Values of a class are pickled together, tensors as arrays. A value that cannot be
 pickled, or whose class the other process cannot import, fails alone.
@@ -37,12 +37,12 @@ _Part = tuple[list[int], bytes, bool]
 
 
 class PackedCompletions(NamedTuple):
-    """Answers to queries, ready to be sent.
+    """Results of queries in the form in which they are sent.
 
     Attributes:
-        data: Everything but rows.
-        rows: Rows in the order of the answers, shape `(n, vocab_size)`, float32; None if there
-            is none. The caller sends them in the form that is cheapest for it.
+        data: The pickled results without rows.
+        rows: Rows in the order of the results, shape `(n, vocab_size)`, float32; None if there
+            are no rows. The caller chooses how to send them.
     """
 
     data: bytes
@@ -50,12 +50,12 @@ class PackedCompletions(NamedTuple):
 
 
 class Transport:
-    """Packs what a query asks for and what an engine returns.
+    """Packs the requested outputs of queries and the results of an engine.
 
-    Both processes have an equal one.
+    Both processes construct it with the same arguments.
 
     Args:
-        process: Names the engine's process in messages, such as "a replica".
+        process: Name of the engine's process in messages, such as "a replica".
         dumps_by_value: Pickles what `pickle` cannot, and classes of the main module, such as
             `cloudpickle.dumps`; by default only importable classes are sent.
     """
@@ -66,7 +66,7 @@ class Transport:
         self._process = process
         self._dumps_by_value = dumps_by_value
 
-    # -- what queries ask for ---------------------------------------------------------
+    # -- requested outputs ---------------------------------------------------------
 
     def pack_outputs(self, outputs: Sequence[Reduction | GroupReduction | None]) -> bytes:
         """Pack requested outputs; None, the row itself, stays None."""
@@ -96,12 +96,12 @@ class Transport:
         )
         return _undeliverable(message, isinstance(output, GroupReduction))
 
-    # -- answers ----------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------
 
     def pack_completions(
         self, completions: Sequence[Completion], vocab_size: int
     ) -> PackedCompletions:
-        """Pack answers; one that cannot be packed becomes an `EvaluationError`."""
+        """Pack results; a result that cannot be packed becomes an `EvaluationError`."""
         try:
             return self._pack_completions(completions, vocab_size)
         except Exception:  # noqa: BLE001 - out of memory; it fails only those concerned
@@ -152,7 +152,7 @@ class Transport:
         )
 
     def unpack_completions(self, packed: PackedCompletions) -> list[Completion]:
-        """Unpack answers; each row is a copy, which its receiver owns."""
+        """Unpack results; each row is a copy that belongs to the caller."""
         ids, counts, places, data = pickle.loads(packed.data)  # noqa: S301 - our own process's
 
         def refused(error: Exception, _is_group: bool) -> object:
@@ -190,7 +190,7 @@ class Transport:
         self, values: Sequence[Any], refused: Callable[[Any, Exception], object]
     ) -> bytes:
         """Pickle the values that every process can load together, and others by class."""
-        groups: dict[object, tuple[list[int], list[Any]]] = {}
+        groups: dict[tuple[type | None, bool], tuple[list[int], list[Any]]] = {}
         for place, value in enumerate(values):
             if value is None:
                 continue
@@ -251,8 +251,11 @@ def _kind(value: Any) -> type:
 
 def _is_row(value: object, vocab_size: int) -> bool:
     """Whether a value is a row; tensors of other shapes and dtypes are reductions' results."""
-    is_float = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-    return is_float and value.shape == (vocab_size,)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and value.shape == (vocab_size,)
+    )
 
 
 def picklable_error(error: Exception) -> Exception:

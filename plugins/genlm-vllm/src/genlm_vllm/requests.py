@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -191,7 +191,7 @@ class RemoteRows(LocalRows):
                 for key, result, error in TRANSPORT.unpack_completions(
                     PackedCompletions(data, rows)
                 ):
-                    results[key] = result if error is None else error
+                    results[key] = cast("Result", result if error is None else error)
         return results
 
     def close(self) -> None:

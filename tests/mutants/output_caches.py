@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from genlm import OutputCache
-from genlm.core.scheduler import worker
+from genlm.core.scheduler import delivery
 
 from .mutant import core_mutant
 
@@ -120,7 +120,7 @@ def bytes_not_counted(put):
     return broken
 
 
-@core_mutant(worker, "distribute", killed_by="one-evaluation-serves-several-loops")
-def joined_callers_share_memory(distribute):
+@core_mutant(delivery, "copied", killed_by="one-evaluation-serves-several-loops")
+def joined_callers_share_memory(copied):
     """Gives all callers of one evaluation the same tensor."""
-    return lambda evaluation, outcome, _copy: distribute(evaluation, outcome, lambda r: r)
+    return lambda value: value

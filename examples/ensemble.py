@@ -17,9 +17,8 @@ async def extended(text, readers, combine, uniform):
     """Draw the next byte in proportion to a combination; also the log of their sum."""
     if not readers:
         return (text, []), 0.0  # the text is over
-    before = [each.logprob for each in readers]
     after = [each.logprob + np.log(each.probabilities() + 1e-300) for each in readers]
-    mass = np.exp(combine(*after) - combine(*before)).cumsum()
+    mass = np.exp(combine(*after) - combine(*(each.logprob for each in readers))).cumsum()
     byte = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
     if byte == genlm.ByteReader.STOP:
         return (text, []), np.log(mass[-1])
@@ -46,5 +45,6 @@ async def ensemble(models, prompt, size, *, combine=np.add, max_bytes, seed=0):
 
 if __name__ == "__main__":
     models = genlm.load_model(*sys.argv[1:] or ["demo"]), genlm.load_model("demo", "reference")
-    for found in zip(*asyncio.run(ensemble(models, b"The function ", 8, max_bytes=16))):
-        print(*found)
+    with models[0], models[1]:
+        for found in zip(*asyncio.run(ensemble(models, b"The function ", 8, max_bytes=16))):
+            print(*found)

@@ -91,13 +91,6 @@ def test_three_lines_in_the_plugins_own_tests_certify_it_too(environment):
     assert "failed" not in printed
 
 
-def test_the_packaged_suite_runs_from_an_installation(environment):
-    suite = ["-p", "genlm.testing.plugin", "--pyargs", "genlm.testing.suite"]
-    options = ["--genlm-backend=toy", "--genlm-only=rows-are-right"]
-    printed = environment.run(environment.python, "-m", "pytest", "-q", *suite, *options)
-    assert "1 passed" in printed
-
-
 @pytest.mark.parametrize("file", ["plugin.py", "engine.py", "conformance.py"])
 def test_the_tutorial_shows_the_modules_of_the_plugin(file):
     source = (TOY / "src" / "genlm_toy" / file).read_text()

@@ -13,8 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache
+from genlm.testing.check import CheckFailure, CheckTimeout, expect
 from genlm.testing.comparison import entry_differences, largest_difference
-from genlm.testing.failure import CheckFailure, CheckTimeout, expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences

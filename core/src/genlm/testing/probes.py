@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from genlm import BatchEngine, Capability, Completion, Engine, Query, Vocabulary
-from genlm.testing.failure import CheckTimeout
+from genlm.testing.check import CheckTimeout
 
 __all__ = ["EngineProbe", "InjectedFault", "StepGate", "TrieProbe"]
 

@@ -17,11 +17,10 @@ from genlm import (
     UnknownAdapterError,
     UnsupportedCapabilityError,
 )
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.fixture import on_thread
 from genlm.testing.strategies import TokenTuple
 
 Asked = tuple[TokenTuple, str | None]

@@ -17,10 +17,9 @@ from genlm import (
     QueryResetError,
     UnknownAdapterError,
 )
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.fixture import on_thread
 from genlm.testing.strategies import TokenTuple
 
 POPULATION = 4

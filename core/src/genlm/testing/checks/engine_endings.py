@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from genlm import AsyncLM, EngineClosedError, QueryResetError
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.fixture import on_thread
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
 

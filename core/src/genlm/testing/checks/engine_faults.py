@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from genlm import AsyncLM, EngineDiedError, EvaluationError, Query
-from genlm.testing.check import engine_check
+from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import NotApplicable, expect
 from genlm.testing.probes import InjectedFault
 from genlm.testing.strategies import TokenTuple
 

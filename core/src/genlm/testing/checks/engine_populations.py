@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from genlm import Capability, OutputCache, Population
 from genlm.plugin import stream_seeds, stream_uniform
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import NotApplicable, expect
+from genlm.testing.fixture import on_thread
 from genlm.testing.strategies import TokenTuple
 
 MEMBERS = 4

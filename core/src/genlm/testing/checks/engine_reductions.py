@@ -27,9 +27,8 @@ from genlm import (
     TokenIdError,
 )
 from genlm.plugin import stream_uniform
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 DRAWS = 6

@@ -8,9 +8,8 @@ import math
 import torch
 
 from genlm import AsyncLM
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 

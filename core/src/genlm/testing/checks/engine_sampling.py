@@ -15,9 +15,8 @@ import numpy as np
 
 from genlm import Capability, EmptySequenceError
 from genlm.plugin import draw_tokens, stream_seeds, stream_uniform
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 STREAMS = 8

@@ -24,9 +24,8 @@ from hypothesis.stateful import (
 )
 
 from genlm import AsyncLM, Capability, EngineError, OutputCache, QueryError, QueryResetError
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.fixture import hypothesis_settings
 from genlm.testing.strategies import TokenTuple, near_misses
 

@@ -1,4 +1,4 @@
-"""The suite inside pytest: with the plugin, and in three lines of a backend's own tests."""
+"""The suite inside pytest, in three lines of a backend's own tests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import os
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import SimpleNamespace
 
-import pytest
 from programs import run_program
-
-from genlm.testing.plugin import _settings
 
 ONLY = ["rows-are-right", "declared-sampling-is-native"]
 
@@ -22,25 +18,7 @@ def run_pytest(folder: Path, *arguments: str, status: int = 0) -> CompletedProce
     return run_program(*command, *arguments, status=status, cwd=folder, env=variables)
 
 
-def test_the_packaged_suite_runs_a_backend_by_its_name(tmp_path):
-    options = [f"--genlm-only={check}" for check in ONLY]
-    done = run_pytest(
-        tmp_path,
-        *("-p", "genlm.testing.plugin", "--pyargs", "genlm.testing.suite"),
-        *("--genlm-backend=reference", "--genlm-seed=4", *options),
-    )
-    assert "test_conformance[rows-are-right[6-gram]]" in done.stdout
-    assert "not applicable: sample is not declared" in done.stdout
-    assert "1 passed, 1 skipped" in done.stdout
-
-
-def test_the_packaged_suite_asks_which_backend():
-    config = SimpleNamespace(getoption={"genlm_backend": None}.__getitem__)
-    with pytest.raises(pytest.UsageError, match="--genlm-backend=NAME"):
-        _settings(config)
-
-
-def test_three_lines_in_the_tests_of_a_plugin_do_the_same(tmp_path):
+def test_three_lines_in_the_tests_of_a_plugin_run_the_suite(tmp_path):
     (tmp_path / "xfail.txt").write_text("rows-are-right: it never did")
     (tmp_path / "test_ours.py").write_text(
         "from genlm.testing import conformance_tests\n"
@@ -50,4 +28,5 @@ def test_three_lines_in_the_tests_of_a_plugin_do_the_same(tmp_path):
     done = run_pytest(tmp_path, status=1)
     assert "1 failed, 1 passed, 2 skipped" in done.stdout
     assert "PASSED test_ours.py::test_ours[rows-are-right[6-gram]]" in done.stdout
+    assert "not applicable: sample is not declared" in done.stdout
     assert "UNEXPECTED PASS rows-are-right[6-gram]" in done.stdout

@@ -81,14 +81,14 @@ def test_the_plugin_is_certified_as_a_third_party_would_do_it(environment):
     assert report["counts"].keys() == {"passed", "not applicable"}
 
 
-def test_three_lines_in_the_plugins_own_tests_certify_it_too(environment):
+def test_three_lines_in_the_plugins_own_tests_run_the_checks_too(environment):
     three_lines = blocks(TUTORIAL, "py")[0]
     folder = environment.folder / "tests"
     folder.mkdir()
     (folder / "test_toy.py").write_text(three_lines)
-    printed = environment.run(environment.python, "-m", "pytest", "-q", folder)
-    assert " passed" in printed
-    assert "failed" not in printed
+    chosen = ["-k", "rows-are-right or batch-equals-map"]  # the others ran above
+    printed = environment.run(environment.python, "-m", "pytest", "-q", folder, *chosen)
+    assert "2 passed" in printed
 
 
 @pytest.mark.parametrize("file", ["plugin.py", "engine.py", "conformance.py"])

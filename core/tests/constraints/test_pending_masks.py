@@ -73,6 +73,6 @@ def test_an_index_that_does_not_fit_is_the_request_s_error():
     masks.set_result(MASKS[:1])
     with genlm.AsyncLM(SmallEngine) as llm:
         population = llm.population([2], 5)
-        with pytest.raises(genlm.GenlmError, match="there are 1"):
+        with pytest.raises(genlm.GenlmError, match="must be from 0 to 0"):
             population.draw_sync(masks, mask_index=INDEX)
         assert population.draw_sync(MASKS, mask_index=INDEX).token_ids[2] == -1

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from genlm import AsyncLM, Capability, EngineError, OutputCache, QueryError, QueryResetError
-from genlm.testing.check import engine_check, expect
+from genlm.testing.check import CheckFailure, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture, gathered
 from genlm.testing.fixture import hypothesis_settings
 from genlm.testing.strategies import TokenTuple, near_misses
@@ -55,7 +55,12 @@ def random_programs_agree_with_the_oracle(fixture: EngineFixture) -> None:
     )
     for seed in range(fixture.seed, fixture.seed + _MOST_SEEDS):
         machine = hypothesis.seed(seed)(_machine_of(fixture, lm))
-        run_state_machine_as_test(machine, settings=settings)
+        try:
+            run_state_machine_as_test(machine, settings=settings)
+        except hypothesis.errors.Flaky:  # the fault did not recur when the program was repeated
+            if machine.failure is not None:
+                raise machine.failure from None
+            raise
         if all(fixture.cases[call] for call in _CALLS):
             return
 
@@ -66,9 +71,11 @@ class EngineMachine(RuleBasedStateMachine):
     Attributes:
         fixture: Fixture of the target under test.
         lm: Its model with its adapters, shared by all programs.
+        failure: The last wrong row.
     """
 
     fixture: ClassVar[EngineFixture]
+    failure: ClassVar[CheckFailure | None] = None
     lm: AsyncLM
 
     def __init__(self) -> None:
@@ -90,7 +97,11 @@ class EngineMachine(RuleBasedStateMachine):
     def _check(
         self, rows: Sequence[torch.Tensor], asked: Sequence[TokenTuple], adapter: str | None
     ) -> None:
-        self.fixture.check_rows(rows, asked, adapter, program=self.program)
+        try:
+            self.fixture.check_rows(rows, asked, adapter, program=self.program)
+        except CheckFailure as failure:
+            type(self).failure = failure
+            raise
 
     def _sequence(self, data: st.DataObject) -> TokenTuple:
         return data.draw(self.fixture.sequences(shorter_by=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from scripted_target import CertifiedEngine, scripted_target
 
@@ -63,8 +64,12 @@ def test_the_same_seed_finds_the_same_example(run_check: RunCheck) -> None:
     assert first.example == second.example
 
 
+@pytest.mark.parametrize(
+    ("check_id", "call"),
+    [("batch-equals-map", 9), ("random-programs-agree-with-the-oracle", 80)],
+)
 def test_a_fault_that_comes_and_goes_is_reported_as_the_violated_property(
-    run_check: RunCheck,
+    run_check: RunCheck, check_id: str, call: int
 ) -> None:
     class WrongOnce(CertifiedEngine):
         calls = 0
@@ -72,9 +77,9 @@ def test_a_fault_that_comes_and_goes_is_reported_as_the_violated_property(
         def evaluate(self, queries):
             WrongOnce.calls += 1
             rows = super().evaluate(queries)
-            return rows.flip(1) if WrongOnce.calls == 9 else rows
+            return rows.flip(1) if WrongOnce.calls == call else rows
 
-    outcome = run_check("batch-equals-map", scripted_target(build=WrongOnce))
+    outcome = run_check(check_id, scripted_target(build=WrongOnce))
     assert outcome.status == "failed"
     assert outcome.expected.startswith("the row of (")
 

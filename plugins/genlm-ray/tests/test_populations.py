@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm import EvaluationError, Population, get_backend
+from genlm import Population, PopulationError, get_backend
 from genlm.plugin import (
     Generation,
     GroupQuery,
@@ -143,7 +143,7 @@ def test_a_reduction_of_the_program_is_computed_and_one_that_cannot_be_sent_fail
     torch.testing.assert_close(column, expected[:, -1] + added)
     largest = population.reduce_sync(Largest())
     torch.testing.assert_close(largest, expected.amax(1))
-    with pytest.raises(EvaluationError, match=r"Unpicklable cannot be sent.*it has a lock"):
+    with pytest.raises(PopulationError, match=r"Unpicklable cannot be sent.*it has a lock"):
         population.reduce_sync(Unpicklable(added))
     _assert_rows(population, reference)
 

@@ -37,7 +37,7 @@ __all__ = [
 
 AnyQuery = Query | GroupQuery
 
-_TRUSTED = ("genlm.core.", "genlm_ray.")
+_TRUSTED = ("genlm.core.", "genlm.engines.", "genlm_ray.")
 
 
 def has_client_code(query: AnyQuery) -> bool:

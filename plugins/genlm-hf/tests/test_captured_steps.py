@@ -140,12 +140,11 @@ def test_a_population_that_grows_is_captured_once(tokenizer: Any) -> None:
 
 
 def test_more_numbers_than_there_is_room_for_are_captured_again(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_attention, "_LEAST_NUMBERS", 2)
     random.seed(7)
-    model = build_model("llama", **llama_settings())
-    oracle, engine = Oracle(model), captured(model, tokenizer)
+    oracle, engine = Oracle(llama), captured(llama, tokenizer)
     for count in (3, 30):
         contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(count)]
         follow(engine, oracle, contexts, 4)
@@ -234,7 +233,7 @@ def test_passes_of_more_results_than_before_replace_the_memory_of_logits(
     random.seed(2)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
     prompt = ids_of_lengths(9)[0]
-    for count in (2, 2 * FEW, 2):
+    for count in (2, 12, 2):
         follow(engine, oracle, [[*prompt, 3 + number] for number in range(count)], 4)
     assert used(engine, "graphs_captured") >= 3
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from genlm.testing import EngineTarget
-from genlm.testing.failure import CheckFailure, CheckTimeout
-from genlm.testing.selection import find, targets_of
+from genlm.testing.check import CheckFailure, CheckTimeout
+from genlm.testing.run import find, targets_of
 
 from .chaos import Report, Settings, run_chaos
 

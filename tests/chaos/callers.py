@@ -20,7 +20,7 @@ from genlm import (
     QueryError,
     QueryResetError,
 )
-from genlm.testing.failure import CheckFailure, expect
+from genlm.testing.check import CheckFailure, expect
 from genlm.testing.strategies import TokenTuple
 
 from .barrier import CallerBarrier

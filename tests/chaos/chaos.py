@@ -17,8 +17,8 @@ import psutil
 
 from genlm import AsyncLM, Capability, EngineClosedError, EngineDiedError, OutputCache
 from genlm.testing import EngineTarget
-from genlm.testing.background import call_together
-from genlm.testing.failure import CheckFailure, CheckTimeout, expect
+from genlm.testing.check import CheckFailure, CheckTimeout, expect
+from genlm.testing.fixture import call_together
 
 from .barrier import CallerBarrier
 from .callers import Caller, LoopCaller, ThreadCaller

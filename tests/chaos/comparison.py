@@ -12,9 +12,9 @@ import torch
 
 from genlm import AsyncLM
 from genlm.testing import EngineTarget
+from genlm.testing.check import CheckFailure, expect
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import describe_difference
-from genlm.testing.failure import CheckFailure, expect
 from genlm.testing.strategies import TokenTuple
 
 from .plan import Ask

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from genlm.testing.failure import expect
+from genlm.testing.check import expect
 
 BLOCKS_A_REQUEST, FREE_BLOCKS = 0.1, 4_000
 TENSORS_A_REQUEST, FREE_TENSORS = 0.01, 40

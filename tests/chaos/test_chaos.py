@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from genlm.testing.selection import find, targets_of
+from genlm.testing.run import find, targets_of
 
 from .chaos import Settings, run_chaos
 from .plan import Plan, Setting

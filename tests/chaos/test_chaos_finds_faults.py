@@ -18,8 +18,8 @@ from genlm.core.reference import ReferenceEngine
 from genlm.core.requests import Requests
 from genlm.core.scheduler.request_table import Evaluation, RequestTable
 from genlm.testing import EngineTarget
-from genlm.testing.failure import CheckFailure, CheckTimeout
-from genlm.testing.selection import find, targets_of
+from genlm.testing.check import CheckFailure, CheckTimeout
+from genlm.testing.run import find, targets_of
 
 from .chaos import Report, Settings, run_chaos
 

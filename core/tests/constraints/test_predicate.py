@@ -231,8 +231,11 @@ def test_functions_see_valid_characters_of_which_the_last_may_be_incomplete(llm)
 # -- in a filter ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.4])
-@pytest.mark.parametrize("within", [None, Automaton.regex("[abé]*")], ids=["alone", "within"])
+@pytest.mark.parametrize(
+    ("within", "temperature"),
+    [(None, 1.0), (Automaton.regex("[abé]*"), 1.4)],
+    ids=["alone", "within"],
+)
 def test_evidence_and_weights_of_a_filter_are_those_of_enumeration(llm, within, temperature):
     """Texts of up to three tokens that end; the seeds are fixed."""
     exact = {

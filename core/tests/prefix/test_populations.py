@@ -312,7 +312,7 @@ LONGER = ("extend", 0, 1, [0, 1, 2, 1])
 EXAMPLE = [("ask", 0, []), LONGER, ("fail", 0), *[("ask", 0, []), LONGER] * 12]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @example(500, 20, EXAMPLE)
 @example(14, 5, EXAMPLE)
 @given(st.sampled_from([0, 2, 6, 14, 40, 500]), st.sampled_from([2, 5, 20]), PROGRAM)

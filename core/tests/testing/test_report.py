@@ -59,7 +59,7 @@ def suite_of_three(monkeypatch):
     """A suite that is quick to run whole."""
     ids = ("rows-are-right", "declared-sampling-is-native", "text-survives-the-vocabulary")
     three = [check for check in all_checks("engine") if check.id in ids]
-    monkeypatch.setattr("genlm.testing.selection.all_checks", lambda _kind: three)
+    monkeypatch.setattr("genlm.testing.run.all_checks", lambda _kind: three)
 
 
 def test_a_whole_run_certifies_if_nothing_is_skipped(suite_of_three):

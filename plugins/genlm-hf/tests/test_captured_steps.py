@@ -27,6 +27,8 @@ from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+LAYERS, FEW = (1, 3) if INTERPRETED else (2, 6)
+"""Layers of a Llama and numbers of sequences: the interpreter takes a second for each step."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,6 +51,11 @@ SETTINGS["three heads, one of keys"] = (
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:  # programs with nothing to do take as long as others
         monkeypatch.setattr(work_items, "_ITEMS_WANTED", 4)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build_model("llama", **llama_settings(num_hidden_layers=LAYERS))
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +103,7 @@ def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) 
     model = build_model(SETTINGS[name][0], **SETTINGS[name][1])
     oracle = Oracle(model)
     engine = captured(model, tokenizer)
-    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(FEW)]
     follow(engine, oracle, contexts, 6)
     assert engine.statistics()["kernels_refused"] == ""
     assert used(engine, "graphs_captured") >= 1
@@ -111,7 +118,7 @@ def test_rows_of_kernels_without_graphs_are_those_of_single_sequences(
     model = build_model(SETTINGS[name][0], **SETTINGS[name][1])
     oracle = Oracle(model)
     engine = captured(model, tokenizer, cuda_graphs=False)
-    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(5)]
+    contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(FEW)]
     follow(engine, oracle, contexts, 4)
     assert engine.statistics()["kernels_refused"] == ""
     assert used(engine, "kernel_steps") >= 3
@@ -120,9 +127,11 @@ def test_rows_of_kernels_without_graphs_are_those_of_single_sequences(
 
 def test_a_population_that_grows_is_captured_once(tokenizer: Any) -> None:
     random.seed(6)
-    model = build_model("llama", **llama_settings(max_position_embeddings=256))
+    model = build_model(
+        "llama", **llama_settings(max_position_embeddings=256, num_hidden_layers=LAYERS)
+    )
     oracle, engine = Oracle(model), captured(model, tokenizer)
-    contexts = [[*ids_of_lengths(40)[0], 3 + number] for number in range(5)]
+    contexts = [[*ids_of_lengths(40)[0], 3 + number] for number in range(FEW)]
     for _ in range(3):
         contexts = follow(engine, oracle, contexts, 4)
         contexts = [[*ids, *random.choices(range(3, 9), k=30)] for ids in contexts]
@@ -172,10 +181,12 @@ def test_members_of_a_population_have_the_rows_of_their_sequences(
 
 def test_several_prompts_are_several_shared_prefixes(tokenizer: Any) -> None:
     random.seed(5)
-    model = build_model("llama", **llama_settings(max_position_embeddings=256))
+    model = build_model(
+        "llama", **llama_settings(max_position_embeddings=256, num_hidden_layers=LAYERS)
+    )
     oracle, engine = Oracle(model), captured(model, tokenizer)
     prompts = ids_of_lengths(150, 170)
-    contexts = [[*prompt, 3 + number] for prompt in prompts for number in range(6)]
+    contexts = [[*prompt, 3 + number] for prompt in prompts for number in range(FEW)]
     follow(engine, oracle, contexts, 5)
     assert used(engine, "graphs_replayed") >= 2
 
@@ -209,7 +220,7 @@ def test_each_adapter_has_graphs_and_a_replaced_one_has_new_ones(
         contexts = follow(engine, oracle, contexts, 4, adapter)
         assert used(engine, "graphs_replayed") > before
 
-    for name in (None, "red", None):
+    for name in (None, "red"):
         check(oracles[name], name)
     engine.remove_adapter("red")
     engine.add_adapter("red", str(tmp_path / "blue"))

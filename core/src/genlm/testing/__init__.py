@@ -15,15 +15,15 @@ from genlm.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.testing.check import Check as Check
+    from genlm.testing.check import CheckFailure as CheckFailure
+    from genlm.testing.check import CheckTimeout as CheckTimeout
+    from genlm.testing.check import NotApplicable as NotApplicable
+    from genlm.testing.check import Skipped as Skipped
     from genlm.testing.check import engine_check as engine_check
+    from genlm.testing.check import expect as expect
     from genlm.testing.check import trie_check as trie_check
     from genlm.testing.checks import all_checks as all_checks
     from genlm.testing.engine_fixture import EngineFixture as EngineFixture
-    from genlm.testing.failure import CheckFailure as CheckFailure
-    from genlm.testing.failure import CheckTimeout as CheckTimeout
-    from genlm.testing.failure import NotApplicable as NotApplicable
-    from genlm.testing.failure import Skipped as Skipped
-    from genlm.testing.failure import expect as expect
     from genlm.testing.family_measurement import FamilyResult as FamilyResult
     from genlm.testing.family_measurement import measure_family as measure_family
     from genlm.testing.fixture import FULL as FULL
@@ -32,12 +32,12 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.testing.outcome import Outcome as Outcome
     from genlm.testing.plugin import conformance_tests as conformance_tests
     from genlm.testing.report import Report as Report
+    from genlm.testing.run import Case as Case
     from genlm.testing.run import Run as Run
     from genlm.testing.run import Settings as Settings
+    from genlm.testing.run import cases_of as cases_of
     from genlm.testing.run import prepared as prepared
     from genlm.testing.run import run_case as run_case
-    from genlm.testing.selection import Case as Case
-    from genlm.testing.selection import cases_of as cases_of
     from genlm.testing.target import EngineTarget as EngineTarget
     from genlm.testing.target import TrieTarget as TrieTarget
     from genlm.testing.tiny_families import Family as Family

@@ -1,7 +1,8 @@
 """`Check`: a function that tests one property of engines or tries, and when it applies.
 
 A check is a plain function of a fixture, decorated with `engine_check` or `trie_check`. The
-first sentence of its docstring states the property.
+first sentence of its docstring states the property. It raises `CheckFailure`, by `expect`, if
+the property is violated, and `NotApplicable` or `Skipped` if it cannot be tested.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
     from genlm.testing.engine_fixture import EngineFixture
     from genlm.testing.trie_fixture import TrieFixture
 
-__all__ = ["Check", "engine_check", "trie_check"]
+__all__ = [
+    "Check",
+    "CheckFailure",
+    "CheckTimeout",
+    "NotApplicable",
+    "Skipped",
+    "engine_check",
+    "expect",
+    "trie_check",
+]
 
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 
@@ -83,3 +93,67 @@ def trie_check(
         return Check(function, "trie", cases=cases, member=member)
 
     return decorate
+
+
+# -- outcomes of a check -----------------------------------------------------------------
+
+
+class CheckFailure(AssertionError):
+    """A property was violated.
+
+    Attributes:
+        expected: Description of the required result.
+        found: Description of the actual result.
+        example: The values with which it happened, by name.
+    """
+
+    def __init__(self, expected: str, found: str, example: dict[str, Any]) -> None:
+        super().__init__(expected, found, example)
+        self.expected = expected
+        self.found = found
+        self.example = example
+
+    def __str__(self) -> str:
+        lines = [f"expected {self.expected}", f"found    {self.found}"]
+        lines += [f"with     {name} = {value!r}" for name, value in self.example.items()]
+        return "\n".join(lines)
+
+
+class CheckTimeout(BaseException):
+    """A call did not return within its time limit.
+
+    Not an `Exception`: Hypothesis would repeat the same wait many times to shrink the example.
+
+    Attributes:
+        what: Description of the call.
+        timeout_s: The time limit.
+    """
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(what, timeout_s)
+        self.what = what
+        self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return f"{self.what} did not end within {self.timeout_s:g} s"
+
+
+class NotApplicable(Exception):
+    """Raised by a check of an ability that this backend lacks; the message names it."""
+
+
+class Skipped(Exception):
+    """Raised by a check for which the target lacks something; the message names it."""
+
+
+def expect(holds: bool, expected: str, found: object, **example: Any) -> None:
+    """Raise `CheckFailure` unless a property holds.
+
+    Args:
+        holds: Whether the property holds.
+        expected: Description of the required result.
+        found: The actual result.
+        **example: The values with which it happened.
+    """
+    if not holds:
+        raise CheckFailure(expected, str(found), example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -13,14 +14,14 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import AsyncLM, Capability, OutputCache
+from genlm.testing.check import CheckFailure, CheckTimeout, expect
 from genlm.testing.comparison import entry_differences, largest_difference
-from genlm.testing.failure import CheckFailure, CheckTimeout, expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple, sequences
 from genlm.testing.target import EngineTarget
 
-__all__ = ["EngineFixture", "describe_difference"]
+__all__ = ["EngineFixture", "describe_difference", "gathered"]
 
 T = TypeVar("T")
 
@@ -37,6 +38,21 @@ def describe_difference(row: Any, expected: torch.Tensor) -> str:
         f"{float(row[worst]):.6g} instead of {float(expected[worst]):.6g} at id {worst}, "
         f"{int((differences > 1e-4).sum())} of {len(row)} ids off by more than 1e-4"
     )
+
+
+async def gathered(
+    call: Callable[..., Any], asked: Sequence[Any], *, errors: bool = False, **options: Any
+) -> list[Any]:
+    """Call an asynchronous method once per argument, all at once.
+
+    Args:
+        call: The method.
+        asked: First argument of each call.
+        errors: Whether exceptions are returned in place of results.
+        **options: Further arguments of every call.
+    """
+    calls = (call(each, **options) for each in asked)
+    return list(await asyncio.gather(*calls, return_exceptions=errors))
 
 
 class EngineFixture(Fixture):
@@ -193,6 +209,40 @@ class EngineFixture(Fixture):
         expect(len(rows) == len(asked), f"{len(asked)} rows", len(rows), **example)
         for position, (row, token_ids) in enumerate(zip(rows, asked, strict=True)):
             self.check_row(row, token_ids, adapter, position=position, **example)
+
+    def check_drawn(
+        self,
+        logits: torch.Tensor,
+        token_id: int,
+        uniform: float,
+        slack: float,
+        /,
+        **example: Any,
+    ) -> float:
+        """Raise `CheckFailure` unless a uniform number draws a token, whatever the rounding.
+
+        Args:
+            logits: Log-probabilities divided by the temperature, `-inf` where masked; float64.
+            token_id: The token.
+            uniform: The number that inverts the cumulative distribution.
+            slack: Maximum error of the cumulative distribution. Where each log-probability is
+                off by at most e, it is e / 2t at temperature t: its logit moves by at most
+                2e / t, and the slope of the logistic function is at most a quarter.
+            **example: Reported with the failure.
+
+        Returns:
+            The probability of the token.
+        """
+        cumulative = logits.softmax(-1).cumsum(-1)
+        low = float(cumulative[token_id - 1]) if token_id else 0.0
+        high = float(cumulative[token_id])
+        expect(
+            token_id >= 0 and low - slack <= uniform <= high + slack,
+            f"the token that {uniform:.6f} draws",
+            f"{token_id}, which numbers from {low:.6f} to {high:.6f} draw",
+            **example,
+        )
+        return high - low
 
     # -- errors -----------------------------------------------------------------------
 

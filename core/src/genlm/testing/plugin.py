@@ -17,12 +17,9 @@ import pytest
 
 from genlm.testing.fixture import PROFILES
 from genlm.testing.report import describe
-from genlm.testing.run import Run, Settings, prepared
-from genlm.testing.selection import Case
+from genlm.testing.run import Case, Run, Settings, prepared
 
 __all__ = ["conformance_tests", "report_to_pytest"]
-
-_RUN = pytest.StashKey[Run]()
 
 
 def conformance_tests(
@@ -35,7 +32,7 @@ def conformance_tests(
     seed: int = 0,
     no_skips: bool = False,
 ) -> Callable[..., None]:
-    """Make a test function that runs every check of an installed backend.
+    """Create a test function that runs every check of an installed backend.
 
         test_conformance = conformance_tests("toy")
 
@@ -45,7 +42,7 @@ def conformance_tests(
         only: Ids of checks or cases to run; by default all.
         profile: `"quick"` or `"full"`.
         xfail: File of expected failures.
-        seed: Decides every example.
+        seed: Random seed of the examples.
         no_skips: Whether a skipped check counts as a failure.
 
     Raises:
@@ -61,20 +58,20 @@ def conformance_tests(
         seed=seed,
         no_skips=no_skips,
     )
-    stack = ExitStack()
-    run = stack.enter_context(prepared(settings))
-    atexit.register(stack.close)  # the targets are used until the process ends
 
-    @pytest.mark.parametrize("case", _parameters(run))
-    def test_conformance(case: Case) -> None:
+    @pytest.mark.parametrize(("run", "case"), _parameters(settings))
+    def test_conformance(run: Run, case: Case) -> None:
         report_to_pytest(run, case)
 
     return test_conformance
 
 
-def _parameters(run: Run) -> list[Any]:
+def _parameters(settings: Settings) -> list[Any]:
     """The cases of a run as parameters of a test."""
-    return [pytest.param(case, id=case.id) for case in run.cases]
+    stack = ExitStack()
+    run = stack.enter_context(prepared(settings))
+    atexit.register(stack.close)  # the targets are used until the process ends
+    return [pytest.param(run, case, id=case.id) for case in run.cases]
 
 
 def report_to_pytest(run: Run, case: Case) -> None:
@@ -93,50 +90,27 @@ def report_to_pytest(run: Run, case: Case) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of `genlm check`."""
-    group = parser.getgroup("genlm", "conformance of genlm backends")
-    group.addoption("--genlm-backend", metavar="NAME", help="an installed engine or trie")
-    group.addoption("--genlm-model", metavar="MODEL", help="a model to check without an oracle")
-    group.addoption(
-        "--genlm-dtype", default="float32", help="dtype in which that model computes"
-    )
-    group.addoption("--genlm-only", metavar="ID", action="append", default=[])
-    group.addoption("--genlm-profile", choices=list(PROFILES), default="quick")
-    group.addoption("--genlm-xfail", metavar="FILE", type=Path, help="expected failures")
-    group.addoption("--genlm-seed", type=int, default=0)
-    group.addoption("--genlm-no-skips", action="store_true")
+    add = parser.getgroup("genlm", "conformance of genlm backends").addoption
+    add("--genlm-backend", metavar="NAME", help="an installed engine or trie")
+    add("--genlm-model", metavar="MODEL", help="a model to check without an oracle")
+    add("--genlm-dtype", default="float32", help="dtype in which that model computes")
+    add("--genlm-only", metavar="ID", action="append", default=[])
+    add("--genlm-profile", choices=list(PROFILES), default="quick")
+    add("--genlm-xfail", metavar="FILE", type=Path, help="expected failures")
+    add("--genlm-seed", type=int, default=0)
+    add("--genlm-no-skips", action="store_true")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the suite's test one parameter per case."""
+    """Give the packaged suite's test one parameter per case."""
     if "genlm_case" in metafunc.fixturenames:
-        metafunc.parametrize("genlm_case", _parameters(_run_of(metafunc.config)))
-
-
-@pytest.fixture(scope="session")
-def genlm_run(request: pytest.FixtureRequest) -> Run:
-    """The run with the given options."""
-    return _run_of(request.config)
-
-
-def _run_of(config: pytest.Config) -> Run:
-    if _RUN not in config.stash:
-        stack = ExitStack()
-        config.stash[_RUN] = stack.enter_context(prepared(_settings(config)))
-        config.add_cleanup(stack.close)
-    return config.stash[_RUN]
+        settings = _settings(metafunc.config)
+        metafunc.parametrize(("genlm_run", "genlm_case"), _parameters(settings))
 
 
 def _settings(config: pytest.Config) -> Settings:
-    backend = config.getoption("genlm_backend")
-    if backend is None:
+    options = ("backend", "model", "dtype", "only", "profile", "xfail", "seed", "no_skips")
+    values = {name: config.getoption(f"genlm_{name}") for name in options}
+    if values["backend"] is None:
         raise pytest.UsageError("name a backend: --genlm-backend=NAME")
-    return Settings(
-        backend,
-        model=config.getoption("genlm_model"),
-        dtype=config.getoption("genlm_dtype"),
-        only=tuple(config.getoption("genlm_only")),
-        profile=config.getoption("genlm_profile"),
-        xfail=config.getoption("genlm_xfail"),
-        seed=config.getoption("genlm_seed"),
-        no_skips=config.getoption("genlm_no_skips"),
-    )
+    return Settings(**values)

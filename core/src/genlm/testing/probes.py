@@ -5,13 +5,15 @@ The engine or trie inside does all the work and is called exactly as without a p
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from genlm import BatchEngine, Capability, Completion, Engine, Query, Vocabulary
-from genlm.testing.failure import CheckTimeout
+from genlm.testing.check import CheckTimeout
+from genlm.testing.fixture import on_thread
 
 __all__ = ["EngineProbe", "InjectedFault", "StepGate", "TrieProbe"]
 
@@ -125,6 +127,13 @@ class EngineProbe(StepGate):
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.finished) >= count, self._timeout_s):
                 raise CheckTimeout(f"step {count} of the engine", self._timeout_s)
+
+    async def start_held(self, *requests: Awaitable[Any]) -> list[asyncio.Future[Any]]:
+        """Start requests and wait until the engine's next step, which is held, begins."""
+        self.hold()
+        tasks: list[asyncio.Future[Any]] = list(map(asyncio.ensure_future, requests))
+        await on_thread(self.wait_until_entered, len(self.in_step) + 1)
+        return tasks
 
     # -- the engine -------------------------------------------------------------------
 

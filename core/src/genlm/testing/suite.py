@@ -1,13 +1,9 @@
-"""The conformance suite as a test module, for `genlm.testing.plugin`.
-
-pytest -p genlm.testing.plugin --pyargs genlm.testing.suite --genlm-backend=NAME
-"""
+"""The conformance suite as a test module, for `genlm.testing.plugin`."""
 
 from __future__ import annotations
 
 from genlm.testing.plugin import report_to_pytest
-from genlm.testing.run import Run
-from genlm.testing.selection import Case
+from genlm.testing.run import Case, Run
 
 
 def test_conformance(genlm_run: Run, genlm_case: Case) -> None:

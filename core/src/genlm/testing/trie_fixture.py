@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.testing.failure import CheckTimeout, expect
+from genlm.testing.check import CheckTimeout, expect
 from genlm.testing.fixture import Fixture, Profile
 from genlm.testing.target import TrieTarget
 

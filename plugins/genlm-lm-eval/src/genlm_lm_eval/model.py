@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry, register_model
 from lm_eval.models.utils import DEFAULT_MAX_LENGTH, postprocess_generated_text
@@ -26,7 +27,7 @@ from genlm_lm_eval.generation import (
     continue_all,
     lookback_tokens,
 )
-from genlm_lm_eval.tokens import Encoder, ending_ids, load_tokenizer
+from genlm_lm_eval.tokens import ending_ids, load_tokenizer
 
 if TYPE_CHECKING:
     import os
@@ -126,7 +127,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
         self.tokenizer = load_tokenizer(self.llm.tokenizer, tokenizer, add_bos_token, **remote)
         self.max_length = _checked_length(max_length, self.llm.max_context)
         self.max_gen_toks = int(max_gen_toks)
-        self._encoder = Encoder(self.tokenizer, add_bos_token)
+        self._add_bos_token = add_bos_token
         self.think_end_token = _token(think_end_token)
         self.enable_thinking = enable_thinking
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -188,9 +189,18 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 with the prefix token.
         """
         if add_special_tokens is None:
-            prefix = self.tokenizer.decode([self.prefix_token_id])
-            return self._encoder.ids(string, prefix)
+            return self._ids(string, self.tokenizer.decode([self.prefix_token_id]))
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return ids
+
+    def _ids(self, text: str, special: str | None) -> list[int]:
+        """Return the ids of a text, without a special token that the text begins with."""
+        options: dict[str, bool] = {}
+        if special is not None and text.startswith(special):
+            options["add_special_tokens"] = False
+        elif self._add_bos_token is not None:
+            options["add_special_tokens"] = self._add_bos_token
+        ids: list[int] = self.tokenizer.encode(text, **options)
         return ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -205,9 +215,22 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
 
         A template that refuses the role `system` gets the conversation without it.
         """
-        return self._encoder.conversation(
-            chat_history, prompt=add_generation_prompt, options=self.chat_template_args
-        )
+
+        def applied(messages: list[dict[str, str]]) -> str:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self.chat_template_args,
+            )
+            return text
+
+        try:
+            return applied(chat_history)
+        except TemplateError:
+            _logger.warning("the chat template failed; applied again without the role system")
+            return applied([each for each in chat_history if each["role"] != "system"])
 
     # -- log-likelihoods --------------------------------------------------------------
 
@@ -323,7 +346,7 @@ class GenlmLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
                 f"max_gen_toks={options.max_tokens} leaves no room for a context in "
                 f"max_length={self.max_length}"
             )
-        ids = self._encoder.ids(text, self.tokenizer.bos_token)
+        ids = self._ids(text, self.tokenizer.bos_token)
         if not ids and self.prefix_token_id is not None:
             ids = [self.prefix_token_id]
         if len(ids) > room:

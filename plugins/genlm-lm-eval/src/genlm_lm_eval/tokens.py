@@ -1,18 +1,13 @@
-"""Tokenizers, loaded and used as by the harness's model `hf`."""
+"""Tokenizers and their special tokens, loaded as by the harness's model `hf`."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-__all__ = ["Encoder", "ending_ids", "load_tokenizer"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["ending_ids", "load_tokenizer"]
 
 _NEEDED = ("encode", "decode", "batch_decode", "bos_token_id", "eos_token_id", "name_or_path")
 
@@ -62,55 +57,3 @@ def ending_ids(tokenizer: Any, **options: Any) -> frozenset[int]:
         ids.update(found if isinstance(found, Iterable) else () if found is None else (found,))
         break
     return frozenset(ids)
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Encoding of texts and conversations.
-
-    Attributes:
-        tokenizer: A tokenizer of transformers.
-        add_bos_token: Whether the tokenizer adds its special tokens; None for its default.
-    """
-
-    tokenizer: Any
-    add_bos_token: bool | None
-
-    def ids(self, text: str, special: str | None) -> list[int]:
-        """Return the ids of a text, without a special token that the text begins with."""
-        options: dict[str, bool] = {}
-        if special is not None and text.startswith(special):
-            options["add_special_tokens"] = False
-        elif self.add_bos_token is not None:
-            options["add_special_tokens"] = self.add_bos_token
-        ids: list[int] = self.tokenizer.encode(text, **options)
-        return ids
-
-    def conversation(
-        self, history: Sequence[Mapping[str, str]], *, prompt: bool, options: Mapping[str, Any]
-    ) -> str:
-        """Return a conversation as text, by the tokenizer's template.
-
-        A template that refuses the role `system` gets the conversation without it.
-
-        Args:
-            history: Messages with `role` and `content`.
-            prompt: Whether an answer follows; otherwise the last message continues.
-            options: Further arguments of the template.
-        """
-
-        def applied(messages: Sequence[Mapping[str, str]]) -> str:
-            text: str = self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                continue_final_message=not prompt,
-                **options,
-            )
-            return text
-
-        try:
-            return applied(history)
-        except TemplateError:
-            _logger.warning("the chat template failed; applied again without the role system")
-            return applied([each for each in history if each["role"] != "system"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from genlm import (
     UnknownAdapterError,
     UnsupportedCapabilityError,
 )
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.comparison import largest_difference
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
+from genlm.testing.fixture import on_thread
 from genlm.testing.strategies import TokenTuple
 
 Asked = tuple[TokenTuple, str | None]
@@ -63,18 +62,13 @@ def adapters_mix_in_a_batch(fixture: EngineFixture) -> None:
         lm.clear_output_cache()
         asked = [*batch, *((same, name) for name in names)]
         before = len(probe.in_step)
-        rows = fixture.run(_gathered(lm, asked))
+        rows = fixture.run(gathered(lambda each: _row(lm, *each), asked))
         for position, (row, (token_ids, name)) in enumerate(zip(rows, asked, strict=True)):
             fixture.check_row(row, token_ids, name, position=position, asked=asked)
         fixture.saw("several adapters in one step", probe.in_step[before] == len(set(asked)))
 
     pairs = st.tuples(fixture.sequences(), st.sampled_from(names))
     fixture.for_all(holds, batch=st.lists(pairs, max_size=5), same=fixture.sequences())
-
-
-async def _gathered(lm: AsyncLM, asked: Sequence[Asked]) -> list[torch.Tensor]:
-    rows = (lm.next_token_logprobs(ids, lora_name=name) for ids, name in asked)
-    return list(await asyncio.gather(*rows))
 
 
 @engine_check(
@@ -129,14 +123,13 @@ def loading_an_adapter_changes_no_row(fixture: EngineFixture) -> None:
     fixture.check_row(fixture.run(lm.next_token_logprobs(first)), first)
 
     async def request_while_loading() -> torch.Tensor:
-        probe.hold()
-        row = asyncio.ensure_future(lm.next_token_logprobs(second))
-        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        (row,) = await probe.start_held(lm.next_token_logprobs(second))
         loading = on_thread(lm.load_lora, fixture.target.adapters[names[0]], names[0])
         await asyncio.sleep(0)
         probe.release()
         await loading
-        return await row
+        found: torch.Tensor = await row
+        return found
 
     fixture.check_row(fixture.run(request_while_loading()), second, while_loading=names[0])
     fixture.saw("loaded while a request waited")
@@ -169,9 +162,7 @@ def removed_adapters_are_gone(fixture: EngineFixture) -> None:
         return
 
     async def remove_while_a_request_waits() -> torch.Tensor:
-        probe.hold()
-        base = asyncio.ensure_future(lm.next_token_logprobs(waiting))
-        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        (base,) = await probe.start_held(lm.next_token_logprobs(waiting))
         row = asyncio.ensure_future(lm.next_token_logprobs(waiting, lora_name=first))
         await asyncio.sleep(0)
         try:
@@ -208,6 +199,10 @@ def undeclared_adapters_are_refused(fixture: EngineFixture) -> None:
     row = fixture.run(lm.next_token_logprobs(token_ids))
     expect(row is not None, "a row without adapters", row)
     fixture.check_row(row, token_ids, after="refusals")
+
+
+def _row(lm: AsyncLM, token_ids: TokenTuple, name: str | None) -> Awaitable[torch.Tensor]:
+    return lm.next_token_logprobs(token_ids, lora_name=name)
 
 
 def _calls(lm: AsyncLM, token_ids: TokenTuple, name: str) -> dict[str, Callable[[], Any]]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import torch
 from hypothesis import strategies as st
 
-from genlm import AsyncLM
-from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.check import engine_check, expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
 from genlm.testing.strategies import TokenTuple
 
 
@@ -25,7 +20,7 @@ def batch_equals_map(fixture: EngineFixture) -> None:
             rows = fixture.run(fixture.lm.batch_next_token_logprobs(asked))
             fixture.check_rows(rows, asked, batch=asked)
         fixture.lm.clear_output_cache()
-        concurrent = fixture.run(_gathered(fixture.lm, shuffled))
+        concurrent = fixture.run(gathered(fixture.lm.next_token_logprobs, shuffled))
         fixture.check_rows(concurrent, shuffled, concurrent=shuffled)
         fixture.saw("concurrent requests")
         fixture.saw("ragged batch", len({len(token_ids) for token_ids in batch}) > 1)
@@ -35,16 +30,12 @@ def batch_equals_map(fixture: EngineFixture) -> None:
     fixture.for_all(holds, batch=fixture.batches(), data=st.data())
 
 
-async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
-    return list(await asyncio.gather(*map(lm.next_token_logprobs, asked)))
-
-
 @engine_check(cases=("shared step",))
 def concurrent_requests_share_steps(fixture: EngineFixture) -> None:
     """Concurrent requests reach the engine together, and a step answers several of them."""
     lm, probe = fixture.load_probed()
     asked = fixture.some_sequences(16)
-    fixture.check_rows(fixture.run(_gathered(lm, asked)), asked)
+    fixture.check_rows(fixture.run(gathered(lm.next_token_logprobs, asked)), asked)
     fixture.saw("shared step")
     expect(
         probe.in_step[0] == len(asked),

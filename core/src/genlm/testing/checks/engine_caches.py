@@ -7,10 +7,9 @@ import functools
 import torch
 
 from genlm import AsyncLM, Capability, OutputCache, UnsupportedCapabilityError
-from genlm.testing.check import engine_check
+from genlm.testing.check import NotApplicable, Skipped, engine_check, expect
 from genlm.testing.comparison import largest_difference
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import NotApplicable, Skipped, expect
 from genlm.testing.strategies import TokenTuple, near_misses
 
 SMALL = 3

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from genlm import AsyncLM
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
 
@@ -73,7 +71,7 @@ def _task(lm: AsyncLM, token_ids: TokenTuple) -> asyncio.Task[torch.Tensor]:
     return asyncio.ensure_future(lm.next_token_logprobs(token_ids))
 
 
-async def _expect_cancelled(task: asyncio.Task[torch.Tensor], stage: str) -> None:
+async def _expect_cancelled(task: asyncio.Future[torch.Tensor], stage: str) -> None:
     (found,) = await asyncio.gather(task, return_exceptions=True)
     expect(
         isinstance(found, asyncio.CancelledError), "CancelledError", repr(found), stage=stage
@@ -96,9 +94,7 @@ async def _before_it_leaves(on: _Scene) -> None:
 
 
 async def _held_back(on: _Scene) -> None:
-    on.probe.hold()
-    first = _task(on.lm, on.asked[0])
-    await on_thread(on.probe.wait_until_entered)
+    (first,) = await on.probe.start_held(on.lm.next_token_logprobs(on.asked[0]))
     second, third = _task(on.lm, on.asked[1]), _task(on.lm, on.asked[2])
     await asyncio.sleep(0)
     second.cancel()
@@ -111,9 +107,7 @@ async def _held_back(on: _Scene) -> None:
 
 
 async def _in_the_engine(on: _Scene) -> None:
-    on.probe.hold()
-    tasks = [_task(on.lm, token_ids) for token_ids in on.asked]
-    await on_thread(on.probe.wait_until_entered)
+    tasks = await on.probe.start_held(*map(on.lm.next_token_logprobs, on.asked))
     tasks[1].cancel()
     await _expect_cancelled(tasks[1], "in the engine, which is still stepping")
     on.probe.release()
@@ -123,10 +117,8 @@ async def _in_the_engine(on: _Scene) -> None:
 
 async def _one_of_two(on: _Scene) -> None:
     for leaving in (0, 1):
-        on.probe.hold()
-        entered = len(on.probe.in_step)
-        tasks = [_task(on.lm, on.asked[leaving]), _task(on.lm, on.asked[leaving])]
-        await on_thread(on.probe.wait_until_entered, entered + 1)
+        both = [on.lm.next_token_logprobs(on.asked[leaving]) for _ in range(2)]
+        tasks = await on.probe.start_held(*both)
         tasks[leaving].cancel()
         await _expect_cancelled(tasks[leaving], f"caller {leaving} of two")
         on.probe.release()
@@ -135,9 +127,8 @@ async def _one_of_two(on: _Scene) -> None:
 
 
 async def _both(on: _Scene) -> None:
-    on.probe.hold()
-    tasks = [_task(on.lm, on.asked[0]), _task(on.lm, on.asked[0]), _task(on.lm, on.asked[1])]
-    await on_thread(on.probe.wait_until_entered)
+    asked = [on.asked[0], on.asked[0], on.asked[1]]
+    tasks = await on.probe.start_held(*map(on.lm.next_token_logprobs, asked))
     for task in tasks[:2]:
         task.cancel()
         await _expect_cancelled(task, "both callers")
@@ -149,10 +140,8 @@ async def _both(on: _Scene) -> None:
 
 async def _while_answered(on: _Scene) -> None:
     """Cancel between the answer and its delivery: this event loop is blocked meanwhile."""
-    on.probe.hold()
     answered = on.lm.statistics().answered
-    tasks = [_task(on.lm, token_ids) for token_ids in on.asked[:2]]
-    await on_thread(on.probe.wait_until_entered)
+    tasks = await on.probe.start_held(*map(on.lm.next_token_logprobs, on.asked[:2]))
     on.probe.release()
     on.probe.wait_until_stepped()
     on.fixture.wait_for(
@@ -174,9 +163,7 @@ def a_cancelled_continuation_changes_no_other(fixture: EngineFixture) -> None:
         return await lm.sample(prompts[which], length, seed=fixture.seed + which)
 
     async def play() -> list[list[int]]:
-        probe.hold()
-        tasks = [asyncio.ensure_future(drawn(which)) for which in range(3)]
-        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        tasks = await probe.start_held(*map(drawn, range(3)))
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         fixture.saw("cancelled while it was drawn", tasks[1].cancelled())

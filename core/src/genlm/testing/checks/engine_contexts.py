@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -17,10 +16,8 @@ from genlm import (
     QueryResetError,
     UnknownAdapterError,
 )
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.check import engine_check, expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
 from genlm.testing.strategies import TokenTuple
 
 POPULATION = 4
@@ -59,7 +56,7 @@ def contexts_equal_lists(fixture: EngineFixture) -> None:
         lm.clear_output_cache()
         before = len(probe.submitted)
         asked = [one_by_one, token_ids, at_once]
-        rows = fixture.run(_gathered(lm.next_token_logprobs, asked))
+        rows = fixture.run(gathered(lm.next_token_logprobs, asked))
         fixture.check_rows(rows, [token_ids] * 3, asked="as contexts and as a list")
         expect(
             len(probe.submitted) == before + 1,
@@ -78,10 +75,6 @@ def contexts_equal_lists(fixture: EngineFixture) -> None:
         fixture.saw("from the cache")
 
     fixture.for_all(holds, token_ids=fixture.sequences(), other=fixture.sequences())
-
-
-async def _gathered(ask: Any, asked: Any) -> list[Any]:
-    return list(await asyncio.gather(*map(ask, asked)))
 
 
 @engine_check(cases=("siblings", "a parent after its children", "held back", "several tokens"))
@@ -182,9 +175,7 @@ def contexts_outlast_what_ends_requests(fixture: EngineFixture) -> None:
     lm, probe = fixture.load_probed(output_cache=OutputCache(0))
 
     async def interrupted(contexts: list[Context], how: str) -> None:
-        probe.hold()
-        tasks = [asyncio.ensure_future(each.next_token_logprobs()) for each in contexts]
-        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        tasks = await probe.start_held(*(each.next_token_logprobs() for each in contexts))
         try:
             if how == "reset":
                 lm.cancel_all()

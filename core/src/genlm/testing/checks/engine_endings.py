@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from genlm import AsyncLM, EngineClosedError, QueryResetError
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.fixture import on_thread
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
 
@@ -98,9 +97,7 @@ def _ended(
     """End requests of three kinds while the engine's step is held; return their results."""
 
     async def play() -> tuple[list[Any], Any]:
-        probe.hold()
-        first = asyncio.ensure_future(lm.next_token_logprobs(asked[0]))
-        await on_thread(probe.wait_until_entered)
+        (first,) = await probe.start_held(lm.next_token_logprobs(asked[0]))
         fixture.saw("in the engine", not first.done())
         second = asyncio.ensure_future(lm.batch_next_token_logprobs(asked[1:2]))
         sync = functools.partial(lm.next_token_logprobs_sync, asked[2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 
 from genlm import AsyncLM, EngineDiedError, EvaluationError, Query
-from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import NotApplicable, expect
+from genlm.testing.check import NotApplicable, engine_check, expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
 from genlm.testing.probes import InjectedFault
 from genlm.testing.strategies import TokenTuple
 
@@ -52,7 +50,7 @@ def invalid_rows_are_refused(fixture: EngineFixture) -> None:
         bad = len(case) % 5
         probe.spoil = _spoiling(asked[bad], spoiled)
         lm.clear_output_cache()
-        found = fixture.run(_gathered(lm, asked))
+        found = fixture.run(gathered(lm.next_token_logprobs, asked, errors=True))
         fixture.expect_raised(EvaluationError, found[bad], row_with=case)
         good = [row for row in found if isinstance(row, torch.Tensor)]
         fixture.check_rows(good, [ids for ids in asked if ids != asked[bad]], row_with=case)
@@ -70,7 +68,7 @@ def a_broken_step_is_survived(fixture: EngineFixture) -> None:
     for _ in range(2):
         lm.clear_output_cache()
         probe.break_step = InjectedFault("the step broke")
-        for found in fixture.run(_gathered(lm, asked)):
+        for found in fixture.run(gathered(lm.next_token_logprobs, asked, errors=True)):
             _check_cause(fixture, found)
         fixture.saw("broken step")
         rows = fixture.run(lm.batch_next_token_logprobs(asked))
@@ -85,7 +83,7 @@ def a_dead_engine_ends_every_request(fixture: EngineFixture) -> None:
     asked = fixture.some_sequences(3)
     probe.break_step = SystemExit("the thread ends")
     with _quiet_log():
-        for found in fixture.run(_gathered(lm, asked)):
+        for found in fixture.run(gathered(lm.next_token_logprobs, asked, errors=True)):
             fixture.expect_raised(EngineDiedError, found, when="in the engine")
             fixture.saw("in the engine")
         calls = {
@@ -130,15 +128,10 @@ def _is(token_ids: TokenTuple) -> Any:
     return is_bad
 
 
-async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor | BaseException]:
-    rows = map(lm.next_token_logprobs, asked)
-    return list(await asyncio.gather(*rows, return_exceptions=True))
-
-
 def _check_one_fails(
     fixture: EngineFixture, lm: AsyncLM, asked: list[TokenTuple], bad: int
 ) -> None:
-    found = fixture.run(_gathered(lm, asked))
+    found = fixture.run(gathered(lm.next_token_logprobs, asked, errors=True))
     _check_cause(fixture, found.pop(bad))
     good = [token_ids for token_ids in asked if token_ids != asked[bad]]
     rows = [row if isinstance(row, torch.Tensor) else _expect_row(row) for row in found]

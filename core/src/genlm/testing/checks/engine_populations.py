@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from genlm import Capability, OutputCache, Population
 from genlm.plugin import stream_seeds, stream_uniform
-from genlm.testing.background import on_thread
-from genlm.testing.check import engine_check
+from genlm.testing.check import NotApplicable, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import NotApplicable, expect
 from genlm.testing.strategies import TokenTuple
 
 MEMBERS = 4
@@ -157,32 +155,14 @@ def population_draws_are_those_of_the_seed(fixture: EngineFixture) -> None:
                 row = fixture.expected(population[member].token_ids)
                 allowed = torch.where(torch.from_numpy(masks[index[member]]), row, -torch.inf)
                 uniform = stream_uniform(seeds[member], step)
-                _check_drawn(
-                    fixture,
-                    allowed / float(temperatures[member]),
-                    int(drawn.token_ids[member]),
-                    uniform,
-                    float(drawn.draw_logprob[member]),
-                )
+                token, slack = int(drawn.token_ids[member]), 2 * fixture.target.largest_error
+                logits = allowed / float(temperatures[member])
+                share = fixture.check_drawn(logits, token, uniform, slack + 1e-6)
+                found = float(drawn.draw_logprob[member].exp())
+                expect(abs(found - share) <= slack + 1e-6, f"probability {share}", found)
                 fixture.saw(case)
             fixture.saw("beside ended members")
             population = population.extend(drawn.token_ids)
-
-
-def _check_drawn(
-    fixture: EngineFixture, logits: torch.Tensor, token: int, uniform: float, logprob: float
-) -> None:
-    """Raise `CheckFailure` unless the number draws the token, whatever the rounding."""
-    cumulative = logits.softmax(-1).cumsum(-1)
-    low, high = float(cumulative[token - 1]) if token else 0.0, float(cumulative[token])
-    slack = 2 * fixture.target.largest_error + 1e-6
-    expect(
-        token >= 0 and low - slack <= uniform <= high + slack,
-        f"the token that {uniform:.6f} draws",
-        f"{token}, which numbers from {low:.6f} to {high:.6f} draw",
-    )
-    share = float(np.exp(logprob))
-    expect(abs(share - (high - low)) <= slack, f"drawn with probability {high - low}", share)
 
 
 @engine_check(
@@ -222,9 +202,7 @@ def populations_share_the_engine(fixture: EngineFixture) -> None:
     fixture.saw("several threads")
 
     async def cancelled() -> None:
-        probe.hold()
-        busy = asyncio.ensure_future(lm.next_token_logprobs(others[0]))
-        await on_thread(probe.wait_until_entered, len(probe.in_step) + 1)
+        (busy,) = await probe.start_held(lm.next_token_logprobs(others[0]))
         task = asyncio.ensure_future(lm.population(second, len(ids)).next_token_logprobs())
         try:
             await asyncio.sleep(0.001)

@@ -27,9 +27,8 @@ from genlm import (
     TokenIdError,
 )
 from genlm.plugin import stream_uniform
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 DRAWS = 6
@@ -192,23 +191,10 @@ def _check_drawn(
     expect(bool(kept[drawn.token_id] > -math.inf), "a token of top-k and top-p", drawn)
     if is_near:  # rounding decides which tokens belong to top-k or top-p
         return
-    cumulative = kept.softmax(-1).cumsum(-1)
-    low = float(cumulative[drawn.token_id - 1]) if drawn.token_id else 0.0
-    high = float(cumulative[drawn.token_id])
     slack = rounding / (2 * temperature) + 1e-6
-    expect(
-        low - slack <= uniform <= high + slack,
-        f"the token that {uniform:.6f} draws",
-        f"{drawn}, which numbers from {low:.6f} to {high:.6f} draw",
-        **arguments,
-    )
-    probability = math.log(max(high - low, 1e-300))
-    expect(
-        abs(math.exp(drawn.draw_logprob) - (high - low)) <= slack,
-        f"drawn with the log-probability {probability:.6g}",
-        drawn.draw_logprob,
-        **arguments,
-    )
+    share = fixture.check_drawn(kept, drawn.token_id, uniform, slack, **arguments)
+    found = math.exp(drawn.draw_logprob)
+    expect(abs(found - share) <= slack, f"probability {share:.6g}", found, **arguments)
 
 
 def _kept(

@@ -16,9 +16,8 @@ from genlm import (
     TokenIdError,
     TokenTypeError,
 )
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 

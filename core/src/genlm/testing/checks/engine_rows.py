@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 
 import torch
 
 from genlm import AsyncLM
-from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.check import engine_check, expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
 from genlm.testing.strategies import TokenTuple
 
 
@@ -87,13 +85,9 @@ def rows_are_right(fixture: EngineFixture) -> None:
 def rows_belong_to_the_caller(fixture: EngineFixture) -> None:
     """Modifying a row changes no other row, now or later."""
 
-    async def shared(token_ids: TokenTuple) -> list[torch.Tensor]:
-        asked = (fixture.lm.next_token_logprobs(token_ids) for _ in range(3))
-        return list(await asyncio.gather(*asked))
-
     def holds(token_ids: TokenTuple, other: TokenTuple) -> None:
         fixture.lm.clear_output_cache()
-        first, *others = fixture.run(shared(token_ids))
+        first, *others = fixture.run(gathered(fixture.lm.next_token_logprobs, [token_ids] * 3))
         _overwrite(first)
         for row in others:
             fixture.check_row(row, token_ids, changed="a row of the same request in flight")
@@ -123,11 +117,7 @@ def _overwrite(rows: torch.Tensor) -> None:
 def rows_hold_no_more_than_themselves(fixture: EngineFixture) -> None:
     """A row keeps only its own memory alive."""
     lm, probe = fixture.load_probed()
-
-    async def request(batch: list[TokenTuple]) -> list[torch.Tensor]:
-        return list(await asyncio.gather(*map(lm.next_token_logprobs, batch)))
-
-    rows = fixture.run(request(fixture.some_sequences(8)))
+    rows = fixture.run(gathered(lm.next_token_logprobs, fixture.some_sequences(8)))
     fixture.saw("row of a shared forward pass", max(probe.in_step) > 1)
     for row in rows:
         held = row.untyped_storage().nbytes()

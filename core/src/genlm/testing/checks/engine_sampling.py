@@ -14,11 +14,9 @@ from collections import Counter
 import numpy as np
 
 from genlm import Capability, EmptySequenceError
-from genlm.plugin import draw_tokens, stream_seeds, stream_uniform
-from genlm.testing.check import engine_check
+from genlm.plugin import stream_seeds, stream_uniform
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
-from genlm.testing.strategies import TokenTuple
 
 STREAMS = 8
 
@@ -62,45 +60,17 @@ def equal_seeds_draw_equal_tokens(fixture: EngineFixture) -> None:
         "temperature above 1": 1.5,
     }
     for case, temperature in temperatures.items():
+        slack = fixture.target.largest_error / (2 * temperature) + 1e-9
         drawn = fixture.run(
             fixture.lm.batch_sample(prompts, length, temperature=temperature, seed=fixture.seed)
         )
         for prompt, seed, continuation in zip(prompts, seeds, drawn, strict=True):
             for position, token_id in enumerate(continuation):
                 before = (*prompt, *continuation[:position])
+                logits = fixture.expected(before) / temperature
                 uniform = stream_uniform(seed, position)
-                _check_draw(fixture, before, token_id, temperature, uniform)
+                fixture.check_drawn(logits, token_id, uniform, slack, before=before)
                 fixture.saw(case)
-
-
-def _check_draw(
-    fixture: EngineFixture,
-    before: TokenTuple,
-    token_id: int,
-    temperature: float,
-    uniform: float,
-) -> None:
-    """Raise `CheckFailure` unless a uniform number draws a token, whatever the rounding.
-
-    Where each log-probability is off by at most e, the cumulative distribution at temperature
-    t is off by at most e / 2t: its logit moves by at most 2e / t, and no step of the logistic
-    function is longer than a quarter of that of its argument.
-    """
-    row = fixture.expected(before)
-    rounding = fixture.target.largest_error / (2 * temperature) + 1e-9
-    cumulative = (row / temperature).softmax(-1).cumsum(-1)
-    (expected,) = draw_tokens(row[None], [temperature], [uniform]).tolist()
-    low, high = (
-        float(cumulative[token_id - 1]) if token_id else 0.0,
-        float(cumulative[token_id]),
-    )
-    expect(
-        low - rounding <= uniform <= high + rounding,
-        f"{expected}, the token that {uniform:.6f} draws",
-        f"{token_id}, which numbers from {low:.6f} to {high:.6f} draw",
-        before=before,
-        temperature=temperature,
-    )
 
 
 @engine_check(cases=("equal prompts",))

@@ -24,9 +24,8 @@ from hypothesis.stateful import (
 )
 
 from genlm import AsyncLM, Capability, EngineError, OutputCache, QueryError, QueryResetError
-from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import CheckFailure, expect
+from genlm.testing.check import CheckFailure, engine_check, expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
 from genlm.testing.fixture import hypothesis_settings
 from genlm.testing.strategies import TokenTuple, near_misses
 
@@ -159,7 +158,9 @@ class EngineMachine(RuleBasedStateMachine):
         bad = (*token_ids[:at], self.lm.vocab_size, *token_ids[at:])[: self.fixture.max_length]
         bad = bad if self.lm.vocab_size in bad else (self.lm.vocab_size,)
         self._record("bad_token", token_ids, bad)
-        good, wrong = self._run(_gathered(self.lm, [token_ids, bad]))
+        good, wrong = self._run(
+            gathered(self.lm.next_token_logprobs, [token_ids, bad], errors=True)
+        )
         self._check([good], [token_ids], self.adapter)
         self.fixture.expect_raised(QueryError, wrong, program=self.program)
 
@@ -270,11 +271,6 @@ class EngineMachine(RuleBasedStateMachine):
         """Close the program's own event loop."""
         if self.loop is not self.fixture.loop:
             self.loop.close()
-
-
-async def _gathered(lm: AsyncLM, asked: Sequence[TokenTuple]) -> list[Any]:
-    rows = map(lm.next_token_logprobs, asked)
-    return list(await asyncio.gather(*rows, return_exceptions=True))
 
 
 def _machine_of(engine_fixture: EngineFixture, model: AsyncLM) -> type[EngineMachine]:

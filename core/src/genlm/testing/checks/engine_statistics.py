@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from genlm import AsyncLM, EmptySequenceError, Statistics
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 DISTINCT, DUPLICATES, REPEATED = 6, 3, 4

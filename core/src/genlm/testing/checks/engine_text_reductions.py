@@ -9,10 +9,9 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import GenlmError, GroupReduction, OutputCache
-from genlm.testing.check import engine_check
+from genlm.testing.check import engine_check, expect
 from genlm.testing.checks.engine_reductions import LargestLogprob
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
 from genlm.testing.strategies import TokenTuple
 
 

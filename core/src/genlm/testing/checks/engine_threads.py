@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 
 import torch
 
 from genlm import AsyncLM
-from genlm.testing.background import LoopThread
-from genlm.testing.check import engine_check
-from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import expect
+from genlm.testing.check import engine_check, expect
+from genlm.testing.engine_fixture import EngineFixture, gathered
+from genlm.testing.fixture import LoopThread
 from genlm.testing.probes import EngineProbe
 from genlm.testing.strategies import TokenTuple
 
@@ -59,7 +57,8 @@ def threads_and_event_loops_share(fixture: EngineFixture) -> None:
 
     def on_loop(loop: LoopThread, batch: list[TokenTuple]) -> None:
         for _ in range(ROUNDS):
-            rows = loop.run(_gathered(lm, batch), fixture.timeout_s)
+            asked = gathered(lm.next_token_logprobs, batch, use_cache=False)
+            rows = loop.run(asked, fixture.timeout_s)
             fixture.check_rows(rows, batch, caller="an event loop")
 
     def on_thread(batch: list[TokenTuple]) -> None:
@@ -97,11 +96,6 @@ def _release_when_all_wait(
 
     fixture.wait_for(all_wait, f"{count} requests to wait")
     probe.release()
-
-
-async def _gathered(lm: AsyncLM, asked: list[TokenTuple]) -> list[torch.Tensor]:
-    rows = (lm.next_token_logprobs(each, use_cache=False) for each in asked)
-    return list(await asyncio.gather(*rows))
 
 
 @engine_check(cases=("shared by two event loops",))

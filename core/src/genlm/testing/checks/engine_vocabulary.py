@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genlm import Capability, Token
-from genlm.testing.check import engine_check
+from genlm.testing.check import NotApplicable, Skipped, engine_check, expect
 from genlm.testing.engine_fixture import EngineFixture
-from genlm.testing.failure import NotApplicable, Skipped, expect
 
 
 @engine_check(cases=("token with bytes",))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from genlm import AsyncTokenCharacterTrie, EngineClosedError, WeightsError
-from genlm.testing.background import on_thread
-from genlm.testing.check import trie_check
-from genlm.testing.failure import expect
+from genlm.testing.check import expect, trie_check
+from genlm.testing.fixture import on_thread
 from genlm.testing.probes import TrieProbe
 from genlm.testing.strategies import tokens
 from genlm.testing.trie_fixture import TrieFixture

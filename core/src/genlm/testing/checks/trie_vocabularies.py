@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genlm.testing.check import trie_check
-from genlm.testing.failure import expect
+from genlm.testing.check import expect, trie_check
 from genlm.testing.strategies import SPECIAL, vocabularies
 from genlm.testing.trie_fixture import TrieFixture, leaf_of, nodes_by_symbols, symbols_of
 

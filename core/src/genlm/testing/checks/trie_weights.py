@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from genlm import WeightsError
-from genlm.testing.check import trie_check
-from genlm.testing.failure import expect
+from genlm.testing.check import expect, trie_check
 from genlm.testing.strategies import tokens, vocabularies
 from genlm.testing.trie_fixture import TrieFixture
 

@@ -7,7 +7,7 @@ from scripted_target import CertifiedEngine, scripted_target
 
 from genlm import find_backend
 from genlm.testing import Settings, TrieTarget, all_checks, cases_of, prepared
-from genlm.testing.selection import chosen, find, targets_of
+from genlm.testing.run import chosen, find, targets_of
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_model_without_a_target_is_loaded_once_for_all_checks(monkeypatch):
         built.append(CertifiedEngine())
         return built[-1]
 
-    monkeypatch.setattr("genlm.testing.selection.get_backend", lambda _: build)
+    monkeypatch.setattr("genlm.testing.run.get_backend", lambda _: build)
     only = ("batch-equals-map", "closing-ends-every-request", "statistics-add-up")
     with prepared(Settings("reference", model="demo", only=only)) as run:
         assert [outcome.status for outcome in run.outcomes()] == ["passed"] * 3

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from genlm.testing import CheckTimeout
-from genlm.testing.background import LoopThread, call_together, on_thread
+from genlm.testing.fixture import LoopThread, call_together, on_thread
 
 
 def test_closing_a_loop_ends_the_coroutines_that_still_wait_on_it() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -32,37 +33,44 @@ def environment(build, new_environment):
     return environment
 
 
-def run(environment, program: str):
-    """Run a program and return the objects that it printed."""
-    printed = environment.run(
-        environment.python,
-        PROGRAMS / f"{program}.py",
-        PYTHONWARNINGS="default",
-        HF_HUB_OFFLINE="1",
-    )
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+RUN = """
+import json, runpy, sys
+from importlib.metadata import version
+import genlm.backend, genlm.bytes, genlm.control
+where = {"ours": genlm.backend.__file__, "theirs": genlm.control.__file__}
+print(json.dumps({"program": "", "version": version("genlm-backend"), **where}))
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
+    print(json.dumps({"program": name}))
+    runpy.run_path(f"{sys.argv[1]}/{name}.py", run_name="__main__")
+"""
 
 
-def test_pip_keeps_ours(environment):
-    code = (
-        "import json, genlm.backend, genlm.control, genlm.bytes\n"
-        "from importlib.metadata import version\n"
-        "print(json.dumps([version('genlm-backend'), genlm.backend.__file__, "
-        "genlm.control.__file__]))"
-    )
-    run_code = [environment.python, "-c", code]
-    printed = environment.run(*run_code, PYTHONWARNINGS="default")
-    version, ours, theirs = json.loads(printed)
-    project = tomllib.loads((REPOSITORY / "core" / "pyproject.toml").read_text("utf-8"))[
-        "project"
-    ]
-    assert version == project["version"]
-    assert Path(ours).is_relative_to(environment.folder)
-    assert Path(theirs).is_relative_to(environment.folder)
+@pytest.fixture(scope="module")
+def printed(environment):
+    """The objects that each program printed; one process runs all on one model."""
+    names = ["constrained", "sets", "beam", "documented"]
+    options = {"PYTHONWARNINGS": "default", "HF_HUB_OFFLINE": "1"}
+    output = environment.run(environment.python, "-c", RUN, PROGRAMS, *names, **options)
+    found: dict[str, list[dict]] = {}
+    for each in map(json.loads, filter(re.compile("{").match, output.splitlines())):
+        if "program" in each:
+            of_program = found.setdefault(each.pop("program"), [])
+        if each:
+            of_program.append(each)
+    return found
 
 
-def test_constrained_smc_finds_the_exact_evidence(environment):
-    exact, found = run(environment, "constrained")
+def test_pip_keeps_ours(environment, printed):
+    [found] = printed[""]
+    project = tomllib.loads((REPOSITORY / "core" / "pyproject.toml").read_text("utf-8"))
+    assert found["version"] == project["project"]["version"]
+    assert Path(found["ours"]).is_relative_to(environment.folder)
+    assert Path(found["theirs"]).is_relative_to(environment.folder)
+
+
+def test_constrained_smc_finds_the_exact_evidence(printed):
+    exact, found = printed["constrained"]
     assert exact["spellings"] > 3
     assert len(found) == 5
     for name, result in found.items():
@@ -70,21 +78,21 @@ def test_constrained_smc_finds_the_exact_evidence(environment):
         assert result["log_evidence"] == pytest.approx(exact["exact"], abs=0.15), name
 
 
-def test_set_samplers_weigh_tokens_by_their_probability(environment):
-    [found] = run(environment, "sets")
+def test_set_samplers_weigh_tokens_by_their_probability(printed):
+    [found] = printed["sets"]
     assert found["all"] == found["allowed"]
     assert 5 <= found["topk"] <= found["allowed"]
     assert found["eager"] >= 1
 
 
-def test_a_byte_level_beam_has_the_sums_over_all_tokens(environment):
-    [found] = run(environment, "beam")
+def test_a_byte_level_beam_has_the_sums_over_all_tokens(printed):
+    [found] = printed["beam"]
     assert found["greedy"].startswith("The val")
     assert found["score"] < 0
 
 
-def test_what_the_clients_document_runs(environment):
-    [found] = run(environment, "documented")
+def test_what_the_clients_document_runs(printed):
+    [found] = printed["documented"]
     assert set(found["regex"]) <= {
         f" {word} of {article}"
         for word in ("type", "value", "values", "key")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import os
 import pickle
@@ -97,20 +98,32 @@ class Actor:
 
     def __init__(self, spec) -> None:
         self.spec, self.calls, self.held = spec, [], set()
+        self.lock, self.has_ended = threading.Lock(), False
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, daemon=True).start()
         self.restart()
 
     def _serve(self) -> None:
         self.loop.run_forever()
+        self.loop.run_until_complete(asyncio.sleep(0))  # starts the last calls
         self.loop.close()
+
+    def end(self) -> None:
+        """Stop the loop; later calls are never answered."""
+        with self.lock:
+            self.has_ended = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
     def restart(self) -> None:
         self.held = set()
         self.replica = Replica(self.spec)
 
     def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        with self.lock:
+            if not self.has_ended:
+                return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        coroutine.close()
+        return concurrent.futures.Future()
 
     def __getattr__(self, method):
         def remote(*arguments):
@@ -145,7 +158,7 @@ def in_process(monkeypatch, load):
         if restart:
             actor.restart()
         else:
-            actor.loop.call_soon_threadsafe(actor.loop.stop)
+            actor.end()
 
     monkeypatch.setattr(RayEngine, "_load", started)
     monkeypatch.setattr(serving, "check_versions", lambda *_: None)
@@ -401,11 +414,13 @@ CLUSTER_LOST = """
 import os, signal, sys, threading, time
 import psutil
 import genlm
+from genlm_ray import cluster
 from genlm_ray.conformance import CLUSTER
 
 llm = genlm.load_model(
     "demo", "ray", engine="reference", replicas=1, ray_opts=CLUSTER, resources={"num_cpus": 0.1}
 )
+cluster.HEAD_TIMEOUT_S = 3.0
 processes = psutil.Process().children(recursive=True)
 for one in processes:
     if "raylet" in one.name() or "gcs" in one.name():

@@ -27,30 +27,37 @@ BACKEND_NAME ?= genlm-backend
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test newest newest-issue test-main test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
+# Runs may go on at once, so each has a cache of its own.
+PYTEST = python -m pytest -o cache_dir=.pytest_cache/$@
+
+.PHONY: demo test newest newest-issue test-main test-plugins test-sgl test-sgl-oldest test-vllm test-vllm-oldest check format surface release-check mutants chaos bench gpu docs site dist clean
 
 demo: $(DEMO)  ## particles of the embedded model under a hard constraint
 	$(BIN)/genlm demo
 
+# The longest first, so that two cores are busy until the end.
 test:  ## everything that CI runs, on two cores
-	$(MAKE) --jobs 2 --output-sync=target test-main test-sgl test-vllm test-sgl-oldest
+	$(MAKE) --jobs 2 --output-sync=target test-sgl test-plugins test-main test-vllm test-sgl-oldest
 
-test-main: $(READY)  ## the tests that need neither vLLM's processes nor SGLang
-	$(BIN)/python -m pytest
+test-main: $(READY)  ## the tests of the core and those across packages
+	$(BIN)/$(PYTEST) core/tests tests plugins/genlm-sgl/tests/without_sglang
+
+test-plugins: $(READY)  ## the tests of the plugins that need neither vLLM's processes nor SGLang
+	$(BIN)/$(PYTEST) $(patsubst %,%/tests,$(filter plugins/%,$(PACKAGES)))
 
 test-vllm: $(READY)  ## the tests of genlm-vllm, in a process of their own, on vLLM itself
-	$(BIN)/python -m pytest plugins/genlm-vllm/tests
-	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py) -k "not thousands"
+	$(BIN)/$(PYTEST) plugins/genlm-vllm/tests
+	VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/$(PYTEST) $(addprefix plugins/genlm-vllm/tests/test_,engine.py residents.py reductions.py scores.py) -k "not thousands"
 
 test-vllm-oldest: $(VLLM_OLDEST)/.ready  ## the same on the oldest vLLM that it supports
-	$(VLLM_OLDEST)/bin/python -m pytest plugins/genlm-vllm/tests -m "not newer"
+	$(VLLM_OLDEST)/bin/$(PYTEST) plugins/genlm-vllm/tests -m "not newer"
 
 test-sgl: $(SGL_READY)  ## the tests of genlm-sgl, on SGLang itself
-	$(SGL)/bin/python -m pytest plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
-	$(SGL)/bin/python -m pytest plugins/genlm-backend/tests/on_sglang
+	$(SGL)/bin/$(PYTEST) plugins/genlm-sgl/tests --ignore plugins/genlm-sgl/tests/without_sglang
+	$(SGL)/bin/$(PYTEST) plugins/genlm-backend/tests/on_sglang
 
 test-sgl-oldest: $(SGL_OLDEST)  ## rows, contexts, draws, aborts, adapters, scores on the oldest SGLang that it supports
-	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/python -m pytest $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten and not thousands and not callers"
+	PYTHONPATH=$(SGL_OLDEST) $(SGL)/bin/$(PYTEST) $(addprefix plugins/genlm-sgl/tests/test_,rows.py residents.py sampling.py aborts.py adapters.py scores.py score_guard.py) -k "not oracle and not forgotten and not thousands and not callers"
 
 newest:  ## the tests with the newest releases, whatever the upper bounds say; build/newest/report.md
 	$(PYTHON) scripts/newest.py run

@@ -27,8 +27,8 @@ from .tiny import answers, build_model, ids_of_lengths, llama_settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-LAYERS, FEW = (1, 3) if INTERPRETED else (2, 6)
-"""Layers of a Llama and numbers of sequences: the interpreter takes a second for each step."""
+LAYERS, FEW, MANY, STEPS = (1, 3, 12, 5) if INTERPRETED else (2, 6, 30, 6)
+"""Layers of a Llama, numbers of sequences, steps: the interpreter takes a second for each."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +104,7 @@ def test_replayed_rows_are_those_of_single_sequences(name: str, tokenizer: Any) 
     oracle = Oracle(model)
     engine = captured(model, tokenizer)
     contexts = [[*ids_of_lengths(20)[0], 3 + number] for number in range(FEW)]
-    follow(engine, oracle, contexts, 6)
+    follow(engine, oracle, contexts, STEPS)
     assert engine.statistics()["kernels_refused"] == ""
     assert used(engine, "graphs_captured") >= 1
     assert used(engine, "graphs_replayed") >= 2
@@ -145,7 +145,7 @@ def test_more_numbers_than_there_is_room_for_are_captured_again(
     monkeypatch.setattr(step_attention, "_LEAST_NUMBERS", 2)
     random.seed(7)
     oracle, engine = Oracle(llama), captured(llama, tokenizer)
-    for count in (3, 30):
+    for count in (3, MANY):
         contexts = [[*ids_of_lengths(9)[0], 3 + number] for number in range(count)]
         follow(engine, oracle, contexts, 4)
     follow(engine, oracle, [[*ids_of_lengths(9)[0], 3, number] for number in range(3, 6)], 4)

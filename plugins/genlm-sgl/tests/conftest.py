@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -52,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
     """A Llama with a window of 512 positions."""
-    return TinyLlama(tmp_path_factory.mktemp("sgl") / "llama", max_position_embeddings=512)
+    model = TinyLlama(tmp_path_factory.mktemp("sgl") / "llama", max_position_embeddings=512)
+    model.logprobs = functools.cache(model.logprobs)  # walks ask for the same rows
+    return model
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,14 @@ async def gathered(
     return list(await asyncio.gather(*calls, return_exceptions=errors))
 
 
+@functools.lru_cache(maxsize=4096)
+def _oracle_row(
+    oracle: Callable[[TokenTuple, str | None], Any], token_ids: TokenTuple, adapter: str | None
+) -> torch.Tensor:
+    """Compute a row once for all checks and targets of an oracle, which ask for the same."""
+    return torch.as_tensor(oracle(token_ids, adapter)).detach().cpu().double()
+
+
 class EngineFixture(Fixture):
     """Fixture of a check of an engine.
 
@@ -75,7 +83,11 @@ class EngineFixture(Fixture):
         self.target = target
         self.listed = listed
         self.devices: set[str] = set()
-        self._oracle = functools.lru_cache(maxsize=4096)(self._oracle_row)
+        self._expected = (
+            functools.cache(self._lone_row)
+            if target.oracle is None
+            else functools.partial(_oracle_row, target.oracle)
+        )
 
     # -- models -----------------------------------------------------------------------
 
@@ -171,7 +183,7 @@ class EngineFixture(Fixture):
 
     def expected(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """The oracle's row: shape `(vocab_size,)`, float64, on the CPU; do not modify."""
-        return self._oracle(tuple(token_ids), adapter)
+        return self._expected(tuple(token_ids), adapter)
 
     def check_row(
         self,
@@ -280,11 +292,8 @@ class EngineFixture(Fixture):
         words = "a result" if isinstance(found, torch.Tensor) else repr(found)
         raise CheckFailure(error.__name__, words, example)
 
-    def _oracle_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
-        if self.target.oracle is None:
-            row = self._lone_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)
-        else:
-            row = torch.as_tensor(self.target.oracle(token_ids, adapter))
+    def _lone_row(self, token_ids: TokenTuple, adapter: str | None) -> torch.Tensor:
+        row = self._lone_lm.next_token_logprobs_sync(token_ids, lora_name=adapter)
         return row.detach().cpu().double()
 
     @functools.cached_property

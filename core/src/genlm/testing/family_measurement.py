@@ -7,6 +7,7 @@ and, where the engine needs it, a separate process.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -157,7 +158,7 @@ def _compared(
     statistics: dict[str, Any],
 ) -> FamilyResult:
     try:
-        found = differences(answers, model.logprobs)
+        found = differences(answers, functools.cache(model.logprobs))
     except ValueError as error:
         return FamilyResult("wrong", math.inf, str(error), len(answers), statistics)
     if found.largest <= bound:

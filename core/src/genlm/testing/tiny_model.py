@@ -132,10 +132,6 @@ class TinyModel:
 
     def logprobs(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
         """Compute the row of one sequence without batching or KV cache; float64."""
-        return self._row(tuple(token_ids), adapter).clone()
-
-    @functools.lru_cache(maxsize=10_000)  # noqa: B019 - checks ask for the same rows
-    def _row(self, token_ids: tuple[int, ...], adapter: str | None) -> torch.Tensor:
         row: torch.Tensor = self._logits(token_ids, adapter)[-1].double().log_softmax(-1)
         return row
 

@@ -15,4 +15,4 @@ def test_the_readme_runs(tiny: TinyLlama) -> None:
     [program] = blocks("plugins/genlm-sgl/README.md")
     names: dict[str, Any] = {}
     exec(program.replace("path/to/model", str(tiny.path)), names)
-    assert largest_error(tiny, names["prompts"], names["rows"]) <= TOLERANCE
+    assert largest_error(tiny, list(map(tuple, names["prompts"])), names["rows"]) <= TOLERANCE

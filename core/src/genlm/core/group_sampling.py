@@ -26,6 +26,7 @@ from genlm.core.group_reductions import DrawColumns
 from genlm.core.query import Completion, GroupQuery, GroupResult
 from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
+from genlm.core.text import search_stop
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -184,13 +185,10 @@ class SamplingRun:
 
     def _completed(self, token_ids: Integers64) -> npt.NDArray[np.bool_]:
         """Append tokens to the members' tails; return which of these now have a text."""
-        texts, tails = self._sampling.stop_texts, self._tails
-        longest = max(map(len, texts))
-        found = np.zeros(len(tails), bool)
+        found = np.zeros(len(token_ids), bool)
         for member in np.flatnonzero(token_ids >= 0).tolist():
-            tail = tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
-            found[member] = any(text in tail for text in texts)
-            tails[member] = tail[max(0, len(tail) - longest + 1) :]
+            text = self._tails[member] + bytes(self._vocabulary.byte_vocab[token_ids[member]])
+            found[member], self._tails[member] = search_stop(text, self._sampling.stop_texts)
         return found
 
 

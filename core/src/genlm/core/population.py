@@ -325,7 +325,7 @@ class Population(Members):
         self,
         max_tokens: int,
         *,
-        stop: Stop = (),
+        stop: Stop | None = None,
         temperature: ArrayLike = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -337,9 +337,10 @@ class Population(Members):
 
         Args:
             max_tokens: Maximum number of tokens for each member.
-            stop: One or several token ids or texts, `str` or `bytes`. A member is finished by a
-                token with one of these ids, or by the token that completes one of the texts
-                among the tokens that this call draws.
+            stop: Token ids and texts (`str` or `bytes`) that finish a member, one or several;
+                `()` for none. By default the end of a text, which is the `eos_token_id` of the
+                vocabulary if it has one; other ends replace it. A text finishes a member with
+                the token that completes it among the tokens that this call draws.
             temperature: As `draw`.
             top_k: As `draw`.
             top_p: As `draw`.
@@ -349,8 +350,8 @@ class Population(Members):
             The tokens, and the population extended by them. The token that finishes a member is
             the last of its tokens.
         """
-        texts, ids = checked_stop(stop, self._lm.vocabulary.size)
         count, size = len(self), self._lm.vocabulary.size
+        ids, texts = checked_stop(stop, size, self._lm.vocabulary.eos_token_id)
         sampling = GroupSampling(
             self._places,
             self._finished,

@@ -132,14 +132,23 @@ def check_query(
                 raise TokenIdError(token_id, position, vocab_size, "targets")
 
 
-def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozenset[int]]:
-    """Return texts that end a continuation, as bytes, and token ids that do; there may be none.
+def checked_stop(
+    stop: Stop | None, vocab_size: int, eos_token_id: int | None
+) -> tuple[frozenset[int], tuple[bytes, ...]]:
+    """Return the token ids and the texts, as bytes, that end a continuation.
+
+    Args:
+        stop: One or several token ids and texts; None for `eos_token_id` if there is one.
+        vocab_size: Ids must be below it.
+        eos_token_id: The end of a text, None if the vocabulary has none.
 
     Raises:
         TypeError: Not a text, a token id, or several.
         ValueError: An empty text.
         TokenIdError: An id that is negative or not below `vocab_size`.
     """
+    if stop is None:
+        return frozenset(() if eos_token_id is None else (eos_token_id,)), ()
     several: Any = [stop] if isinstance(stop, (str, bytes)) or _is_integer(stop) else stop
     if not isinstance(several, Iterable):
         raise TypeError(f"stop={_shortened(stop)}; expected texts or token ids")
@@ -154,7 +163,7 @@ def checked_stop(stop: Stop, vocab_size: int) -> tuple[tuple[bytes, ...], frozen
             raise TypeError(f"stop has {_shortened(each)}; expected str or bytes, or token ids")
     if b"" in texts:
         raise ValueError("stop has an empty text, which would end every continuation at once")
-    return tuple(texts), frozenset(checked_ids(ids, vocab_size, "stop"))
+    return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
 
 
 def checked_top_k(k: Any, vocab_size: int, name: str = "top_k") -> int | None:

@@ -6,6 +6,7 @@ import torch
 
 from genlm.core.generations import Integers64
 from genlm.core.query import GroupReduction
+from genlm.core.rows import moved
 
 __all__ = ["Columns"]
 
@@ -50,7 +51,7 @@ class Columns:
             )
         places = torch.from_numpy(members)
         for column, part in zip(self._columns, columns, strict=True):
-            column[places.to(column.device)] = part.to(column.device)
+            column[moved(places, column.device)] = part.to(column.device)
 
     def result(self) -> tuple[torch.Tensor, ...]:
         """Return the columns, in main memory unless the reduction leaves them on the device."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.row_weights import RowPart, RowWeights
+from genlm.core.rows import moved
 from genlm.core.selection import (
     SUM_BLOCK,
     batch_token_logprobs,
@@ -101,7 +102,7 @@ def batch_draw(
         if row_of is not None:
             ends = torch.tensor([own.start, own.stop])
             own = slice(*torch.searchsorted(row_of, ends).tolist())
-            here = (row_of[own] - part.places.start).to(rows.device)
+            here = moved(row_of[own] - part.places.start, rows.device)
         parts.append(_drawn(part, numbers[own], limits, here))
     return _joined(parts, rows, ())
 
@@ -290,7 +291,7 @@ def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> to
     shifted = scores - largest.masked_fill(largest.isneginf(), 0.0)
     # The largest is 0 before the division, which could make all of them -inf.
     divisors = np.where(temperatures == 0, 1.0, np.maximum(temperatures, _LEAST_TEMPERATURE))
-    by = torch.from_numpy(divisors).to(shifted.dtype).to(shifted.device)
+    by = moved(torch.from_numpy(divisors).to(shifted.dtype), shifted.device)
     return shifted.div_(by[:, None])
 
 
@@ -309,17 +310,17 @@ def _drawn(
         top_k, top_p = limits.top_k[part.places], limits.top_p[part.places]
         chosen = np.flatnonzero(~is_greedy & ((top_k < rows.shape[1]) | (top_p < 1)))
         if len(chosen):
-            places = torch.from_numpy(chosen).to(rows.device)
+            places = moved(torch.from_numpy(chosen), rows.device)
             kept = truncated(weights[places], top_k[chosen], top_p[chosen])
             weights[places] = kept
             sums[places.to(sums.device)] = block_sums(kept)
     if is_greedy.any():
-        places = torch.from_numpy(np.flatnonzero(is_greedy)).to(rows.device)
+        places = moved(torch.from_numpy(np.flatnonzero(is_greedy)), rows.device)
         best_ids = _masked_scores(scores, part.factors, places).argmax(-1)
         # The only token that is left, of any weight: a draw takes it.
         weights[places] = torch.zeros_like(weights[places]).scatter_(1, best_ids[:, None], 1.0)
         sums[places.to(sums.device)] = block_sums(weights[places])
-    each = torch.arange(len(rows)).to(rows.device) if row_of is None else row_of
+    each = torch.arange(len(rows), device=rows.device) if row_of is None else row_of
     token_ids, totals = _inverted(weights, sums, uniforms, each)
     found = weights[each, token_ids]
     draw_logprob = (found / totals.to(found)).log()
@@ -329,7 +330,7 @@ def _drawn(
 def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> Draws:
     rows = part.rows
     scores, weights, sums, log_mass = _weighted(part)
-    count, each = uniforms.shape[1], torch.arange(len(rows)).to(rows.device)
+    count, each = uniforms.shape[1], torch.arange(len(rows), device=rows.device)
     token_ids = torch.empty(len(rows), count, dtype=torch.long, device=rows.device)
     draw_logprob = torch.empty(len(rows), count, dtype=rows.dtype, device=rows.device)
     for turn in range(count):
@@ -396,7 +397,7 @@ def _inverted(
     Two levels: only the sums of blocks and one block of each row are in float64.
     """
     places = row_of.to(sums.device)
-    share = uniforms.to(sums.device)
+    share = moved(uniforms, sums.device)
     if sums.shape[1] == 1:
         block, totals = torch.zeros_like(row_of), sums[places, 0]
     else:

@@ -15,6 +15,7 @@ import torch
 
 from genlm.core.errors import each_in_batch
 from genlm.core.masks import Mask
+from genlm.core.rows import moved
 
 if TYPE_CHECKING:
     from genlm.core.masks import MaskLike
@@ -159,8 +160,9 @@ class RowMasks:
             return self._unpacked(self._rows[begin:end], device)
         places = self._index[begin:end]
         if self._rows.device != device and len(self._rows) < end - begin:
-            return self._unpacked(self._rows.to(device)[places.to(device)], device)  # each once
-        return self._unpacked(self._rows[places.to(self._rows.device)], device)
+            rows = self._rows.to(device)  # each once
+            return self._unpacked(rows[moved(places, device)], device)
+        return self._unpacked(self._rows[moved(places, self._rows.device)], device)
 
     def _unpacked(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         rows = rows.to(device)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from genlm.core.row_masks import RowMasks
-from genlm.core.rows import logprob_parts
+from genlm.core.rows import logprob_parts, moved
 
 if TYPE_CHECKING:
     from genlm.core.generations import Integers64
@@ -150,7 +150,7 @@ class RowWeights:
                 slice(begin, end),
                 temperatures[begin:end],
                 None if masks is None else masks.factors(begin, end, device),
-                None if free is None else free[begin:end].to(device),
+                None if free is None else moved(free[begin:end], device),
                 _shown(self._bias, begin, end, device),
                 _shown(self._offset, begin, end, device),
                 memory[: end - begin],

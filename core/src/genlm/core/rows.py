@@ -21,6 +21,7 @@ __all__ = [
     "invalid_rows",
     "known_logits",
     "logprob_parts",
+    "moved",
     "row_parts",
     "rows_from_logits",
 ]
@@ -123,6 +124,18 @@ def logprob_parts(
                 kept = part.new_empty(part.shape, dtype=torch.float32)
             part = torch.log_softmax(part.float(), -1, out=kept[: end - begin])
         yield begin, part
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor, such as indices or random numbers, on a device.
+
+    A copy from pageable memory to a GPU waits for all operations that were launched before. On
+    CUDA the tensor is therefore copied from pinned memory, without waiting.
+    """
+    is_copied = device.type == "cuda" and tensor.device.type == "cpu"
+    if is_copied and torch.cuda.is_available():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:

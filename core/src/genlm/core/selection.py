@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from genlm.core.rows import logprob_parts
+from genlm.core.rows import logprob_parts, moved
 
 __all__ = [
     "SUM_BLOCK",
@@ -47,7 +47,7 @@ def batch_token_logprobs(
     Returns:
         Shape `(n, k)`, float32, on the device of `rows`; `-inf` where the id is -1.
     """
-    ids = token_ids.to(rows.device)
+    ids = moved(token_ids, rows.device)
     if normalised:
         found = rows.gather(1, ids.clamp(min=0))
     else:
@@ -137,7 +137,7 @@ def truncated(
     rest = np.arange(len(weights))
     widths = [int(np.where(has_all, width, top_k).max()) for width in _CANDIDATES]
     for width in [*(width for width in widths if width <= size // 4), size]:
-        places = torch.from_numpy(rest).to(weights.device)
+        places = moved(torch.from_numpy(rest), weights.device)
         of_rest = weights if len(rest) == len(weights) else weights[places]
         largest = batch_top_k(of_rest, width) if width < size else _sorted(of_rest)
         found[places], is_short = _limited(of_rest, largest, top_k[rest], top_p[rest])
@@ -162,7 +162,9 @@ def _limited(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights limited to some of the largest, and whether all of these are kept."""
     ids, values = largest[1], wide(largest[0])
-    ks, ps = (torch.from_numpy(limit[:, None]).to(values.device) for limit in (top_k, top_p))
+    ks, ps = (
+        moved(torch.from_numpy(limit[:, None]), values.device) for limit in (top_k, top_p)
+    )
     in_top_k = torch.arange(values.shape[1], device=values.device) < ks
     values = values * in_top_k
     cumulative = values.cumsum(-1)

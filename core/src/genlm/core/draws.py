@@ -69,15 +69,13 @@ def batch_draw(
     top_k: int | Sequence[int | None] | None = None,
     top_p: float | Sequence[float] | None = None,
     row_of: torch.Tensor | None = None,
-    normalised: bool = True,
 ) -> Draws:
     """Draw a token from each row, with probability proportional to its weight.
 
     Weights are those of `RowWeights`, and 0 outside top-k and top-p.
 
     Args:
-        rows: Log-probabilities, shape `(n, vocab_size)`, float32, or logits of any floating
-            dtype; on any device; not changed.
+        rows: Log-probabilities, shape `(n, vocab_size)`, float32, on any device; not changed.
         uniforms: Random numbers in [0, 1), one per draw, shape `(n,)` or that of `row_of`,
             float64.
         weights: Masks, temperatures and biases; None for the unchanged probabilities.
@@ -87,8 +85,6 @@ def batch_draw(
             weights are limited. One number for all rows or one per row.
         row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
             from several times or not at all; by default draw i is from row i.
-        normalised: Whether `rows` are log-probabilities. Logits are normalised a part at a
-            time, and the draws are those of `rows_from_logits`.
 
     Raises:
         ValueError: Numbers of another shape.
@@ -97,7 +93,7 @@ def batch_draw(
     numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
     limits = _limits(top_k, top_p, len(rows), rows.shape[1])
     parts = []
-    for part in weights.parts(rows, normalised=normalised):
+    for part in weights.parts(rows):
         own, here = part.places, None
         if row_of is not None:
             ends = torch.tensor([own.start, own.stop])
@@ -111,8 +107,6 @@ def batch_draw_without_replacement(
     rows: torch.Tensor,
     uniforms: Numbers,
     weights: RowWeights | None = None,
-    *,
-    normalised: bool = True,
 ) -> Draws:
     """Draw several different tokens from each row, one after the other.
 
@@ -125,7 +119,6 @@ def batch_draw_without_replacement(
         rows: As `batch_draw`.
         uniforms: Numbers in [0, 1), shape `(n, k)`, float64: one for each draw.
         weights: As `batch_draw`, of temperatures above 0.
-        normalised: As `batch_draw`.
 
     Returns:
         Draws of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
@@ -138,32 +131,26 @@ def batch_draw_without_replacement(
     if weights.is_greedy:
         raise ValueError("draws without replacement at temperature 0 are those of batch_top_k")
     numbers = _numbers(uniforms, len(rows), 2)
-    parts = [
-        _drawn_in_turn(part, numbers[part.places])
-        for part in weights.parts(rows, normalised=normalised)
-    ]
+    parts = [_drawn_in_turn(part, numbers[part.places]) for part in weights.parts(rows)]
     return _joined(parts, rows, (numbers.shape[1],))
 
 
 def batch_log_mass(
     rows: torch.Tensor,
     weights: RowWeights | None = None,
-    *,
-    normalised: bool = True,
 ) -> torch.Tensor:
     """Return the log of the sum of `exp(logprob + bias)` over a set of tokens, for each row.
 
     Args:
         rows: As `batch_draw`.
         weights: As `batch_draw`; their temperatures do not matter.
-        normalised: As `batch_draw`.
 
     Returns:
         Shape `(n,)`, float32, on the device of `rows`; `-inf` for an empty set, 0 without
         mask and bias.
     """
     weights = weights or RowWeights(rows.shape)
-    parts = [_weighted(part).log_mass for part in weights.parts(rows, normalised=normalised)]
+    parts = [_weighted(part).log_mass for part in weights.parts(rows)]
     return torch.cat(parts) if parts else rows.new_empty(0, dtype=torch.float32)
 
 

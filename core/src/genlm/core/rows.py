@@ -8,7 +8,7 @@ round number) and sometimes fewer (tokens added to the tokenizer only).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "copied_rows",
     "invalid_rows",
     "known_logits",
-    "logprob_parts",
     "moved",
     "row_parts",
     "rows_from_logits",
@@ -101,29 +100,6 @@ def row_parts(count: int, size: int, device: torch.device) -> list[tuple[int, in
     values = _VALUES_ON_CPU if device.type == "cpu" else _VALUES_ON_DEVICE
     most = max(1, values // max(1, size))
     return [(begin, min(begin + most, count)) for begin in range(0, count, most)]
-
-
-def logprob_parts(
-    rows: torch.Tensor, *, normalised: bool = True
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the parts of a batch of rows that are computed at once.
-
-    Args:
-        rows: Log-probabilities, or logits of any floating dtype; shape `(n, size)`.
-        normalised: Whether they are log-probabilities, which are not copied.
-
-    Yields:
-        Where the part begins, and its log-probabilities. Those of logits are in memory that the
-        next part overwrites: on CPUs new memory takes longer than the computation.
-    """
-    rows, kept = rows.detach(), None
-    for begin, end in row_parts(len(rows), rows.shape[1], rows.device):
-        part = rows[begin:end]
-        if not normalised:
-            if kept is None:
-                kept = part.new_empty(part.shape, dtype=torch.float32)
-            part = torch.log_softmax(part.float(), -1, out=kept[: end - begin])
-        yield begin, part
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

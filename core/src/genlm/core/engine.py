@@ -396,9 +396,13 @@ class BatchEngine(abc.ABC):
         reduced = [query for query in queries if query.outputs != ROW_ONLY]
         results: dict[int, Any] = {}
         for own, compute in ((scored, self.score), (reduced, self.reduce_texts)):
-            found: Sequence[Any] = compute(own) if own else []
-            if problem := invalid_scores(found, own, type(self).__name__):
-                raise EvaluationError(problem)
+            found: Any = compute(own) if own else []
+            if not isinstance(found, Sequence) or len(found) != len(own):
+                shown = f"{len(found)} results" if isinstance(found, Sequence) else repr(found)
+                raise EvaluationError(
+                    f"{type(self).__name__}.{compute.__name__} returned {shown} for {len(own)} "
+                    f"queries; expected a list with one result for each query"
+                )
             results |= {query.query_id: each for query, each in zip(own, found, strict=True)}
         return [results[query.query_id] for query in queries]
 
@@ -545,43 +549,6 @@ def _is_of_device(error: Exception) -> bool:
         isinstance(error, RuntimeError) and message.startswith(("CUDA error", "HIP error"))
     )
     return is_failure and "out of memory" not in message
-
-
-def invalid_scores(scores: object, queries: Sequence[Query], engine: str) -> str:
-    """Describe the first invalid result of queries with targets; `""` if all are valid."""
-    found = f"{_shown(scores)} for {len(queries)} queries"
-    if isinstance(scores, Sequence) and not isinstance(scores, TokenScores):
-        found = f"{len(scores)} results for {len(queries)} queries"
-        if len(scores) == len(queries):
-            pairs = zip(scores, queries, strict=True)
-            wrong = next((pair for pair in pairs if not _fits(*pair)), None)
-            if wrong is None:
-                return ""
-            found = f"{_shown(wrong[0])} for a query of {len(wrong[1].targets)} targets"
-    if queries and queries[0].outputs != ROW_ONLY:
-        return f"{engine}.reduce_texts returned {found}; expected one Reduced for each query"
-    return (
-        f"{engine}.score returned {found}; expected one TokenScores(logprobs, is_top) for each "
-        f"query, tensors of shape (number of targets,)"
-    )
-
-
-def _fits(scores: object, query: Query) -> bool:
-    shape = (len(query.targets),)
-    if isinstance(scores, Exception):
-        return True
-    if query.outputs != ROW_ONLY:
-        return isinstance(scores, Reduced) and len(scores.values) == 1
-    return isinstance(scores, TokenScores) and all(
-        tuple(getattr(each, "shape", ())) == shape for each in scores
-    )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, TokenScores):
-        return f"TokenScores of {' and '.join(map(_shown, value))}"
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 def _own_part(reduced: Reduced | Exception, part: slice, query: Query) -> Any:

@@ -14,8 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from genlm.core.blocking import blocking
-from genlm.core.engine import invalid_scores
-from genlm.core.errors import EvaluationError, each_in_batch
+from genlm.core.errors import each_in_batch
 from genlm.core.group_reductions import checked_reduction
 from genlm.core.query import TokenScores
 from genlm.core.validation import checked_batch, is_several
@@ -205,8 +204,6 @@ def _scores(part: list[list[Any]], values: list[Any]) -> Iterator[TokenScores]:
         found = list(itertools.islice(remaining, len(text)))
         query = text[0][0] if text else None
         if query is not None and query.targets:
-            if problem := invalid_scores(found, [query], "the engine"):
-                raise EvaluationError(problem)
             yield found[0]
         else:
             logprobs = torch.tensor([each.logprob for each in found], dtype=torch.float32)

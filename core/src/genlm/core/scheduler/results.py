@@ -95,11 +95,25 @@ def _problem(evaluation: Evaluation, completion: Completion) -> Exception | None
         )
     kinds = _expected(evaluation.query)
     if isinstance(result, kinds):
-        return None
+        return _wrong_shape(evaluation.query, result)
     names = " or ".join(kind.__name__ for kind in kinds)
     return EvaluationError(
         f"the engine returned an object of type {type(result).__name__} for a query that asks "
         f"for {names}"
+    )
+
+
+def _wrong_shape(query: Any, result: Any) -> Exception | None:
+    """Return an error if the result has scores of another number of targets."""
+    if not isinstance(result, TokenScores):
+        return None
+    expected = (len(query.targets),)
+    shapes = [tuple(getattr(each, "shape", ())) for each in result]
+    if shapes == [expected, expected]:
+        return None
+    return EvaluationError(
+        f"the engine returned TokenScores of shapes {shapes[0]} and {shapes[1]} for a query of "
+        f"{len(query.targets)} targets; expected {expected} for both"
     )
 
 

@@ -7,6 +7,7 @@ grow with the number of members.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from genlm.core.columns import Columns
 from genlm.core.generations import Integers64
@@ -14,7 +15,7 @@ from genlm.core.query import GroupQuery, GroupResult, GroupValues
 from genlm.core.rows import invalid_rows, row_parts, rows_from_logits
 from genlm.core.vocab import Vocabulary
 
-__all__ = ["GroupWork", "members_by_row"]
+__all__ = ["GroupWork"]
 
 
 class GroupWork:
@@ -35,7 +36,7 @@ class GroupWork:
         self._vocabulary = vocabulary
         self._done = 0
         self._columns = Columns(query.reduction, len(query.row_of))
-        self._by_row = members_by_row(query.row_of)
+        self._by_row = _members_by_row(query.row_of)
         places = np.arange(len(query.wanted) + 1)
         self._bounds = np.searchsorted(query.row_of[self._by_row], places)
 
@@ -71,6 +72,14 @@ class GroupWork:
             if len(members):
                 self._columns.reduce(rows, row_of, members)
 
+    def members_of(self, place: int) -> Integers64:
+        """Return the members that have the sequence at a place in `query.wanted`."""
+        return self._by_row[self._bounds[place] : self._bounds[place + 1]]
+
+    def add(self, place: int, columns: tuple[torch.Tensor, ...]) -> None:
+        """Add the reduced columns of the members of one sequence; see `Columns.add`."""
+        self._columns.add(self.members_of(place), columns)
+
     def result(self) -> GroupResult:
         """Return the columns of all members, once."""
         # Tracebacks refer to this object, which must not wait for the garbage collector.
@@ -87,7 +96,7 @@ class GroupWork:
         return self._by_row[np.repeat(begins, counts) + within], row_of
 
 
-def members_by_row(row_of: Integers64) -> Integers64:
+def _members_by_row(row_of: Integers64) -> Integers64:
     """Return the members, those of the first row first, shape `(n,)`."""
     if (row_of[1:] >= row_of[:-1]).all():
         return np.arange(len(row_of))

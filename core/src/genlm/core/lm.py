@@ -9,6 +9,7 @@ blocking twin, derived by `blocking`: `..._sync`, or the name without `a`.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import functools
 import os
@@ -24,8 +25,7 @@ from genlm.core.blocking import blocking, blocking_as, off_loop
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
-from genlm.core.group_expansion import ExpandedGroups, with_groups
-from genlm.core.group_sampling import SampledGroups, with_sampling
+from genlm.core.group_engine import GroupEngine, with_groups
 from genlm.core.leases import LeaseTable
 from genlm.core.loading import engine_builder
 from genlm.core.members import first_generation
@@ -106,7 +106,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         self._model = object()  # in every key: models may share one cache
         leases = LeaseTable()
         self._scheduler: Scheduler[Engine] = Scheduler(
-            lambda: with_sampling(with_groups(checked_engine(build()))),
+            lambda: with_groups(checked_engine(build())),
             cache=output_cache,
             release=leases.release,
             max_batch_size=max_batch_size,
@@ -177,10 +177,10 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ValueError: A limit is below 1.
         """
         common = ("output_cache", "max_batch_size", "max_pending", "progress")
-        with stages_shown(shown=progress) as stages:
+        with stages_shown(shown=progress):
             name, build = engine_builder(model, backend, engine_options, common)
             llm = cls(
-                build if stages is None else stages.around(build),
+                functools.partial(contextvars.copy_context().run, build),
                 name=name,
                 output_cache=output_cache,
                 max_batch_size=max_batch_size,
@@ -494,9 +494,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             EngineClosedError: The model was closed, which frees the engine.
         """
         engine = self._scheduler.engine
-        while isinstance(engine, (ExpandedGroups, SampledGroups)):
-            engine = engine.engine
-        return engine
+        return engine.engine if isinstance(engine, GroupEngine) else engine
 
     @property
     def output_cache(self) -> OutputCache:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import off_loop
+from genlm.core.cache import Entry, entry_copy, entry_value
 from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine
 from genlm.core.errors import (
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from genlm.core.group_sampling import GroupSampling
     from genlm.core.population import Population
     from genlm.core.scheduler import Scheduler
-    from genlm.core.scheduler.request_table import Request as ScheduledRequest
     from genlm.core.statistics import RequestCounters
     from genlm.core.validation import Integers
 
@@ -52,6 +52,9 @@ RowKey = tuple[object, str | None, bytes]
 
 Item = tuple[Query, Any, Reduction | None]
 """A query, its key, and the requested reduction of its row; None for the whole result."""
+
+_Cached = tuple[Entry, Reduction | None]
+"""An entry of the output cache, and the requested reduction of it; None for a copy."""
 
 COPIED_ON_LOOP = 2**16
 """Maximum number of bytes copied on the event loop: a copy takes as long as a thread switch."""
@@ -256,85 +259,44 @@ class Requests:
             GenlmError: The error of the first failed item; it names the places of all failed
                 items.
         """
-        sizes = [self._cached_size(key, wanted) for _, key, wanted in items]
-        read = [i for i, size in enumerate(sizes) if size is not None]
-        values: list[Any] = [None] * len(items)
-        request = self._submit(items, [i for i, size in enumerate(sizes) if size is None])
-        if read:
-            nbytes = sum(size for size in sizes if size is not None)
-            part = [items[i] for i in read]
-            try:
-                if nbytes <= COPIED_ON_LOOP:
-                    found = self._read(part)
-                else:
-                    found = await off_loop(self._read, part)
-            except GeneratorExit:  # as in `Scheduler.results`
-                raise
-            except BaseException:
-                self.scheduler.abandon(request)
-                raise
-            for i, value in zip(read, found, strict=True):
-                values[i] = value
-        computed = iter(await self.scheduler.results(request))
-        values = [
-            next(computed) if sizes[i] is None else value for i, value in enumerate(values)
-        ]
-        evicted = [i for i in read if values[i] is None]
-        if evicted:
-            computed = iter(await self.scheduler.results(self._submit(items, evicted)))
-            for i in evicted:
-                values[i], sizes[i] = next(computed), None
-        hits = [
-            query for (query, _, _), size in zip(items, sizes, strict=True) if size is not None
-        ]
-        self.counters.count(sum(map(len, hits)), requests=len(hits), hits=len(hits))
+        cached = [self._cached(key, wanted) for _, key, wanted in items]
+        pairs = list(zip(items, cached, strict=True))
+        misses = [item for item, each in pairs if each is None]
+        hits = [item for item, each in pairs if each is not None]
+        self.counters.count(sum(len(item[0]) for item in misses), requests=len(misses))
+        request = self.scheduler.submit(misses)
+        try:
+            read = await self._read([each for each in cached if each is not None])
+        except GeneratorExit:  # as in `Scheduler.results`
+            raise
+        except BaseException:
+            self.scheduler.abandon(request)
+            raise
+        found, computed = iter(read), iter(await self.scheduler.results(request))
+        values = [next(computed if each is None else found) for each in cached]
+        tokens = sum(len(item[0]) for item in hits)
+        self.counters.count(tokens, requests=len(hits), hits=len(hits))
         _raise_first(values, places)
         if self._leases is not None:
-            for token_ids, size in zip(sequences, sizes, strict=False):
-                self._keep(token_ids, is_computed=size is None)
+            for token_ids, each in zip(sequences, cached, strict=False):
+                self._keep(token_ids, is_computed=each is None)
         return values
 
-    def _submit(self, items: Sequence[Item], places: Sequence[int]) -> ScheduledRequest:
-        """Count the items at some places, and submit them to the scheduler."""
-        self.counters.count(sum(len(items[i][0]) for i in places), requests=len(places))
-        return self.scheduler.submit([items[i] for i in places])
+    def _cached(self, key: Any, wanted: Reduction | None) -> _Cached | None:
+        """Find a result in the output cache, or the row of which it is a reduction."""
+        if wanted is not None and wanted.is_cacheable:
+            entry = self._cache.find((key, wanted))
+            if entry is not None:
+                return entry, None
+        entry = self._cache.find(key)
+        return None if entry is None else (entry, wanted)
 
-    def _cached_size(self, key: Any, wanted: Reduction | None) -> int | None:
-        """Return the number of bytes to read for a cached result; None if it is not cached."""
-        if wanted is None:
-            return self._cache.size_of(key)
-        size = self._cache.size_of((key, wanted)) if wanted.is_cacheable else None
-        if size is None and key in self._cache:
-            size = COPIED_ON_LOOP + 1  # a reduction takes too long on the loop in any case
-        return size
-
-    def _read(self, items: Sequence[Item]) -> list[Any]:
-        """Read results from the output cache; None for evicted ones."""
-        values: list[Any] = []
-        reduced: dict[Any, list[int]] = {}
-        for place, (_, key, wanted) in enumerate(items):
-            if wanted is None:
-                values.append(self._cache.get(key))
-                continue
-            values.append(self._cache.get((key, wanted)) if wanted.is_cacheable else None)
-            if values[place] is None:
-                reduced.setdefault(key, []).append(place)
-        keys = list(reduced)
-        step = max(1, _REDUCED_AT_ONCE // self.vocab_size)
-        for begin in range(0, len(keys), step):
-            part = {key: self._cache.kept(key) for key in keys[begin : begin + step]}
-            by_device: dict[Any, list[Any]] = {}
-            for key, row in part.items():
-                if row is not None:
-                    by_device.setdefault(row.device, []).append(key)
-            for found in by_device.values():
-                rows = torch.stack([part[key] for key in found])
-                outputs = [tuple(items[place][2] for place in reduced[key]) for key in found]
-                for key, answer in zip(found, reduce_rows(rows, outputs), strict=True):
-                    is_error = isinstance(answer, Exception)
-                    for i, place in enumerate(reduced[key]):
-                        values[place] = answer if is_error else answer.values[i]  # type: ignore[union-attr]
-        return values
+    async def _read(self, cached: list[_Cached]) -> list[Any]:
+        """Return copies and reductions of cached results, on another thread if that is long."""
+        is_short = sum(entry[2] for entry, _ in cached) <= COPIED_ON_LOOP
+        if is_short and all(wanted is None for _, wanted in cached):
+            return [entry_copy(entry) for entry, _ in cached]
+        return await off_loop(_read_cached, cached)
 
     def _keep(self, token_ids: object, *, is_computed: bool) -> None:
         """Lease the engine's state of a context while references to the context exist."""
@@ -431,6 +393,27 @@ def _beginnings(packed: bytes, start: int) -> Iterator[TokenSequence]:
     for place in range(4 * start, len(packed) - 4, 4):
         sequence = TokenSequence(packed[place : place + 4], sequence)
         yield sequence
+
+
+def _read_cached(cached: list[_Cached]) -> list[Any]:
+    values = [entry_copy(entry) if wanted is None else None for entry, wanted in cached]
+    places_of: dict[int, list[int]] = {}  # of the reductions of each row
+    for place, (entry, wanted) in enumerate(cached):
+        if wanted is not None:
+            places_of.setdefault(id(entry), []).append(place)
+    of_rows = list(places_of.values())
+    while of_rows:
+        first = entry_value(cached[of_rows[0][0]][0])
+        step = max(1, _REDUCED_AT_ONCE // len(first))
+        part, of_rows = of_rows[:step], of_rows[step:]
+        rows = torch.stack(
+            [entry_value(cached[places[0]][0]).to(first.device) for places in part]
+        )
+        outputs = [tuple(cached[place][1] for place in places) for places in part]
+        for places, answer in zip(part, reduce_rows(rows, outputs), strict=True):
+            for i, place in enumerate(places):
+                values[place] = answer if isinstance(answer, Exception) else answer.values[i]
+    return values
 
 
 def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:

@@ -37,9 +37,6 @@ def blocking(
     """Return the blocking twin of a coroutine method, with its signature and docstring.
 
     The name of the twin is that of the method with the suffix `_sync`.
-
-    Args:
-        method: Coroutine method that awaits only requests, `off_loop`, and other such methods.
     """
 
     @functools.wraps(method)
@@ -68,11 +65,7 @@ def blocking_as(
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of genlm to its end on the calling thread.
-
-    Raises:
-        RuntimeError: The coroutine awaits an object that requires an event loop.
-    """
+    """Run a coroutine that awaits only requests and `off_loop`, on the calling thread."""
     before, _thread.is_blocking = _thread.is_blocking, True
     try:
         coroutine.send(None)

@@ -12,12 +12,7 @@ __all__ = ["Columns"]
 
 
 class Columns:
-    """The columns of a reduction, whose members are computed in parts and in any order.
-
-    Args:
-        reduction: Reduction that computes the columns.
-        count: Number of members.
-    """
+    """The columns of a reduction, whose members are computed in parts and in any order."""
 
     def __init__(self, reduction: GroupReduction, count: int) -> None:
         self._reduction = reduction
@@ -30,12 +25,7 @@ class Columns:
         self.add(members, self._reduction.compute(rows, torch.from_numpy(row_of), places))
 
     def add(self, members: Integers64, columns: tuple[torch.Tensor, ...]) -> None:
-        """Add the results of some members.
-
-        Raises:
-            TypeError: `columns` is not a tuple.
-            ValueError: The number of columns or of entries is wrong.
-        """
+        """Add the results of some members."""
         found: object = columns
         if not isinstance(found, tuple):
             raise TypeError(

@@ -85,9 +85,6 @@ def batch_draw(
             weights are limited. One number for all rows or one per row.
         row_of: The row of each draw, ascending, int64, in main memory, where rows are drawn
             from several times or not at all; by default draw i is from row i.
-
-    Raises:
-        ValueError: Numbers of another shape.
     """
     weights = weights or RowWeights(rows.shape)
     numbers = _numbers(uniforms, len(rows) if row_of is None else len(row_of), 1)
@@ -123,9 +120,6 @@ def batch_draw_without_replacement(
     Returns:
         Draws of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
         `log_mass` is that of all tokens.
-
-    Raises:
-        ValueError: Numbers of another shape, or a temperature of 0.
     """
     weights = weights or RowWeights(rows.shape)
     if weights.is_greedy:

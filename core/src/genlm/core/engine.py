@@ -127,11 +127,7 @@ _MEMBERS = (
 
 
 def checked_engine(engine: Engine) -> Engine:
-    """Return `engine` unchanged.
-
-    Raises:
-        TypeError: The object lacks a member of `Engine`.
-    """
+    """Return an engine unchanged; refuse an object that lacks a member of `Engine`."""
     missing = [name for name in _MEMBERS if not hasattr(engine, name)]
     if missing:
         raise TypeError(
@@ -142,11 +138,7 @@ def checked_engine(engine: Engine) -> Engine:
 
 
 def require_capability(engine: Engine, capability: Capability, backend: str) -> None:
-    """Check that an engine declares a capability.
-
-    Raises:
-        UnsupportedCapabilityError: It does not; the error contains the engine's hint.
-    """
+    """Raise `UnsupportedCapabilityError`, with the engine's hint, if it lacks a capability."""
     if capability not in engine.capabilities:
         hints = getattr(engine, "capability_hints", {})
         raise UnsupportedCapabilityError(capability, backend, hints.get(capability, ""))
@@ -470,9 +462,6 @@ class _Halving(Generic[Batch]):
     Halving stops when it cannot isolate items: when the device has failed, or when both halves
     of a batch raise the same error, their first and last items raise it alone, and no item of
     the batch has been evaluated yet. All remaining items then fail.
-
-    Args:
-        evaluate: Function that returns one result per item of a batch, which can be sliced.
     """
 
     def __init__(self, evaluate: Callable[[Batch], Sequence[Any]]) -> None:

@@ -78,9 +78,6 @@ class GroupEngine:
     """Adds group queries to an engine that does not accept them, or not those with `sampling`.
 
     Other attributes are those of the engine.
-
-    Args:
-        engine: Any engine.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -103,11 +103,7 @@ class SharedReduction(GroupReduction):
 
 
 def checked_reduction(reduction: GroupReduction | Reduction) -> GroupReduction:
-    """Return a reduction of columns.
-
-    Raises:
-        TypeError: Neither a `GroupReduction` nor a `Reduction`.
-    """
+    """Return a reduction of columns."""
     if isinstance(reduction, Reduction):
         return SharedReduction(reduction)
     if not isinstance(reduction, GroupReduction):

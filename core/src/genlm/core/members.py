@@ -246,11 +246,7 @@ def first_generation(sequences: Sequence[TokenSequence]) -> tuple[Generation, In
 
 
 def checked_array(values: ArrayLike, argument: str = "token_ids") -> Integers64:
-    """Return an array of 64-bit integers.
-
-    Raises:
-        TokenTypeError: The values are not integers.
-    """
+    """Return an array of 64-bit integers."""
     array = np.asarray(values.cpu().numpy() if isinstance(values, torch.Tensor) else values)
     if array.dtype.kind not in "iu" and array.size:
         raise TokenTypeError(f"an array of {array.dtype}", argument, "integers")

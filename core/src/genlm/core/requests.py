@@ -254,10 +254,6 @@ class Requests:
             items: Results of `build_query`, with the requested reductions.
             sequences: The caller's arguments, if they may be contexts.
             places: Places of the items in the caller's batch, for errors; None for one request.
-
-        Raises:
-            GenlmError: The error of the first failed item; it names the places of all failed
-                items.
         """
         cached = [self._cached(key, wanted) for _, key, wanted in items]
         pairs = list(zip(items, cached, strict=True))

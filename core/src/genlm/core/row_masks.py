@@ -56,11 +56,6 @@ class RowMasks:
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
             row i has mask i, or all rows have the only one.
-
-    Raises:
-        ValueError: Another number of masks than of rows, or masks of another size.
-        TokenIdError: An id outside the vocabulary.
-        TokenTypeError: None of these forms.
     """
 
     def __init__(

@@ -55,10 +55,6 @@ class RowWeights:
             lowest of equals.
         bias: A number, or numbers of shape `(n,)`, `(n, 1)`, `(vocab_size,)`,
             `(1, vocab_size)` or `(n, vocab_size)`; `-inf` excludes a token.
-
-    Raises:
-        TypeError: A temperature or bias that is not of numbers.
-        ValueError: Another shape, or a temperature that is negative or not finite.
     """
 
     def __init__(

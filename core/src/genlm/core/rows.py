@@ -118,9 +118,6 @@ def copied_rows(rows: torch.Tensor) -> list[torch.Tensor]:
     """Copy each row into separate memory.
 
     On CUDA a few kernels copy all of them. `torch.unbind_copy` launches one for each row.
-
-    Args:
-        rows: Shape `(n, size)`, any device.
     """
     if rows.device.type != "cuda":
         copies: Sequence[torch.Tensor] = torch.unbind_copy(rows)  # type: ignore[assignment, func-returns-value]

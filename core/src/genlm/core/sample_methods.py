@@ -59,13 +59,6 @@ class SampleOptions(NamedTuple):
 class Continuation:
     """A continuation that is drawn token by token.
 
-    Args:
-        query: The prompt.
-        options: Options of the continuation.
-        seed: Seed of the continuation's random numbers.
-        vocabulary: Vocabulary with the bytes in which stop texts are searched.
-        max_context: Maximum number of tokens of the model's context, None for no limit.
-
     Attributes:
         sequence: The prompt and the drawn tokens.
         drawn: Ids of the drawn tokens, without the token that ended the continuation.

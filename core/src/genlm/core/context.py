@@ -137,10 +137,6 @@ class Context:
         """All token ids, oldest first, assembled in time proportional to their number."""
         return self.sequence.token_ids
 
-    def _is_of(self, model: object) -> bool:
-        """Whether the context belongs to the model that `AsyncLM` identifies by `model`."""
-        return self._lm._model is model  # noqa: SLF001 - a part of AsyncLM
-
     def _keep(self, leases: LeaseTable, *, is_computed: bool) -> None:
         """Lease the engine's state of this context, in place of that of its parent.
 

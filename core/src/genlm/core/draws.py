@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Numbers: TypeAlias = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
-__all__ = ["Draws", "batch_draw", "batch_draw_without_replacement", "batch_log_mass"]
+__all__ = ["DrawnTokens", "batch_draw", "batch_draw_without_replacement", "batch_log_mass"]
 
 _FAINT = 1e-20
 """A sum of weights below it has underflowed in float32."""
@@ -41,18 +41,20 @@ _LEAST_TEMPERATURE = 1e-30
 _INF = float("inf")
 
 
-class Draws(NamedTuple):
-    """Tokens drawn from rows, on the device of the rows.
+class DrawnTokens(NamedTuple):
+    """A token drawn for each member of a population, or from each row.
 
-    A row without any token that may be drawn has -1 for `token_ids`, and `-inf` for the others.
+    The tensors of a population's draws are in main memory, those of `batch_draw` on the device
+    of the rows.
 
     Attributes:
-        token_ids: Shape `(n,)`, or `(n, k)` for several draws from each row; int64.
-        logprobs: The log-probability of each token in its row, of the same shape, float32.
-        log_mass: Log of the sum of `exp(logprob + bias)` over the tokens of each row's mask,
-            shape `(n,)`, float32; 0 without mask and bias.
-        draw_logprob: The log-probability with which each token was drawn: under mask, bias,
-            temperature, top-k and top-p. Shape of `token_ids`, float32.
+        token_ids: Shape `(n,)`, int64; -1 where there is no token to draw.
+        logprobs: The model's log-probability of each token, shape `(n,)`, float32.
+        log_mass: Log of the total probability of the allowed tokens, after `bias`, shape
+            `(n,)`, float32: the increment of a particle's log-weight. `-inf` for a member
+            without an allowed token, 0 for a finished member.
+        draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
+            float32.
     """
 
     token_ids: torch.Tensor
@@ -69,10 +71,11 @@ def batch_draw(
     top_k: int | Sequence[int | None] | None = None,
     top_p: float | Sequence[float] | None = None,
     row_of: torch.Tensor | None = None,
-) -> Draws:
+) -> DrawnTokens:
     """Draw a token from each row, with probability proportional to its weight.
 
-    Weights are those of `RowWeights`, and 0 outside top-k and top-p.
+    Weights are those of `RowWeights`, and 0 outside top-k and top-p. A row without any token
+    that may be drawn has token -1, and `-inf` for the other entries.
 
     Args:
         rows: Log-probabilities, shape `(n, vocab_size)`, float32, on any device; not changed.
@@ -104,7 +107,7 @@ def batch_draw_without_replacement(
     rows: torch.Tensor,
     uniforms: Numbers,
     weights: RowWeights | None = None,
-) -> Draws:
+) -> DrawnTokens:
     """Draw several different tokens from each row, one after the other.
 
     Each token is drawn as by `batch_draw` from those that are left, the first with the same
@@ -118,7 +121,7 @@ def batch_draw_without_replacement(
         weights: As `batch_draw`, of temperatures above 0.
 
     Returns:
-        Draws of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
+        DrawnTokens of shape `(n, k)`. Where a row has fewer tokens than k, -1 follows them.
         `log_mass` is that of all tokens.
     """
     weights = weights or RowWeights(rows.shape)
@@ -278,14 +281,14 @@ def _tempered(scores: torch.Tensor, temperatures: npt.NDArray[np.float64]) -> to
 
 def _drawn(
     part: RowPart, uniforms: torch.Tensor, limits: _Limits | None, row_of: torch.Tensor | None
-) -> Draws:
+) -> DrawnTokens:
     rows = part.rows
     is_greedy = part.temperatures == 0
     if is_greedy.all() and part.factors is None and part.bias is None:
         certain = rows.new_zeros(len(rows))
         log_mass = certain if part.offset is None else certain + part.offset
         best = _found(rows, rows.argmax(-1), log_mass, certain)
-        return best if row_of is None else Draws(*(column[row_of] for column in best))
+        return best if row_of is None else DrawnTokens(*(column[row_of] for column in best))
     scores, weights, sums, log_mass = _weighted(part)
     if limits is not None:
         top_k, top_p = limits.top_k[part.places], limits.top_p[part.places]
@@ -308,7 +311,7 @@ def _drawn(
     return _found(rows, token_ids, log_mass, draw_logprob, each)
 
 
-def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> Draws:
+def _drawn_in_turn(part: RowPart, uniforms: torch.Tensor) -> DrawnTokens:
     rows = part.rows
     scores, weights, sums, log_mass = _weighted(part)
     count, each = uniforms.shape[1], torch.arange(len(rows), device=rows.device)
@@ -343,7 +346,7 @@ def _found(
     log_mass: torch.Tensor,
     draw_logprob: torch.Tensor,
     row_of: torch.Tensor | None = None,
-) -> Draws:
+) -> DrawnTokens:
     """Return draws, those of rows without a possible token marked."""
     if row_of is None:
         columns = token_ids if token_ids.ndim == 2 else token_ids[:, None]
@@ -352,7 +355,7 @@ def _found(
         logprobs, log_mass = rows[row_of, token_ids], log_mass[row_of]
     mass = log_mass if token_ids.ndim == 1 else log_mass[:, None]
     is_dead = (logprobs == -_INF) | (mass == -_INF)
-    return Draws(
+    return DrawnTokens(
         token_ids.masked_fill(is_dead, -1),
         logprobs.masked_fill(is_dead, -_INF),
         log_mass,
@@ -360,14 +363,16 @@ def _found(
     )
 
 
-def _joined(parts: list[Draws], rows: torch.Tensor, shape: tuple[int, ...]) -> Draws:
+def _joined(
+    parts: list[DrawnTokens], rows: torch.Tensor, shape: tuple[int, ...]
+) -> DrawnTokens:
     if len(parts) == 1:
         return parts[0]
     if not parts:
         ids = torch.empty(0, *shape, dtype=torch.long, device=rows.device)
         numbers = rows.new_empty(0, *shape)
-        return Draws(ids, numbers, rows.new_empty(0), numbers.clone())
-    return Draws(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        return DrawnTokens(ids, numbers, rows.new_empty(0), numbers.clone())
+    return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def _inverted(

@@ -162,7 +162,7 @@ class MassColumns(_Weighted):
 
 
 class DrawColumns(_Weighted):
-    """A token for each member: the columns of `Draws`, each of shape `(n,)`.
+    """A token for each member: the columns of `DrawnTokens`, each of shape `(n,)`.
 
     Args:
         weights: Masks, temperature and bias of each member.

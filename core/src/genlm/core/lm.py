@@ -330,7 +330,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             GenlmError: As `next_token_logprobs`, for the first sequence that fails; its
                 `places` are the indices of all sequences that fail.
         """
-        rows = await self._requests.rows(token_ids_list, lora_name)
+        rows = await self._requests.batch(token_ids_list, None, lora_name)
         if not rows:
             return torch.empty(0, self.vocab_size, dtype=torch.float32)
         if 4 * self.vocab_size * len(rows) <= COPIED_ON_LOOP:

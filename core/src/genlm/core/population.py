@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from genlm.core.blocking import blocking
+from genlm.core.draws import DrawnTokens
 from genlm.core.errors import GenlmError, PopulationError
 from genlm.core.generations import NO_TOKEN, Integers64, distinct_sequences, raise_failed
 from genlm.core.group_reductions import (
@@ -29,6 +30,7 @@ from genlm.core.row_masks import RowMasks
 from genlm.core.row_weights import RowWeights
 from genlm.core.sampling import uniforms
 from genlm.core.validation import (
+    checked_count,
     checked_integer,
     checked_share,
     checked_stop,
@@ -40,25 +42,6 @@ if TYPE_CHECKING:
     from genlm.core.validation import Stop
 
 __all__ = ["DrawnTokens", "Population", "SampledTokens"]
-
-
-class DrawnTokens(NamedTuple):
-    """A token drawn for each member of a population. All tensors are in main memory.
-
-    Attributes:
-        token_ids: Shape `(n,)`, int64; -1 for members that have no token to draw.
-        logprobs: The model's log-probability of each token, shape `(n,)`, float32.
-        log_mass: Log of the total probability of the allowed tokens, after `bias`, shape
-            `(n,)`, float32: the increment of a particle's log-weight. `-inf` for a member
-            without an allowed token, 0 for a finished member.
-        draw_logprob: The log-probability with which each token was drawn, shape `(n,)`,
-            float32.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    log_mass: torch.Tensor
-    draw_logprob: torch.Tensor
 
 
 class SampledTokens(NamedTuple):
@@ -164,8 +147,7 @@ class Population(Members):
             Log-probabilities and ids, both of shape `(n, k)`, in main memory, in descending
             order of probability; ties in ascending order of ids.
         """
-        count = checked_top_k(checked_integer("k", k, 1), self._lm.vocabulary.size, "k")
-        assert count is not None  # noqa: S101 - it is only for None
+        count = checked_count("k", k, self._lm.vocabulary.size)
         if not len(self):
             return TopTokens(torch.empty(0, count), torch.empty(0, count, dtype=torch.long))
         return TopTokens(*await self._reduced(TopColumns(count)))

@@ -106,11 +106,8 @@ class Requests:
 
     def build_query(self, token_ids: TokenIds, lora_name: str | None) -> tuple[Query, RowKey]:
         """Check a sequence and an adapter name, and build the query and its key."""
-        if isinstance(token_ids, Context):
-            adapter = self.adapter_of(token_ids, lora_name)
-            return self.sequence_query(token_ids.sequence, adapter)
-        _, adapter = self._adapter(lora_name)
-        return self.sequence_query(self._sequence(token_ids), adapter)
+        sequence, _, adapter = self.context_parts(token_ids, lora_name)
+        return self.sequence_query(sequence, adapter)
 
     def sequence_query(
         self, sequence: TokenSequence, adapter: str | None
@@ -176,7 +173,7 @@ class Requests:
 
     def adapter_of(self, context: Context | Population, lora_name: str | None) -> str | None:
         """Return the engine's name of a context's adapter; check that this model serves it."""
-        if not context._is_of(self._model):  # noqa: SLF001 - a part of AsyncLM, as this
+        if context._lm._model is not self._model:  # noqa: SLF001 - parts of AsyncLM
             raise ValueError(
                 f"{context!r} belongs to a different model; make it with this model's method "
                 f"{type(context).__name__.lower()}"
@@ -213,31 +210,19 @@ class Requests:
         self._keep(token_ids, is_computed=not is_cached)
         return row
 
-    async def rows(self, token_ids_list: TokenBatch, lora_name: str | None) -> list[Any]:
-        """Return the row of each of several sequences."""
-        sequences = list(checked_batch(token_ids_list))
-        queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
-        items = [(query, key, None) for query, key in queries]
-        return await self.answer(items, sequences, range(len(items)))
-
-    async def reduction(
-        self, token_ids: TokenIds, reduction: Reduction, lora_name: str | None
-    ) -> Any:
-        """Return a reduction of the row of a sequence."""
-        item = (*self.build_query(token_ids, lora_name), _checked_reduction(reduction))
-        [value] = await self.answer([item], [token_ids])
-        return value
-
-    async def reductions(
-        self, contexts: TokenBatch, reductions: Sequence[Reduction], lora_name: str | None
+    async def batch(
+        self,
+        contexts: TokenBatch,
+        wanted: Sequence[Reduction | None] | None,
+        lora_name: str | None,
     ) -> list[Any]:
-        """Return a reduction of the row of each of several sequences."""
+        """Return the row of each of several sequences, or a reduction of it."""
         sequences = list(checked_batch(contexts))
-        if len(reductions) != len(sequences):
+        wanted = [None] * len(sequences) if wanted is None else wanted
+        if len(wanted) != len(sequences):
             raise ValueError(
-                f"{len(reductions)} reductions for {len(sequences)} contexts; pass one for each"
+                f"{len(wanted)} reductions for {len(sequences)} contexts; pass one for each"
             )
-        wanted = each_in_batch(_checked_reduction, reductions)
         queries = each_in_batch(lambda each: self.build_query(each, lora_name), sequences)
         items = [(*query, each) for query, each in zip(queries, wanted, strict=True)]
         return await self.answer(items, sequences, range(len(items)))
@@ -421,14 +406,6 @@ def drop_results(cache: OutputCache, model: object, *adapter: str) -> None:
         return own and (not adapter or of_row[1] == adapter[0])
 
     cache.clear(is_dropped)
-
-
-def _checked_reduction(reduction: Reduction) -> Reduction:
-    if not isinstance(reduction, Reduction):
-        raise TypeError(
-            f"expected an object of a subclass of genlm.Reduction; found {reduction!r}"
-        )
-    return reduction
 
 
 def _raise_first(values: Sequence[Any], places: Sequence[int] | None) -> None:

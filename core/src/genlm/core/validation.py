@@ -39,6 +39,7 @@ __all__ = [
     "check_query",
     "checked_batch",
     "checked_builder",
+    "checked_count",
     "checked_ids",
     "checked_integer",
     "checked_integers",
@@ -155,11 +156,14 @@ def checked_stop(
     return frozenset(checked_ids(ids, vocab_size, "stop")), tuple(texts)
 
 
-def checked_top_k(k: Any, vocab_size: int, name: str = "top_k") -> int | None:
+def checked_top_k(k: Any, vocab_size: int) -> int | None:
     """Return a number of most likely tokens, None for all."""
-    if k is None:
-        return None
-    number = checked_integer(name, k, 1)
+    return None if k is None else checked_count("top_k", k, vocab_size)
+
+
+def checked_count(name: str, value: Any, vocab_size: int) -> int:
+    """Return a number of tokens, at least 1."""
+    number = checked_integer(name, value, 1)
     if number > vocab_size:
         raise ValueError(
             f"{name}={number} of a vocabulary of {vocab_size} ids; it must be {vocab_size} or "

@@ -46,10 +46,6 @@ def engine_builder(
     Returns:
         The name of the backend, and a function that builds the engine and computes one row
         with it.
-
-    Raises:
-        PluginError: The backend is unknown, ambiguous, broken or lacks a library.
-        TypeError: The engine takes no such option, or no model objects.
     """
     info = find_backend(backend)
     loading_stage(f"importing {info.name}")

@@ -164,11 +164,6 @@ class Draw(Reduction):
 
     is_cacheable = False  # no later request has the same random number
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the mask."""
-        return 0 if self.mask is None else self.mask.nbytes
-
     @classmethod
     def compute(cls, rows: torch.Tensor, requests: Sequence[Draw]) -> Sequence[DrawnToken]:
         """Draw from all rows at once."""

@@ -41,17 +41,9 @@ class RowMasks:
     """A set of tokens for each row of a batch.
 
     Args:
-        masks: One of
-            - one mask for all rows, in any form that `Mask` takes;
-            - a list of masks, each in such a form, or None for all tokens;
-            - booleans, shape `(m, vocab_size)`, numpy or torch on any device;
-            - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
-              word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
-              device. Bits beyond the vocabulary are ignored;
-            - `PendingMasks` of booleans or packed bits, with an index: the engine waits for
-              them when it has the rows.
-
-            Arrays are not copied: they must not change while they are in use.
+        masks: In a form of `Population.draw`. Arrays are not copied: they must not change while
+            they are in use. `PendingMasks` need an index, and are waited for when the engine
+            has the rows.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default

@@ -15,7 +15,6 @@ import torch
 
 from genlm.core.errors import each_in_batch
 from genlm.core.masks import Mask
-from genlm.core.rows import moved
 
 if TYPE_CHECKING:
     from genlm.core.masks import MaskLike
@@ -41,13 +40,26 @@ class RowMasks:
     """A set of tokens for each row of a batch.
 
     Args:
-        masks: In a form of `Population.draw`. Arrays are not copied: they must not change while
-            they are in use. `PendingMasks` need an index, and are waited for when the engine
-            has the rows.
+        masks: One of
+            - one mask for all rows, in any form that `Mask` takes;
+            - a list of masks, each in such a form, or None for all tokens;
+            - booleans, shape `(m, vocab_size)`, numpy or torch on any device;
+            - packed bits, int32, shape `(m, ceil(vocab_size / 32))`, id i in bit `i % 32` of
+              word `i // 32`, as the bitmasks of xgrammar and llguidance, numpy or torch on any
+              device. Bits beyond the vocabulary are ignored;
+            - `PendingMasks` of booleans or packed bits, with an index: the engine waits for
+              them when it has the rows.
+
+            Arrays are not copied: they must not change while they are in use.
         count: Number of rows.
         vocab_size: Number of ids in the vocabulary.
         index: The mask of each row, shape `(count,)`, integers from 0 to m - 1; by default
             row i has mask i, or all rows have the only one.
+
+    Raises:
+        ValueError: Another number of masks than of rows, or masks of another size.
+        TokenIdError: An id outside the vocabulary.
+        TokenTypeError: None of these forms.
     """
 
     def __init__(
@@ -147,9 +159,8 @@ class RowMasks:
             return self._unpacked(self._rows[begin:end], device)
         places = self._index[begin:end]
         if self._rows.device != device and len(self._rows) < end - begin:
-            rows = self._rows.to(device)  # each once
-            return self._unpacked(rows[moved(places, device)], device)
-        return self._unpacked(self._rows[moved(places, self._rows.device)], device)
+            return self._unpacked(self._rows.to(device)[places.to(device)], device)  # each once
+        return self._unpacked(self._rows[places.to(self._rows.device)], device)
 
     def _unpacked(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         rows = rows.to(device)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 import torch
 
 from genlm.core.adapters import Adapters
-from genlm.core.blocking import blocking, blocking_as, off_loop
+from genlm.core.blocking import blocking, off_loop
 from genlm.core.cache import OutputCache
 from genlm.core.context import Context
 from genlm.core.engine import Capability, Engine, checked_engine, require_capability
@@ -440,7 +440,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         """
         await off_loop(self._adapters.load, lora_path, lora_name, replace=replace)
 
-    load_lora = blocking_as("load_lora", aload_lora)
+    load_lora = blocking(aload_lora, "load_lora")
 
     def unload_lora(self, lora_name: str) -> None:
         """Unload an adapter without waiting; its name can be reused at once.
@@ -519,7 +519,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             ),
         )
 
-    pin_prefix = blocking_as("pin_prefix", apin_prefix)
+    pin_prefix = blocking(apin_prefix, "pin_prefix")
 
     async def aclear_kv_cache(self) -> None:
         """Free all prefixes in the engine's cache. Results do not change.
@@ -533,7 +533,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
             lambda engine: cast("PrefixCacheEngine", engine).clear_prefix_cache(),
         )
 
-    clear_kv_cache = blocking_as("clear_kv_cache", aclear_kv_cache)
+    clear_kv_cache = blocking(aclear_kv_cache, "clear_kv_cache")
 
     def clear_output_cache(self) -> None:
         """Drop this model's entries from the output cache. Results do not change."""
@@ -563,7 +563,7 @@ class AsyncLM(ReductionMethods, ScoreMethods, SampleMethods):
         await off_loop(self._scheduler.close)
         drop_results(self._cache, self._model)
 
-    close = blocking_as("close", aclose)
+    close = blocking(aclose, "close")
 
     def __reduce__(self) -> Any:
         raise TypeError(

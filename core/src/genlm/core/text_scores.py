@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.columns import Columns
 from genlm.core.errors import EvaluationError, described
 from genlm.core.generations import Integers64
+from genlm.core.groups import Columns
 from genlm.core.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.reductions import PositionReduction
 from genlm.core.rows import known_logits, moved, row_parts, rows_from_logits

@@ -241,10 +241,9 @@ class Requests:
             places: Places of the items in the caller's batch, for errors; None for one request.
         """
         cached = [self._cached(key, wanted) for _, key, wanted in items]
-        pairs = list(zip(items, cached, strict=True))
-        misses = [item for item, each in pairs if each is None]
-        hits = [item for item, each in pairs if each is not None]
-        self.counters.count(sum(len(item[0]) for item in misses), requests=len(misses))
+        misses = [item for item, each in zip(items, cached, strict=True) if each is None]
+        tokens, hits = sum(len(query) for query, _, _ in items), len(items) - len(misses)
+        self.counters.count(tokens, requests=len(items), hits=hits)
         request = self.scheduler.submit(misses)
         try:
             read = await self._read([each for each in cached if each is not None])
@@ -255,8 +254,6 @@ class Requests:
             raise
         found, computed = iter(read), iter(await self.scheduler.results(request))
         values = [next(computed if each is None else found) for each in cached]
-        tokens = sum(len(item[0]) for item in hits)
-        self.counters.count(tokens, requests=len(hits), hits=len(hits))
         _raise_first(values, places)
         if self._leases is not None:
             for token_ids, each in zip(sequences, cached, strict=False):

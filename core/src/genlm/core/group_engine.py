@@ -88,7 +88,8 @@ class GroupEngine:
             engine: Any = self.engine
             engine.submit_group(group)
             return
-        work, unanswered = GroupWork(group, self.engine.vocabulary), {}
+        work = GroupWork(group, self.engine.vocabulary)
+        unanswered: dict[int, int] = {}
         self._divided[group.query_id] = work, unanswered
         for place, index in enumerate(group.wanted.tolist()):
             wanted = GroupColumns(group.reduction, work.members_of(place))

@@ -53,10 +53,9 @@ def batch_draw(
     *,
     top_k: Any = None,
     top_p: Any = None,
-    normalised: bool = True,
     **settings: Any,
 ) -> DrawnTokens:
-    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "normalised": normalised}
+    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
     return draws.batch_draw(rows, numbers, weights_of(rows, masks, index, **settings), **limits)
 
 

@@ -53,11 +53,11 @@ class Case:
 
     def kernels(self) -> torch.Tensor:
         """The contestant."""
-        token_ids = []
+        weights, token_ids = RowWeights(self.logits.shape, self.mask), []
         for begin, end in row_parts(*self.logits.shape, self.logits.device):
             rows = torch.log_softmax(self.logits[begin:end], -1)
-            weights = RowWeights(rows.shape, self.mask)
-            token_ids.append(batch_draw(rows, self.numbers[begin:end], weights).token_ids)
+            own = weights.of(np.arange(begin, end))
+            token_ids.append(batch_draw(rows, self.numbers[begin:end], own).token_ids)
         return torch.cat(token_ids)
 
     def loop(self, masked: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

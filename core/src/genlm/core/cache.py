@@ -67,7 +67,9 @@ class OutputCache:
         if self.max_entries == 0:
             return None
         with self._lock:
-            entry: Entry | None = self._entries.get(key)
+            if key not in self._entries:  # cheaper than the exception
+                return None
+            entry: Entry = self._entries[key]
         return entry
 
     def put(self, key: Hashable, row: Any) -> None:
@@ -136,8 +138,8 @@ def entry_value(entry: Entry) -> Any:
 
 def entry_copy(entry: Entry) -> Any:
     """Return a copy of an entry's result on its original device."""
-    value = entry_value(entry)
-    return copied(value) if value is entry[0] else value
+    value, device, _ = entry
+    return copied(value) if device is None or value.device == device else value.to(device)
 
 
 def copied(value: Any) -> Any:

@@ -198,11 +198,10 @@ class Requests:
         """Return the row of a sequence, which belongs to the caller."""
         query, key = self.build_query(token_ids, lora_name)
         row = None
-        if use_cache and key in self._cache:
-            if 4 * self.vocab_size <= COPIED_ON_LOOP:
-                row = self._cache.get(key)
-            else:
-                row = await off_loop(self._cache.get, key)
+        if use_cache and 4 * self.vocab_size <= COPIED_ON_LOOP:
+            row = self._cache.get(key)
+        elif use_cache and key in self._cache:
+            row = await off_loop(self._cache.get, key)
         is_cached = row is not None
         self.counters.count(len(query), hits=int(is_cached))
         if not is_cached:

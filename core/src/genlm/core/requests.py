@@ -383,11 +383,10 @@ def _read_cached(cached: list[_Cached]) -> list[Any]:
         first = entry_value(cached[of_rows[0][0]][0])
         step = max(1, _REDUCED_AT_ONCE // len(first))
         part, of_rows = of_rows[:step], of_rows[step:]
-        rows = torch.stack(
-            [entry_value(cached[places[0]][0]).to(first.device) for places in part]
-        )
+        rows = [entry_value(cached[places[0]][0]) for places in part]
         outputs = [tuple(cached[place][1] for place in places) for places in part]
-        for places, answer in zip(part, reduce_rows(rows, outputs), strict=True):
+        answers = reduce_rows(torch.stack(rows), outputs)
+        for places, answer in zip(part, answers, strict=True):
             for i, place in enumerate(places):
                 values[place] = answer if isinstance(answer, Exception) else answer.values[i]
     return values

@@ -440,15 +440,16 @@ def test_scores_by_rows_use_the_output_cache(make_model: MakeModel) -> None:
         assert llm.statistics().answered == evaluations
 
 
-def test_texts_are_looked_up_and_counted_part_by_part(make_model: MakeModel) -> None:
+def test_positions_are_looked_up_and_counted_part_by_part(make_model: MakeModel) -> None:
     engine = ScriptedEngine(SIZE)
     llm = make_model(engine)
     generator = np.random.default_rng(0)
     text, other, last = (generator.integers(0, SIZE, 200).tolist() for _ in range(3))
-    found = llm.batch_score_sync([text, text])  # the second when the first has been scored
+    found = llm.batch_score_sync([text, text])  # the rest of the second after the first part
     assert [each.tolist() for each in found] == [loop_over_rows(text, 1)] * 2
     counted = llm.statistics()
-    assert (counted.requests, counted.cache_hits, counted.answered) == (398, 199, 199)
+    assert (counted.requests, counted.cache_hits, counted.answered) == (398, 142, 199)
+    assert counted.joined == 57
 
     async def cancelled() -> None:
         engine.hold()
@@ -459,7 +460,7 @@ def test_texts_are_looked_up_and_counted_part_by_part(make_model: MakeModel) -> 
         engine.release()
 
     asyncio.run(cancelled())
-    assert (llm.statistics() - counted).requests == 199
+    assert (llm.statistics() - counted).requests == 256
 
 
 @pytest.mark.parametrize("engine", [ScriptedEngine, ScoringEngine])

@@ -70,7 +70,7 @@ def stored(cache: OutputCache, evaluation: Evaluation, outcome: Outcome) -> Outc
     try:
         for output, value in zip(evaluation.outputs, outcome, strict=True):
             is_stored = not isinstance(output, Reduction) or output.is_cacheable
-            if is_stored and not isinstance(value, Exception):
+            if is_stored and value is not None and not isinstance(value, Exception):
                 key = evaluation.key if output is None else (evaluation.key, output)
                 cache.put(key, value)
     except Exception as error:  # noqa: BLE001 - fails only this evaluation

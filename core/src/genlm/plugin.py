@@ -77,7 +77,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.query import Reduction as Reduction
     from genlm.core.query import SamplingParams as SamplingParams
     from genlm.core.query import TokenScores as TokenScores
-    from genlm.core.reductions import GroupColumns as GroupColumns
+    from genlm.core.reductions import PositionReduction as PositionReduction
     from genlm.core.reductions import reduce_logits as reduce_logits
     from genlm.core.reductions import reduce_rows as reduce_rows
     from genlm.core.rows import rows_from_logits as rows_from_logits

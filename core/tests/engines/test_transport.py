@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,10 +18,10 @@ from genlm.core.reductions import Draw, DrawnToken, TopK, TopTokens
 from genlm.plugin import (
     Completion,
     EvaluationError,
-    GroupColumns,
     GroupReduction,
     GroupResult,
     PackedCompletions,
+    PositionReduction,
     Reduced,
     Reduction,
     TokenScores,
@@ -118,9 +117,7 @@ def test_classes_of_the_main_module_are_sent_by_value(monkeypatch: pytest.Monkey
     for kind in (Constant, GroupConstant):
         monkeypatch.setattr(kind, "__module__", "__main__")
     by_value = Transport("a worker", pytest.importorskip("cloudpickle").dumps)
-    packed = by_value.pack_outputs(
-        [Constant(lambda: 3), GroupColumns(GroupConstant(2), np.arange(1))]
-    )
+    packed = by_value.pack_outputs([Constant(lambda: 3), PositionReduction(GroupConstant(2))])
     function, positions = by_value.unpack_outputs(packed)
     assert computed(function)() == 3
     assert positions.reduction.value == 2
@@ -133,8 +130,8 @@ def test_a_reduction_that_cannot_be_loaded_fails_alone(
         elsewhere.Odd(1),
         TopK(3),
         elsewhere.OddGroup(1),
-        GroupColumns(elsewhere.OddGroup(1), np.arange(1)),
-        GroupColumns(GroupConstant(2), np.arange(1)),
+        PositionReduction(elsewhere.OddGroup(1)),
+        PositionReduction(GroupConstant(2)),
     ]
     packed = TRANSPORT.pack_outputs(outputs)
     monkeypatch.delitem(sys.modules, elsewhere.__name__)

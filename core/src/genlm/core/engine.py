@@ -239,7 +239,7 @@ class BatchEngine(abc.ABC):
         their logits to a `genlm.prefix.PieceScores`.
 
         Args:
-            queries: At least one query, all with targets and a `GroupColumns`.
+            queries: At least one query, all with targets and a `PositionReduction`.
 
         Returns:
             The columns of the reduction, or the error, of each query.

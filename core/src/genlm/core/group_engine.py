@@ -9,25 +9,69 @@ is submitted when the one before is complete, without the scheduler and event lo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from genlm.core.errors import EvaluationError
+from genlm.core.generations import Integers64
 from genlm.core.group_sampling import SamplingRun
 from genlm.core.groups import GroupWork
-from genlm.core.query import Completion, GroupQuery, GroupResult, GroupValues, Query, Reduced
-from genlm.core.reductions import GroupColumns
+from genlm.core.query import (
+    Completion,
+    GroupQuery,
+    GroupReduction,
+    GroupResult,
+    GroupValues,
+    Query,
+    Reduced,
+    Reduction,
+)
 
 if TYPE_CHECKING:
     from genlm.core.engine import Engine
 
-__all__ = ["GroupEngine", "with_groups"]
+__all__ = ["GroupEngine", "MemberColumns", "with_groups"]
 
 _FIRST_QUERY_ID = 2**40
 """Ids of the queries of groups, which are distinct from those of the scheduler's queries."""
+
+
+class MemberColumns(Reduction):
+    """The entries of a group's columns for the members that share one row.
+
+    Args:
+        reduction: Reduction of the group.
+        members: Members that the row belongs to, shape `(m,)`.
+    """
+
+    is_cacheable = False
+
+    def __init__(self, reduction: GroupReduction, members: Integers64) -> None:
+        self.reduction = reduction
+        self.members = members
+
+    @classmethod
+    def compute(cls, rows: torch.Tensor, requests: Sequence[MemberColumns]) -> Sequence[Any]:
+        """Reduce all rows of a group at once."""
+        results: list[Any] = [None] * len(requests)
+        groups: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault(id(request.reduction), []).append(place)
+        for places in groups.values():
+            counts = [len(requests[place].members) for place in places]
+            row_of = torch.arange(len(places)).repeat_interleave(torch.tensor(counts))
+            members = np.concatenate([requests[place].members for place in places])
+            own = rows if len(places) == len(rows) else rows[torch.tensor(places)]
+            columns = requests[places[0]].reduction.compute(
+                own, row_of, torch.from_numpy(members)
+            )
+            divided = zip(*(torch.split(each.cpu(), counts) for each in columns), strict=True)
+            for place, values in zip(places, divided, strict=True):
+                results[place] = values
+        return results
 
 
 class GroupEngine:
@@ -92,7 +136,7 @@ class GroupEngine:
         unanswered: dict[int, int] = {}
         self._divided[group.query_id] = work, unanswered
         for place, index in enumerate(group.wanted.tolist()):
-            wanted = GroupColumns(group.reduction, work.members_of(place))
+            wanted = MemberColumns(group.reduction, work.members_of(place))
             sequence = group.generation.lineage.sequence(index)
             query = Query(next(self._query_ids), sequence, group.adapter, outputs=(wanted,))
             unanswered[query.query_id] = place

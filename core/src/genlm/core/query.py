@@ -70,7 +70,7 @@ class Query:
         targets: If not empty, the query requests `TokenScores` in place of a row: the scores
             of the last tokens of the sequence, where all targets but the last one are the last
             ids of the sequence. Only engines with `Capability.SCORE` receive such queries. The
-            output may be a `GroupColumns` of the rows that predict the targets.
+            output may be a `PositionReduction` of the rows that predict the targets.
         is_checked: Whether the ids are a `TokenSequence`, which `AsyncLM` has checked.
 
     Args:

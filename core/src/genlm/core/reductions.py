@@ -30,14 +30,13 @@ from genlm.core.rows import copied_rows, invalid_rows, moved, row_parts, rows_fr
 from genlm.core.selection import batch_top_k
 
 if TYPE_CHECKING:
-    from genlm.core.generations import Integers64
     from genlm.core.vocab import Vocabulary
 
 __all__ = [
     "Draw",
     "DrawnToken",
-    "GroupColumns",
     "LogMass",
+    "PositionReduction",
     "ScoredToken",
     "TargetScore",
     "TokenLogprobs",
@@ -209,42 +208,30 @@ class TargetScore(Reduction):
         return list(map(ScoredToken, logprobs.tolist(), is_top.tolist()))
 
 
-class GroupColumns(Reduction):
-    """The columns of a `GroupReduction` for some of its members, as an output of a query.
+class PositionReduction(Reduction):
+    """A reduction of the rows of all targets of a text: the columns of a `GroupReduction`.
 
-    The members are those that have the sequence of the query; the output of a query with
-    targets has a member for each target. Equality is identity.
+    It is an output of queries with targets only. Equality is identity.
 
     Args:
-        reduction: Reduction of the group.
-        members: Indices of the members, shape `(m,)`.
+        reduction: Reduction whose columns have an entry for each target.
     """
 
     is_cacheable = False
 
-    def __init__(self, reduction: GroupReduction, members: Integers64) -> None:
+    def __init__(self, reduction: GroupReduction) -> None:
         self.reduction = reduction
-        self.members = members
 
     @classmethod
-    def compute(cls, rows: torch.Tensor, requests: Sequence[GroupColumns]) -> Sequence[Any]:
-        """Reduce all rows of a group at once."""
-        results: list[Any] = [None] * len(requests)
-        groups: dict[int, list[int]] = {}
-        for place, request in enumerate(requests):
-            groups.setdefault(id(request.reduction), []).append(place)
-        for places in groups.values():
-            counts = [len(requests[place].members) for place in places]
-            row_of = torch.arange(len(places)).repeat_interleave(torch.tensor(counts))
-            members = np.concatenate([requests[place].members for place in places])
-            own = rows if len(places) == len(rows) else rows[torch.tensor(places)]
-            columns = requests[places[0]].reduction.compute(
-                own, row_of, torch.from_numpy(members)
-            )
-            divided = zip(*(torch.split(each.cpu(), counts) for each in columns), strict=True)
-            for place, values in zip(places, divided, strict=True):
-                results[place] = values
-        return results
+    def compute(
+        cls, rows: torch.Tensor, requests: Sequence[PositionReduction]
+    ) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Reduce each row as that of a text with one target."""
+        first = torch.zeros(1, dtype=torch.long)
+        return [
+            request.reduction.compute(row[None], first, first)
+            for row, request in zip(rows, requests, strict=True)
+        ]
 
 
 def reduce_rows(

@@ -30,7 +30,7 @@ from genlm.core.generations import Generation, Lineage
 from genlm.core.leases import LeaseTable
 from genlm.core.query import GroupQuery, GroupReduction, GroupResult, Query, Reduction
 from genlm.core.recent_sequences import SHORTEST, RecentSequences
-from genlm.core.reductions import GroupColumns, TargetScore, reduce_rows
+from genlm.core.reductions import PositionReduction, TargetScore, reduce_rows
 from genlm.core.sequence import TokenSequence
 from genlm.core.validation import checked_batch, checked_integer, checked_token_ids
 
@@ -311,7 +311,7 @@ class Requests:
             return reduction.compute(rows, nothing, nothing)
         if Capability.SCORE not in self.capabilities:
             return await self._reduced_by_position(packed, start, reduction, adapter)
-        output = GroupColumns(reduction, np.arange(len(ids) - start))
+        output = PositionReduction(reduction)
         query = Query(
             next(self._query_ids),
             TokenSequence(packed[:-4]),

@@ -1,7 +1,7 @@
 """Scores and reductions of all positions of texts, from logits that come in pieces.
 
 A query with `targets` asks for the log-probability of each target, or, with a
-`GroupColumns` as its output, for a reduction of the rows that predict them. Engines hand
+`PositionReduction` as its output, for a reduction of the rows that predict them. Engines hand
 over logits of positions, a few at a time and in any order; the rows of a text are never in
 memory together.
 """
@@ -19,7 +19,7 @@ from genlm.core.errors import EvaluationError, described
 from genlm.core.generations import Integers64
 from genlm.core.groups import Columns
 from genlm.core.query import GroupReduction, Query, Reduced, TokenScores
-from genlm.core.reductions import GroupColumns
+from genlm.core.reductions import PositionReduction
 from genlm.core.rows import known_logits, moved, row_parts, rows_from_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
@@ -50,7 +50,7 @@ class ScoredText(NamedTuple):
     def of(cls, query: Query) -> ScoredText:
         """Return the text of a query with targets."""
         [output] = query.outputs
-        reduction = output.reduction if isinstance(output, GroupColumns) else None
+        reduction = output.reduction if isinstance(output, PositionReduction) else None
         return cls(query.sequence, query.targets, reduction)
 
     @property

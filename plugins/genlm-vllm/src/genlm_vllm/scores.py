@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from genlm.plugin import EvaluationError, GroupColumns, TokenSequence
+from genlm.plugin import EvaluationError, PositionReduction, TokenSequence
 from genlm.prefix import PieceScores, ScoredText
 from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index
@@ -72,7 +72,7 @@ class ScoreTargets(NamedTuple):
         [output] = outputs
         reduction = None
         if output is not None:
-            if not isinstance(output, GroupColumns):
+            if not isinstance(output, PositionReduction):
                 raise EvaluationError(getattr(output, "reason", f"no reduction: {output!r}"))
             reduction = output.reduction
         text = ScoredText(TokenSequence(b""), tuple(self.targets), reduction)

@@ -29,6 +29,7 @@ from genlm.core.query import (
     Reduced,
     Reduction,
 )
+from genlm.core.rows import moved
 
 if TYPE_CHECKING:
     from genlm.core.engine import Engine
@@ -64,7 +65,9 @@ class MemberColumns(Reduction):
             counts = [len(requests[place].members) for place in places]
             row_of = torch.arange(len(places)).repeat_interleave(torch.tensor(counts))
             members = np.concatenate([requests[place].members for place in places])
-            own = rows if len(places) == len(rows) else rows[torch.tensor(places)]
+            own = rows
+            if len(places) < len(rows):
+                own = rows[moved(torch.tensor(places), rows.device)]
             columns = requests[places[0]].reduction.compute(
                 own, row_of, torch.from_numpy(members)
             )

@@ -211,6 +211,22 @@ def test_the_interpreter_exits_with_requests_unanswered(ending, pytestconfig):
     assert done.stdout.split() == ["told", "closed"]
 
 
+def test_a_thread_does_not_end_while_the_interpreter_is_finalised(pytestconfig):
+    """Its native thread-local variables may have destructors that need the interpreter."""
+    program = textwrap.dedent("""
+        import atexit, sys
+        atexit.register(lambda: print(thread.is_alive()))  # first registered, last called
+        sys.path.insert(0, sys.argv[1])
+        from scripted import ScriptedEngine
+        from genlm import AsyncLM
+
+        llm = AsyncLM(ScriptedEngine)
+        thread = llm._scheduler._worker._thread
+    """)
+    support = str(pytestconfig.rootpath / "tests/support")
+    assert run_code(program, support, timeout=TIMEOUT_S).stdout.split() == ["True"]
+
+
 def test_a_forked_process_is_told_that_the_engine_stayed_behind(pytestconfig):
     program = textwrap.dedent("""
         import asyncio, os, sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 import torch
+from programs import run_code
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from genlm import (
@@ -251,3 +253,22 @@ def test_figures_outlive_the_engine(engine: MLXEngine) -> None:
     assert figures["tokens_evaluated"] == 2
     assert figures["model"] == "llama"
     assert figures["execution_path"] == "slot_cache"
+
+
+def test_programs_end_without_closing_their_models(llama: TinyModel) -> None:
+    """Caches of MLX, one for each thread, have destructors that need the interpreter."""
+    program = """
+        import sys, warnings
+        warnings.simplefilter("ignore")
+        from genlm import AsyncLM
+        from genlm_mlx.engine import MLXEngine
+
+        def build():
+            return MLXEngine(sys.argv[1], self_test=False)
+
+        models = [AsyncLM(build) for _ in range(6)]
+        for llm in models:
+            llm.next_token_logprobs_sync([1, 2, 3])
+    """
+    for _ in range(2):  # each thread has a chance of aborting the process
+        run_code(textwrap.dedent(program), str(llama.path))

@@ -275,6 +275,6 @@ _live_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 def _close_all() -> None:
     workers = list(_live_workers)
     for worker in workers:
-        worker.stop(_closed())
+        worker.stop_at_exit(_closed())
     for worker in workers:
-        worker.join(EXIT_TIMEOUT_S)
+        worker.wait_until_ended(EXIT_TIMEOUT_S)

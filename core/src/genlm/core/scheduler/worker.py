@@ -110,6 +110,7 @@ class Worker:
         self._wake_engine: Callable[[], None] | None = None
         self._idle_flush = IdleFlush(self.flush, lambda: len(self._table.inbox))
         self._built: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._ended, self._is_exiting = threading.Event(), False
         # Arguments, not attributes: a reference cycle would delay freeing the model's memory.
         arguments = (build_engine, self._built)
         self._thread = threading.Thread(
@@ -248,6 +249,19 @@ class Worker:
         if not self.runs_here:
             self._thread.join(timeout_s)
 
+    def stop_at_exit(self, error: EngineError) -> None:
+        """Stop as `stop`; the thread then remains until the process ends.
+
+        Destructors of native thread-local variables, of which MLX has some, may need the
+        interpreter. While it is being finalised, they would abort the process.
+        """
+        self._is_exiting = True
+        self.stop(error)
+
+    def wait_until_ended(self, timeout_s: float) -> None:
+        """Wait until the engine is closed, whether or not the thread remains."""
+        self._ended.wait(timeout_s)
+
     def statistics(self) -> SchedulerStatistics:
         """Return a snapshot of the counters."""
         with self._lock:
@@ -306,6 +320,9 @@ class Worker:
             logger.exception("the statistics of %s raised", type(engine).__name__)
         self._engine = None
         del engine  # the error that ended the thread refers to this frame
+        self._ended.set()
+        if self._is_exiting:
+            threading.Event().wait()
 
     def _die(self, cause: BaseException) -> None:
         logger.error("the engine's thread ended", exc_info=cause)

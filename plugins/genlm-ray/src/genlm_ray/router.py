@@ -106,7 +106,6 @@ class Router:
     Attributes:
         tokens_asked: Tokens that the queries needed where they were first routed.
         tokens_recomputed: Tokens that were assigned to a further replica.
-        moved: Queries that left the replica of their parent.
     """
 
     def __init__(self, max_contexts: int = 2**15) -> None:
@@ -124,7 +123,7 @@ class Router:
         self._dropped: list[Context] = []
         self._budget_used = 0
         self._total = 0.0
-        self.tokens_asked = self.tokens_recomputed = self.moved = 0
+        self.tokens_asked = self.tokens_recomputed = 0
 
     # -- replicas ---------------------------------------------------------------------
 
@@ -449,7 +448,6 @@ class Router:
         del self._waiting[each.replica][each.query.query_id]
         each.context.replicas.pop(each.replica, None)
         self._put(each, replica)
-        self.moved += 1
 
     def _set_work(self, replica: int, work: float) -> None:
         work = max(0.0, work)

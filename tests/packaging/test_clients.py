@@ -46,6 +46,18 @@ for name in sys.argv[2:]:
 """
 
 
+def run(environment, program: str, *arguments: str):
+    """Run a program and return the objects that it printed."""
+    printed = environment.run(
+        environment.python,
+        PROGRAMS / f"{program}.py",
+        *arguments,
+        PYTHONWARNINGS="default",
+        HF_HUB_OFFLINE="1",
+    )
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
 @pytest.fixture(scope="module")
 def printed(environment):
     """The objects that each program printed; one process runs all on one model."""
@@ -103,3 +115,13 @@ def test_what_the_clients_document_runs(printed):
     assert sum(found["json"].values()) == pytest.approx(1)
     assert found["unit"] > 1
     assert found["byte"].isascii()
+
+
+def test_the_scored_potential_has_the_sums_of_unbatched_rows(environment):
+    [found] = run(environment, "potential", str(REPOSITORY / "examples"))
+    assert found["tokens"] >= 10
+    example = REPOSITORY / "examples" / "scored_potential.py"
+    printed = environment.run(
+        environment.python, example, PYTHONWARNINGS="default", HF_HUB_OFFLINE="1"
+    )
+    assert len([line for line in printed.splitlines() if " b'" in line or ' b"' in line]) == 10

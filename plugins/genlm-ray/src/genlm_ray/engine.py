@@ -1,11 +1,9 @@
 """`RayEngine`: replicas of an engine on a Ray cluster, driven as one engine.
 
 The engine's thread assigns queries to replicas (`router`), sends them and waits for events:
-replies, lost or restarted replicas, or the scheduler's `wake` for new
-queries. A second thread pings replicas and attaches those that were started again.
-
-Longer than other modules because all changes of the replicas' state are on the engine's thread
-and stand together.
+replies, replicas that were lost or came back, or `wake` of the scheduler, which has new
+queries. A second thread pings replicas and attaches those that were started again. All changes
+of the replicas' state happen on the engine's thread.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ __all__ = ["RayEngine"]
 logger = logging.getLogger("genlm.ray")
 
 _PING_S = 1.0
-"""Time between two pings of a replica, which also tell it that its driver lives."""
+"""Time between two pings of a replica, which also show it that its driver is alive."""
 
 _RETRY_S = 0.2
 """Time between two attempts to reach a replica that Ray is starting again."""
@@ -61,34 +59,35 @@ class RayEngine:
     """Replicas of one model, loaded for this program or served to several.
 
     Args:
-        model: What the backend `engine` calls a model, or the name of a served one.
+        model: Model id or path for the backend `engine`, or the name of a served model.
         engine: Backend of the replicas; None attaches to a served model.
         replicas: Number of replicas to load.
         engine_opts: Options of that backend.
-        resources: What a replica needs of the cluster: `num_cpus`, `num_gpus`, `memory` in
-            bytes, or resources of the cluster's own by name; by default one CPU. A list gives
-            a replica several bundles, the first for its own process, for an engine that starts
-            workers on Ray.
-        address: Of the cluster, as for `ray.init`; by default the one that this process has
-            joined, else `RAY_ADDRESS`, else one that it starts on this machine.
-        max_restarts: How often each replica is started again, 3 by default; -1 for no limit.
-        ping_timeout_s: Silence after which a replica counts as hanging. One of this program is
-            started again; from a served one this program detaches until it answers.
-        step_timeout_s: Longest step of its engine before a replica counts as hanging and ends
-            its process; 3600 by default.
-        load_timeout_s: How long replicas may take to load.
-        place_timeout_s: How long to wait for resources of the cluster that are in use; 60 by
-            default.
-        max_rows_per_call: Most queries that are sent to a replica at a time, at least 1. The
-            rest waits here, where another replica can take it.
-        ray_opts: Further arguments of `ray.init`; they count for the first connection of a
-            process only.
+        resources: Resources of one replica: `num_cpus`, `num_gpus`, `memory` in bytes, or
+            custom resources of the cluster by name; by default one CPU. A list gives a replica
+            several bundles, the first for its own process, for an engine that starts workers on
+            Ray.
+        address: Address of the cluster, as for `ray.init`; by default that of the cluster that
+            this process has joined, else `RAY_ADDRESS`, else a cluster is started on this
+            machine.
+        max_restarts: Maximum number of restarts of each replica, 3 by default; -1 for no limit.
+        ping_timeout_s: Time without an answer after which a replica is considered hung. A
+            private one is restarted; from a served one this program detaches until it answers.
+        step_timeout_s: Maximum duration of an engine step, after which a replica ends its
+            process; 3600 by default.
+        load_timeout_s: Maximum time for loading the replicas.
+        place_timeout_s: Maximum time to wait for resources of the cluster that are in use; 60
+            by default.
+        max_rows_per_call: Maximum number of queries in a message to a replica, at least 1.
+            Further queries wait in this process, where another replica can take them.
+        ray_opts: Further arguments of `ray.init`, used for the first connection of a process
+            only.
 
     Raises:
         ValueError: `max_rows_per_call` is less than 1.
         TypeError: An option of loading, for a served model.
-        ModelLoadError: No cluster, or not the one that was joined before, not enough
-            resources, the model is not served or cannot be loaded.
+        ModelLoadError: There is no cluster, or this process has joined another one; resources
+            are missing; or the model is not served or cannot be loaded.
     """
 
     option_homes: ClassVar = {"ray_": "ray_opts", "": "engine_opts"}
@@ -253,7 +252,7 @@ class RayEngine:
         self._populations.submit(group)
 
     def step(self) -> list[Completion]:
-        """Send the submitted queries, and wait for results or until `wake`.
+        """Send the submitted queries, and wait for answers or for `wake`.
 
         Raises:
             EngineDiedError: No replica is left.
@@ -274,7 +273,7 @@ class RayEngine:
         self._events.put(Wake())
 
     def abort(self, query_id: int) -> None:
-        """Drop a query; a replica that evaluates it is told."""
+        """Drop a query, also in the replica that evaluates it."""
         before = len(self._submitted)
         if before:
             self._submitted = [one for one in self._submitted if one.query_id != query_id]
@@ -288,13 +287,13 @@ class RayEngine:
             self._wake_monitor.set()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """Let replicas forget a context that the program has dropped."""
+        """Have the replicas forget a context that the program has dropped."""
         self._router.release(adapter, key)
         self._forget()
         self._wake_monitor.set()
 
     def close(self) -> None:
-        """End the replicas of this program; served replicas keep running."""
+        """End the private replicas; served ones keep running."""
         self._closed.set()
         self._wake_monitor.set()
         if not ray.is_initialized():
@@ -308,7 +307,7 @@ class RayEngine:
         self._groups = []
 
     def statistics(self) -> dict[str, int | float | str]:
-        """Tokens counted by all replicas, and each replica's figures after its number."""
+        """Token counts of all replicas together, and the statistics of each by its number."""
         found: dict[str, int | float | str] = {"replicas": len(self._links)}
         for name in _COUNTED:
             counts = [
@@ -363,12 +362,13 @@ class RayEngine:
         self._broadcast("clear_prefix_cache")
 
     def _broadcast(self, method: str, *arguments: Any) -> None:
-        """Call a method of every replica, restarted ones included, and wait.
+        """Call a method of every replica, also of those that return meanwhile, and wait.
 
-        A replica lost meanwhile applies the recorded state when it is attached again.
+        A replica that is lost catches up when it is attached again, from the recorded adapters
+        and prefixes.
 
         Raises:
-            Exception: The exception of the first replica that raised one.
+            Exception: The first error of a replica.
             EngineDiedError: No replica is left.
         """
         errors: list[BaseException] = []
@@ -395,7 +395,7 @@ class RayEngine:
         return call.done() or number not in self._by_number
 
     def _handle_until(self, is_over: Callable[[], bool]) -> None:
-        """Handle events until a condition holds.
+        """Handle events until a condition holds that they bring about.
 
         Raises:
             EngineDiedError: No replica is left.
@@ -478,10 +478,10 @@ class RayEngine:
         link.attached = link.attach_since_s = None
 
     def _lose(self, link: ReplicaLink, error: BaseException) -> None:
-        """Assign a replica's queries to others, and attach it again when it responds.
+        """Assign the queries of a replica to the others, and attach it again when it answers.
 
-        A replica of this program that hangs is started again. A served one supervises itself:
-        other programs use it.
+        A private replica that hangs is restarted. A served one supervises itself, because other
+        programs use it.
         """
         number = link.number
         if number is None:
@@ -514,7 +514,7 @@ class RayEngine:
     # -- sending ----------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Assign the submitted queries and send them to the replicas."""
+        """Assign the submitted queries, and send each replica what it has room for."""
         if self._submitted:
             submitted, self._submitted = self._submitted, []
             self._router.assign(submitted)
@@ -595,7 +595,7 @@ def _session_ended() -> EngineError:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return a replica's exception, without Ray's wrapping."""
+    """The error that a replica raised, without Ray's wrapper."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, BaseException) else error
     return error

@@ -357,11 +357,6 @@ class Replica:
                 except Exception:  # each query then computes it
                     logger.exception("computing a prefix again raised")
 
-    async def statistics(self, session: str) -> dict[str, Any]:
-        """The engine's statistics."""
-        del session
-        return self._statistics()
-
     async def describe(self) -> dict[str, Any]:
         """Return the loaded model's description for `genlm serve --status`."""
         await self._engine()

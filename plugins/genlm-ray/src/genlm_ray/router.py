@@ -2,12 +2,11 @@
 
 The cost of a replica is counted in rows: its waiting queries, and the tokens of the query's
 context that it has not computed. A query goes to the replica that has most of its context.
-Queries that continue one context are then moved together, from the replica with the most work
-to the one with the least, when computing the context there costs less than waiting.
+Queries that continue one context are then moved from the replica with the most work to the one
+with the least, while this pays for the tokens that are recomputed.
 
 Deterministic: equal calls have equal results, so `benchmarks/simulate_replicas.py` runs this
-class at any scale. Longer than other modules because one class keeps placements, work and
-contexts consistent.
+class at any scale.
 """
 
 from __future__ import annotations
@@ -28,14 +27,11 @@ TOKEN_COST = 0.25
 """Cost of computing a prompt token, in rows. Tokens of one prompt share a matrix
 product, so engines compute them at several times the rate of rows."""
 
-HORIZON = 8
-"""Number of steps within which recomputing a context must pay off."""
-
 SHARED = 8
 """Queries that continue one context in one batch make it a shared prompt, which each replica
 may compute once. Contexts of fewer queries count against `MAX_RECOMPUTED`."""
 
-MAX_RECOMPUTED = 0.08
+MAX_RECOMPUTED = 0.04
 """Maximum share of requested tokens that is recomputed to balance the replicas' work."""
 
 BLOCK = 128
@@ -83,7 +79,7 @@ class Context:
 class RoutedQuery:
     """A query, its context, the known prefix that it continues, and its replica."""
 
-    __slots__ = ("context", "cost", "is_sent", "order", "parent", "query", "replica")
+    __slots__ = ("context", "cost", "is_sent", "order", "parent", "query", "replica", "tokens")
 
     def __init__(
         self, query: Query, order: int, context: Context, parent: Context | None
@@ -92,6 +88,7 @@ class RoutedQuery:
         self.order = order
         self.context = context
         self.parent = parent
+        self.tokens = 1 if query.sampling is None else query.sampling.max_tokens
         self.replica = -1
         self.cost = 0.0
         self.is_sent = False
@@ -106,7 +103,6 @@ class Router:
     Attributes:
         tokens_asked: Tokens that the queries needed where they were first routed.
         tokens_recomputed: Tokens that were assigned to a further replica.
-        moved: Queries that left the replica of their parent.
     """
 
     def __init__(self, max_contexts: int = 2**15) -> None:
@@ -123,8 +119,7 @@ class Router:
         self._changed: set[int] = set()  # replicas whose work is not in the heap yet
         self._dropped: list[Context] = []
         self._budget_used = 0
-        self._total = 0.0
-        self.tokens_asked = self.tokens_recomputed = self.moved = 0
+        self.tokens_asked = self.tokens_recomputed = 0
 
     # -- replicas ---------------------------------------------------------------------
 
@@ -147,11 +142,6 @@ class Router:
         if replica in self._work:
             self._set_work(replica, self._work[replica] + rows)
 
-    def cost_of(self, replica: int) -> float:
-        """Pending work of one replica, summed over its queries."""
-        mine = (*self._waiting[replica].values(), *self._sent[replica].values())
-        return sum(each.cost for each in mine)
-
     def add(self, replica: int) -> None:
         """Assign queries to a replica, which has computed nothing. Numbers are never reused."""
         self._waiting[replica], self._sent[replica] = {}, {}
@@ -162,7 +152,7 @@ class Router:
     def reassign_from(self, replica: int) -> None:
         """Assign a replica's queries to the others, in order of submission."""
         requeued = {**self._sent.pop(replica), **self._waiting.pop(replica)}
-        self._total -= self._work.pop(replica)
+        del self._work[replica]
         for each in requeued.values():
             each.is_sent, each.replica = False, -1
         self._place(sorted(requeued.values(), key=_order))
@@ -185,11 +175,11 @@ class Router:
     def take(self, replica: int, most: int) -> list[RoutedQuery]:
         """Return waiting queries of a replica, oldest first; they count as sent.
 
-        If it has none, it gets waiting queries of another one, if they then finish sooner.
+        If it has none, it gets waiting queries of another one, if moving them pays.
         """
         waiting = self._waiting[replica]
         if not waiting and not self._sent[replica]:
-            self._take_from_others(replica)
+            self._take_from_others()
         taken = list(itertools.islice(waiting.values(), most))
         for each in taken:
             del waiting[each.query.query_id]
@@ -223,10 +213,6 @@ class Router:
         each = self._routed.get(query_id)
         return each.replica if each is not None and each.is_sent else None
 
-    def waiting(self, replica: int) -> int:
-        """Number of queries that wait to be sent to a replica."""
-        return len(self._waiting[replica])
-
     def in_flight(self, replica: int) -> int:
         """Number of queries that a replica is evaluating."""
         return len(self._sent[replica])
@@ -234,10 +220,6 @@ class Router:
     def __len__(self) -> int:
         """Number of unanswered queries."""
         return len(self._routed)
-
-    def query_ids(self) -> list[int]:
-        """The unanswered queries, in order of submission."""
-        return [each.query.query_id for each in sorted(self._routed.values(), key=_order)]
 
     # -- contexts ---------------------------------------------------------------------
 
@@ -330,6 +312,8 @@ class Router:
             self._put(each, replica)
             groups.setdefault(replica, {}).setdefault(each.parent, []).append(each)
         for replica in sorted(groups, key=lambda one: (-self._work[one], one)):
+            # Queries without a parent went to the replica with the least work.
+            groups[replica].pop(None, None)
             self._rebalance(replica, groups[replica])
 
     def _preferred_replica(self, parent: Context | None) -> int:
@@ -360,80 +344,50 @@ class Router:
             heapq.heappop(self._least)
         return self._least[0][1]
 
-    def _rebalance(
-        self, busy: int, groups: dict[Context | None, list[RoutedQuery]], *, now: bool = False
-    ) -> None:
-        """Move waiting queries of one replica to those with the least work.
+    def _rebalance(self, busy: int, groups: dict[Context | None, list[RoutedQuery]]) -> None:
+        """Move waiting queries of one replica to those with the least work, while that pays.
 
-        With `now`, only queries that then finish sooner are moved. Otherwise queries without a
-        parent stay on the replica that had the least work, because others may continue them.
+        A query moves if half the difference in work, which is what evening out saves, is worth
+        its share of the tokens that are recomputed. All queries of its group share them.
         """
-        if not now:
-            groups.pop(None, None)
-        while groups:
-            idle = self._idlest()
-            work, idle_work = self._work[busy], self._work[idle]
-            mean = self._total / len(self._work)
-            surplus = min((work - idle_work) / 2, max(1.0, mean - idle_work))
-            if idle == busy or work - idle_work < 2:
-                return
-            context, missing = min(
-                ((one, _missing(one, idle)) for one in groups),
-                key=lambda found: found[1] / min(len(groups[found[0]]), surplus),
-            )
-            group = groups[context]
-            both = surplus - TOKEN_COST * missing / 2  # both then finish at the same time
-            tail = _tail(group, both if both >= 1 else surplus)
-            if not self._pays(work - idle_work, surplus, missing, tail, len(group), now=now):
-                return
-            del group[len(group) - len(tail) :]
-            for each in tail:
+        idle = self._idlest()
+        cheapest_first = sorted(
+            groups.items(), key=lambda group: _missing(group[0], idle) / len(group[1])
+        )
+        for parent, group in cheapest_first:
+            for each in reversed(group):
+                idle = self._idlest()
+                missing = _missing(parent, idle)
+                difference = self._work[busy] - self._work[idle]
+                if difference <= each.tokens + 2 * TOKEN_COST * missing / len(group):
+                    break
+                if missing and len(group) < SHARED:
+                    if self._budget_used + missing > MAX_RECOMPUTED * self.tokens_asked:
+                        break
+                    self._budget_used += missing
                 self._move(each, idle)
-            self.tokens_recomputed += missing
-            if len(group) + len(tail) < SHARED:
-                self._budget_used += missing
-            if not group:
-                del groups[context]
+                self.tokens_recomputed += missing
+                if TOKEN_COST * missing >= difference:
+                    # It pays over several steps, for which the rows are to be even.
+                    self._set_work(idle, self._work[idle] - (each.cost - each.tokens))
+                    each.cost = each.tokens
 
-    def _pays(
-        self,
-        difference: float,
-        surplus: float,
-        missing: int,
-        tail: list[RoutedQuery],
-        sharing: int,
-        *,
-        now: bool,
-    ) -> bool:
-        """Whether moving a group's tail is worth computing its context again."""
-        cost, work = missing * TOKEN_COST, sum(each.cost for each in tail)
-        if cost + work < difference:
-            pays = True
-        else:
-            pays = not now and work <= surplus and cost <= HORIZON * len(tail)
-        if not pays or not missing or sharing >= SHARED:
-            return pays
-        return self._budget_used + missing <= MAX_RECOMPUTED * self.tokens_asked
-
-    def _take_from_others(self, idle: int) -> None:
+    def _take_from_others(self) -> None:
         """Move queries that wait for the replica with the most work."""
-        queues = [one for one, waiting in self._waiting.items() if waiting and one != idle]
-        if not queues:
-            return
-        busy = max(queues, key=lambda one: (self._work[one], -one))
-        groups: dict[Context | None, list[RoutedQuery]] = {}
-        for each in self._waiting[busy].values():
-            groups.setdefault(each.parent, []).append(each)
-        self._rebalance(busy, groups, now=True)
+        queues = [one for one, waiting in self._waiting.items() if waiting]
+        if queues:
+            busy = max(queues, key=lambda one: (self._work[one], -one))
+            groups: dict[Context | None, list[RoutedQuery]] = {}
+            for each in self._waiting[busy].values():
+                groups.setdefault(each.parent, []).append(each)
+            self._rebalance(busy, groups)
 
     # -- bookkeeping ------------------------------------------------------------------
 
     def _put(self, each: RoutedQuery, replica: int) -> None:
         parent, length = each.parent, each.context.length
         known = 0 if parent is None else parent.computed_by(replica)
-        sampling = each.query.sampling
-        drawn = 1 if sampling is None else sampling.max_tokens
-        each.cost = drawn + TOKEN_COST * (max(1, length - known) - 1)
+        each.cost = each.tokens + TOKEN_COST * (max(1, length - known) - 1)
         each.replica = replica
         context: Context | None = each.context
         while context is not None and replica not in context.replicas:
@@ -449,22 +403,10 @@ class Router:
         del self._waiting[each.replica][each.query.query_id]
         each.context.replicas.pop(each.replica, None)
         self._put(each, replica)
-        self.moved += 1
 
     def _set_work(self, replica: int, work: float) -> None:
-        work = max(0.0, work)
-        self._total += work - self._work.get(replica, 0.0)
-        self._work[replica] = work
+        self._work[replica] = max(0.0, work)
         self._changed.add(replica)
-
-
-def _tail(group: list[RoutedQuery], surplus: float) -> list[RoutedQuery]:
-    """The last queries of a group whose cost is at most `surplus`, one at least."""
-    count, cost = 1, group[-1].cost
-    while count < len(group) and cost + group[-count - 1].cost <= surplus:
-        count += 1
-        cost += group[-count].cost
-    return group[-count:]
 
 
 def _missing(context: Context | None, replica: int) -> int:

@@ -4,15 +4,15 @@ A JSON schema after a prompt, 20 and 50 particles, by adaptive weighted rejectio
 (`awrs`) and by sequential Monte Carlo with the schema as a critic of the model's own draws
 (`smc`). genlm-control 0.4.1, unchanged, runs on genlm-backend 0.3.1 with transformers and with
 MLX, and on this project's with both, each in a process of its own (environments created in
-`.cache/`, or `--published PYTHON --ours PYTHON`, with equal versions of everything else). The
-packaged demo model, float32.
+`.cache/` with equal versions of everything else, or `--published PYTHON --ours PYTHON`). The
+packaged demo model, float32. The vLLM path of 0.3.1 is left out: it needs Triton and so a GPU.
 
 All take turns in every round with another seed. A figure is the CPU time of the process in
-milliseconds for a particle, so that other load of the machine counts little; waiting, 20 ms for
-each batch that is not full in 0.3.1, is not in it, and is printed as the seconds of a run. The
-ratio is the published time by ours on the same engine in the same round, the median over rounds.
-The limit is genlm-control's own work, which is the same for all. The log of the mean of the
-estimated evidence is printed for each; the four estimate the same number.
+milliseconds for a particle, so that other load of the machine counts little. Waiting is not in
+it, such as 20 ms in 0.3.1 for each batch that is not full; the seconds of a run are printed,
+too. The ratio is the published time by ours on the same engine in the same round, the median
+over rounds. The limit is genlm-control's own work, which is the same for all. The log of the
+mean of the estimated evidence is printed for each; equal seeds draw equal particles on all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main() -> None:
     pythons = {
         "0.3.1": options.published
         or interpreter("genlm-control-mlx", "genlm-backend==0.3.1", *CLIENTS, *MLX),
-        "ours": options.ours or interpreter("genlm-control-mlx-ours", *editable, *CLIENTS, *MLX),
+        "ours": options.ours
+        or interpreter("genlm-control-mlx-ours", *editable, *CLIENTS, *MLX),
     }
     arguments = map(str, ({}, f"{PROMPT!r}", SCHEMA, MAX_TOKENS))
     tail = list(arguments)

@@ -1,4 +1,4 @@
-"""A genlm-control program that writes JSON, measured by its own interpreter for `bench_control.py`.
+"""A genlm-control program that writes JSON, in its own interpreter for `bench_control.py`.
 
 The same lines run on the published genlm-backend and on this project's. Reads `SAMPLER
 PARTICLES SEED` per line; prints the CPU time in milliseconds, the seconds, and the log-evidence
@@ -19,7 +19,11 @@ from genlm.control import AWRS, SMC, JsonSchema, PromptedLLM, direct_token_sampl
 from genlm.backend import load_model_by_name
 
 warnings.simplefilter("ignore")
-FOLDER, BACKEND, OPTIONS, PROMPT, SCHEMA, MAX_TOKENS = (sys.argv[1], sys.argv[2], *map(eval, sys.argv[3:]))
+FOLDER, BACKEND, OPTIONS, PROMPT, SCHEMA, MAX_TOKENS = (
+    sys.argv[1],
+    sys.argv[2],
+    *map(eval, sys.argv[3:]),
+)
 
 
 async def run(llm: PromptedLLM, kind: str, particles: int, seed: int) -> tuple[float, ...]:

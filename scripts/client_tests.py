@@ -5,8 +5,8 @@
 
 FOLDER is an unpacked source distribution or a checkout, whose `tests` run unchanged. PYTHON, by
 default this interpreter, has the client, its test requirements, and this project's packages;
-an interpreter with genlm-backend 0.3.1 gives the results to compare with. Nothing is downloaded:
-the hub ids that the tests load name a GPT-2 of two random layers, made in `build/clients`, with
+one with genlm-backend 0.3.1 gives the results to compare with. Nothing is downloaded: the hub
+ids that the tests load name a GPT-2 of two random layers, made in `build/clients`, with
 the tokenizer in the folder given (`vocab.json` and `merges.txt` of GPT-2), so a test that
 expects GPT-2's own text fails with every backend. With `--engine`, tests that create an
 `AsyncVirtualLM` and skip without CUDA, as genlm-control's gates, run on hf, vllm or sgl.
@@ -43,8 +43,8 @@ def make_hub(tokenizer: Path) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(model)
     torch.manual_seed(0)
     # A wide initialisation: the context determines the next token, as in a trained model.
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, initializer_range=0.3)
-    GPT2LMHeadModel(config).save_pretrained(model)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_ctx=1024, initializer_range=0.3)
+    GPT2LMHeadModel(config).transformer.save_pretrained(model)  # the names that mlx-lm reads
     for name in HUB_IDS:
         folder = BUILD / "hub" / f"models--{name.replace('/', '--')}"
         shutil.copytree(model, folder / "snapshots" / SNAPSHOT)
@@ -52,19 +52,21 @@ def make_hub(tokenizer: Path) -> None:
         (folder / "refs" / "main").write_text(SNAPSHOT)
 
 
-PLUGIN = '''
+PLUGIN = """
 import os, sys
 import torch
 import genlm.backend.llm as llm
 
-has_cuda, virtual, engine = torch.cuda.is_available, llm.AsyncVirtualLM, os.environ["CLIENT_ENGINE"]
+has_cuda, virtual = torch.cuda.is_available, llm.AsyncVirtualLM
+engine = os.environ["CLIENT_ENGINE"]
 
 
 class AsyncVirtualLM:
     @staticmethod
     def from_name(name, engine_opts=None):
         if engine == "vllm":
-            return virtual.from_name(name, engine_opts={**(engine_opts or {}), "dtype": "float32"})
+            options = {**(engine_opts or {}), "dtype": "float32"}
+            return virtual.from_name(name, engine_opts=options)
         return llm.load_model_by_name(name, engine)
 
 
@@ -74,10 +76,11 @@ def is_available():
 
 
 torch.cuda.is_available, llm.AsyncVirtualLM = is_available, AsyncVirtualLM
-'''
+"""
 
 
 def main() -> int:
+    """Make the stand-in if there is none, and run pytest; return its status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +91,9 @@ def main() -> int:
     options, pytest_options = parser.parse_known_args()
     if not (BUILD / "hub").exists():
         if options.tokenizer is None:
-            parser.error("--tokenizer: the stand-in of GPT-2 needs its vocab.json and merges.txt")
+            parser.error(
+                "--tokenizer: the stand-in of GPT-2 needs its vocab.json and merges.txt"
+            )
         make_hub(options.tokenizer)
     environment = {**os.environ, "HF_HUB_CACHE": str(BUILD / "hub"), "HF_HUB_OFFLINE": "1"}
     if options.engine:
@@ -96,7 +101,15 @@ def main() -> int:
         paths = [str(BUILD), environment.get("PYTHONPATH", "")]
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "CLIENT_ENGINE": options.engine}
         pytest_options = ["-p", "client_engine", *pytest_options]
-    command = [options.python, "-m", "pytest", "-q", "--override-ini", "addopts=", *pytest_options]
+    command = [
+        options.python,
+        "-m",
+        "pytest",
+        "-q",
+        "--override-ini",
+        "addopts=",
+        *pytest_options,
+    ]
     return subprocess.run(command, cwd=options.folder, env=environment, check=False).returncode
 
 

@@ -128,9 +128,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         return await super().sample(
             prompt_token_ids,
             max_tokens,
-            eos_token_ids,
-            temperature,
-            seed,
+            stop=eos_token_ids,
+            temperature=temperature,
+            seed=seed,
             lora_name=self._known(lora_name),
             **options,
         )
@@ -149,9 +149,9 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         return await super().batch_sample(
             prompt_token_ids_list,
             max_tokens,
-            eos_token_ids,
-            temperature,
-            seed,
+            stop=eos_token_ids,
+            temperature=temperature,
+            seed=seed,
             lora_name=self._known(lora_name),
             **options,
         )

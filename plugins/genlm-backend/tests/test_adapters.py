@@ -210,7 +210,6 @@ def test_a_view_has_the_rows_of_its_adapter(llm, adapters):
     assert not close(llm.next_token_logprobs_sync(IDS), red_row)
     with pytest.raises(genlm.UnknownAdapterError):
         llm.lora_view("nobody")
-    assert not llm.supports_burst
 
 
 def test_a_view_of_a_model_of_ones_own_names_the_adapter_in_each_call(tokenizer):

@@ -58,6 +58,13 @@ genlm.backend.draw gumbel_max def (logps)
 genlm.backend.draw multinomial def (logps)
 genlm.backend.draw inverse_cdf def (logps)
 genlm.backend.llm temper exported
+genlm.backend.llm.engine_control EngineControl class
+genlm.backend.llm.engine_control EngineControl.draw def (self, logits, handles)
+genlm.backend.llm.engine_control EngineControl.drain_aborts def (self)
+genlm.backend.llm.engine_control EngineControl.drain_adds def (self)
+genlm.backend.llm.engine_control EngineControl.on_burst_end def (self)
+genlm.backend.llm.hf AsyncTransformer.run_burst def (self, control, max_steps)
+genlm.backend.llm.vllm AsyncVirtualLM.run_burst def (self, control, max_steps)
 genlm.backend.llm.base temper def (row, temperature)
 """.strip().splitlines()
 """In the library's sources after 0.3.1."""

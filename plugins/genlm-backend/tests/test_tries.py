@@ -118,6 +118,38 @@ def test_weights_are_prepared_as_published():
             trie._preprocess_ws([WEIGHTS[:3]])
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_results_of_a_sequential_trie_are_float64_as_published(kind):
+    trie, weights = TokenCharacterTrie(TOKENS), WEIGHTS.astype(np.float32)
+    sums = expected(trie, weights.astype(np.float64), sum)
+    largest = expected(trie, weights.astype(np.float64), max)
+    rows = [kind(weights)] * 2
+    for found in (trie.weight_sum(rows[0]), *trie.batch_weight_sum(rows)):
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, sums, rtol=1e-15)
+    for found in (trie.weight_max(rows[0]), *trie.batch_weight_max(rows)):
+        assert found.dtype == np.float64
+        np.testing.assert_array_equal(found, largest)
+
+    async def requested():
+        async_trie = AsyncTokenCharacterTrie(trie)
+        found = await async_trie.weight_sum(rows[0])
+        await async_trie.cleanup()
+        return found
+
+    np.testing.assert_allclose(asyncio.run(requested()), sums, rtol=1e-15)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_results_of_a_parallel_trie_are_float32_as_published(kind):
+    trie = ParallelTokenCharacterTrie(TOKENS, device="cpu")
+    weights = kind(WEIGHTS)
+    sums = expected(trie, WEIGHTS.astype(np.float32).astype(np.float64), sum)
+    for found in (trie.weight_sum(weights), *trie.batch_weight_sum([weights] * 2)):
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, sums.astype(np.float32))
+
+
 def test_a_parallel_trie_is_a_token_character_trie():
     trie = ParallelTokenCharacterTrie(TOKENS, device="cpu")
     assert isinstance(trie, TokenCharacterTrie)

@@ -95,7 +95,8 @@ class AsyncLM(abc.ABC):
         tokenizer: A tokenizer that `decode_vocab` accepts.
 
     Attributes:
-        supports_burst: Whether the engine can be driven by a sampler; always False here.
+        supports_burst: Whether the class has `run_burst`, with which a sampler drives the
+            engine.
     """
 
     tokenizer: Any

@@ -18,6 +18,7 @@ import torch
 import genlm
 from genlm.backend.cache import OutputCache
 from genlm.backend.llm.base import AsyncLM
+from genlm.backend.llm.engine_control import EngineControl, run_burst
 from genlm.backend.llm.prefix_rows import PrefixScores, common_text
 from genlm.backend.tokenization import Token
 from genlm.backend.tokenization.token import published_tokens
@@ -40,6 +41,8 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
         cache: The output cache; None takes the core's default.
         batch_size: Maximum number of queries in a batch; None leaves it to the engine.
     """
+
+    supports_burst = True
 
     def __init__(
         self,
@@ -152,6 +155,10 @@ class ServedLM(genlm.AsyncLM, AsyncLM):
             lora_name=self._known(lora_name),
             **options,
         )
+
+    def run_burst(self, control: EngineControl, max_steps: int) -> None:
+        """Extend sequences by tokens that `control` draws; see `engine_control.run_burst`."""
+        run_burst(self, control, max_steps)
 
     # -- adapters: a name may be given again ------------------------------------------
 

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 import genlm
@@ -17,7 +19,8 @@ __all__ = ["TokenCharacterTrie"]
 class TokenCharacterTrie(genlm.TokenCharacterTrie):
     """Maps to `genlm.TokenCharacterTrie`, with the published and older spellings.
 
-    The edge to a token's leaf is `(None, token_id)`; see `leaf_label` for other items.
+    Results of `weight_sum` and the other reductions are float64, as published. The edge to a
+    token's leaf is `(None, token_id)`; see `leaf_label` for other items.
 
     Args:
         decode: Tokens, or other iterables of hashable symbols. Plain bytes work, with a
@@ -27,6 +30,9 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
     Raises:
         VocabularyError: As `genlm.TokenCharacterTrie`; a `ValueError`.
     """
+
+    _dtype: npt.DTypeLike = np.float64
+    """Of weights and results."""
 
     def __init__(self, decode: Any, **options: Any) -> None:
         try:
@@ -39,6 +45,14 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
                     DeprecationWarning,
                     stacklevel=2,
                 )
+
+    def reduce(self, ws: Any, operation: Any, *, batch: bool, returns: Any) -> Any:
+        """Reduce weights of the published dtype; see `genlm.TokenCharacterTrie.reduce`."""
+        if isinstance(ws, list):
+            ws = [_with_dtype(row, self._dtype) for row in ws]
+        else:
+            ws = _with_dtype(ws, self._dtype)
+        return super().reduce(ws, operation, batch=batch, returns=returns)
 
     def leaf_label(self, leaf: int) -> Hashable:
         """Return what the edge to a leaf carries in `children`, beside None.
@@ -67,6 +81,15 @@ class TokenCharacterTrie(genlm.TokenCharacterTrie):
     def _preprocess_ws(self, ws: Any) -> Any:
         """Return weights on the CPU, a tensor as numpy; reductions do not need this."""
         return ws.detach().cpu().numpy() if isinstance(ws, torch.Tensor) else ws
+
+
+def _with_dtype(ws: Any, dtype: npt.DTypeLike) -> Any:
+    """Convert floats of a tensor or array; anything else is returned unchanged."""
+    if isinstance(ws, torch.Tensor):
+        torch_dtype = torch.float64 if dtype == np.float64 else torch.float32
+        return ws.to(torch_dtype) if ws.is_floating_point() else ws
+    is_float = isinstance(ws, np.ndarray) and ws.dtype.kind == "f"
+    return ws.astype(dtype, copy=False) if is_float else ws
 
 
 def _warn_of_mass_sum(old: str, new: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 import genlm
@@ -26,6 +27,8 @@ _DeviceTrie = _installed()
 class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: ignore[misc, valid-type]
     """Maps to the trie `"cuda"` of genlm-trie-cuda, without it to the core's.
 
+    Results of the reductions are float32, as published.
+
     Args:
         decode: As for `TokenCharacterTrie`.
         device: `"cuda"` or `"cpu"`; None reduces weights on the device they are on.
@@ -35,6 +38,8 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie, _DeviceTrie):  # type: igno
         MissingRequirementError: `"cuda"` without genlm-trie-cuda.
         ValueError: Another device.
     """
+
+    _dtype = np.float32
 
     def __init__(
         self, decode: Any, device: Literal["cpu", "cuda"] | None = None, **options: Any

@@ -24,8 +24,10 @@ processes of vLLM, so other work on the machine hardly enters. A ratio is the sp
 fraction of own generation's in the same round, its median over rounds. The error is the
 largest difference of a log-probability of the last rows from an unbatched float32 forward pass
 of transformers. Model: the particles' Llama of 8 layers x 512, 8,000 ids, random weights,
-float32; options are the plugins' defaults on the CPU, except for room for 256 requests. Run
-with the engine's environment: `.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
+float32; options are the plugins' defaults on the CPU, except for room for 256 requests. With
+`--costless`, a Llama of 1 layer x 64: what remains is the engine's own work and that around it.
+Run with the engine's environment:
+`.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
 `.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
 """
 
@@ -55,6 +57,14 @@ from genlm.plugin import draw_tokens
 CELLS = ("10/64/32", "50/64/32", "50/512/24", "200/64/12")
 KINDS = ("plain", "resampled", "waiting")
 CONTESTANTS = ("own", "one request a step", "lists", "contexts", "population", "blocks")
+COSTLESS = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+"""Settings of a Llama that costs nearly nothing."""
 RESAMPLE_EVERY = 4
 CHECKED = 3
 """Contexts of a run whose rows are compared with transformers."""
@@ -299,11 +309,12 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--multiprocess", action="store_true", help="vLLM's own processes")
+    parser.add_argument("--costless", action="store_true", help="a model of 1 layer x 64")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder, VOCAB_SIZE)
+        save_model(folder, VOCAB_SIZE, **(COSTLESS if options.costless else {}))
         build = engine_of(options.engine, folder, options)
         bench = Bench(build, folder, processes=options.multiprocess)
         try:
@@ -313,6 +324,7 @@ def main() -> None:
     extra = {
         "engine": options.engine,
         "multiprocess": options.multiprocess,
+        "costless": options.costless,
         "errors": {name: float(f"{error:.1e}") for name, error in errors.items()},
         "resample_every": RESAMPLE_EVERY,
     }

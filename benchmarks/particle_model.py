@@ -16,17 +16,18 @@ import transformers
 VOCAB_SIZE = 8000
 
 
-def llama(vocab_size: int = VOCAB_SIZE) -> Any:
+def llama(vocab_size: int = VOCAB_SIZE, **settings: Any) -> Any:
     """A Llama with random weights, always the same; of 31 million parameters by default."""
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-    )
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 4096,
+    }
+    config = transformers.LlamaConfig(**(sizes | settings))
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -44,9 +45,9 @@ def tokenizer(vocab_size: int = VOCAB_SIZE) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 
-def save_model(folder: Path, vocab_size: int) -> None:
+def save_model(folder: Path, vocab_size: int, **settings: Any) -> None:
     """Save the Llama with as many ids as wanted, and the tokenizer for them."""
-    llama(vocab_size).save_pretrained(folder)
+    llama(vocab_size, **settings).save_pretrained(folder)
     tokenizer(vocab_size).save_pretrained(folder)
 
 

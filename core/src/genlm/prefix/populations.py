@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from genlm.core.query import GroupQuery
 from genlm.core.sequence import TokenSequence
 from genlm.prefix.block_table import BlockTable, SlotReferences
 from genlm.prefix.continuation import TableBatch, continuation
-from genlm.prefix.node import SCRATCH_SLOT
-from genlm.prefix.tree import OutOfSlotsError, PrefixTree
+from genlm.prefix.node import SCRATCH_SLOT, Node, Slots
+from genlm.prefix.tree import OutOfSlotsError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Populations"]
+__all__ = ["Populations", "SlotTree"]
 
 RunTable = Callable[[TableBatch, str | None], "torch.Tensor"]
 """Function that computes a pass of an adapter; returns logits, shape `(results, width)`."""
@@ -35,6 +35,41 @@ _MOST_TOKENS = 32
 
 # Number of sequences used to estimate the number of new tokens of a first generation.
 _SAMPLED = 32
+
+
+class SlotTree(Protocol):
+    """Slots of a key-value cache, and computed sequences in them; see `PrefixTree`."""
+
+    capacity: int
+    evict_others: Callable[[], bool]
+
+    def missing(self, adapter: str | None, tokens: TokenSequence) -> int:
+        """Return the number of tokens at the end of a sequence that have no slot."""
+        ...
+
+    def find(self, adapter: str | None, tokens: TokenSequence) -> Node:
+        """Return the node that contains the last token of a sequence with slots."""
+        ...
+
+    def pin(self, adapter: str | None, tokens: TokenSequence) -> None:
+        """Prevent the eviction of a sequence until `unpin`."""
+        ...
+
+    def unpin(self, adapter: str | None, tokens: TokenSequence) -> None:
+        """Undo a call of `pin`."""
+        ...
+
+    def allocate(self, count: int) -> Slots:
+        """Allocate slots outside the tree.
+
+        Raises:
+            OutOfSlotsError: There are too few.
+        """
+        ...
+
+    def free(self, slots: Slots) -> None:
+        """Free slots that `allocate` returned."""
+        ...
 
 
 class Populations:
@@ -50,11 +85,13 @@ class Populations:
         max_rows: Maximum number of results of a pass.
     """
 
-    def __init__(self, tree: PrefixTree, *, max_tokens: int, max_rows: int) -> None:
+    # Unique in the process: a generation may outlive the engine that has its table.
+    _keys = itertools.count()
+
+    def __init__(self, tree: SlotTree, *, max_tokens: int, max_rows: int) -> None:
         self._tree, self._max_tokens, self._max_rows = tree, max_tokens, max_rows
-        self._keys = itertools.count()
         self.clear()
-        tree.evict_others = self._evict_oldest
+        tree.evict_others = self.evict_oldest
 
     def clear(self) -> None:
         """Remove all tables, before the tree is cleared."""
@@ -75,6 +112,10 @@ class Populations:
             kept = self._tables.pop(self._dropped.popleft(), None)
             if kept is not None:
                 self._free(kept.table)
+
+    def has_table(self, group: GroupQuery) -> bool:
+        """Whether there is a table from which the sequences of a group continue."""
+        return self._table(group) is not None
 
     def limit(self, group: GroupQuery) -> int:
         """Return the number of sequences of a group for about one pass."""
@@ -134,7 +175,7 @@ class Populations:
         return logits
 
     def adopt(self, group: GroupQuery, places: Integers64) -> None:
-        """Add a table for sequences of a group that are computed and in the tree."""
+        """Add a table for those sequences of a group that are computed and in the tree."""
         self.collect()
         lineage, tree, adapter = group.generation.lineage, self._tree, group.adapter
         table = self._table(group)
@@ -152,7 +193,8 @@ class Populations:
                 tree.pin(adapter, sequence)
                 self._leased[last] = adapter, sequence
                 self._references.parents[last] = SCRATCH_SLOT
-        self._keep(group, table.replaced(np.array(rows, np.int64), paths))
+        if rows:
+            self._keep(group, table.replaced(np.array(rows, np.int64), paths))
 
     # -- internals --------------------------------------------------------------------
 
@@ -224,7 +266,7 @@ class Populations:
             self._free(kept.table)
         self._tables[state.key] = _Kept(group.adapter, table)
 
-    def _evict_oldest(self) -> bool:
+    def evict_oldest(self) -> bool:
         """Release a table except that of the current pass; return False if there is none."""
         self.collect()
         key = next((key for key in self._tables if key != self._current), None)

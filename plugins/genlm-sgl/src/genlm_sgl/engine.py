@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from genlm.plugin import (
     Capability,
     Completion,
     EvaluationError,
+    GroupQuery,
     ModelLoadError,
     Query,
     SamplingParams,
@@ -47,6 +48,7 @@ from genlm_sgl.loading import (
     runs_on_cpu,
     shown,
 )
+from genlm_sgl.populations import Populations
 from genlm_sgl.process_state import QuietLogger, quiet
 from genlm_sgl.requests import Requests
 from genlm_sgl.residents import Residents
@@ -118,6 +120,9 @@ class SGLEngine:
     """
 
     option_homes: ClassVar[Mapping[str, str]] = {"": "engine_opts"}
+
+    submit_group: Callable[[GroupQuery], None] | None = None
+    """Accepts the query of a population; None if the core expands it to single queries."""
 
     def __init__(
         self,
@@ -205,7 +210,27 @@ class SGLEngine:
         if self._obstacle is None:
             calls = self._api.resident_api()
             self._residents = Residents(calls, self._requests, self._enqueue_to_stay)
+        self._build_populations()
         self.keeps_contexts = keep_contexts
+
+    def _build_populations(self) -> None:
+        self._populations: Populations | None = None
+        self._why_single = self._obstacle or self._api.obstacle_to_tables
+        if self.vocabulary.size > self.embedding_rows:
+            self._why_single = "token ids without embeddings"
+        if self._residents is None or self._why_single is not None:
+            return
+        self._populations = populations = Populations(
+            self._api.population_api(),
+            self._residents,
+            self._adapters,
+            vocabulary=self.vocabulary,
+            submit=self.submit,
+            abort=self.abort,
+        )
+        self._residents.free_tables = populations.evict
+        self._residents.slots_in_tables = lambda: populations.slots_used
+        self.submit_group = populations.submit
 
     def _start_scores(self) -> None:
         """Score texts from SGLang's hidden states, if the scores equal those of rows."""
@@ -345,11 +370,18 @@ class SGLEngine:
 
     def step(self) -> list[Completion]:
         """Run one iteration of SGLang's event loop; return the finished queries."""
-        early, self._early = self._early, []
-        return early + self._run_once()
+        completions, self._early = self._early, []
+        populations = self._populations
+        if populations is not None and len(populations):
+            completions += populations.step()
+            if not self._requests:
+                return completions
+        return completions + self._run_once()
 
     def abort(self, query_id: int) -> None:
         """Abort a query; its slots are free after SGLang's next iteration."""
+        if self._populations is not None and self._populations.abort(query_id):
+            return
         if self._residents is None or not self._residents.abort(query_id):
             rid = self._requests.drop(query_id)
             if rid is None:
@@ -381,7 +413,13 @@ class SGLEngine:
             self._residents.release(adapter, key)
 
     def _run_once(self) -> list[Completion]:
-        residents = self._residents
+        residents, populations = self._residents, self._populations
+        if populations is not None:
+            populations.give_back()
+        completions = self._iterate(residents)
+        return completions if populations is None else populations.receive(completions)
+
+    def _iterate(self, residents: Residents | None) -> list[Completion]:
         try:
             if residents is not None:
                 residents.before_iteration()
@@ -408,11 +446,15 @@ class SGLEngine:
         if self._residents is not None:
             self._residents.clear()
         self._api.reset()
+        if self._populations is not None:
+            self._populations.clear()
 
     def _drain(self) -> None:
         """Run the loop until no request runs; the next step returns the completions."""
         while self._requests or not self._api.is_idle:
             self._early += self._run_once()
+        if self._populations is not None:
+            self._populations.give_back()
         try:
             if self._residents is None or not self._residents.hold_slots:
                 self._api.check_idle()
@@ -423,6 +465,9 @@ class SGLEngine:
             self._reset()
 
     def _end_residents(self) -> None:
+        if self._populations is not None:
+            while self._populations.evict():
+                pass
         if self._residents is not None:
             self._residents.end_idle()
 
@@ -548,6 +593,13 @@ class SGLEngine:
             "scores": f"by rows: {by_rows}" if by_rows else "in one pass",
             "targets_scored": self._requests.targets_scored,
             "kv_tokens": self._api.token_capacity,
+            "populations": (
+                "block tables"
+                if self._populations is not None
+                else f"single sequences: {self._why_single}"
+            ),
+            "members_decoded": 0 if self._populations is None else self._populations.decoded,
+            "members_single": 0 if self._populations is None else self._populations.single,
             "contexts": "kept" if self.keeps_contexts else f"not kept: {self._why_not_kept()}",
             "contexts_resident": 0 if residents is None else len(residents),
             "contexts_continued": 0 if residents is None else residents.continued,
@@ -561,7 +613,7 @@ class SGLEngine:
         """Shut SGLang down; another engine may then be built."""
         self._final_statistics = self.statistics()
         self.closed = True
-        self._residents = None  # refers to SGLang's scheduler
+        self._residents = self._populations = self.submit_group = None  # refer to SGLang
         try:
             self._api.close()
         finally:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from genlm.plugin import Completion, Query
+from genlm.plugin import Completion, GroupQuery, Query
 
 __all__ = ["ExclusiveEngine"]
 
@@ -44,6 +44,7 @@ class ExclusiveEngine:
             self.vocabulary = engine.vocabulary
             self.max_context = engine.max_context
             self.capabilities = engine.capabilities
+            self.submit_group = None if engine.submit_group is None else self._submit_group
 
     def _built(self) -> Any:
         cls = type(self)
@@ -67,6 +68,11 @@ class ExclusiveEngine:
         with self.lock:
             self._built().submit(query)
             self._unanswered.add(query.query_id)
+
+    def _submit_group(self, group: GroupQuery) -> None:
+        with self.lock:
+            self._built().submit_group(group)
+            self._unanswered.add(group.query_id)
 
     def step(self) -> list[Completion]:
         """As the engine."""

@@ -180,6 +180,11 @@ class ResidentApi:
     # -- room -------------------------------------------------------------------------
 
     @property
+    def rows(self) -> int:
+        """Number of rows of the slot table."""
+        return int(self._scheduler.req_to_token_pool.size)
+
+    @property
     def queued(self) -> int:
         """Number of requests in the waiting queue."""
         return len(self._scheduler.waiting_queue)
@@ -191,7 +196,10 @@ class ResidentApi:
         return self.queued - int(free)
 
     def missing_tokens(self, resumed: Sequence[Any]) -> int:
-        """Return the number of KV cache slots that the next decode lacks.
+        """Return the number of KV cache slots that the next iteration lacks.
+
+        They are those of a decode, and of the next chunk of a prompt that has begun: SGLang
+        does not check again whether there is room for it.
 
         Args:
             resumed: The paused requests that it will compute besides those in the batches.
@@ -204,11 +212,15 @@ class ResidentApi:
         page, pages = int(scheduler.page_size), len(reqs)
         if page > 1:
             pages = sum(req.kv.kv_committed_len % page == 0 for req in reqs)
+        req = scheduler.chunked_req
+        if req is not None:
+            left = len(req.origin_input_ids) + len(req.output_ids) - req.kv.kv_allocated_len
+            pages += -(-min(left, int(scheduler.chunked_prefill_size)) // page)
         free = scheduler.token_to_kv_pool_allocator.available_size()
         return int(pages * page - free - scheduler.tree_cache.evictable_size())
 
     def unaccounted_tokens(self, reqs: Iterable[Any]) -> int:
-        """Return the number of free KV cache slots, while no request runs.
+        """Return the number of KV cache slots of no request or prefix, while no request runs.
 
         Args:
             reqs: The paused requests.

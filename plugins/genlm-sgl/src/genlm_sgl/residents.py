@@ -71,6 +71,8 @@ class Residents:
         enqueue: Creates a new request for a query.
 
     Attributes:
+        free_tables: Function that frees slots of populations; returns False if there are none.
+        slots_in_tables: Function that returns the number of these slots.
         continued: Number of queries that continued a resident.
         ended: Number of residents that were ended, to make room or because their context was
             released.
@@ -85,6 +87,7 @@ class Residents:
         self._by_rid: dict[str, Resident] = {}
         self._idle: OrderedDict[Key, Resident] = OrderedDict()  # least recently used first
         self._earlier: dict[Key, Resident] = {}  # by the contexts before the current one
+        self._pinned: dict[Key, Resident] = {}  # idle, in use by populations
         self._ready: dict[str, Resident] = {}  # oldest query first
         self._running: dict[str, Resident] = {}
         self._leaving: dict[str, Resident] = {}
@@ -94,6 +97,8 @@ class Residents:
         self._passed_over = False
         self._deferred = False
         self._progressed = True
+        self.free_tables: Callable[[], bool] = lambda: False
+        self.slots_in_tables: Callable[[], int] = lambda: 0
         self.continued = self.ended = 0
 
     def __len__(self) -> int:
@@ -138,7 +143,7 @@ class Residents:
         longest = len(sequence) - max(0, len(query.targets) - 1)
         for length in range(longest, max(0, longest - _REACH - 1), -1):
             key = (query.adapter, sequence.prefix_key(length))
-            resident = self._idle.get(key) or self._earlier.get(key)
+            resident = self._idle.get(key) or self._earlier.get(key) or self._pinned.get(key)
             if resident is not None and self._api.share(resident.req, length):
                 return
 
@@ -176,6 +181,37 @@ class Residents:
         if resident is not None:
             self._idle.move_to_end((adapter, key), last=False)
             self._leave(resident)
+
+    # -- populations ------------------------------------------------------------------
+
+    def request_of(self, key: Key) -> Any | None:
+        """Return SGLang's request of a context that is pinned, or idle and may be pinned.
+
+        At most half of the rows of SGLang's table of slots are pinned.
+        """
+        resident = self._pinned.get(key)
+        if resident is None and 2 * len(self._pinned) + 2 <= self._api.rows:
+            resident = self._idle.get(key)
+        return None if resident is None else resident.req
+
+    def pinned_request(self, adapter: str | None) -> Any:
+        """Return SGLang's request of a pinned context of an adapter."""
+        return next(each.req for key, each in self._pinned.items() if key[0] == adapter)
+
+    def pin(self, key: Key) -> None:
+        """Prevent the end of an idle resident, and its continuation, until `unpin`."""
+        resident = self._pinned[key] = self._idle.pop(key)
+        self._keep(resident)
+
+    def unpin(self, key: Key) -> None:
+        """End a pinned resident."""
+        self._end([self._pinned[key]])
+
+    def end_oldest(self) -> bool:
+        """End the idle resident that was used least recently; return False if there is none."""
+        found = bool(self._idle)
+        self._end_oldest(1)
+        return found
 
     # -- iterations of SGLang's loop --------------------------------------------------
 
@@ -290,8 +326,7 @@ class Residents:
         """Free slots of the KV cache for the next decode, or SGLang would abort requests."""
         resumed = [each.req for each in chosen if each.paused]
         missing = self._api.missing_tokens(resumed)
-        while self._idle and missing > 0:
-            self._end_oldest(1)
+        while missing > 0 and (self.end_oldest() or self.free_tables()):
             missing = self._api.missing_tokens(resumed)
         # Residents may also wait for other adapters' batches. The newest of them restart.
         picked = {each.rid for each in chosen} if missing > 0 else set()
@@ -309,6 +344,9 @@ class Residents:
             half = len(self._idle) // 2 + 1
             count = max(count, half if self._starved == 1 else len(self._idle))
         self._end_oldest(count)
+        if self._starved > 1:
+            while self.free_tables():
+                pass
 
     def _first_fits(self) -> bool:
         """Whether SGLang could serve the adapter of the first request in its queue."""
@@ -345,7 +383,8 @@ class Residents:
 
     def unaccounted_tokens(self) -> int:
         """Return the number of free KV cache slots, while no request runs."""
-        return self._api.unaccounted_tokens(each.req for each in self._by_rid.values())
+        lost = self._api.unaccounted_tokens(each.req for each in self._by_rid.values())
+        return lost - self.slots_in_tables()
 
     # -- tables -----------------------------------------------------------------------
 
@@ -354,6 +393,7 @@ class Residents:
         for table in (self._by_rid, self._idle, self._earlier, self._ready, self._running):
             table.clear()
         self._leaving.clear()
+        self._pinned.clear()
         self._starved = 0
         self._passed_over = self._deferred = False
         self._progressed = True
@@ -380,8 +420,9 @@ class Residents:
         self._ready.pop(resident.rid, None)
         self._running.pop(resident.rid, None)
         self._keep(resident)
-        if self._idle.get(resident.keys[-1]) is resident:
-            del self._idle[resident.keys[-1]]
+        for table in (self._idle, self._pinned):
+            if table.get(resident.keys[-1]) is resident:
+                del table[resident.keys[-1]]
         for key in resident.keys:
             self._forget_earlier(resident, key)
 

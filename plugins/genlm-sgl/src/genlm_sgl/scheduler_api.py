@@ -25,6 +25,7 @@ from genlm_sgl.lifecycle import (
     senders,
     separate_streams,
 )
+from genlm_sgl.population_api import PopulationApi, obstacle_to_tables
 from genlm_sgl.resident_api import ResidentApi, obstacle_to_stay
 from genlm_sgl.score_api import ComputeLogits, obstacle_to_score, read_hidden_states
 
@@ -293,6 +294,15 @@ class SchedulerApi:
         """Return the calls about requests that stay."""
         return ResidentApi(self._scheduler, self._compute_context)
 
+    @property
+    def obstacle_to_tables(self) -> str | None:
+        """Why populations cannot be computed from block tables; None if they can."""
+        return obstacle_to_tables(self._scheduler)
+
+    def population_api(self) -> PopulationApi:
+        """Return the calls about populations."""
+        return PopulationApi(self._scheduler, self._compute_context, self._biased)
+
     # -- adapters ---------------------------------------------------------------------
 
     def load_adapter(self, adapter_id: str, name: str, folder: str) -> str | None:
@@ -485,8 +495,9 @@ class SchedulerApi:
             output = forward(forward_batch, *args, **kwargs)
             self.batches += 1
             self.tokens_computed += len(forward_batch.input_ids)
-            logits = self._biased(output.logits_output.next_token_logits)
-            hooks.on_logits(*self._rows(forward_batch), logits)
+            if self._reqs:  # else a pass of a population
+                logits = self._biased(output.logits_output.next_token_logits)
+                hooks.on_logits(*self._rows(forward_batch), logits)
             return output
 
         def draw(logits_output: Any, forward_batch: Any) -> torch.Tensor:

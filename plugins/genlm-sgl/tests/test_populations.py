@@ -1,0 +1,243 @@
+"""Populations on block tables: right rows under forks, eviction and failures; nothing is lost.
+
+They run on four engines: with room for all; with three rows of SGLang's table of slots,
+and overlap; with a KV cache of 110 tokens, in which a population evicts others; and without a
+radix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import genlm
+from genlm.plugin import GroupReduction
+from genlm.testing import TINY_VOCABULARY
+from genlm_sgl.conformance import TinyLlama
+
+from .particles import PROMPT, TOLERANCE, check, free_of, served
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "room for all": {"max_total_tokens": 4096},
+    "three rows": {"max_running_requests": 3, "disable_overlap_schedule": False},
+    "few slots": {"max_total_tokens": 110, "chunked_prefill_size": 16},
+    "no radix cache": {"disable_radix_cache": True, "max_total_tokens": 600},
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def llm(request: pytest.FixtureRequest, tiny: TinyLlama) -> Iterator[genlm.AsyncLM]:
+    with served(tiny, **ENGINES[request.param]) as llm:
+        assert llm.statistics().engine["populations"] == "block tables"
+        yield llm
+
+
+@pytest.fixture
+def nothing_is_lost(llm: genlm.AsyncLM) -> Iterator[None]:
+    before = free_of(llm)
+    assert before[0] == llm.statistics().engine["kv_tokens"]
+    yield
+    assert free_of(llm) == before
+
+
+def tokens(generator: random.Random, count: int, width: int) -> np.ndarray[Any, Any]:
+    """Few different ones, and some -1: members get equal and differ again."""
+    choices = [3, 4, generator.randrange(TINY_VOCABULARY), -1]
+    found = [[generator.choice(choices) for _ in range(width)] for _ in range(count)]
+    return np.array(found)[:, 0] if width == 1 else np.array(found)
+
+
+# -- rows -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.parametrize("seed", range(3))
+def test_populations_grow_fork_and_rest_beside_other_requests(
+    llm: genlm.AsyncLM, tiny: TinyLlama, seed: int
+) -> None:
+    generator = random.Random(seed)
+    populations = {
+        None: llm.population(PROMPT, 9),
+        "red": llm.population(PROMPT[: 30 + seed], 5, lora_name="red"),
+    }
+    single = llm.context(PROMPT[:20])
+
+    async def together(step: int) -> None:
+        nonlocal single
+        asked = {}
+        for adapter, before in populations.items():
+            members = np.array([generator.randrange(len(before)) for _ in range(len(before))])
+            if step % 3:
+                members = np.arange(len(before))
+            width = generator.choice([1, 1, 1, 2, 5])
+            now = before[members].extend(tokens(generator, len(members), width))
+            populations[adapter] = now
+            if generator.random() < 0.8:  # others are asked as they are some steps later
+                count = generator.randint(1, len(now))
+                asked[adapter] = now[sorted(generator.sample(range(len(now)), count))]
+        single = single.extend([generator.randrange(3, TINY_VOCABULARY)])
+        row, drawn, *found = await asyncio.gather(
+            single.next_token_logprobs(),
+            llm.sample(PROMPT[:9], max_tokens=3, seed=step),
+            *(population.next_token_logprobs() for population in asked.values()),
+        )
+        assert len(drawn) == 3
+        assert float((row - tiny.logprobs(tuple(single.token_ids))).abs().max()) <= TOLERANCE
+        for (adapter, population), rows in zip(asked.items(), found, strict=True):
+            check(tiny, population, rows, adapter)
+
+    async def walk() -> None:
+        for step in range(12):
+            await together(step)
+
+    asyncio.run(walk())
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+def test_continuations_are_those_of_the_rows(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    population = llm.population(PROMPT[:20], 10)
+    sampled = population.sample_sync(6, stop=[3, 4, 5], seed=2)
+    for context, ids, logprobs in zip(
+        population, sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True
+    ):
+        sequence = tuple(context.token_ids)
+        for token, logprob in zip(ids, logprobs, strict=True):
+            if token >= 0:
+                expected = float(tiny.logprobs(sequence)[token])
+                assert logprob == pytest.approx(expected, abs=TOLERANCE)
+                sequence = (*sequence, token)
+    extended = sampled.population
+    check(tiny, extended, extended.next_token_logprobs_sync())
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+def test_several_prompts_of_which_one_begins_with_another(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    prompts = [PROMPT[:length] for length in (3, 4, 12, 20, 1)]
+    population = llm.population(prompts).extend([6, 9, 9, -1, 4])
+    for _ in range(3):
+        check(tiny, population, population.next_token_logprobs_sync())
+        population = population.extend([3, 3, 4, 5, 6])
+
+
+# -- ends and failures ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+def test_cancelled_queries_leave_nothing_and_can_be_asked_again(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    async def cancelled() -> None:
+        population = llm.population(PROMPT * 2, 6)
+        for turn in range(12):
+            task = asyncio.ensure_future(population.next_token_logprobs())
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            if turn % 3 == 2:
+                await llm.next_token_logprobs([turn, 4])
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if turn % 2:
+                population = population.extend(np.arange(6) % (turn % 4 + 1) + 3)
+        check(tiny, population, await population.next_token_logprobs())
+
+    asyncio.run(cancelled())
+    assert llm.statistics().pending == 0
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+def test_threads_use_populations_of_one_engine(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    failures: list[BaseException] = []
+
+    def program(seed: int) -> None:
+        try:
+            population = llm.population(PROMPT[: 10 + seed], 4)
+            for step in range(5):
+                drawn = population.draw_sync(seed=step)
+                population = population.extend(drawn.token_ids)[[0, 1, 1, 3]]
+            check(tiny, population, population.next_token_logprobs_sync())
+        except BaseException as error:  # noqa: BLE001 - asserted below
+            failures.append(error)
+
+    threads = [threading.Thread(target=program, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+class Broken(GroupReduction):
+    """Raises for the member `at`."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def compute(self, rows: Any, row_of: Any, members: Any) -> tuple[torch.Tensor, ...]:
+        if self.at in members.tolist():
+            raise ArithmeticError("broken")
+        return (rows[row_of, 0],)
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+def test_a_reduction_that_raises_fails_its_own_query(
+    llm: genlm.AsyncLM, tiny: TinyLlama
+) -> None:
+    async def together() -> None:
+        population = llm.population(PROMPT, 4)
+        for _ in range(2):  # by single queries, then from the table
+            population = population.extend([3, 4, 5, 6])
+            failed, rows = await asyncio.gather(
+                population.reduce(Broken(2)),
+                population.next_token_logprobs(),
+                return_exceptions=True,
+            )
+            assert isinstance(failed, genlm.PopulationError)
+            assert 2 in failed.members
+            check(tiny, population, rows)
+
+    asyncio.run(together())
+
+
+def broken(*_arguments: Any, **_options: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_pass_that_raises_loses_no_population(
+    llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    engine: Any = llm.engine
+    population = llm.population(PROMPT, 5)
+    population.draw_sync(seed=0)
+    population = population.extend([3, 4, 5, 3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.model), "forward", broken)
+        if beside:  # an iteration of SGLang's, which empties its tables
+            with pytest.raises(RuntimeError, match="out of memory"):
+                llm.next_token_logprobs_sync([3, 4])
+        with pytest.raises(genlm.PopulationError, match="out of memory"):
+            population.draw_sync(seed=1)
+    for _ in range(2):
+        check(tiny, population, population.next_token_logprobs_sync())
+
+
+@pytest.mark.usefixtures("nothing_is_lost")
+def test_a_removed_adapter_takes_its_tables_along(llm: genlm.AsyncLM, tiny: TinyLlama) -> None:
+    population = llm.population(PROMPT, 3, lora_name="blue").extend([3, 4, 5])
+    check(tiny, population, population.next_token_logprobs_sync(), "blue")
+    llm.unload_lora("blue")
+    with pytest.raises(genlm.UnknownAdapterError):
+        population.draw_sync(seed=0)
+    llm.load_lora(tiny.adapters["blue"], "blue")
+    again = llm.population(PROMPT, 3, lora_name="blue").extend([3, 4, 5])
+    check(tiny, again, again.next_token_logprobs_sync(), "blue")

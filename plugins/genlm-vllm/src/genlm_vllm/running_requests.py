@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from genlm_vllm.adapters import Adapters
 from genlm_vllm.row_sampler import RESIDENT
@@ -262,7 +261,10 @@ class RunningRequests:
             lora_request=self._adapters.request(adapter),
             block_hasher=self._hasher if prepare is None else None,
         )
-        if prepare is not None:
+        # Model runners copy an array faster than a list, whenever the request joins a batch.
+        if prepare is None:
+            request.prompt_token_ids = np.array(token_ids, np.int32)
+        else:
             prepare(request)
         self.living[request.request_id] = request
         self._scheduler.add_request(request)
@@ -278,8 +280,9 @@ class RunningRequests:
             child.update_block_hashes()
         child.num_computed_tokens = computed
         child.prefill_stats = None
-        further = child.prompt_token_ids[computed:]
-        child.prompt_token_ids = np.append(_ids(original)[:computed], np.int32(further))
+        ids = np.append(original.prompt_token_ids, np.int32(original.output_token_ids))
+        further = np.int32(child.prompt_token_ids[computed:])
+        child.prompt_token_ids = np.append(ids[:computed], further)
         parents = blocks_of[original.request_id]
         blocks = list(parents[:full])
         self._pool.touch(blocks)
@@ -348,11 +351,3 @@ class RunningRequests:
         """Return the forks that wait for further blocks while they hold some."""
         holding = self._scheduler.kv_holding_waiting
         return [each.request_id for each in holding if each.request_id in self.living]
-
-
-def _ids(request: Any) -> npt.NDArray[np.int32]:
-    """Return the tokens of a request; a model runner copies an array faster than a list."""
-    prompt = request.prompt_token_ids
-    if not isinstance(prompt, np.ndarray):
-        request.prompt_token_ids = prompt = np.array(prompt, np.int32)
-    return np.append(prompt, np.array(request.output_token_ids, np.int32))

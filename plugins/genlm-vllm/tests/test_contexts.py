@@ -40,10 +40,13 @@ def test_a_request_is_known_by_its_last_two_contexts() -> None:
     table, own = ContextTable(), living("a")
     for length in (4, 5, 5, 5, 6):
         table.put(query(length), own)
-    assert table.find((None, query(4).sequence.key)) is None
-    for length in (5, 6):
-        assert table.find((None, query(length).sequence.key)) is own
-    assert len(table) == 1
+    assert table.find((None, query(6).sequence.key)) is own
+    assert table.find((None, query(5).sequence.key)) is None  # it has gone on
+    assert table.parent(query(5)).living is own  # type: ignore[union-attr]
+    assert table.parent(query(4)) is None
+    table.put(query(5), living("b"))
+    assert table.find((None, query(6).sequence.key)) is own
+    assert len(table) == 2
 
 
 def test_another_request_takes_the_place_of_a_context() -> None:

@@ -356,6 +356,16 @@ def test_a_released_context_ends(engine: Any, tiny: Any) -> None:
     check(engine, tiny, [prompt, (*prompt, 5), (*prompt, 5, 6)])
 
 
+def test_the_context_before_is_released_without_its_extension(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(40)
+    check(engine, tiny, [prompt])
+    check(engine, tiny, [(*prompt, 5)])
+    computed = grown(engine, "tokens_computed")
+    engine.release_context(None, TokenSequence.of(prompt).key)
+    check(engine, tiny, [(*prompt, 5, 6)])
+    assert computed() == 1
+
+
 def test_what_is_computed_at_the_moment_is_not_released(engine: Any, tiny: Any) -> None:
     [prompt] = prompts(200)
     key = TokenSequence.of(prompt).key

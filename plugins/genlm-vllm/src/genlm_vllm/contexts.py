@@ -52,7 +52,7 @@ class ContextTable:
         earlier = self.find(context)
         if earlier is living:
             return
-        if earlier is not None:
+        if earlier is not None:  # one that has gone on keeps its present context
             self.remove({earlier.name})
         self._by_context[context] = living, len(query)
         known = self._contexts.setdefault(living, [])
@@ -61,9 +61,9 @@ class ContextTable:
             self._forget(living, known.pop(0))
 
     def find(self, context: _Key) -> LivingRequest | None:
-        """Return the request of a context, or None."""
-        found = self._by_context.get(context)
-        return None if found is None else found[0]
+        """Return the request whose present context is this one, or None."""
+        living, _ = self._by_context.get(context, (None, 0))
+        return living if living and self._contexts[living][-1] == context else None
 
     def parent(self, query: Query) -> Parent | None:
         """Find the longest context that a query extends by up to `_MOST_ADDED` tokens."""
@@ -85,5 +85,5 @@ class ContextTable:
         return len(ended)
 
     def _forget(self, living: LivingRequest, context: _Key) -> None:
-        if self.find(context) is living:
+        if self._by_context.get(context, (None, 0))[0] is living:
             del self._by_context[context]

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # the list of names that `lazy_exports` reads
     from genlm.core.errors import WeightsError as WeightsError
     from genlm.core.generations import Generation as Generation
     from genlm.core.generations import Lineage as Lineage
-    from genlm.core.group_expansion import with_groups as with_groups
+    from genlm.core.group_engine import with_groups as with_groups
     from genlm.core.group_sampling import GroupSampling as GroupSampling
     from genlm.core.group_sampling import SampledGroup as SampledGroup
     from genlm.core.group_sampling import SamplingRun as SamplingRun

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from genlm.core.columns import Columns
 from genlm.core.errors import EvaluationError, described
 from genlm.core.generations import Integers64
 from genlm.core.group_reductions import SharedReduction
+from genlm.core.groups import Columns
 from genlm.core.query import GroupReduction, Query, Reduced, TokenScores
 from genlm.core.reductions import PositionReduction
-from genlm.core.rows import known_logits, row_parts, rows_from_logits
+from genlm.core.rows import known_logits, moved, row_parts, rows_from_logits
 from genlm.core.sequence import TokenSequence
 from genlm.core.vocab import Vocabulary
 
@@ -177,8 +177,8 @@ class PieceScores:
         missing = targets >= width
         if self._vocabulary.missing_ids:
             missing |= np.isin(targets, np.array(self._vocabulary.missing_ids))
-        moved = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
-        row, column, is_missing = torch.from_numpy(moved).to(logits.device)
+        numbers = np.stack([rows, np.where(missing, 0, targets), missing.astype(np.int64)])
+        row, column, is_missing = moved(torch.from_numpy(numbers), logits.device)
         totals, highest = self._normalisers(logits)
         found = logits[row, column].float().masked_fill(is_missing.bool(), -math.inf)
         return found - totals[row], highest[row] - totals[row]
@@ -202,7 +202,7 @@ class PieceScores:
             own = texts == index
             places, own_rows = members[own] - self.ends[index], rows[own]
             for begin, end in row_parts(len(own_rows), self._vocabulary.size, logits.device):
-                part = logits[torch.from_numpy(own_rows[begin:end]).to(logits.device)]
+                part = logits[moved(torch.from_numpy(own_rows[begin:end]), logits.device)]
                 computed = rows_from_logits(part, self._vocabulary)
                 self._reduced[index].add(places[begin:end], computed)
 

@@ -5,12 +5,13 @@ again. The limit is the engine's own generation of as many tokens: queries with 
 which stay in its running batch. Contestants, in turn in every round, on the same engine:
 
 - own: `AsyncLM.batch_sample`, as many continuations as contexts are asked at each step;
+- raw: vLLM's own greedy generation, without this library;
 - one request a step: rows by `AsyncLM.next_token_logprobs` of lists, a coroutine each, the
   engine keeping no contexts (`keeps_contexts = False`);
 - lists: the same, contexts kept between steps;
 - contexts: the same by `llm.context` and `extend`, where the core has them;
 - population: `llm.population`, rows drawn by its own `draw`, extended and resampled as arrays;
-- blocks: the same by `sample`, as many tokens at once as there are between two resamplings.
+- blocks: the same by `sample`, 16 tokens at once, between two resamplings.
 
 Drawing, by the same function, and appending are on the clock for all. The prompt is computed
 before, and every particle begins with a token of its own, so that no contestant computes more
@@ -20,14 +21,14 @@ about half of the particles; *waiting*, a random half of them at each step, comp
 generation by half as many sequences.
 
 Figures are microseconds of CPU time a token, of all threads and, with `--multiprocess`, all
-processes of vLLM, so other work on the machine hardly enters. A ratio is the speed as a
+processes of vLLM, so other work on the machine hardly enters; rows that end in "wall" are
+microseconds of wall-clock time. A ratio is the speed as a
 fraction of own generation's in the same round, its median over rounds. The error is the
 largest difference of a log-probability of the last rows from an unbatched float32 forward pass
 of transformers. Model: the particles' Llama of 8 layers x 512, 8,000 ids, random weights,
-float32; options are the plugins' defaults on the CPU, except for room for 256 requests. With
-`--costless`, a Llama of 1 layer x 64: what remains is the engine's own work and that around it.
-Run with the engine's environment:
-`.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
+float32, or with `--tiny` one layer x 64, which leaves the cost of the engine; options are the
+plugins' defaults on the CPU, except for room for 256 requests (vLLM: 512). Run
+with the engine's environment: `.venv/bin/python benchmarks/bench_serving_particles.py vllm`,
 `.venv-sgl/bin/python benchmarks/bench_serving_particles.py sgl`.
 """
 
@@ -54,18 +55,10 @@ from report import print_report
 from genlm import AsyncLM, OutputCache
 from genlm.plugin import draw_tokens
 
-CELLS = ("10/64/32", "50/64/32", "50/512/24", "200/64/12")
+CELLS = ("10/64/32", "50/64/32", "50/512/32", "200/64/16")
 KINDS = ("plain", "resampled", "waiting")
-CONTESTANTS = ("own", "one request a step", "lists", "contexts", "population", "blocks")
-COSTLESS = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-}
-"""Settings of a Llama that costs nearly nothing."""
-RESAMPLE_EVERY = 4
+CONTESTANTS = ("own", "raw", "one request a step", "lists", "contexts", "population", "blocks")
+RESAMPLE_EVERY, BLOCK = 4, 16
 CHECKED = 3
 """Contexts of a run whose rows are compared with transformers."""
 
@@ -97,9 +90,9 @@ class Population:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of CPU time of a run, and its last rows by their contexts."""
+    """Seconds of CPU and wall-clock time of a run, and its last rows by their contexts."""
 
-    seconds: float
+    seconds: Any
     rows: Sequence[tuple[tuple[int, ...], torch.Tensor]] = ()
 
 
@@ -108,7 +101,8 @@ class Bench:
 
     def __init__(self, build: Callable[[], Any], folder: Path, *, processes: bool) -> None:
         self.lm = AsyncLM(build, output_cache=OutputCache(0))
-        self._clock = _clock_of_all_processes if processes else time.process_time
+        cpu = _clock_of_all_processes if processes else time.process_time
+        self._clock = lambda: np.array([cpu(), time.perf_counter()])
         self._seeds = itertools.count()
         self._reference = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
@@ -118,6 +112,7 @@ class Bench:
         """Those that this engine and this core have."""
         has = {
             "own": True,
+            "raw": hasattr(self.lm.engine, "llm_engine"),
             "one request a step": True,
             "lists": hasattr(self.lm.engine, "keeps_contexts"),
             "contexts": hasattr(self.lm, "context"),
@@ -138,6 +133,8 @@ class Bench:
         starts = [[*prompt, token] for token in first]
         if contestant == "own":
             return self._own(starts[: population.asked], population.steps)
+        if contestant == "raw":
+            return self._raw(starts[: population.asked], population.steps)
         if contestant in {"population", "blocks"}:
             return asyncio.run(self._population(contestant, starts, population, generator))
         if contestant == "contexts":
@@ -153,11 +150,28 @@ class Bench:
         assert all(len(tokens) == steps for tokens in drawn)
         return Measurement(self._clock() - start)
 
+    def _raw(self, prompts: list[list[int]], steps: int) -> Measurement:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=steps, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+
+        def generate(engine: Any) -> None:
+            for i, token_ids in enumerate(prompts):
+                engine.llm_engine.add_request(str(i), {"prompt_token_ids": token_ids}, params)
+            while engine.llm_engine.has_unfinished_requests():
+                engine.llm_engine.step()
+
+        start = self._clock()
+        self.lm._scheduler.run(generate)  # noqa: SLF001
+        return Measurement(self._clock() - start)
+
     async def _particles(
         self, contexts: list[Any], population: Population, generator: random.Random
     ) -> Measurement:
         members = range(population.count)
-        asked, seconds, final = list(members), 0.0, []
+        asked, seconds, final = list(members), np.zeros(2), []
         for step in range(population.steps):
             if population.kind == "waiting":
                 asked = generator.sample(members, population.asked)
@@ -186,10 +200,11 @@ class Bench:
         generator: random.Random,
     ) -> Measurement:
         """Draw and resample as arrays; "waiting" members are left out by an index."""
-        members, seconds = np.arange(population.count), 0.0
+        members, seconds = np.arange(population.count), np.zeros(2)
         particles = self.lm.population(starts[0][:-1], population.count)
         particles = particles.extend([start[-1] for start in starts])
-        block = RESAMPLE_EVERY if contestant == "blocks" else 1
+        block = BLOCK if contestant == "blocks" else 1
+        resample_every = max(block, RESAMPLE_EVERY)
         for step in range(0, population.steps, block):
             asked = members
             if population.kind == "waiting":
@@ -206,7 +221,7 @@ class Bench:
                 new[asked] = drawn.token_ids.numpy()
                 particles = particles.extend(new)
             last = step + block
-            if population.kind == "resampled" and last % RESAMPLE_EVERY == 0:
+            if population.kind == "resampled" and last % resample_every == 0:
                 weights = [generator.random() ** 3 for _ in members]
                 parents = generator.choices(range(len(members)), weights, k=len(members))
                 particles = particles[np.array(parents)]
@@ -273,7 +288,9 @@ def measure(
                 errors[name] = max(errors.get(name, 0.0), bench.error(found.rows))
                 if turn:  # the first round warms up
                     row = f"{population} {name}"
-                    samples.setdefault(row, []).append(found.seconds / tokens * 1e6)
+                    for suffix, figure in zip(("", " wall"), found.seconds, strict=True):
+                        figures = samples.setdefault(row + suffix, [])
+                        figures.append(float(figure) / tokens * 1e6)
         speeds = {name: round(ratio(samples, f"{population} {name}"), 2) for name in names}
         print(population, speeds, flush=True)
     return samples, errors
@@ -281,17 +298,17 @@ def measure(
 
 def ratio(samples: dict[str, list[float]], row: str) -> float:
     """Speed as a fraction of own generation's: median over rounds of ratios in a round."""
-    base = " ".join(row.split()[:2]) + " own"
+    base = " ".join(row.split()[:2]) + (" own wall" if row.endswith(" wall") else " own")
     pairs = zip(samples[base], samples[row], strict=True)
     return statistics.median(own / each for own, each in pairs)
 
 
 def engine_of(name: str, folder: Path, options: argparse.Namespace) -> Callable[[], Any]:
-    """Return what builds an engine with room for 256 requests."""
+    """Return what builds an engine with room for 256 requests, vLLM for 512."""
     if name == "vllm":
         from genlm_vllm.engine import VLLMEngine
 
-        engine_opts = {"max_num_seqs": 256, "kv_cache_memory_bytes": 2**30}
+        engine_opts = {"max_num_seqs": 512, "kv_cache_memory_bytes": 2**30}
         return lambda: VLLMEngine(
             folder, engine_opts=engine_opts, multiprocess=options.multiprocess
         )
@@ -309,12 +326,12 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--multiprocess", action="store_true", help="vLLM's own processes")
-    parser.add_argument("--costless", action="store_true", help="a model of 1 layer x 64")
+    parser.add_argument("--tiny", action="store_true", help="a model that costs nearly nothing")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder, VOCAB_SIZE, **(COSTLESS if options.costless else {}))
+        save_model(folder, VOCAB_SIZE, tiny=options.tiny)
         build = engine_of(options.engine, folder, options)
         bench = Bench(build, folder, processes=options.multiprocess)
         try:
@@ -324,9 +341,10 @@ def main() -> None:
     extra = {
         "engine": options.engine,
         "multiprocess": options.multiprocess,
-        "costless": options.costless,
         "errors": {name: float(f"{error:.1e}") for name, error in errors.items()},
         "resample_every": RESAMPLE_EVERY,
+        "block": BLOCK,
+        "model": "tiny" if options.tiny else "llama",
     }
     ratios = {row: ratio(samples, row) for row in samples}
     print_report(

@@ -41,6 +41,7 @@ import asyncio
 import functools
 import itertools
 import os
+import pickle
 import random
 import statistics
 import tempfile
@@ -208,17 +209,16 @@ class Bench(abc.ABC):
 
 
 class VllmBench(Bench):
-    """vLLM in a process of its own."""
+    """vLLM with a worker in another process."""
 
     def _build(self, folder: Path) -> Any:
         import vllm
 
-        from genlm_vllm.conformance import ONE_WORKER
         from genlm_vllm.engine import VLLMEngine
 
         self.version = vllm.__version__
         self._count_bytes()
-        options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28, **ONE_WORKER}
+        options = {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**28}
         return VLLMEngine(folder, engine_opts=options, multiprocess=True)
 
     def clock(self) -> float:
@@ -229,25 +229,17 @@ class VllmBench(Bench):
         return found
 
     def _count_bytes(self) -> None:
-        from genlm_vllm import requests
+        from genlm_vllm import workers
 
-        call, pack = requests.call_workers, requests.pack_outputs
+        call = workers.call_workers
 
-        def counted_call(engine: Any, method: str, *arguments: Any) -> list[Any]:
+        def counted(engine: Any, method: str, *arguments: Any) -> list[Any]:
             replies = call(engine, method, *arguments)
-            if method == "genlm_take_bytes":
-                for _, rows, packed, scores, _ in replies:
-                    values = [value for _, each in packed for value in each]
-                    values += [part for _, each in scores for part in each]
-                    self.bytes += len(rows) + sum(map(len, values))
+            if method == "genlm_collect":
+                self.bytes += len(pickle.dumps((arguments, replies)))
             return replies
 
-        def counted_pack(outputs: Any) -> Any:
-            packed = pack(outputs)
-            self.bytes += sum(len(each or b"") for each in packed)
-            return packed
-
-        requests.call_workers, requests.pack_outputs = counted_call, counted_pack
+        workers.call_workers = counted
 
     def others(self) -> list[tuple[str, Callable[[], None], int]]:
         def generate() -> None:

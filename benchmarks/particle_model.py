@@ -16,18 +16,20 @@ import transformers
 VOCAB_SIZE = 8000
 
 
-def llama(vocab_size: int = VOCAB_SIZE, **settings: Any) -> Any:
-    """A Llama with random weights, always the same; of 31 million parameters by default."""
-    sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-    }
-    config = transformers.LlamaConfig(**(sizes | settings))
+def llama(vocab_size: int = VOCAB_SIZE, *, tiny: bool = False) -> Any:
+    """A Llama with random weights, always the same; of 31 million parameters by default.
+
+    A tiny one costs nearly nothing but has as many ids.
+    """
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64 if tiny else 512,
+        intermediate_size=64 if tiny else 1376,
+        num_hidden_layers=1 if tiny else 8,
+        num_attention_heads=2 if tiny else 8,
+        num_key_value_heads=1 if tiny else 4,
+        max_position_embeddings=4096,
+    )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -45,9 +47,9 @@ def tokenizer(vocab_size: int = VOCAB_SIZE) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 
-def save_model(folder: Path, vocab_size: int, **settings: Any) -> None:
+def save_model(folder: Path, vocab_size: int, *, tiny: bool = False) -> None:
     """Save the Llama with as many ids as wanted, and the tokenizer for them."""
-    llama(vocab_size, **settings).save_pretrained(folder)
+    llama(vocab_size, tiny=tiny).save_pretrained(folder)
     tokenizer(vocab_size).save_pretrained(folder)
 
 

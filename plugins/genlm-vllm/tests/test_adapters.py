@@ -19,7 +19,7 @@ import transformers
 
 from genlm import AdapterError, Capability, UnknownAdapterError
 from genlm_vllm.adapters import check_config
-from genlm_vllm.conformance import ONE_WORKER, TinyLlama
+from genlm_vllm.conformance import TinyLlama
 
 from .traffic import finish, largest_error, prompts, rows, submit
 
@@ -202,7 +202,7 @@ def test_as_many_adapters_as_asked_for_leave_the_base_model_alone(
 
 def test_an_engine_without_lora_says_how_to_get_it(tiny: Any, engine: Any) -> None:
     assert Capability.LORA in engine.capabilities
-    other = tiny.engine(lora=False, multiprocess=True, **ONE_WORKER)
+    other = tiny.engine(lora=False, multiprocess=True)
     try:
         assert Capability.LORA not in other.capabilities
         with pytest.raises(AdapterError, match="'enable_lora': True"):

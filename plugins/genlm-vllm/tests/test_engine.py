@@ -25,6 +25,7 @@ from genlm import (
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.row_buffer import ROW_BUFFER
+from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
 from .traffic import drawn, expected_draws, finish, largest_error, prompts, rows, submit
@@ -202,10 +203,10 @@ def test_aborted_requests_leave_nothing_and_do_not_affect_others(
 def test_rows_of_aborted_requests_go_although_none_is_answered(engine: Any) -> None:
     for seed in range(5):
         query = submit(engine, prompts(250, seed=seed)[0])
-        assert engine.step() == []  # a chunk, whose row is stored
+        assert engine.step() == []  # a chunk
         engine.abort(query.query_id)
-        assert len(ROW_BUFFER) == 1
-    assert len(engine._rows._abandoned) == 1
+    engine.step()
+    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
 
 
 def test_out_of_memory_in_a_draw_fails_its_continuation_and_not_vllm(
@@ -217,7 +218,7 @@ def test_out_of_memory_in_a_draw_fails_its_continuation_and_not_vllm(
     [text, other] = prompts(9, 12)
     plan = SamplingParams(5, 1.0, frozenset(), 1)
     with monkeypatch.context() as patched:
-        patched.setattr("genlm_vllm.capture.draw_tokens", out_of_memory)
+        patched.setattr("genlm_vllm.row_sampler.draw_tokens", out_of_memory)
         error, row = finish(engine, [submit(engine, text, None, plan), submit(engine, other)])
     assert isinstance(error, torch.OutOfMemoryError)
     assert largest_error(tiny, [row], [other]) <= 1e-4
@@ -262,7 +263,7 @@ def model_class(engine: Any) -> Any:
     return type(engine._vllm.model_executor.driver_worker.worker.model_runner.model)
 
 
-@pytest.mark.parametrize("place", ["forward", "processor"])
+@pytest.mark.parametrize("place", ["forward", "sampler"])
 def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
     engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -276,7 +277,7 @@ def test_a_step_that_raises_fails_its_queries_and_leaves_nothing_behind(
         if place == "forward":
             patch.setattr(model_class(engine), "forward", broken)
         else:
-            patch.setattr("genlm_vllm.capture.Capture.apply", broken)
+            patch.setattr("genlm_vllm.row_sampler.RowSampler.__call__", broken)
         found = finish(engine, queries)
     assert "out of memory" in {str(each) for each in found if isinstance(each, Exception)}
     for _ in range(2):  # computed, then from the prefix cache

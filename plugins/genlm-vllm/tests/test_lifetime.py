@@ -140,6 +140,10 @@ def test_an_engine_that_is_dropped_frees_the_process(serve: Any, tiny: Any) -> N
     assert largest_error(tiny, rows(serve(), asked), asked) <= 1e-4
 
 
+def fails(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError
+
+
 def test_an_engine_that_cannot_forget_a_failed_step_refuses_all_queries(
     serve: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +151,7 @@ def test_an_engine_that_cannot_forget_a_failed_step_refuses_all_queries(
     waiting = submit(engine, prompts(9)[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine._vllm, "reset_prefix_cache", lambda: False)
-        patch.setattr("genlm_vllm.capture.Capture.apply", lambda *_: 1 / 0)
+        patch.setattr("genlm_vllm.row_sampler.RowSampler.__call__", fails)
         with pytest.raises(EngineDiedError, match=r"ZeroDivisionError.*Load the model again"):
             finish(engine, [waiting])
     for asked in (engine.step, lambda: submit(engine, (3, 4)), engine.clear_prefix_cache):

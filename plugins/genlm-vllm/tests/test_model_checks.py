@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import transformers
 
 import genlm
 from genlm.testing import TinyModel, families
-from genlm_vllm.conformance import ONE_WORKER
+from genlm_vllm import forward_check
 
 from .traffic import largest_error, prompts
 
@@ -37,7 +38,7 @@ def load(model: TinyModel, *, multiprocess: bool = False, **options: Any) -> gen
     return genlm.load_model(
         model.path,
         "vllm",
-        engine_opts=OPTIONS | options | (ONE_WORKER if multiprocess else {}),
+        engine_opts=OPTIONS | options,
         multiprocess=multiprocess,
         unverified="refuse",
         output_cache=genlm.OutputCache(0),
@@ -96,6 +97,33 @@ def test_an_implementation_that_was_not_compared_is_unverified(llama: TinyModel)
     with pytest.raises(ValueError, match="unverified='ask'; expected 'warn' or 'refuse'"):
         genlm.load_model(llama.path, "vllm", engine_opts=OPTIONS, unverified="ask")
     assert error_of(load(llama), llama) <= 1e-4
+
+
+def test_a_model_on_a_device_without_a_table_is_compared_when_it_is_loaded(
+    llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genlm_vllm.model_checks.has_compared_kernels", lambda: False)
+    with pytest.warns(genlm.UnverifiedModelWarning, match="Llama.* with CPU_ATTN"):
+        genlm.load_model(llama.path, "vllm", engine_opts=OPTIONS).close()
+    assert error_of(load(llama), llama) <= 1e-4
+    load(llama, dtype="bfloat16").close()
+    other = TinyModel.of(tmp_path / "other", families(64)["qwen2"])
+    rows = forward_check._reference_rows
+
+    def of_another(config: Any, *arguments: Any) -> Any:
+        return rows(SimpleNamespace(model=str(other.path), **CONFIG), *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward_check, "_reference_rows", of_another)
+        with pytest.raises(genlm.ModelLoadError, match=r"row of 1 tokens diverges by"):
+            load(llama)
+        patch.setattr(forward_check, "free_memory_bytes", lambda: 1000)
+        with pytest.raises(genlm.ModelLoadError, match=r"0.0 GiB are free.*unverified='warn'"):
+            load(llama)
+    assert error_of(load(llama), llama) <= 1e-4
+
+
+CONFIG = {"revision": None, "trust_remote_code": False}
 
 
 @pytest.mark.parametrize("model", ["gpt_neox"], indirect=True)

@@ -1,7 +1,8 @@
 """Populations on requests that stay in vLLM's running list.
 
-Each test runs on four engines: with room for all, with a place for six requests, with a single
-place, and with a KV cache of nine blocks, of which one context alone can need eight.
+Each test runs on five engines: with room for all, with a place for six requests, with a single
+place, with a KV cache of nine blocks, of which one context alone can need eight, and with a
+worker in another process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from genlm.plugin import Generation, GroupQuery, GroupReduction, Lineage, TokenS
 from genlm.testing import TINY_VOCABULARY
 from genlm_vllm import running_requests
 from genlm_vllm.conformance import TinyLlama
+from genlm_vllm.lifecycle import model_of
 from genlm_vllm.running_requests import obstacle
 
 from .interpreted_triton import SECOND_RUNNER
@@ -34,6 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 10 * 2**15,
     },
+    "own process": {"multiprocess": True, "max_num_seqs": 64, "max_num_batched_tokens": 64},
 }
 if SECOND_RUNNER:  # its kernels are interpreted
     ENGINES = {name: ENGINES[name] for name in ("room for all", "six places")}
@@ -61,7 +64,7 @@ def free(llm: genlm.AsyncLM) -> Iterator[Any]:
         llm.clear_kv_cache()
         engine: Any = llm.engine
         assert engine.statistics()["members_living"] == 0
-        return int(engine._populations._requests._pool.get_num_free_blocks())
+        return int(engine._residents._requests._pool.get_num_free_blocks())
 
     before = blocks()
     yield blocks
@@ -362,7 +365,9 @@ def test_a_step_that_raises_loses_no_population(
     llm: genlm.AsyncLM, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = llm.engine
-    model = type(running_requests._runner_of(engine.llm_engine).model)
+    if engine.statistics()["processes"] == "own":
+        pytest.skip("for workers in this process")
+    model = type(model_of(engine.llm_engine))
     population = llm.population(PROMPT, 5)
     population.draw_sync(seed=0)
     population = population.extend([3, 4, 5, 3, 4])
@@ -415,7 +420,7 @@ def test_ids_that_the_model_does_not_embed_fail_their_members(
     engine: Any = llm.engine
     population = llm.population(PROMPT, 4)
     population.draw_sync(seed=0)
-    monkeypatch.setattr(engine._populations, "_embedded_ids", 100)
+    monkeypatch.setattr(engine._residents, "_embedded_ids", 100)
     with pytest.raises(genlm.PopulationError, match="token id 107") as caught:
         population.extend([3, 107, 99, 100]).draw_sync(seed=0)
     assert list(caught.value.members) == [1, 3]
@@ -438,20 +443,11 @@ def test_requests_end_at_once_where_contexts_are_not_kept(
     assert engine.statistics()["members_living"] > 0
 
 
-@pytest.mark.parametrize(
-    ("seam", "part"),
-    [
-        ("_SCHEDULER", "Scheduler"),
-        ("_BLOCKS", "FullAttentionManager"),
-        ("_POOL", "BlockPool"),
-        ("_BATCH", "RequestState" if SECOND_RUNNER else "InputBatch"),
-    ],
-)
-def test_a_missing_seam_is_named(
-    llm: genlm.AsyncLM, monkeypatch: pytest.MonkeyPatch, seam: str, part: str
+@pytest.mark.parametrize("part", ["scheduler", "scheduler.kv_cache_manager.block_pool"])
+def test_a_missing_part_of_vllm_is_named(
+    llm: genlm.AsyncLM, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     engine: Any = llm.engine
     assert engine.statistics()["populations"] == "running requests"
-    seam = "_STATES" if part == "RequestState" else seam
-    monkeypatch.setattr(running_requests, seam, ("nothing",))
+    monkeypatch.setitem(running_requests._PARTS, part, ("nothing",))
     assert obstacle(engine.llm_engine) == f"this vLLM's {part} has no nothing"

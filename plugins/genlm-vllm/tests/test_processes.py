@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -59,7 +60,8 @@ def test_rows_of_aborted_requests_do_not_gather(engine: Any) -> None:
         query = submit(engine, prompts(250, seed=seed)[0])
         engine.step()
         engine.abort(query.query_id)
-    assert sum(call_workers(engine._vllm, "genlm_count_rows")) <= 1
+    engine.step()
+    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
 
 
 def test_two_ranks_reduce_and_score_as_one(
@@ -69,11 +71,11 @@ def test_two_ranks_reduce_and_score_as_one(
 
     def ask(vllm: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(vllm, method, *arguments)
-        if method == "genlm_take_bytes":
-            answering.update(rank for rank, each in enumerate(answers) if any(each[:3]))
+        if method == "genlm_collect":
+            answering.update(rank for rank, each in enumerate(answers) if each)
         return answers
 
-    monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)
+    monkeypatch.setattr("genlm_vllm.workers.call_workers", ask)
     asked = prompts(90, 5, 130, 65)
     for name in (None, "blue"):
         queries = [submit(engine, ids, name, outputs=(TopK(3), None)) for ids in asked]
@@ -97,7 +99,53 @@ def test_aborted_rows_are_dropped_by_the_worker(engine: Any, tiny: Any) -> None:
             engine.abort(query.query_id)
         assert largest_error(tiny, finish(engine, queries[2:]), asked[2:]) <= 1e-4
     rows(engine, asked[:1])
-    assert sum(call_workers(engine._vllm, "genlm_count_rows")) == 0
+    engine.step()
+    assert sum(call_workers(engine._vllm, "genlm_count_results")) == 0
+
+
+def test_two_ranks_compute_populations(engine: Any, tiny: Any) -> None:
+    generator = np.random.default_rng(0)
+    before = engine.statistics()
+    with genlm.AsyncLM(lambda: _Open(engine), output_cache=genlm.OutputCache(0)) as llm:
+        llm.load_lora(tiny.adapters["red"], "third")
+        for adapter, name in ((None, None), ("red", "third")):
+            population = llm.population(prompts(40)[0], 7, lora_name=name)
+            for step in range(6):  # four places
+                parents = generator.integers(0, 7, 7) if step % 2 else np.arange(7)
+                population = population[parents].extend(generator.integers(3, 60, 7))
+                drawn = population.draw_sync(seed=step)
+                found = population.next_token_logprobs_sync()
+                ids = [tuple(context.token_ids) for context in population]
+                assert largest_error(tiny, found, ids, adapter) <= 1e-4
+                chosen = found.gather(1, drawn.token_ids[:, None])[:, 0]
+                assert float((chosen - drawn.logprobs).abs().max()) <= 1e-4
+        with pytest.raises(genlm.PopulationError, match="cannot be sent"):
+            population.reduce_sync(_HasFunction())
+    engine.remove_adapter("third")
+    assert engine.statistics()["members_forked"] > before["members_forked"]
+
+
+class _HasFunction(genlm.GroupReduction):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.function = lambda: 1
+
+    def compute(self, rows: Any, row_of: Any, members: Any) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(len(members)),)
+
+
+class _Open:
+    """An engine that is not closed."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        pass
 
 
 def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
@@ -120,14 +168,6 @@ def test_bad_adapters_neither_end_the_engine_nor_mix_up_its_answers(
     assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
 
 
-def test_rows_are_fetched_in_parts(
-    engine: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("genlm_vllm.requests._BYTES_PER_CALL", 3000)  # two rows
-    asked = prompts(3, 4, 5, 6, 7, 8, 9)
-    assert largest_error(tiny, rows(engine, asked), asked) <= 1e-4
-
-
 def test_rows_come_from_the_last_stage_of_a_pipeline(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,11 +175,11 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
 
     def ask(engine: Any, method: str, *arguments: Any) -> list[Any]:
         answers = call_workers(engine, method, *arguments)
-        if method == "genlm_take_bytes":
-            keepers.update(rank for rank, each in enumerate(answers) if any(each[:3]))
+        if method == "genlm_collect":
+            keepers.update(rank for rank, each in enumerate(answers) if each)
         return answers
 
-    monkeypatch.setattr("genlm_vllm.requests.call_workers", ask)
+    monkeypatch.setattr("genlm_vllm.workers.call_workers", ask)
     options = {"pipeline_parallel_size": 2, "enforce_eager": False}
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     engine = tiny.engine(multiprocess=None, lora=False, **options)
@@ -162,6 +202,7 @@ def test_rows_come_from_the_last_stage_of_a_pipeline(
 
 ORPHAN = """
 import sys
+import numpy as np
 import psutil
 from genlm_vllm.engine import VLLMEngine
 if __name__ == "__main__":
@@ -181,7 +222,7 @@ def test_vllms_processes_end_with_the_one_that_is_killed(tiny: Any, tmp_path: Pa
         with subprocess.Popen([sys.executable, "-W", "ignore", script], **options) as client:
             assert client.stdout is not None
             children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
-            assert len(children) >= 2  # the engine and its worker
+            assert len(children) >= 2  # a worker and a tracker of resources
             client.kill()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive

@@ -17,7 +17,7 @@ from genlm.core.masks import Mask
 from genlm.core.reductions import Draw, LogMass, TopK
 from genlm.plugin import PackedCompletions, stream_uniform
 from genlm.testing import TINY_VOCABULARY
-from genlm_vllm.conformance import ONE_WORKER, TinyLlama
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.processes import TRANSPORT
 from genlm_vllm.worker import call_workers
 
@@ -34,7 +34,7 @@ TOKENS = 64
 
 PROCESSES: dict[str, dict[str, Any]] = {
     "this process": {},
-    "own process": {"multiprocess": True, **ONE_WORKER},
+    "own process": {"multiprocess": True},
 }
 if SECOND_RUNNER:  # its kernels are interpreted
     del PROCESSES["own process"]
@@ -61,7 +61,8 @@ def either(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
     engine.keeps_contexts = request.param == "residents"
     yield engine
     engine.keeps_contexts = True
-    assert sum(call_workers(engine.llm_engine, "genlm_count_rows")) == 0
+    engine.step()
+    assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
 
 
 def is_local(engine: Any) -> bool:
@@ -251,7 +252,7 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
     def copied(*arguments: Any) -> Any:
         raise AssertionError("a row was copied or stored")
 
-    monkeypatch.setattr("genlm_vllm.row_buffer._copies", copied)
+    monkeypatch.setattr("genlm.core.reductions.copied_rows", copied)
     monkeypatch.setattr("torch.unbind_copy", copied)
     asked = prompts(9, 20, 33)
     finish(engine, [submit(engine, ids, outputs=(TopK(2), Entropy())) for ids in asked])
@@ -261,27 +262,26 @@ def test_a_row_that_nobody_asked_for_is_not_copied(
 def test_only_results_travel(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_local(engine):
         pytest.skip("nothing travels")
-    replies: list[Any] = []
+    replies: list[PackedCompletions] = []
 
     def recorded(vllm: Any, method: str, *arguments: Any) -> list[Any]:
         found = call_workers(vllm, method, *arguments)
-        replies.extend(found)
+        if method == "genlm_collect":
+            replies.extend(each for each in found if each)
         return found
 
-    monkeypatch.setattr("genlm_vllm.requests.call_workers", recorded)
+    monkeypatch.setattr("genlm_vllm.workers.call_workers", recorded)
     asked = [(*prompts(30)[0], i) for i in range(50)]
     drawing = [
         submit(engine, ids, outputs=(Draw(stream_uniform(i, 31), 1.0, mask(i)),))
         for i, ids in enumerate(asked)
     ]
     finish(engine, drawing)
-    assert not any(rows for _, rows, _ in replies)
-    counts = [
-        len(TRANSPORT.unpack_completions(PackedCompletions(data, None))) if data else 0
-        for data, _, _ in replies
-    ]
+    assert all(each.rows is None for each in replies)
+    counts = [len(TRANSPORT.unpack_completions(each)) for each in replies]
     assert sum(counts) == 50
-    for count, (data, _, _) in zip(counts, replies, strict=True):
-        assert len(data) <= 300 + 100 * count  # four numbers each, the name of their class once
-    sent = engine._rows.sent(drawing[0].outputs)
+    for count, each in zip(counts, replies, strict=True):
+        # Four numbers each, the name of their class once.
+        assert len(each.data) <= 300 + 100 * count
+    sent = engine._workers.sent(drawing[0].outputs)
     assert len(sent) <= 350 + TINY_VOCABULARY // 8  # the mask is packed

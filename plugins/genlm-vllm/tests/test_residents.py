@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 from genlm import (
     ContextLengthError,
@@ -23,8 +22,7 @@ from genlm import (
 )
 from genlm.plugin import Completion, TokenSequence
 from genlm.testing import TINY_VOCABULARY
-from genlm_vllm.conformance import ONE_WORKER, TinyLlama
-from genlm_vllm.versions import check_version
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.worker import call_workers
 
 from .interpreted_triton import SECOND_RUNNER
@@ -38,7 +36,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "few blocks": {"max_num_seqs": 16, **FEW_BLOCKS},
     "own process": {
         "multiprocess": True,
-        **ONE_WORKER,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         **FEW_BLOCKS,
@@ -92,11 +89,6 @@ def grown(engine: Any, name: str) -> Any:
     return lambda: engine.statistics()[name] - before
 
 
-def continues(context: Ids) -> bool:
-    """Whether vLLM continues a context; see `CoreRequests.can_continue` on older versions."""
-    return Version(check_version()) >= Version("0.32") or (len(context) + 1) % 16 != 0
-
-
 def slots(engine: Any) -> int:
     return int(engine.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
@@ -116,21 +108,22 @@ def test_a_context_that_grows_costs_a_token_a_step(engine: Any, tiny: Any) -> No
     [context] = prompts(20)
     check(engine, tiny, [context])
     for _ in range(80):  # through several blocks
-        expected = (1, 1) if continues(context) else (len(context) % 32 + 1, 0)
         context = (*context, token(generator))
         computed, continued = costs(engine)
         check(engine, tiny, [context])
-        assert (computed(), continued()) == expected
+        assert (computed(), continued()) == (1, 1)
 
 
 def test_several_tokens_are_added_at_once(engine: Any, tiny: Any) -> None:
+    if slots(engine) == 1:
+        pytest.skip("with one place nothing is there to copy from")
     [context] = prompts(29)
     check(engine, tiny, [context])
     for added in (1, 8, 3, 7, 2, 8):
         computed, continued = costs(engine)
         context += prompts(added, seed=added)[0]
         check(engine, tiny, [context])
-        assert (computed(), continued()) == (added, 1)
+        assert (computed(), continued()) == (added, int(added == 1))
     continued = grown(engine, "contexts_continued")
     context += prompts(9)[0]  # served by the prefix cache
     check(engine, tiny, [context])
@@ -174,8 +167,10 @@ def test_a_fork_costs_what_differs(engine: Any, tiny: Any) -> None:
     computed = grown(engine, "tokens_computed")
     check(engine, tiny, [(*context, 4), (*context, 5), (*context, 6, 7)])
     assert computed() == 4
-    check(engine, tiny, [(*context, 8), (*context, 5, 3), (*context, 4, 4)])
-    assert computed() <= 7
+    check(engine, tiny, [(*context, 5, 3), (*context, 4, 4)])
+    assert computed() == 6
+    check(engine, tiny, [(*context, 8)])  # served by the prefix cache
+    assert computed() == 6 + 24
     # Rows after the forks: what was copied is read and continued.
     check(engine, tiny, [(*context, i, *prompts(20)[0]) for i in (4, 5, 6)])
 
@@ -251,8 +246,8 @@ def test_cancelled_requests_end_whatever_they_do(engine: Any, tiny: Any) -> None
         check(
             engine, tiny, [*asked, *[(*ids, 8) for ids in asked], *[(*ids, 9) for ids in asked]]
         )
-    assert sum(call_workers(engine.llm_engine, "genlm_count_rows")) == 0
     assert engine.step() == []
+    assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
 
 
 def test_contexts_of_adapters_do_not_mix(engine: Any, tiny: Any) -> None:
@@ -359,6 +354,16 @@ def test_a_released_context_ends(engine: Any, tiny: Any) -> None:
     assert ended() == 1
     assert engine.statistics()["contexts_resident"] == 0
     check(engine, tiny, [prompt, (*prompt, 5), (*prompt, 5, 6)])
+
+
+def test_the_context_before_is_released_without_its_extension(engine: Any, tiny: Any) -> None:
+    [prompt] = prompts(40)
+    check(engine, tiny, [prompt])
+    check(engine, tiny, [(*prompt, 5)])
+    computed = grown(engine, "tokens_computed")
+    engine.release_context(None, TokenSequence.of(prompt).key)
+    check(engine, tiny, [(*prompt, 5, 6)])
+    assert computed() == 1
 
 
 def test_what_is_computed_at_the_moment_is_not_released(engine: Any, tiny: Any) -> None:

@@ -21,7 +21,7 @@ from genlm import (
     TokenIdError,
 )
 from genlm_vllm import scores as scoring
-from genlm_vllm.conformance import ONE_WORKER, TinyLlama
+from genlm_vllm.conformance import TinyLlama
 from genlm_vllm.row_buffer import ROW_BUFFER
 from genlm_vllm.scores import SCORES
 from genlm_vllm.worker import call_workers
@@ -39,7 +39,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "own process": {
         "multiprocess": True,
-        **ONE_WORKER,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
     },
@@ -62,7 +61,8 @@ def fresh(engine: Any) -> Iterator[None]:
     engine.clear_prefix_cache()
     yield
     rows(engine, [(5,)])  # fetches, and drops what was abandoned
-    assert sum(call_workers(engine.llm_engine, "genlm_count_rows")) == 0
+    engine.step()
+    assert sum(call_workers(engine.llm_engine, "genlm_count_results")) == 0
     assert not engine._requests.unanswered
 
 

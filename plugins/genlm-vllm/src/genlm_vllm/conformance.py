@@ -13,15 +13,10 @@ from typing import Any
 
 from genlm.testing import TINY_LLAMA, EngineTarget, TinyModel
 
-__all__ = ["ONE_WORKER", "TINY_KV_BYTES", "TinyLlama", "targets"]
+__all__ = ["TINY_KV_BYTES", "TinyLlama", "targets"]
 
 TINY_KV_BYTES = 6 * 2**15
 """Six blocks of 32 tokens, one of which vLLM reserves: a batch has to queue."""
-
-_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ONE_WORKER = {"distributed_executor_backend": _EXECUTOR}
-"""With `multiprocess=True`, one vLLM process that also computes, as with one GPU. By
-default vLLM's CPU build starts two, and each imports vLLM."""
 
 # The smallest head size that vLLM's CPU build supports.
 _SETTINGS = {**TINY_LLAMA, "head_dim": 32}
@@ -42,12 +37,8 @@ def targets(folder: Path) -> Iterator[EngineTarget]:
             adapters=model.adapters,
             max_length=40,  # more than a KV block
             # In other processes: one engine may compute in this one.
-            tight_options={
-                "kv_cache_memory_bytes": TINY_KV_BYTES,
-                "multiprocess": True,
-                **ONE_WORKER,
-            },
-            timeout_s=300,  # includes importing vLLM and starting its processes
+            tight_options={"kv_cache_memory_bytes": TINY_KV_BYTES, "multiprocess": True},
+            timeout_s=300,  # includes importing vLLM and starting its workers
             shared=True,
         )
 

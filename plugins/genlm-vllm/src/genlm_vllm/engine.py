@@ -1,25 +1,27 @@
 """`VLLMEngine`: vLLM as a genlm engine.
 
-The engine adds queries to vLLM's scheduler, which lets them join the running batch, and
-collects finished requests: those of single queries (`query_requests`) and those of populations
-(`populations`). `genlm_vllm.capture` makes the rows inside vLLM; a row is used only once vLLM
-has sampled the token after it. `docs/vllm-engine.md` follows a step through the modules.
+The engine adds queries to vLLM's scheduler, which lets them join the running batch: rows and
+populations on requests that stay (`residents`), others as requests of their own
+(`query_requests`). After each step the workers reduce the rows that it computed.
+`docs/vllm-engine.md` follows a step through the modules.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from genlm import EngineDiedError
+from genlm import EngineDiedError, GenlmError
 from genlm.plugin import (
     AdapterError,
     Capability,
     Completion,
+    EvaluationError,
     GroupQuery,
     ModelFacts,
+    ModelLoadError,
     Query,
     UnsupportedCapabilityError,
     Vocabulary,
@@ -29,21 +31,25 @@ from genlm.plugin import (
     release_process,
 )
 from genlm_vllm.adapters import Adapters
+from genlm_vllm.forward_check import forward_problem
 from genlm_vllm.lifecycle import load_vllm, shut_down
 from genlm_vllm.loading import adapter_capacity, checked_options, needs_processes
 from genlm_vllm.model_checks import check_served
-from genlm_vllm.populations import RunningPopulations
 from genlm_vllm.process_state import Accelerator
-from genlm_vllm.processes import FailureLog, ProcessMonitor
+from genlm_vllm.processes import FailureLog, engine_died
 from genlm_vllm.query_requests import QueryRequests
-from genlm_vllm.requests import LocalRows, RemoteRows
-from genlm_vllm.running_requests import obstacle as obstacle_to_running
+from genlm_vllm.residents import Residents
+from genlm_vllm.running_requests import obstacle
 from genlm_vllm.worker import call_workers
+from genlm_vllm.workers import Workers
 
 __all__ = ["VLLMEngine"]
 
 _PREFIX_ID = -1
 """Query id of a prefix to cache; those of the scheduler begin at 0."""
+
+_LOST_STEPS = 1000
+"""Steps without a computed token after which queries fail."""
 
 _LORA_HINT = "load the model with engine_opts={'enable_lora': True}"
 
@@ -54,10 +60,11 @@ class VLLMEngine:
     Args:
         model: A folder or a hub id.
         engine_opts: Arguments of `vllm.EngineArgs`, under vLLM's names.
-        multiprocess: Whether vLLM computes in processes of its own. By default it does if
+        multiprocess: Whether vLLM's workers run in other processes. By default they do if
             `engine_opts` request several workers or an executor such as Ray.
         unverified: `"warn"` or `"refuse"` a model of a family whose rows were not compared with
-            an unbatched forward pass.
+            an unbatched forward pass. On a GPU, where none were, `"refuse"` compares the rows
+            of this model when it is loaded, with transformers' on the CPU.
         keep_contexts: Whether the requests of row queries stay in vLLM between steps, so that a
             context that grows costs one token. Without effect where vLLM cannot keep them.
 
@@ -96,7 +103,10 @@ class VLLMEngine:
         if multiprocess not in {None, True, False}:
             raise TypeError(f"multiprocess={multiprocess!r}; expected True, False or None")
         self._multiprocess = needs_processes(options) if multiprocess is None else multiprocess
-        if not self._multiprocess:
+        if self._multiprocess:
+            if options.get("distributed_executor_backend") == "uni":
+                raise ValueError("multiprocess=True contradicts the executor 'uni'")
+        else:
             if needs_processes(options):
                 raise ValueError(
                     f"multiprocess=False contradicts engine_opts={options}: several workers "
@@ -122,7 +132,7 @@ class VLLMEngine:
     def _initialize(self, facts: ModelFacts, unverified: str) -> None:
         engine, config = self._vllm, self._vllm.vllm_config
         built = call_workers(engine, "genlm_describe_model")
-        check_served(config, facts, built, unverified=unverified)
+        needs_comparison = check_served(config, facts, built, unverified=unverified)
         self._implementation = built[0]["model"]
         self.vocabulary = Vocabulary.from_tokenizer(engine.get_tokenizer())
         # vLLM must generate one token.
@@ -138,35 +148,45 @@ class VLLMEngine:
             | ({Capability.PREFIX_CACHE} if caches_prefixes else set())
             | ({Capability.SCORE} if scores else set())
         )
-        failures = self._failures
-        self._monitor = None if failures is None else ProcessMonitor(engine, failures)
-        rows = RemoteRows if self._multiprocess else LocalRows
-        self._rows = rows(engine, self.vocabulary)
+        self._workers = Workers(engine, self.vocabulary, are_remote=self._multiprocess)
         check = _query_check(
             self._adapters, embedded_ids, self.max_context, self.vocabulary.size
         )
         self._ready: list[Completion] = []
-        self._populations: RunningPopulations | None = None
-        self._populations_obstacle = obstacle_to_running(engine)
-        if self._populations_obstacle is None:
-            self._populations = RunningPopulations(
-                engine,
-                self._adapters,
-                vocabulary=self.vocabulary,
-                check=check,
-                embedded_ids=embedded_ids,
-            )
-            self.submit_group = self._populations.submit
         self._requests = QueryRequests(
-            engine,
-            adapters=self._adapters,
-            rows=self._rows,
-            check=check,
-            max_context=self.max_context,
-            embedded_ids=embedded_ids,
-            populations=self._populations,
+            engine, adapters=self._adapters, workers=self._workers, check=check
         )
-        self._tokens_evaluated = self._steps = 0
+        self._obstacle = obstacle(engine) or self._workers.missing_part
+        self._residents = Residents(
+            engine,
+            self._adapters,
+            workers=self._workers,
+            check=check,
+            embedded_ids=embedded_ids,
+            max_context=self.max_context,
+        )
+        if self._obstacle is None:
+            self.submit_group = self._residents.submit_group
+        self._tokens_evaluated = self._steps = self._idle_steps = 0
+        if needs_comparison:
+            self._compare(built)
+
+    def _compare(self, built: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a model whose rows differ from those of transformers."""
+        config = self._vllm.vllm_config.model_config
+        problem = forward_problem(config, built, self._rows_of, self.vocabulary.size)
+        if problem is not None:
+            raise ModelLoadError(
+                f"unverified='refuse': {problem}. unverified='warn' serves the model anyway"
+            )
+
+    def _rows_of(self, sequences: Sequence[tuple[int, ...]]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for number, ids in enumerate(sequences):
+            self.submit(Query(number, ids))
+        while len(found) < len(sequences):
+            found |= {each.query_id: each.error or each.result for each in self.step()}
+        return [found[number] for number in range(len(sequences))]
 
     # -- queries ----------------------------------------------------------------------
 
@@ -178,8 +198,12 @@ class VLLMEngine:
             EngineDiedError: A process of vLLM has ended.
         """
         with self._guarding():
-            self._requests.submit(query)
-        self._tokens_evaluated += len(query)
+            wants_row = query.sampling is None and not query.targets
+            if wants_row and self._obstacle is None:
+                self._residents.submit(query)
+            else:
+                self._requests.submit(query)
+                self._tokens_evaluated += len(query)
 
     def step(self) -> list[Completion]:
         """Run one step of vLLM and return the finished queries."""
@@ -188,7 +212,7 @@ class VLLMEngine:
 
     def abort(self, query_id: int) -> None:
         """Remove a query from the running batch."""
-        if self._populations is None or not self._populations.abort(query_id):
+        if not self._residents.abort(query_id):
             self._requests.abort(query_id)
 
     def _advance(self) -> list[Completion]:
@@ -196,36 +220,55 @@ class VLLMEngine:
             return self._requests.send() + self._advance_vllm()
 
     def _is_busy(self) -> bool:
-        populations = self._populations
-        waits = populations is not None and populations.unanswered
-        return bool(self._requests.unanswered or waits)
+        return bool(self._requests.unanswered or self._residents.unanswered)
 
-    def _guarding(self) -> contextlib.AbstractContextManager[None]:
-        """Raise `EngineDiedError` for errors that follow from the end of a process."""
+    @contextlib.contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """Raise `EngineDiedError` once a worker in another process has failed."""
         if self._death is not None:
             raise EngineDiedError(*self._death.args)
-        return contextlib.nullcontext() if self._monitor is None else self._monitor.guarding()
+        try:
+            yield
+        except RuntimeError as error:  # vLLM's executor; our own errors are GenlmErrors
+            if self._failures is None or isinstance(error, GenlmError):
+                raise
+            self._death = engine_died(self._vllm, self._failures)
+            raise self._death from error
 
     def _advance_vllm(self) -> list[Completion]:
-        populations = self._populations
         if not self._is_busy():
+            self._workers.prepare()  # which drops what was cancelled
             return []
-        if populations is not None:
-            populations.prepare()
+        self._residents.prepare()
+        self._workers.prepare()
         try:
             self._vllm.step()
         except Exception as error:
-            if self._multiprocess:  # vLLM's process has ended or was not disturbed
-                raise
+            if self._failures is not None:  # the workers may differ in what they computed
+                self._death = engine_died(self._vllm, self._failures)
+                raise self._death from error
             return self._fail_all(error)
         self._steps += 1
         completions = self._requests.collect()
-        if populations is not None:
-            completions += populations.collect()
-        completions += self._requests.relieve()
-        if populations is not None:
-            populations.relieve(self._requests.end_oldest)
-        return completions
+        self._residents.collect()
+        found = self._workers.collect()
+        completions += self._requests.finish(found)
+        completions += self._residents.finish(found)
+        self._residents.relieve(has_run=self._requests.has_run)
+        return completions or self._fail_lost()
+
+    def _fail_lost(self) -> list[Completion]:
+        """Fail all queries if vLLM computes none of them, which would wait for ever."""
+        self._idle_steps = 0 if self._requests.has_run else self._idle_steps + 1
+        if self._idle_steps < _LOST_STEPS:
+            return []
+        error = EvaluationError("vLLM lost the request; this is a defect of genlm-vllm or vLLM")
+        dropped = self._drop_all()
+        self._residents.end_resting()
+        return [Completion(each, error=error) for each in dropped]
+
+    def _drop_all(self) -> list[int]:
+        return self._requests.drop_all() + self._residents.drop_all()
 
     def _fail_all(self, error: Exception) -> list[Completion]:
         """Fail every query after a step of this process that raised.
@@ -235,12 +278,8 @@ class VLLMEngine:
         Raises:
             EngineDiedError: vLLM cannot forget them.
         """
-        failed = [query.query_id for query in self._requests.queries()]
-        for query_id in failed:
-            self._requests.abort(query_id)
-        if self._populations is not None:
-            failed += self._populations.drop_all()
-        self._end_resting()
+        failed = self._drop_all()
+        self._residents.end_resting()
         if not self._vllm.reset_prefix_cache():
             self._death = EngineDiedError(
                 f"a step of vLLM raised {type(error).__name__}: {error}; vLLM cannot forget "
@@ -254,30 +293,22 @@ class VLLMEngine:
     @property
     def keeps_contexts(self) -> bool:
         """Whether requests of row queries stay in vLLM; may be set between steps."""
-        return self._requests.keeps
+        return self._obstacle is None and self._residents.keeps
 
     @keeps_contexts.setter
     def keeps_contexts(self, keeps: bool) -> None:
-        self._requests.keeps = keeps
-        if self._populations is not None:
-            self._populations.keeps = keeps
-            if not keeps:
-                self._populations.end_resting()
-
-    def _end_resting(self) -> None:
-        """End the resident requests that compute nothing."""
-        self._requests.end_idle()
-        if self._populations is not None:
-            self._populations.end_resting()
+        self._residents.keeps = keeps
+        if not keeps:
+            self._residents.end_resting()
 
     def release_context(self, adapter: str | None, key: bytes) -> None:
-        """End the idle request of a context; its full KV blocks stay in the prefix cache.
+        """End the resting request of a context; its full KV blocks stay in the prefix cache.
 
         Args:
             adapter: The context's adapter.
             key: `TokenSequence.key` of its ids.
         """
-        self._requests.release(adapter, key)
+        self._residents.release(adapter, key)
 
     # -- prefixes, adapters -----------------------------------------------------------
 
@@ -312,7 +343,7 @@ class VLLMEngine:
         while self._is_busy():  # vLLM clears nothing while requests hold blocks
             self._ready += self._advance()
         with self._guarding():
-            self._end_resting()
+            self._residents.end_resting()
             self._vllm.reset_prefix_cache()
 
     def add_adapter(self, name: str, path: str) -> None:
@@ -328,8 +359,7 @@ class VLLMEngine:
             )
         with preserve_process_state(), self._guarding():
             self._adapters.load(name, path)
-            if self._populations is not None:
-                self._populations.end_too_many()
+            self._residents.end_too_many()
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter from every worker, which makes room for another one.
@@ -339,9 +369,7 @@ class VLLMEngine:
         """
         self._adapters.check_loaded(name)
         with preserve_process_state(), self._guarding():
-            self._requests.end_idle(name)
-            if self._populations is not None:
-                self._populations.end_resting(name)
+            self._residents.end_resting(name)
             self._adapters.remove(name)
 
     @property
@@ -363,14 +391,10 @@ class VLLMEngine:
         """
         if self._final_statistics is not None:
             return self._final_statistics
-        config, populations = self._vllm.vllm_config, self._populations
-        evaluated, computed = self._tokens_evaluated, self._requests.tokens_computed
-        if populations is not None:
-            evaluated += populations.tokens_evaluated
-            computed += populations.tokens_computed
-        figures = {
-            "tokens_evaluated": evaluated,
-            "tokens_computed": computed - self._rows.tokens_copied,
+        config, residents = self._vllm.vllm_config, self._residents
+        return {
+            "tokens_evaluated": self._tokens_evaluated + residents.tokens_evaluated,
+            "tokens_computed": self._requests.tokens_computed + residents.tokens_computed,
             "tokens_drawn": self._requests.tokens_drawn,
             "steps": self._steps,
             "adapters": len(self._adapters.names),
@@ -382,29 +406,22 @@ class VLLMEngine:
             "implementation": self._implementation,
             "contexts": "kept" if self.keeps_contexts else self._reason_not_kept(),
             "populations": (
-                "running requests"
-                if populations is not None
-                else f"single sequences: {self._populations_obstacle}"
+                f"single sequences: {self._obstacle}" if self._obstacle else "running requests"
             ),
-            **self._requests.statistics(),
+            **residents.statistics(),
         }
-        return figures if populations is None else figures | populations.statistics()
 
     def _reason_not_kept(self) -> str:
-        return f"not kept: {self._requests.obstacle or 'keep_contexts=False'}"
+        return f"not kept: {self._obstacle or 'keep_contexts=False'}"
 
     def close(self) -> None:
         """Shut vLLM down and free its memory; another engine may start."""
         self._final_statistics = self.statistics()
         engine, self._vllm = self._vllm, None
-        if self._monitor is not None:
-            self._monitor.stop()
-        self._rows.close()
-        if self._populations is not None:
-            self._populations.close()
+        self._workers.close()
         self._requests.close()
         self.submit_group = None
-        del self._rows, self._adapters, self._requests, self._populations
+        del self._workers, self._adapters, self._requests, self._residents
         try:
             shut_down(engine, multiprocess=self._multiprocess)
         finally:

@@ -1,12 +1,16 @@
-"""Building a vLLM engine and shutting it down, in this process or in several."""
+"""Building a vLLM engine and shutting it down.
+
+vLLM's scheduler runs in this process, its workers in this one or in others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from genlm.plugin import (
@@ -26,7 +30,8 @@ from genlm_vllm.versions import check_version
 
 __all__ = ["load_vllm", "shut_down"]
 
-_SOCKET_TIMEOUT_S = 5.0
+_WAIT_S = 5e-5
+"""Time between two looks for the reply of a worker."""
 
 _MAX_CAUSE_LENGTH = 600
 """Characters of vLLM's message that are shown: some list all models that vLLM has."""
@@ -57,7 +62,7 @@ def load_vllm(
     check_version()
     source = model_source(model)
     loading_stage("starting vLLM: weights, memory, kernels")
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(failures is not None))}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # its scheduler runs on this thread
     if failures is not None:
         variables[VARIABLE] = failures.path
         if "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ:
@@ -67,14 +72,13 @@ def load_vllm(
         import vllm
 
         check_private_interface()
-        arguments = engine_arguments(source, engine_opts)
+        arguments = engine_arguments(source, engine_opts, multiprocess=failures is not None)
         try:
             # vLLM caches its environment variables.
             vllm.envs.disable_envs_cache()
             return _built(arguments, engine_opts, multiprocess=failures is not None)
         except Exception as error:
-            if failures is None:
-                _clean_up()
+            _clean_up(multiprocess=failures is not None)
             if isinstance(error, ModelLoadError):
                 raise
             cause = " ".join(str(error).split()) or "no message"
@@ -107,31 +111,24 @@ def _built(
     if not multiprocess and config.model_config.using_transformers_backend():
         check_fallback_attention()
         keep_classes = keep_transformers_classes(lambda: model_of(engine))
-    with keep_classes, _core_statistics() if multiprocess else contextlib.nullcontext():
+    with keep_classes:
         engine = vllm.LLMEngine.from_vllm_config(
             config, disable_log_stats=arguments["disable_log_stats"]
         )
+    if multiprocess:
+        _sleep_while_waiting(engine.model_executor)
     return engine, facts
 
 
-@contextlib.contextmanager
-def _core_statistics() -> Iterator[None]:
-    """Have the engine core report its load with every step, for `CoreRequests.load`.
+def _sleep_while_waiting(executor: Any) -> None:
+    """Have this process sleep while workers compute.
 
-    `disable_log_stats=False` would also have `LLMEngine` log and publish statistics.
+    vLLM calls `sched_yield` in a loop instead, which keeps Python's other threads from running.
     """
-    from vllm.v1.engine.core_client import EngineCoreClient
-
-    original = EngineCoreClient.make_client
-
-    def make_client(**options: Any) -> Any:
-        return original(**{**options, "log_stats": True})
-
-    EngineCoreClient.make_client = make_client
-    try:
-        yield
-    finally:
-        EngineCoreClient.make_client = staticmethod(original)
+    for queue in getattr(executor, "response_mqs", ()):
+        condition = getattr(queue, "_spin_condition", None)
+        if condition is not None:
+            condition.wait = lambda timeout_ms=None: time.sleep(_WAIT_S)  # noqa: ARG005
 
 
 def model_of(engine: Any) -> Any:
@@ -158,25 +155,16 @@ def shut_down(engine: Any, *, multiprocess: bool) -> None:
     renderer = getattr(engine, "renderer", None)
     if renderer is not None:
         renderer.shutdown()
-    if multiprocess:
-        _close_sockets(engine.engine_core)
-    else:
-        _clean_up()
+    _clean_up(multiprocess=multiprocess)
 
 
-def _close_sockets(client: Any) -> None:
-    """Destroy the client's zmq context, which vLLM leaves to the garbage collector."""
-    client.output_queue_thread.join(_SOCKET_TIMEOUT_S)
-    if not client.output_queue_thread.is_alive():  # else it still uses a socket
-        client.ctx.destroy(linger=0)
-
-
-def _clean_up() -> None:
-    """Free the resources that an engine of this process leaves, also after a failed build."""
+def _clean_up(*, multiprocess: bool) -> None:
+    """Free the resources that an engine leaves, also after a failed build."""
     from vllm import envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
     gc.unfreeze()  # vLLM freezes all objects after its start
-    cleanup_dist_env_and_memory()
+    if not multiprocess:  # else another engine may compute in this process
+        cleanup_dist_env_and_memory()
     envs.disable_envs_cache()
     gc.collect()

@@ -84,8 +84,15 @@ def needs_processes(engine_opts: Mapping[str, Any]) -> bool:
     )
 
 
-def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(
+    source: str, engine_opts: Mapping[str, Any], *, multiprocess: bool = False
+) -> dict[str, Any]:
     """Return the arguments of `vllm.EngineArgs`: options checked, defaults added.
+
+    Args:
+        source: A folder or a hub id.
+        engine_opts: Options of the user.
+        multiprocess: Whether workers run in other processes.
 
     Raises:
         ValueError: An option that would make rows wrong.
@@ -105,7 +112,7 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"vllm.EngineArgs has no option {name!r}.{hint}")
-        if name in _REFUSED and value and not (name.endswith("_size") and value == 1):
+        if name in _REFUSED and value and not (name.endswith("size") and value == 1):
             raise ValueError(f"engine_opts[{name!r}]={value!r}: {_REFUSED[name]}; leave it out")
     on_cpu = current_platform.is_cpu()
     problem = _unsupported(engine_opts, current_platform)
@@ -116,10 +123,10 @@ def engine_arguments(source: str, engine_opts: Mapping[str, Any]) -> dict[str, A
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
+        "distributed_executor_backend": "mp" if multiprocess else None,
         **(_cpu_defaults(engine_opts) if on_cpu else {}),
         **engine_opts,
         "model": source,
-        "logits_processors": ["genlm_vllm.capture:Capture"],
         "worker_extension_cls": "genlm_vllm.worker.RowWorker",
     }
     if arguments.get("enable_lora"):

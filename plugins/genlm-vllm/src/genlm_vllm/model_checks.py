@@ -12,7 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genlm.plugin import ModelFacts, ModelLoadError, VerifiedFamilies, check_verified
+from genlm.plugin import (
+    ModelFacts,
+    ModelLoadError,
+    VerifiedFamilies,
+    check_causal,
+    check_verified,
+)
 from genlm_vllm.versions import check_version
 
 __all__ = ["check_served", "facts_of", "needed_arguments"]
@@ -93,7 +99,7 @@ def _prefixes(config: Any, facts: ModelFacts, engine_opts: Mapping[str, Any]) ->
 
 def check_served(
     config: Any, facts: ModelFacts, built: Sequence[Mapping[str, Any]], *, unverified: str
-) -> None:
+) -> bool:
     """Refuse a model that vLLM built differently from its config; warn of an unverified one.
 
     Args:
@@ -101,6 +107,10 @@ def check_served(
         facts: Facts of the model.
         built: `RowWorker.genlm_describe_model` of each worker.
         unverified: `"warn"` or `"refuse"`.
+
+    Returns:
+        Whether the rows must be compared by `forward_problem`: they were not on this device,
+        and `unverified="refuse"`.
 
     Raises:
         ModelLoadError: Rows would be wrong, or the family is unverified and
@@ -114,11 +124,24 @@ def check_served(
     for part in built:
         windows |= part["windows"]
     problem = _window_problem(config, facts, windows) or _definition_problem(facts, built)
-    if problem is not None:
-        raise ModelLoadError(f"vLLM {check_version()} {problem}")
-    verified = VerifiedFamilies.of_package("genlm_vllm")
     name = f"vLLM {check_version()}"
-    check_verified(name, _as_computed(config, facts, built), verified, unverified=unverified)
+    if problem is not None:
+        raise ModelLoadError(f"{name} {problem}")
+    facts = _as_computed(config, facts, built)
+    if unverified == "refuse" and not has_compared_kernels():
+        check_causal(facts)
+        return True
+    verified = VerifiedFamilies.of_package("genlm_vllm")
+    check_verified(name, facts, verified, unverified=unverified)
+    return False
+
+
+def has_compared_kernels() -> bool:
+    """Whether the families of the table were compared on this kind of device."""
+    from vllm.platforms import current_platform
+
+    on_cpu: bool = current_platform.is_cpu()
+    return on_cpu
 
 
 def _window_problem(config: Any, facts: ModelFacts, windows: Mapping[str, int]) -> str | None:
@@ -167,7 +190,7 @@ def _as_computed(
     name = facts.architecture
     if config.model_config.model_impl not in ("auto", "vllm"):
         name = f"{name} by {' and '.join(sorted({part['model'] for part in built}))}"
-    if not current_platform.is_cpu():
+    if not has_compared_kernels():
         backends = {backend for part in built for backend in part["attention"]}
         name = f"{name} with {' and '.join(sorted(backends)) or current_platform.device_name}"
     return dataclasses.replace(facts, architecture=name)

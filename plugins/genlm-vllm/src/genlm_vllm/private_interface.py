@@ -23,22 +23,21 @@ _CLIENT = "vllm.v1.engine.core_client"
 _PROMPTS = "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker"
 
 _PARAMETERS: Mapping[str, str] = {
-    f"{_CLIENT}.EngineCoreClient.make_client": "multiprocess_mode asyncio_mode vllm_config "
-    "executor_class log_stats",
     f"{_CLIENT}.InprocClient.get_output": "self",
     f"{_CLIENT}.InprocClient.add_request": "self request",
     f"{_CLIENT}.InprocClient.abort_requests": "self request_ids",
-    f"{_CLIENT}.SyncMPClient.get_output": "self",
-    f"{_CLIENT}.SyncMPClient.add_request": "self request",
-    f"{_CLIENT}.SyncMPClient.abort_requests": "self request_ids",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt "
-    "params supported_tasks lora_request resumable",
-    "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session": "self session update",
-    "vllm.v1.sample.logits_processor.LogitsProcessor.apply": "self logits",
-    "vllm.v1.sample.logits_processor.LogitsProcessor.update_state": "self batch_update",
-    "vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor.add_request": "self req_idx "
-    "sampling_params",
-    "vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor.apply": "self logits ctx",
+    "params supported_tasks lora_request",
+    "vllm.v1.engine.core.EngineCore.post_step": "self model_executed",
+    "vllm.v1.core.sched.scheduler.Scheduler.add_request": "self request",
+    "vllm.v1.core.sched.scheduler.Scheduler.finish_requests": "self request_ids "
+    "finished_status",
+    "vllm.v1.core.block_pool.BlockPool.touch": "self blocks",
+    "vllm.v1.core.block_pool.BlockPool.get_new_blocks": "self num_blocks",
+    "vllm.v1.request.Request.__init__": "self request_id prompt_token_ids sampling_params "
+    "pooling_params arrival_time lora_request block_hasher",
+    "vllm.v1.sample.sampler.Sampler.forward": "self logits sampling_metadata",
+    "vllm.v1.worker.gpu.sample.sampler.Sampler.__call__": "self logits input_batch",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._get_prompt_logprobs_dict": "self "
     "hidden_states num_scheduled_tokens",
     f"{_PROMPTS}.add_request": "self req_id req_idx sampling_params",
@@ -50,12 +49,15 @@ _PARAMETERS: Mapping[str, str] = {
 
 _FIELDS: Mapping[str, str] = {
     f"{_SCHEDULED}.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs "
-    "num_scheduled_tokens total_num_scheduled_tokens finished_req_ids preempted_req_ids",
-    f"{_SCHEDULED}.NewRequestData": "req_id sampling_params block_ids num_computed_tokens",
+    "num_scheduled_tokens",
+    f"{_SCHEDULED}.NewRequestData": "req_id block_ids num_computed_tokens",
     f"{_SCHEDULED}.CachedRequestData": "req_ids resumed_req_ids new_block_ids "
     "num_computed_tokens",
     "vllm.v1.worker.gpu.input_batch.InputBatch": "req_ids query_start_loc_np "
-    "num_scheduled_tokens num_computed_prefill_tokens_np",
+    "num_scheduled_tokens num_computed_prefill_tokens_np seq_lens_cpu_upper_bound",
+    "vllm.v1.outputs.SamplerOutput": "sampled_token_ids logprobs_tensors",
+    "vllm.v1.worker.gpu.sample.output.SamplerOutput": "sampled_token_ids logprobs_tensors "
+    "num_nans num_sampled num_rejected",
 }
 """Fields of dataclasses."""
 

@@ -1,21 +1,15 @@
-"""vLLM's processes: the reasons of their failures, and their common end.
+"""The workers of vLLM in other processes: transport, and the reasons of their failures.
 
-vLLM logs an exception in the process that raises it, and tells the process that loaded the
-model only that one was raised. `FailureLog` and `record_failures` transfer it. vLLM's
-synchronous client waits forever for an engine process that was killed: `ProcessMonitor` ends
-its waits. An engine process outlives a client that was killed: `start_parent_watchdog` ends it.
+vLLM logs an exception in the process that raises it. If a worker fails while it starts, the
+process that loaded the model learns only that it did. `FailureLog` and `record_failures`
+transfer the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
-import select
-import threading
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from genlm import EngineDiedError
@@ -25,9 +19,8 @@ __all__ = [
     "TRANSPORT",
     "VARIABLE",
     "FailureLog",
-    "ProcessMonitor",
+    "engine_died",
     "record_failures",
-    "start_parent_watchdog",
 ]
 
 VARIABLE = "GENLM_VLLM_FAILURES"
@@ -102,97 +95,17 @@ def record_failures() -> bool:
     return True
 
 
-class ProcessMonitor:
-    """Fails all calls that wait for vLLM's processes when one of them ends.
+def engine_died(engine: Any, failures: FailureLog) -> EngineDiedError:
+    """Return the error of an engine whose workers failed.
 
     Args:
-        engine: A `vllm.LLMEngine` that computes in processes of its own.
-        failures: Their log.
+        engine: The `vllm.LLMEngine`.
+        failures: Log of its workers.
     """
-
-    def __init__(self, engine: Any, failures: FailureLog) -> None:
-        self._client = engine.engine_core
-        self._failures = failures
-        manager = self._client.resources.engine_manager
-        # Other managers, Ray's for one, have no processes.
-        self._processes = list(getattr(manager, "processes", ()))
-        self._dead = False
-        stopped, self._stop = multiprocessing.Pipe(duplex=False)
-        self._thread = threading.Thread(
-            target=self._run, args=(stopped,), name="genlm-vllm-monitor", daemon=True
-        )
-        self._thread.start()
-
-    @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Run calls of vLLM.
-
-        Raises:
-            EngineDiedError: One of vLLM's processes has ended, before or during the calls.
-            Exception: Any other error of the calls.
-        """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if self._dead:
-            raise self._died()
-        try:
-            yield
-        except EngineDeadError as error:  # vLLM may notice it first
-            self._dead = True
-            raise self._died() from error
-        except Exception as error:
-            if self._dead:
-                raise self._died() from error
-            raise
-
-    def _died(self) -> EngineDiedError:
-        codes = {process.exitcode for process in self._processes} - {None}
-        which = f" (exit code {', '.join(map(str, codes))})" if codes else ""
-        first = self._failures.first()
-        why = "its log says more" if first is None else f"the first failure was {first}"
-        return EngineDiedError(
-            f"vLLM's engine process ended{which}; {why}. Load the model again"
-        )
-
-    def stop(self) -> None:
-        """Stop before the processes are shut down."""
-        self._stop.close()
-        self._thread.join()
-
-    def _run(self, stopped: Connection) -> None:
-        with stopped:
-            ended = wait([stopped, *(process.sentinel for process in self._processes)])
-            if stopped in ended:
-                return
-        self._dead = True
-        # The client refuses new calls from here on; then fail those that wait already.
-        self._client.resources.engine_dead = True
-        error = EngineDiedError("vLLM's engine process ended")
-        self._client.outputs_queue.put(error)
-        for future in list(self._client.utility_results.values()):
-            if not future.done():
-                future.set_exception(error)
-
-
-def start_parent_watchdog(client: int) -> None:
-    """End vLLM's engine process, and with it its workers, when the client's process ends.
-
-    Called in a worker. Does nothing where the client is not an ancestor of this process, as
-    with Ray's workers, and where the system has no `pidfd_open`.
-
-    Args:
-        client: Id of the process that loaded the model.
-    """
-    import psutil
-
-    family = [psutil.Process(), *psutil.Process().parents()]
-    engine = next((own for own in family if own.ppid() == client), None)
-    if engine is None or not hasattr(os, "pidfd_open"):
-        return
-    ended = os.pidfd_open(client)
-
-    def wait() -> None:
-        select.select([ended], [], [])
-        engine.kill()
-
-    threading.Thread(target=wait, name="genlm-vllm-parent-watchdog", daemon=True).start()
+    workers = getattr(engine.model_executor, "workers", ())  # Ray's are no processes of ours
+    codes = {each.proc.exitcode for each in workers if hasattr(each, "proc")}
+    ended = ", ".join(map(str, codes - {None}))
+    which = f" (exit code {ended})" if ended else ""
+    first = failures.first()
+    why = "its log says more" if first is None else f"the first failure was {first}"
+    return EngineDiedError(f"a worker of vLLM failed{which}; {why}. Load the model again")

@@ -12,98 +12,70 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from genlm_vllm.adapters import Adapters
-from genlm_vllm.row_sampler import Receive, sampler_of
+from genlm_vllm.row_sampler import RESIDENT
+from genlm_vllm.workers import Workers
 
 __all__ = ["LivingRequest", "RunningRequests", "obstacle"]
 
 _NAMES = itertools.count()
 
-# Path of each part from the engine core; then its attributes.
-_SCHEDULER = (
-    *("add_request", "finish_requests", "get_request_counts", "running", "waiting"),
-    *("kv_holding_waiting", "max_num_active_reqs", "num_waiting_for_streaming_input"),
-    *("kv_cache_manager", "hash_block_size"),
-)
-_RUNNER = {
-    False: ("sampler", "discard_request_mask", "input_batch", "requests"),
-    True: ("sampler", "req_states"),
+_PARTS: Mapping[str, Sequence[str]] = {
+    "": ("request_block_hasher",),
+    "scheduler": (
+        *("add_request", "finish_requests", "get_request_counts", "running", "waiting"),
+        *("kv_holding_waiting", "max_num_active_reqs", "num_waiting_for_streaming_input"),
+        "hash_block_size",
+    ),
+    "scheduler.kv_cache_manager.coordinator": ("single_type_managers",),
+    "scheduler.kv_cache_manager.block_pool": ("touch", "get_new_blocks", "get_num_free_blocks"),
 }
-_BATCH = ("req_ids", "req_id_to_index", "token_ids_cpu", "is_token_ids", "num_tokens_no_spec")
-_STATES = ("req_id_to_index", "last_sampled_tokens")
+"""Paths from the engine core, and attributes that the objects there must have."""
+
 _BLOCKS = ("req_to_blocks", "num_cached_block", "_pending_cow_copies", "block_size")
-_POOL = ("touch", "get_new_blocks", "get_num_free_blocks")
 
 
 def obstacle(engine: Any) -> str | None:
     """Return why requests cannot stay in the running list of an engine, None if they can."""
-    core = getattr(engine.engine_core, "engine_core", None)
-    if core is None:
-        return "vLLM computes in processes of its own"
     config = engine.vllm_config
     model, parallel = config.model_config, config.parallel_config
     reasons = {
         "async scheduling": config.scheduler_config.async_scheduling,
-        "several workers": parallel.world_size > 1,
+        "pipelines": parallel.pipeline_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,
         "a KV connector": config.kv_transfer_config is not None,
+        "another scheduler": config.scheduler_config.scheduler_cls is not None,
         "the model's architecture": model.is_encoder_decoder or model.has_inner_state,
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or _missing_seam(engine, core)
+    return found or _missing_part(engine.engine_core.engine_core)
 
 
-def _missing_seam(engine: Any, core: Any) -> str | None:
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
-    seams: list[tuple[str, Callable[[], Any], Sequence[str]]] = [
-        ("EngineCore", lambda: core, ("scheduler", "request_block_hasher")),
-        ("Scheduler", lambda: core.scheduler, _SCHEDULER),
-        ("ModelRunner", lambda: _runner_of(engine), ("sampler",)),
-    ]
-    if missing := _first_missing(seams):
-        return missing
-    runner = _runner_of(engine)
-    second = hasattr(runner, "req_states")
-    seams = [("ModelRunner", lambda: runner, _RUNNER[second])]
-    if second:
-        seams.append(("RequestState", lambda: runner.req_states, _STATES))
-    else:
-        seams.append(("InputBatch", lambda: runner.input_batch, _BATCH))
-    manager = core.scheduler.kv_cache_manager
-    seams += [
-        ("KVCacheCoordinator", lambda: manager.coordinator, ("single_type_managers",)),
-        ("BlockPool", lambda: manager.block_pool, _POOL),
-    ]
-    if missing := _first_missing(seams):
-        return missing
-    managers = manager.coordinator.single_type_managers
-    if [type(each) for each in managers] != [FullAttentionManager]:
-        return "KV blocks that do not all stay to the end of a request"
-    return _first_missing([("FullAttentionManager", lambda: managers[0], _BLOCKS)])
-
-
-def _first_missing(
-    seams: Sequence[tuple[str, Callable[[], Any], Sequence[str]]],
-) -> str | None:
-    for part, find, names in seams:
-        try:
-            found = find()
-        except AttributeError as error:
-            return f"this vLLM has no {part}: {error}"
+def _missing_part(core: Any) -> str | None:
+    for path, names in _PARTS.items():
+        part = core
+        for name in path.split(".") if path else ():
+            part = getattr(part, name, None)
         for name in names:
-            if not hasattr(found, name):
-                return f"this vLLM's {part} has no {name}"
+            if not hasattr(part, name):
+                return f"this vLLM's {path or 'engine core'} has no {name}"
     return None
 
 
-def _runner_of(engine: Any) -> Any:
-    return engine.model_executor.driver_worker.worker.model_runner
+def _block_table(kv_cache_manager: Any) -> Any | None:
+    """Return the only manager of KV blocks if all blocks stay to the end of a request."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    coordinator = getattr(kv_cache_manager, "coordinator", None)
+    managers: Sequence[Any] = getattr(coordinator, "single_type_managers", ())
+    has_all = [type(each) for each in managers] == [FullAttentionManager]
+    has_all = has_all and all(hasattr(managers[0], name) for name in _BLOCKS)
+    return managers[0] if has_all else None
 
 
 class LivingRequest:
@@ -150,25 +122,29 @@ class RunningRequests:
     """Begins, feeds, forks and ends requests that stay.
 
     Args:
-        engine: The `vllm.LLMEngine`, for which `obstacle` returns None.
+        engine: The `vllm.LLMEngine`.
         adapters: The loaded adapters.
-        receive: Takes the logits of each batch; see `RowSampler`.
+        workers: Receive the tokens.
 
     Attributes:
-        living: vLLM's requests by id, oldest first.
+        living: vLLM's requests by id, least recently used first.
     """
 
-    def __init__(self, engine: Any, adapters: Adapters, receive: Receive) -> None:
+    def __init__(self, engine: Any, adapters: Adapters, workers: Workers) -> None:
         from vllm import SamplingParams
 
         core = engine.engine_core.engine_core
+        self._workers = workers
         self._adapters = adapters
         self._scheduler = core.scheduler
-        self._hasher = core.request_block_hasher
         manager = core.scheduler.kv_cache_manager
-        (self._manager,) = manager.coordinator.single_type_managers
-        self._pool = manager.block_pool
-        self._hash_tokens = core.scheduler.hash_block_size
+        # Without it, as with sliding windows, forks are served by the prefix cache.
+        self._manager: Any = _block_table(manager)
+        self._block_size = engine.vllm_config.cache_config.block_size
+        # An older vLLM lacks some of these; `obstacle` then names one, and no request stays.
+        self._pool: Any = getattr(manager, "block_pool", None)
+        self._hasher = getattr(core, "request_block_hasher", None)
+        self._hash_tokens = getattr(core.scheduler, "hash_block_size", 0)
         self._params = SamplingParams(
             max_tokens=1 << 30,
             temperature=0.0,
@@ -180,16 +156,24 @@ class RunningRequests:
         self._adapters_at_once = 0 if lora is None else lora.max_loras
         self._dropped: deque[str] = deque()
         self.living: dict[str, Any] = {}
-        self._sampler = sampler_of(_runner_of(engine), receive)
-        self._sampler.install()
 
-    def close(self) -> None:
-        """Restore vLLM's sampler."""
-        self._sampler.remove()
+    def action(self, parent: LivingRequest, length: int, added: int) -> str:
+        """Return how a sequence is computed that extends one of a request.
 
-    def is_alive(self, living: LivingRequest) -> bool:
-        """Whether vLLM still has a request."""
-        return living.name in self.living
+        Args:
+            parent: The request.
+            length: Number of tokens of the request's sequence.
+            added: Number of further tokens.
+
+        Returns:
+            "feed" for a token that is appended to the request, "fork", "wait" if the request
+            computes the sequence at the moment, or "begin" if nothing can be shared.
+        """
+        if parent.name not in self.living:
+            return "begin"
+        if parent.request.num_computed_tokens != length:
+            return "begin" if added or parent.length != length else "wait"
+        return "feed" if added == 1 and parent.length == length else "fork"
 
     def may_stay(self, adapter: str | None) -> bool:
         """Whether requests of an adapter may rest.
@@ -219,9 +203,12 @@ class RunningRequests:
 
     def feed(self, livings: Sequence[LivingRequest], token_ids: Sequence[int]) -> None:
         """Append a token to each of some computed requests."""
-        if not livings:
-            return
-        self._sampler.feed([each.name for each in livings], token_ids)
+        inputs, requests = self._workers.inputs, self.living
+        names = [each.name for each in livings]
+        inputs.fed += names
+        inputs.token_ids += token_ids
+        for name in names:
+            requests[name] = requests.pop(name)  # the most recently used ones are last
         for living, token_id in zip(livings, token_ids, strict=True):
             living.request.append_output_token_ids(token_id)
             living.length += 1
@@ -236,15 +223,20 @@ class RunningRequests:
         new one.
 
         Args:
-            parent: Has computed these tokens and at most one more.
+            parent: Has computed these tokens.
             computed: Number of common tokens.
-            token_ids: The further tokens, at least one.
+            token_ids: The further tokens; without any the last common one is computed again,
+                because rows are not stored.
         """
         original, adapter = parent.request, parent.adapter
+        if not token_ids:
+            computed -= 1
+            token_ids = [int(original.all_token_ids[computed])]
         tokens = [*original.all_token_ids[:computed], *token_ids]
         if (
             len(self.living) >= self.places
             or not computed
+            or self._manager is None
             or self._pool.get_num_free_blocks() < 2
         ):
             return self.begin(tokens, adapter)
@@ -261,7 +253,7 @@ class RunningRequests:
         from vllm.v1.request import Request
 
         request = Request(
-            f"member-{next(_NAMES)}",
+            f"{RESIDENT}{next(_NAMES)}",
             token_ids,
             self._params,
             None,
@@ -269,7 +261,10 @@ class RunningRequests:
             lora_request=self._adapters.request(adapter),
             block_hasher=self._hasher if prepare is None else None,
         )
-        if prepare is not None:
+        # Model runners copy an array faster than a list, whenever the request joins a batch.
+        if prepare is None:
+            request.prompt_token_ids = np.array(token_ids, np.int32)
+        else:
             prepare(request)
         self.living[request.request_id] = request
         self._scheduler.add_request(request)
@@ -285,10 +280,9 @@ class RunningRequests:
             child.update_block_hashes()
         child.num_computed_tokens = computed
         child.prefill_stats = None
-        ids = self._sampler.computed_ids(original.request_id, computed)
-        if ids is not None:
-            further = child.prompt_token_ids[computed:]
-            child.prompt_token_ids = np.append(ids, np.array(further, ids.dtype))
+        ids = np.append(original.prompt_token_ids, np.int32(original.output_token_ids))
+        further = np.int32(child.prompt_token_ids[computed:])
+        child.prompt_token_ids = np.append(ids[:computed], further)
         parents = blocks_of[original.request_id]
         blocks = list(parents[:full])
         self._pool.touch(blocks)
@@ -319,7 +313,7 @@ class RunningRequests:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that vLLM has not begun, without parked ones."""
+        """Number of requests that vLLM has not begun."""
         _, waiting = self._scheduler.get_request_counts()
         return int(waiting - self._scheduler.num_waiting_for_streaming_input)
 
@@ -341,7 +335,7 @@ class RunningRequests:
         queue = self._scheduler.kv_holding_waiting or self._scheduler.waiting
         if not queue:
             return False
-        free = self._pool.get_num_free_blocks() * self._manager.block_size
+        free = self._pool.get_num_free_blocks() * self._block_size
         return bool(free < 2 * queue.peek_request().num_tokens)
 
     def preempted(self) -> list[str]:

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from genlm.plugin import Completion, EvaluationError
+from genlm.plugin import Completion, EvaluationError, PackedCompletions
 from genlm_vllm.fallback_attention import check_fallback_attention
-from genlm_vllm.processes import TRANSPORT, record_failures, start_parent_watchdog
+from genlm_vllm.processes import TRANSPORT, record_failures
 from genlm_vllm.row_buffer import ROW_BUFFER, VocabularyIds
+from genlm_vllm.row_sampler import missing_part, sampler_of
 from genlm_vllm.scores import start_scores
+from genlm_vllm.worker_rows import StepInputs, StepResults, WorkerRows
 
 __all__ = ["RowWorker", "call_workers"]
 
@@ -49,12 +51,14 @@ def _default_stream(device: torch.device) -> Iterator[None]:
     """Run on a device's default stream, on which callers read results.
 
     vLLM computes on a separate stream, which stays the current stream of the engine's thread
-    between calls. That stream waits, so that the thread may read the results as well.
+    between calls. Both streams wait for each other, so that the results and the memory of the
+    logits may be used on either.
     """
     if device.type != "cuda":
         yield
         return
     own, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    default.wait_stream(own)
     with torch.cuda.stream(default):
         yield
     own.wait_stream(default)
@@ -74,13 +78,23 @@ def _replying(method: Callable[..., Any]) -> Callable[..., tuple[str | None, Any
 
 
 class RowWorker:
-    """Returns the rows that `Capture` stored and the scores, and loads adapters."""
+    """Reduces rows, draws and scores in a worker, and loads adapters."""
+
+    _rows: WorkerRows | None = None
 
     @_replying
-    def genlm_start_capture(self, size: int, missing_ids: list[int]) -> None:
-        """Set the ids of the rows, before the first request.
+    def genlm_start(self, size: int, missing_ids: list[int], batches: int) -> str | None:
+        """Replace the sampler, before the first request.
 
-        Tensor-parallel ranks compute the same logits; the first one stores rows.
+        Tensor-parallel ranks compute the same logits; the first one reduces rows.
+
+        Args:
+            size: Number of ids of the rows.
+            missing_ids: Ids without a token.
+            batches: Number of batches that vLLM computes at a time.
+
+        Returns:
+            Which part of vLLM is missing to keep residents, None if none is.
         """
         from vllm.distributed import (
             get_pp_group,
@@ -91,6 +105,48 @@ class RowWorker:
         first = get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank
         alone = get_tensor_model_parallel_world_size() == 1
         ROW_BUFFER.reset(VocabularyIds(size, tuple(missing_ids)), active=first, alone=alone)
+        worker: Any = self  # vLLM's worker, once this class is mixed in
+        runner = worker.model_runner
+        if get_pp_group().is_last_rank:
+            self._rows = WorkerRows(sampler_of(runner, batches))
+        return missing_part(runner)
+
+    @_replying
+    def genlm_stop(self) -> None:
+        """Restore vLLM's sampler and drop all results, before the engine closes."""
+        if self._rows is not None:
+            self._rows.sampler.remove()
+        ROW_BUFFER.reset(VocabularyIds(0), active=False)
+
+    @_replying
+    def genlm_prepare(self, inputs: StepInputs) -> None:
+        """Accept the inputs of a step; see `WorkerRows.prepare`."""
+        if self._rows is not None:
+            self._rows.prepare(inputs)
+
+    @_replying
+    def genlm_collect(
+        self, wanted: StepResults, is_packed: bool
+    ) -> list[Completion] | PackedCompletions:
+        """Return the results of a step; see `WorkerRows.collect`.
+
+        Args:
+            wanted: The queries that are complete.
+            is_packed: Whether the results are for another process.
+        """
+        worker: Any = self
+        if self._rows is None:
+            return []
+        with _default_stream(worker.device):
+            completions = self._rows.collect(wanted)
+        if is_packed and completions:
+            return TRANSPORT.pack_completions(completions, ROW_BUFFER.ids.size)
+        return completions
+
+    @_replying
+    def genlm_count_results(self) -> int:
+        """Return the number of results that wait to be fetched."""
+        return 0 if self._rows is None else len(self._rows)
 
     @_replying
     def genlm_start_scores(self) -> bool:
@@ -104,9 +160,9 @@ class RowWorker:
 
         Returns:
             `model`, the class that implements it; `attention`, the names of the backends;
-            `windows`, the sliding window of each layer that has one, by the layer's name;
-            `rounded`, the dtypes of parameters that are less precise than the model's dtype,
-            by name, unless the model is quantised.
+            `parameters`, their number in this worker; `windows`, the sliding window of each
+            layer that has one, by the layer's name; `rounded`, the dtypes of parameters that
+            are less precise than the model's dtype, by name, unless the model is quantised.
         """
         from vllm.model_executor.layers.attention import Attention
 
@@ -123,6 +179,7 @@ class RowWorker:
                 if expected and each.is_floating_point()
                 if torch.finfo(each.dtype).eps > expected
             },
+            "parameters": sum(each.numel() for each in model.parameters()),
             "attention": sorted({x.get_attn_backend().get_name() for x in layers.values()}),
             "windows": {
                 name: int(layer.sliding_window)
@@ -130,62 +187,6 @@ class RowWorker:
                 if layer.sliding_window is not None
             },
         }
-
-    @_replying
-    def genlm_start_parent_watchdog(self, client: int) -> None:
-        """See `genlm_vllm.processes.start_parent_watchdog`."""
-        start_parent_watchdog(client)
-
-    @_replying
-    def genlm_start_forks(self) -> bool:
-        """Have forked requests copy KV blocks; return whether they do."""
-        start = getattr(self, "start_forks", None)  # of `CPUWorker`
-        return start is not None and bool(start())
-
-    @_replying
-    def genlm_take(self, keys: list[int], abandoned: list[int]) -> tuple[dict[int, Any], int]:
-        """Return results within this process, on the device's default stream.
-
-        Returns:
-            As `RowBuffer.take`; `tokens_copied`.
-        """
-        worker: Any = self
-        with _default_stream(worker.device):
-            results = ROW_BUFFER.take(keys, abandoned)
-        return results, ROW_BUFFER.tokens_copied
-
-    @_replying
-    def genlm_take_bytes(
-        self, keys: list[int], abandoned: list[int]
-    ) -> tuple[bytes, bytes, int]:
-        """Return results to another process.
-
-        Returns:
-            The two parts of `PackedCompletions`, empty if nothing is stored for the keys;
-            `tokens_copied`.
-        """
-        results = ROW_BUFFER.take(keys, abandoned)
-        if not results:
-            return b"", b"", ROW_BUFFER.tokens_copied
-        completions = [
-            Completion(key, error=each)
-            if isinstance(each, Exception)
-            else Completion(key, each)
-            for key, each in results.items()
-        ]
-        packed = TRANSPORT.pack_completions(completions, ROW_BUFFER.ids.size)
-        rows = b"" if packed.rows is None else packed.rows.tobytes()
-        return packed.data, rows, ROW_BUFFER.tokens_copied
-
-    @_replying
-    def genlm_count_rows(self) -> int:
-        """Return the number of stored rows and scores."""
-        return len(ROW_BUFFER)
-
-    @_replying
-    def genlm_stop_capture(self) -> None:
-        """Drop all rows and scores, before the engine closes."""
-        ROW_BUFFER.reset(VocabularyIds(0), active=False)
 
     @_replying
     def genlm_add_adapter(self, name: str, number: int, folder: str) -> bool:

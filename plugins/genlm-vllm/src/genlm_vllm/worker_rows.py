@@ -1,0 +1,220 @@
+"""`WorkerRows`: what the engine and its workers exchange for a step, and how rows are reduced.
+
+Before a step the workers get the tokens that residents were fed; after it they reduce the rows
+that it computed. Both are messages, which other processes receive pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from genlm.plugin import (
+    Completion,
+    GroupQuery,
+    GroupValues,
+    GroupWork,
+    Reduced,
+    reduce_logits,
+)
+from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.row_buffer import ROW_BUFFER, Outputs, device_index, without_frames
+from genlm_vllm.row_sampler import DrawPlan, RowSampler
+
+__all__ = ["GroupPart", "RowPart", "StepInputs", "StepResults", "WorkerRows"]
+
+_GATHERED = 2**22
+"""Maximum number of logits that are gathered at once from a batch with other rows."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What the workers need before a step.
+
+    Attributes:
+        fed: Ids of residents.
+        token_ids: The next token of each.
+        plans: Plans of continuations that begin, by the ids of their requests.
+        dropped: Queries of populations and ids of continuations that were cancelled.
+    """
+
+    fed: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    plans: dict[str, DrawPlan] = field(default_factory=dict)
+    dropped: list[int | str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.fed or self.plans or self.dropped)
+
+
+class RowPart(NamedTuple):
+    """A query for a row that the last step computed.
+
+    Attributes:
+        query_id: Id of the query.
+        name: Id of the request that computed it.
+        outputs: The requested outputs, or bytes that `Transport.pack_outputs` returned.
+    """
+
+    query_id: int
+    name: str
+    outputs: Outputs | bytes
+
+
+class GroupPart(NamedTuple):
+    """Sequences of a group query whose rows were computed by the last step.
+
+    Attributes:
+        query_id: Id of the query.
+        row_of: As of the query; None after its first part.
+        outputs: The query's reduction, or bytes that `Transport.pack_outputs` returned.
+        total: Number of sequences of the query.
+        names: The requests that computed the sequences.
+        places: Places of the sequences in the query.
+        is_last: Whether the others are complete.
+    """
+
+    query_id: int
+    row_of: np.ndarray[Any, np.dtype[np.int64]] | None
+    outputs: Outputs | bytes
+    total: int
+    names: list[str]
+    places: list[int]
+    is_last: bool
+
+
+@dataclass(slots=True)
+class StepResults:
+    """The queries that a step computed.
+
+    Attributes:
+        groups: Sequences of populations.
+        rows: Queries for a row.
+        drawn: Queries for continuations that are complete, and the ids of their requests.
+        scored: Queries for scores that are complete, and their keys.
+    """
+
+    groups: list[GroupPart] = field(default_factory=list)
+    rows: list[RowPart] = field(default_factory=list)
+    drawn: list[tuple[int, str]] = field(default_factory=list)
+    scored: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups or self.rows or self.drawn or self.scored)
+
+
+class WorkerRows:
+    """Reduces rows in the worker that has them.
+
+    Args:
+        sampler: Keeps the logits.
+    """
+
+    def __init__(self, sampler: RowSampler) -> None:
+        self.sampler = sampler
+        self._works: dict[int, GroupWork] = {}
+
+    def prepare(self, inputs: StepInputs) -> None:
+        """Accept the inputs of a step."""
+        for each in inputs.dropped:
+            if isinstance(each, str):
+                self.sampler.finish_draws(each)
+            else:
+                self._works.pop(each, None)
+                ROW_BUFFER.take(each)
+        self.sampler.plans.update(inputs.plans)
+        if inputs.fed:
+            self.sampler.feed(inputs.fed, inputs.token_ids)
+
+    def __len__(self) -> int:
+        """Number of results that wait to be fetched."""
+        return len(self.sampler) + len(self._works) + len(ROW_BUFFER)
+
+    def collect(self, wanted: StepResults) -> list[Completion]:
+        """Return the results of queries that are complete.
+
+        Those of continuations are only the errors, and scores that are missing have neither a
+        result nor an error.
+        """
+        drawn = [(query_id, self.sampler.finish_draws(name)) for query_id, name in wanted.drawn]
+        if not ROW_BUFFER.active:
+            self.sampler.forget()
+            return []
+        completions = [Completion(each, error=error) for each, error in drawn if error]
+        for query_id, key in wanted.scored:
+            found: Any = ROW_BUFFER.take(key)
+            is_error = isinstance(found, Exception)
+            completions.append(
+                Completion(query_id, error=found) if is_error else Completion(query_id, found)
+            )
+        # vLLM computes in inference mode, whose tensors cannot be changed outside.
+        with torch.inference_mode(False), torch.no_grad():
+            completions += self._rows(wanted.rows)
+            for part in wanted.groups:
+                self._reduce(part)
+                if part.is_last:
+                    result = self._works.pop(part.query_id).result()
+                    completions.append(Completion(part.query_id, result))
+        self.sampler.forget()
+        return completions
+
+    def _rows(self, parts: Sequence[RowPart]) -> Iterator[Completion]:
+        if not parts:
+            return
+        results: Sequence[Reduced | Exception]
+        try:
+            logits, rows = self.sampler.take([part.name for part in parts])
+            outputs = [_outputs(part.outputs) for part in parts]
+            if rows != list(range(len(logits))):
+                logits = logits[device_index(rows, logits.device)]
+            results = reduce_logits(logits, cast("Any", ROW_BUFFER.ids), outputs)
+        except Exception as error:  # noqa: BLE001 - out of memory, for one; vLLM goes on
+            results = [without_frames(error)] * len(parts)
+            outputs = [()] * len(parts)
+        for part, result, wanted in zip(parts, results, outputs, strict=True):
+            if isinstance(result, Exception):
+                yield Completion(part.query_id, error=result)
+            else:
+                only_row = wanted == (None,)
+                yield Completion(part.query_id, result.values[0] if only_row else result)
+
+    def _reduce(self, part: GroupPart) -> None:
+        work, done = self._work(part), 0
+        try:
+            logits, rows = self.sampler.take(part.names)
+            for values in _parts(logits, rows):
+                places = np.array(part.places[done : done + len(values)])
+                work.reduce(places, GroupValues(values, are_logits=True))
+                done += len(values)
+        except Exception as error:  # noqa: BLE001 - out of memory, for one; vLLM goes on
+            work.errors.update(dict.fromkeys(part.places[done:], without_frames(error)))
+
+    def _work(self, part: GroupPart) -> GroupWork:
+        if part.row_of is not None:
+            [reduction] = _outputs(part.outputs)
+            wanted, nothing = np.arange(part.total), cast("Any", None)
+            query = GroupQuery(
+                part.query_id, nothing, wanted, part.row_of, cast("Any", reduction)
+            )
+            self._works[part.query_id] = GroupWork(query, cast("Any", ROW_BUFFER.ids))
+        return self._works[part.query_id]
+
+
+def _outputs(outputs: Outputs | bytes) -> Outputs:
+    return tuple(TRANSPORT.unpack_outputs(outputs)) if isinstance(outputs, bytes) else outputs
+
+
+def _parts(logits: torch.Tensor, rows: list[int]) -> Iterator[torch.Tensor]:
+    """Yield some rows of logits: without a copy if they are consecutive, else in parts."""
+    first, count = rows[0], len(rows)
+    if rows == list(range(first, first + count)):
+        yield logits[first : first + count]
+        return
+    size = max(1, _GATHERED // logits.shape[1])
+    index = device_index(rows, logits.device)
+    for begin in range(0, count, size):
+        yield logits[index[begin : begin + size]]

@@ -1,0 +1,75 @@
+"""`Workers`: exchanges the inputs and results of a step with vLLM's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from genlm.plugin import Completion, EvaluationError, PackedCompletions, Vocabulary
+from genlm_vllm.processes import TRANSPORT
+from genlm_vllm.row_buffer import Outputs
+from genlm_vllm.worker import call_workers
+from genlm_vllm.worker_rows import StepInputs, StepResults
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """The workers of an engine, in this process or in others.
+
+    Rows from this process are on the engine's device, from others on the CPU.
+
+    Args:
+        engine: The `vllm.LLMEngine`.
+        vocabulary: Defines the ids of the rows.
+        are_remote: Whether they run in other processes.
+
+    Attributes:
+        missing_part: Which part of vLLM is missing to keep residents, None if none is.
+        inputs: Inputs of the next step.
+        results: Queries that the last step computed.
+    """
+
+    def __init__(self, engine: Any, vocabulary: Vocabulary, *, are_remote: bool) -> None:
+        self._engine = engine
+        self._are_remote = are_remote
+        self.inputs, self.results = StepInputs(), StepResults()
+        missing = call_workers(
+            engine,
+            "genlm_start",
+            vocabulary.size,
+            list(vocabulary.missing_ids),
+            engine.vllm_config.parallel_config.pipeline_parallel_size,
+        )
+        self.missing_part: str | None = next(filter(None, missing), None)
+
+    def sent(self, outputs: Outputs) -> Outputs | bytes:
+        """Return the requested outputs of a row in the form that workers receive."""
+        return TRANSPORT.pack_outputs(outputs) if self._are_remote else outputs
+
+    def prepare(self) -> None:
+        """Send the inputs of a step."""
+        if self.inputs:
+            inputs, self.inputs = self.inputs, StepInputs()
+            call_workers(self._engine, "genlm_prepare", inputs)
+
+    def collect(self) -> dict[int, Completion]:
+        """Return the results of the last step by query id; see `WorkerRows.collect`."""
+        if not self.results:
+            return {}
+        wanted, self.results = self.results, StepResults()
+        found: dict[int, Completion] = {}
+        for reply in call_workers(self._engine, "genlm_collect", wanted, self._are_remote):
+            is_packed = isinstance(reply, PackedCompletions)
+            completions = TRANSPORT.unpack_completions(reply) if is_packed else reply
+            found |= {each.query_id: each for each in completions}
+        complete = [part.query_id for part in wanted.groups if part.is_last]
+        for query_id in (*complete, *(part.query_id for part in wanted.rows)):
+            if query_id not in found:
+                error = EvaluationError("vLLM finished the request without computing its row")
+                found[query_id] = Completion(query_id, error=error)
+        return found
+
+    def close(self) -> None:
+        """Restore vLLM's sampler and drop all results."""
+        if not self._are_remote:  # other processes end
+            call_workers(self._engine, "genlm_stop")
